@@ -1,0 +1,71 @@
+# `make help` lists the targets. Everything is installed into $(VENV); nothing outside of it changes.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX ?=
+PROMPT ?= Once upon a time
+
+BIN := $(VENV)/bin
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+export PROMPT
+
+.DEFAULT_GOAL := help
+.PHONY: help install run test test-long check format bench gpu-check clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo '  PROMPT="..."      what `make run` continues'
+	@echo '  PYTHON=python3.12 the Python that the environment is made with (3.11 or newer)'
+	@echo '  TORCH_INDEX=URL   another package index for torch, such as'
+	@echo '                    https://download.pytorch.org/whl/cpu (no CUDA, a tenth of the size)'
+
+install: $(VENV)/.installed-test ## make .venv and install quire and the test tools into it
+
+run: $(VENV)/.installed ## generate text from PROMPT with the model that comes with quire
+	@$(BIN)/quire generate "$$PROMPT"
+
+test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
+	$(BIN)/python -m pytest -q
+
+test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+check: $(VENV)/.installed-test ## linter, types, and the house's rules on size and imports
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/structure
+
+format: $(VENV)/.installed-test ## let ruff lay out the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed ## throughput and latency on this machine
+	$(BIN)/python -m quire.tools.bench
+
+gpu-check: ## tests and benchmark on a GPU, with python3 as it is; installs nothing
+	@PYTHON="$(PYTHON)" .ci/gpu-check
+
+clean: ## remove .venv, build outputs and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "quire needs Python 3.11 or newer; set PYTHON=..., see make help"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
+	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
+	$(PIP_INSTALL) --quiet -e .
+	@.ci/announce core $(BIN)/python
+	@touch $@
+
+$(VENV)/.installed-test: $(BUILD_INPUTS) | $(VENV)/bin/python
+	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
+	$(PIP_INSTALL) --quiet -e ".[test]"
+	@.ci/announce core $(BIN)/python
+	@touch $(VENV)/.installed $@

@@ -1,0 +1,96 @@
+// The thin binding: addresses and sizes in, results written where they point. The caller
+// (src/quire/ops/native.py) checks shapes, dtypes and contiguity. The interpreter runs on meanwhile.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
+
+#include <array>
+#include <cstdint>
+
+#include "philox.h"
+#include "sampling.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+// Raised whenever a signature changes; native.py refuses an object of another number.
+constexpr int kInterfaceVersion = 2;
+
+using Address = uintptr_t;
+using Ints = int64_t*;
+using ConstInts = const int64_t*;
+using Floats = float*;
+using ConstFloats = const float*;
+
+// An address becomes a pointer of the type that the called function takes.
+template <class T>
+T as(Address address) {
+    return reinterpret_cast<T>(address);
+}
+
+std::array<uint32_t, 4> philox_words(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+    std::array<uint32_t, 4> words{};
+    quire::philox_words(counter.data(), key.data(), words.data());
+    return words;
+}
+
+void philox_uniform(Address out, int64_t rows, int64_t vocab, Address seeds, Address sample_index,
+                    Address positions, int num_threads) {
+    quire::philox_uniform(as<Floats>(out), rows, vocab, as<ConstInts>(seeds),
+                          as<ConstInts>(sample_index), as<ConstInts>(positions), num_threads);
+}
+
+void philox_uniform_at(Address out, Address ids, int64_t rows, int64_t k, Address seeds,
+                       Address sample_index, Address positions) {
+    quire::philox_uniform_at(as<Floats>(out), as<ConstInts>(ids), rows, k, as<ConstInts>(seeds),
+                             as<ConstInts>(sample_index), as<ConstInts>(positions));
+}
+
+void arg_max(Address ids, Address values, Address logits, int64_t rows, int64_t vocab,
+             int num_threads) {
+    quire::arg_max(as<Ints>(ids), as<Floats>(values), as<ConstFloats>(logits), rows, vocab,
+                   num_threads);
+}
+
+void top_k(Address values, Address ids, Address logits, int64_t rows, int64_t vocab, int64_t k,
+           int num_threads) {
+    quire::top_k(as<Floats>(values), as<Ints>(ids), as<ConstFloats>(logits), rows, vocab, k,
+                 num_threads);
+}
+
+void log_sum_exp(Address out, Address logits, Address temperatures, int64_t rows, int64_t vocab,
+                 int num_threads) {
+    quire::log_sum_exp(as<double*>(out), as<ConstFloats>(logits), as<ConstFloats>(temperatures),
+                       rows, vocab, num_threads);
+}
+
+void token_rank(Address ranks, Address logits, Address ids, int64_t rows, int64_t vocab,
+                int num_threads) {
+    quire::token_rank(as<Ints>(ranks), as<ConstFloats>(logits), as<ConstInts>(ids), rows, vocab,
+                      num_threads);
+}
+
+// The addresses of the three filters may be 0: no filters.
+void choose(Address ids, Address logits, Address temperatures, Address top_k, Address top_p,
+            Address min_p, int64_t rows, int64_t vocab, Address seeds, Address sample_index,
+            Address positions, int num_threads) {
+    quire::choose(as<Ints>(ids), as<ConstFloats>(logits), as<ConstFloats>(temperatures),
+                  as<ConstInts>(top_k), as<ConstFloats>(top_p), as<ConstFloats>(min_p), rows, vocab,
+                  as<ConstInts>(seeds), as<ConstInts>(sample_index), as<ConstInts>(positions),
+                  num_threads);
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    using Unlocked = nb::call_guard<nb::gil_scoped_release>;
+    m.def("version", [] { return kInterfaceVersion; });
+    m.def("philox_words", &philox_words);
+    m.def("philox_uniform", &philox_uniform, Unlocked());
+    m.def("philox_uniform_at", &philox_uniform_at, Unlocked());
+    m.def("arg_max", &arg_max, Unlocked());
+    m.def("top_k", &top_k, Unlocked());
+    m.def("log_sum_exp", &log_sum_exp, Unlocked());
+    m.def("token_rank", &token_rank, Unlocked());
+    m.def("choose", &choose, Unlocked());
+}

@@ -1,0 +1,174 @@
+#include <cmath>
+
+#include "parallel.h"
+#include "philox.h"
+#include "row.h"
+#include "sampling.h"
+
+namespace quire {
+namespace {
+
+using Keys = std::vector<uint64_t>;
+
+constexpr int64_t kFirstCandidates = 1024;
+
+double sum_of(const Keys& keys, size_t begin, size_t end, float temperature, float peak) {
+    double total = 0;
+    for (size_t i = begin; i < end; ++i) {
+        total += std::exp((double{value_of(keys[i])} - peak) / temperature);
+    }
+    return total;
+}
+
+// The last token of the shortest run of first tokens whose weights reach the goal: the half that
+// holds it is halved again, so the keys need not be sorted.
+uint64_t nucleus_end(Keys& keys, double goal, float temperature, float peak) {
+    size_t low = 0, high = keys.size();
+    double mass = 0;  // of [0, low)
+    while (high - low > 1) {
+        const size_t middle = (low + high) / 2;
+        const auto at = [&](size_t i) { return keys.begin() + static_cast<std::ptrdiff_t>(i); };
+        std::nth_element(at(low), at(middle), at(high), std::greater<uint64_t>());
+        const double half = sum_of(keys, low, middle, temperature, peak);
+        if (mass + half >= goal) {
+            high = middle;
+        } else {
+            mass += half;
+            low = middle;
+        }
+    }
+    return keys[low];
+}
+
+void all_keys(Keys& keys, const float* row, int64_t vocab) {
+    keys.clear();
+    for (int64_t id = 0; id < vocab; ++id) keys.push_back(token_key(row[id], id));
+}
+
+// top-p alone: a nucleus among the first tokens, if it fits; else among all.
+uint64_t plain_nucleus_end(Keys& keys, const float* row, int64_t vocab, float temperature,
+                           float top_p, float peak) {
+    if (vocab > kFirstCandidates) {
+        const double log_total = log_sum_exp_row(row, vocab, temperature);
+        const double goal = top_p * std::exp(log_total - double{peak} / temperature);
+        top_k_keys(keys, row, vocab, kFirstCandidates);
+        if (sum_of(keys, 0, keys.size(), temperature, peak) >= goal) {
+            return nucleus_end(keys, goal, temperature, peak);
+        }
+    }
+    all_keys(keys, row, vocab);
+    const double total = sum_of(keys, 0, keys.size(), temperature, peak);
+    return nucleus_end(keys, top_p * total, temperature, peak);
+}
+
+struct Filter {
+    int64_t top_k;  // 0 or less: off
+    float top_p, min_p;
+};
+
+// What min-p, then top-k, then top-p leave of a row: the tokens whose key is at least the result.
+uint64_t cutoff_of(Keys& keys, const float* row, int64_t vocab, float temperature,
+                   const Filter& filter, float peak) {
+    const bool has_top_k = filter.top_k > 0 && filter.top_k < vocab;
+    const bool has_top_p = filter.top_p < 1.0f, has_min_p = filter.min_p > 0.0f;
+    if (!has_top_k && !has_min_p) {
+        return has_top_p ? plain_nucleus_end(keys, row, vocab, temperature, filter.top_p, peak) : 0;
+    }
+    const double floor =
+        has_min_p ? double{peak} / temperature + std::log(double{filter.min_p}) : -kInfinity;
+    const auto is_below = [&](uint64_t key) { return double{value_of(key)} / temperature < floor; };
+    if (has_top_k) {
+        top_k_keys(keys, row, vocab, filter.top_k);
+        keys.erase(std::remove_if(keys.begin(), keys.end(), is_below), keys.end());
+    } else {
+        keys.clear();
+        for (int64_t first = 0; first < vocab; first += kChunk) {
+            const int64_t end = std::min(first + kChunk, vocab);
+            if (is_below(token_key(peak_of(row + first, end - first).value, first))) continue;
+            for (int64_t id = first; id < end; ++id) {
+                const uint64_t key = token_key(row[id], id);
+                if (!is_below(key)) keys.push_back(key);
+            }
+        }
+    }
+    if (!has_top_p) return *std::min_element(keys.begin(), keys.end());
+    const double total = sum_of(keys, 0, keys.size(), temperature, peak);
+    return nucleus_end(keys, filter.top_p * total, temperature, peak);
+}
+
+// No token with this logit and this noise scores more: with u >= 2^e the Gumbel noise
+// -log(-log(1 - u)) is at most -e * log(2).
+inline float score_bound(float logit, float noise, float scale) {
+    const int32_t exponent = bits_of(noise) >> 23;
+    return logit * scale + static_cast<float>(127 - exponent) * 0.69314718f;
+}
+
+QUIRE_VECTOR
+bool can_beat(const float* logits, const float* noise, int64_t count, float scale, float mark) {
+    int32_t any = 0;
+    for (int64_t i = 0; i < count; ++i) any |= score_bound(logits[i], noise[i], scale) > mark;
+    return any != 0;
+}
+
+inline double score_of(float logit, float temperature, float noise) {
+    return static_cast<double>(logit) / temperature - std::log(-std::log1p(-double{noise}));
+}
+
+// Gumbel-max over the tokens whose key is at least the cutoff. The most probable token sets the
+// mark; chunks that cannot reach it are passed over, most of them before their noise is made.
+int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Stream& stream,
+                   uint64_t cutoff, const Best& peak) {
+    constexpr float kMostGumbel = 23.0f;  // -log(2^-33), rounded up
+    float noise[kChunk];
+    const float scale = 1.0f / temperature;
+    const float least = cutoff == 0 ? -kInfinity : value_of(cutoff);
+    uniform_chunk(stream, peak.id / 4 * 4, noise);
+    int64_t best_id = peak.id;
+    double best = score_of(peak.value, temperature, noise[peak.id % 4]);
+    for (int64_t first = 0; first < vocab; first += kChunk) {
+        const int64_t count = std::min(kChunk, vocab - first);
+        const float* logits = row + first;
+        // Less than the mark by more than the bounds' rounding.
+        const float mark = static_cast<float>(best - 1e-2 - 1e-5 * std::fabs(best));
+        const float largest = peak_of(logits, count).value;
+        if (largest < least || largest * scale + kMostGumbel < mark) continue;
+        uniform_chunk(stream, first, noise);
+        if (!can_beat(logits, noise, count, scale, mark)) continue;
+        for (int64_t i = 0; i < count; ++i) {
+            if (!(score_bound(logits[i], noise[i], scale) > mark)) continue;
+            if (token_key(logits[i], first + i) < cutoff) continue;
+            const double score = score_of(logits[i], temperature, noise[i]);
+            if (score > best || (score == best && first + i < best_id)) {
+                best = score;
+                best_id = first + i;
+            }
+        }
+    }
+    return best_id;
+}
+
+}  // namespace
+
+void choose(int64_t* ids, const float* logits, const float* temperatures, const int64_t* top_k,
+            const float* top_p, const float* min_p, int64_t rows, int64_t vocab,
+            const int64_t* seeds, const int64_t* sample_index, const int64_t* positions,
+            int num_threads) {
+    parallel_for(rows, num_threads, [=](int64_t begin, int64_t end) {
+        Keys keys;
+        for (int64_t i = begin; i < end; ++i) {
+            const float* row = logits + i * vocab;
+            const Best peak = arg_max_row(row, vocab);
+            ids[i] = peak.id;
+            if (!std::isfinite(peak.value)) continue;  // the caller reports this row
+            uint64_t cutoff = 0;
+            if (top_k != nullptr) {
+                const Filter filter{top_k[i], top_p[i], min_p[i]};
+                cutoff = cutoff_of(keys, row, vocab, temperatures[i], filter, peak.value);
+            }
+            const Stream stream{seeds[i], sample_index[i], positions[i]};
+            ids[i] = gumbel_max(row, vocab, temperatures[i], stream, cutoff, peak);
+        }
+    });
+}
+
+}  // namespace quire

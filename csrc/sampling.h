@@ -1,0 +1,33 @@
+// Choosing tokens from rows of logits: one pass over a row each, several rows in parallel.
+// Shapes: logits[rows, vocab] float32, contiguous. Ties go to the lowest token id everywhere.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+// ids[rows], values[rows] = the largest logit of each row; the value is NaN if the row holds one.
+void arg_max(int64_t* ids, float* values, const float* logits, int64_t rows, int64_t vocab,
+             int num_threads);
+
+// values[rows, k], ids[rows, k] = the k largest logits in falling order, 1 <= k <= vocab.
+void top_k(float* values, int64_t* ids, const float* logits, int64_t rows, int64_t vocab, int64_t k,
+           int num_threads);
+
+// out[rows] = log(sum(exp(logits / temperature))), summed in double.
+void log_sum_exp(double* out, const float* logits, const float* temperatures, int64_t rows,
+                 int64_t vocab, int num_threads);
+
+// ranks[rows] = how many tokens come before ids[row], plus one.
+void token_rank(int64_t* ranks, const float* logits, const int64_t* ids, int64_t rows,
+                int64_t vocab, int num_threads);
+
+// ids[rows] = argmax(logits / temperature + Gumbel noise) of the tokens that the filters leave: a
+// sample of softmax(logits / temperature), filtered by min-p, then top-k, then top-p. The three
+// filters are arrays[rows], or all null for none. A row without a finite logit gets any id.
+void choose(int64_t* ids, const float* logits, const float* temperatures, const int64_t* top_k,
+            const float* top_p, const float* min_p, int64_t rows, int64_t vocab,
+            const int64_t* seeds, const int64_t* sample_index, const int64_t* positions,
+            int num_threads);
+
+}  // namespace quire

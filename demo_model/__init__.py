@@ -1,0 +1,1 @@
+"""Generator, training and evaluation of the demo model."""

@@ -1,0 +1,146 @@
+"""Configuration: a few frozen dataclasses. The command line and its help are made from them.
+
+Each field carries its help, and its unit where it has one, in the dataclass field's metadata;
+`None` means "derived when the engine starts", by the function that the help names.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.base.errors import ConfigError
+
+
+def setting(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field with what the command line needs to know about it."""
+    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, in which precision, with which tokenizer."""
+
+    model: str = setting(
+        "demo", "directory, Hugging Face id, `demo`, or a named shape such as shape:qwen3-0.6b"
+    )
+    tokenizer: str | None = setting(None, "directory or id of the tokenizer; the model's if absent")
+    revision: str | None = setting(None, "branch, tag or commit on the hub")
+    dtype: str = setting(
+        "auto",
+        "of weights and activations; auto is the checkpoint's, and float32 on a CPU without"
+        " native bfloat16",
+        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    max_model_len: int | None = setting(
+        None, "longest sequence, prompt and output together; the model's limit if absent",
+        unit="tokens",
+    )
+    load_format: str = setting(
+        "auto", "dummy fills the weights with seeded random numbers",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    chat_template: str | None = setting(None, "file or text that replaces the model's template")
+    generation_config: str = setting(
+        "auto", "auto takes sampling defaults from the model's generation_config.json; `none` does not"
+    )
+    seed: int = setting(0, "of requests that bring none, and of dummy weights")
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The KV cache and the memory that it may take."""
+
+    block_size: int = setting(16, "tokens per block", unit="tokens")
+    gpu_memory_utilization: float = setting(0.92, "share of the GPU's memory that may be used")
+    kv_cache_memory_bytes: int | None = setting(
+        None, "size of the KV pool; derived from the memory plan if absent", unit="bytes"
+    )
+    enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
+    watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How much runs at once."""
+
+    max_num_seqs: int | None = setting(
+        None, "sequences that run at once; 64 on a CPU, 256 on a GPU if absent"
+    )
+    max_num_batched_tokens: int | None = setting(
+        None, "tokens of one step; 256 on a CPU, 8192 on a GPU if absent", unit="tokens"
+    )
+    scheduling_policy: str = setting("fifo", "order of requests", choices=("fifo",))
+    pipeline_depth: int = setting(1, "plans in flight; 1 waits for each result")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that an engine is made from."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    device: str = setting("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
+    attention_backend: str = setting(
+        "auto", "auto picks the fastest for the device", choices=("auto", "torch", "reference")
+    )
+    max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
+    disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
+
+    def __post_init__(self) -> None:
+        cache, scheduler = self.cache, self.scheduler
+        _check(1 <= cache.block_size <= 256, "block_size", cache.block_size, "from 1 to 256")
+        share = cache.gpu_memory_utilization
+        _check(0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
+        _check(0 <= cache.watermark < 1, "watermark", cache.watermark, "in [0, 1)")
+        _check(scheduler.pipeline_depth >= 1, "pipeline_depth", scheduler.pipeline_depth, ">= 1")
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(scheduler, name)
+            _check(value is None or value >= 1, name, value, "at least 1")
+        length = self.model.max_model_len
+        _check(length is None or length >= 1, "max_model_len", length, "at least 1")
+        pool = cache.kv_cache_memory_bytes
+        _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
+        _check_choices(self, self.model, self.scheduler)
+
+
+def _check(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} must be {rule}, got {value!r}.")
+
+
+def _check_choices(*configs: Any) -> None:
+    for config in configs:
+        for item in dataclasses.fields(config):
+            choices = item.metadata.get("choices", ())
+            value = getattr(config, item.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}.")
+
+
+def config_from_flat(**settings: Any) -> EngineConfig:
+    """Build an EngineConfig from flat names, as `LLM(model, max_model_len=...)` gives them.
+
+    Raises ConfigError for a name that no dataclass has.
+    """
+    parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "": {}}
+    owners = {
+        item.name: part
+        for part, cls in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig))
+        for item in dataclasses.fields(cls)
+    }
+    top = {item.name for item in dataclasses.fields(EngineConfig)} - {"model", "cache", "scheduler"}
+    for name, value in settings.items():
+        if name in owners:
+            parts[owners[name]][name] = value
+        elif name in top:
+            parts[""][name] = value
+        else:
+            known = ", ".join(sorted(top | owners.keys()))
+            raise ConfigError(f"there is no setting {name!r}; the settings are: {known}.")
+    return EngineConfig(
+        ModelConfig(**parts["model"]),
+        CacheConfig(**parts["cache"]),
+        SchedulerConfig(**parts["scheduler"]),
+        **parts[""],
+    )

@@ -1,0 +1,50 @@
+"""The tree of errors.
+
+QuireError
+ +-- ConfigError          a setting or a combination of settings is wrong (also a ValueError)
+ +-- RequestError         a request is wrong or cannot be served (also a ValueError)
+ +-- ModelError           a model's files are missing, unreadable or of an unknown architecture
+ |    +-- ModelNotFound   no such directory, and the hub did not answer or has no such model
+ +-- OutOfMemory          weights, workspace or KV pool do not fit
+ +-- MissingDependency    an optional package is needed; the message holds the pip command
+ +-- EngineError          the engine failed while it worked on requests
+      +-- StepFailed      one step raised; the plan's rows went back
+
+Every message says what was wrong, the value, and what to do.
+"""
+
+
+class QuireError(Exception):
+    """Base of all errors that the engine raises on purpose."""
+
+
+class ConfigError(QuireError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+
+class RequestError(QuireError, ValueError):
+    """A request that is malformed or can never be served by this engine."""
+
+
+class ModelError(QuireError):
+    """A model's files cannot be used."""
+
+
+class ModelNotFound(ModelError):
+    """The model is neither a directory nor to be had from the hub."""
+
+
+class OutOfMemory(QuireError):
+    """The memory plan does not fit the machine."""
+
+
+class MissingDependency(QuireError, ImportError):
+    """An optional package is needed."""
+
+
+class EngineError(QuireError):
+    """The engine failed while working."""
+
+
+class StepFailed(EngineError):
+    """A step raised an exception; its effects were taken back."""

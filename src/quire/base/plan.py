@@ -1,0 +1,127 @@
+"""A step as data: `Plan` goes to the executor, `StepResult` comes back. Both are frozen.
+
+Shape legend: S scheduled rows, N sampling rows, W block-table writes, C candidates.
+A plan is applied in this order: released, started, forked, truncated, host tokens, block writes,
+moves (swap out, load, copy), forward pass, sampling, counters. Input ids, positions, lengths and
+slots are derived on the device from the rows. Arrays are never written after they were handed over.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.sampling_params import SamplingParams
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+def _no_ints() -> Int32:
+    return np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """A sequence takes a row: its known tokens, how many of them are computed, how it samples.
+
+    num_prompt_tokens: tokens of the request's prompt (those after it count as output).
+    seed: 64 bits; with the sample index and the position it determines all randomness.
+    """
+
+    row: int
+    token_ids: Int32
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    sample_index: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HostTokens:
+    """Tokens that the host writes into a row that has already started (streamed input)."""
+
+    row: int
+    position: int
+    token_ids: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrites:
+    """Block-table entries to set, as parallel arrays: table[group][row, index] = block_id."""
+
+    group: Int32 = field(default_factory=_no_ints)  # [W]
+    row: Int32 = field(default_factory=_no_ints)  # [W]
+    index: Int32 = field(default_factory=_no_ints)  # [W]
+    block_id: Int32 = field(default_factory=_no_ints)  # [W]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copies of whole blocks within a group. kind: `swap_out`, `load` or `copy`."""
+
+    kind: str
+    group: int
+    source: Int32
+    destination: Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step. `rows` are row numbers; the sampling rows are `sample_rows`, a subset of them."""
+
+    step_id: int
+    rows: Int32 = field(default_factory=_no_ints)  # [S]
+    num_tokens: Int32 = field(default_factory=_no_ints)  # [S]
+    computed_bound: Int32 = field(default_factory=_no_ints)  # [S] upper bound before the step
+    sample_rows: Int32 = field(default_factory=_no_ints)  # [N]
+    num_candidates: Int32 = field(default_factory=_no_ints)  # [N] -1 none, 0.. logprobs wanted
+    needs_mask: bool = False
+    started: tuple[RowStart, ...] = ()
+    forked: tuple[tuple[int, int], ...] = ()  # (parent row, child row)
+    truncated: tuple[tuple[int, int], ...] = ()  # (row, tokens that remain)
+    released: Int32 = field(default_factory=_no_ints)
+    host_tokens: tuple[HostTokens, ...] = ()
+    block_writes: BlockWrites = field(default_factory=BlockWrites)
+    moves: tuple[Move, ...] = ()
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Log-probabilities of one position: the chosen token first, then the most probable ones.
+
+    token_ids and logprobs: [1 + C]; rank: of the chosen token, 1 is the most probable.
+    """
+
+    token_ids: Int32
+    logprobs: Float32
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave.
+
+    token_ids: [N, 1 + drafts], of which num_accepted [N] are valid from the left.
+    candidates: sampling row -> Candidates, for those that asked for logprobs.
+    prompt_candidates: row -> Candidates of the prompt positions that this step computed, in order;
+    the first is for the position after the first computed one.
+    row_errors: row -> what went wrong with it. error: the step as a whole failed, nothing of it counts.
+    """
+
+    step_id: int
+    token_ids: Int32
+    num_accepted: Int32
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
+    row_errors: dict[int, str] = field(default_factory=dict)
+    completed_moves: tuple[int, ...] = ()
+    duration_s: float = 0.0
+    error: str | None = None

@@ -1,0 +1,203 @@
+"""How tokens are chosen and when a sequence ends: `SamplingParams`, with vLLM's names and defaults.
+
+The same validation runs in the client and in the core, so a request that was accepted by one is
+accepted by the other. Token ids are checked against the vocabulary by `check_vocab`, which needs
+its size.
+"""
+
+import enum
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from quire.base.errors import RequestError
+
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 1e-2
+MAX_LOGPROBS = 20
+MAX_N = 16384
+LOGIT_BIAS_LIMIT = 100.0
+
+
+class RequestOutputKind(enum.Enum):
+    """What each output of a request holds."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+def _require(ok: bool, name: str, value: object, rule: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} must be {rule}, got {value!r}.")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
+    """Sampling and stopping of one request.
+
+    temperature below 1e-5 is greedy; between that and 0.01 it is raised to 0.01.
+    top_k 0 or -1, top_p 1.0 and min_p 0.0 switch those filters off.
+    logprobs / prompt_logprobs: number of candidates per token (-1 is the whole vocabulary).
+    seed: the same seed gives the same text, whatever else is in the batch.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_reading_prefix_cache: bool | None = None
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._normalise()
+        self._check_numbers()
+        self._check_lists()
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Prompt logprobs need every position computed, so they do without prefix hits."""
+        if self.skip_reading_prefix_cache is not None:
+            return not self.skip_reading_prefix_cache
+        return self.prompt_logprobs is None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        assert self.stop is None or isinstance(self.stop, list)
+        return self.stop or []
+
+    def clone(self) -> "SamplingParams":
+        """A deep copy that can be changed without touching this one."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__}
+        for name, value in fields.items():
+            if isinstance(value, (list, dict)):
+                fields[name] = value.copy()
+        return SamplingParams(**fields)
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise RequestError for a token id outside of the model's vocabulary."""
+        named: list[tuple[str, Iterable[int]]] = [
+            ("stop_token_ids", self.stop_token_ids or ()),
+            ("logit_bias", self.logit_bias or ()),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+        ]
+        for name, ids in named:
+            for token_id in ids:
+                _require(
+                    0 <= token_id < vocab_size, name, token_id, f"token ids below {vocab_size}"
+                )
+
+    def _normalise(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if self.seed == -1:
+            self.seed = None
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        _require(_is_number(self.temperature), "temperature", self.temperature, "a finite number")
+        if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
+            self.temperature = MIN_TEMPERATURE
+        if 0 <= self.temperature < GREEDY_BELOW:
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
+
+    def _check_numbers(self) -> None:
+        n = self.n
+        _require(_is_int(n) and 1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
+        _require(0 <= self.temperature <= 2, "temperature", self.temperature, "from 0 to 2")
+        _require(
+            _is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"
+        )
+        _require(
+            _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "0 or -1 (off) or >= 1"
+        )
+        _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
+        value = self.repetition_penalty
+        _require(
+            _is_number(value) and value > 0, "repetition_penalty", value, "finite and above 0"
+        )
+        if self.seed is not None:
+            ok = _is_int(self.seed) and -(2**63) <= self.seed < 2**63
+            _require(ok, "seed", self.seed, "a 64-bit integer")
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        if self.max_tokens is not None:
+            ok = _is_int(self.max_tokens) and self.max_tokens >= 1
+            _require(ok, "max_tokens", self.max_tokens, "at least 1, or None for no limit")
+        ok = _is_int(self.min_tokens) and self.min_tokens >= 0
+        _require(ok, "min_tokens", self.min_tokens, "an integer of at least 0")
+        if self.max_tokens is not None:
+            ok = self.min_tokens <= self.max_tokens
+            _require(ok, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            ok = value is None or (_is_int(value) and -1 <= value)
+            _require(ok, name, value, "None, -1 (the whole vocabulary) or at least 0")
+
+    def _check_lists(self) -> None:
+        for text in self.stop or ():
+            _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
+        if self.stop:
+            _require(
+                self.detokenize, "stop", self.stop, "used with detokenize=True, which is switched off"
+            )
+        for word in self.bad_words or ():
+            _require(isinstance(word, str) and word != "", "bad_words", word, "non-empty strings")
+        if self.allowed_token_ids is not None:
+            ok = len(self.allowed_token_ids) > 0
+            _require(ok, "allowed_token_ids", self.allowed_token_ids, "None or a non-empty list")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _require(_is_int(token_id), name, token_id, "a list of integers")
+        if self.logit_bias is not None:
+            self.logit_bias = {
+                int(token_id): max(-LOGIT_BIAS_LIMIT, min(LOGIT_BIAS_LIMIT, float(bias)))
+                for token_id, bias in self.logit_bias.items()
+            }

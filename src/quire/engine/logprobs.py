@@ -1,0 +1,53 @@
+"""Log-probabilities of one position, from the device's candidates to what users see."""
+
+from quire.base.outputs import Logprob
+from quire.base.plan import Candidates
+from quire.render.token_stream import TokenStream
+
+
+def logprobs_of(
+    candidates: Candidates, num_wanted: int, stream: TokenStream | None
+) -> dict[int, Logprob]:
+    """Token id -> Logprob: the chosen token first, then the most probable ones by rank.
+
+    num_wanted: how many beside the chosen one; -1 is all. stream: stands before this position, so
+    that a token which completes a character shows it, and one that is a part of it shows nothing;
+    None without a tokenizer.
+    """
+    stop = None if num_wanted < 0 else 1 + num_wanted
+    token_ids = candidates.token_ids[:stop].tolist()
+    logprobs = candidates.logprobs[:stop].tolist()
+    found: dict[int, Logprob] = {}
+    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
+        if token_id in found:
+            continue  # the chosen token is one of the most probable
+        rank = place if place else candidates.rank
+        found[token_id] = Logprob(logprob, rank, stream.peek(token_id) if stream else None)
+    return found
+
+
+class PromptLogprobCollector:
+    """Log-probabilities of a prompt, which may come in several parts. The first token has none."""
+
+    __slots__ = ("_prompt", "_stream", "_wanted", "logprobs")
+
+    def __init__(self, prompt: list[int], num_wanted: int, stream: TokenStream | None) -> None:
+        """stream: at the start of the prompt, with special tokens shown; None without text."""
+        self._prompt = prompt
+        self._wanted = num_wanted
+        self._stream = stream
+        self.logprobs: list[dict[int, Logprob] | None] = [None]
+        self._advance(0)
+
+    def extend(self, part: list[Candidates]) -> None:
+        """The next positions, in order; what lies behind the prompt is ignored."""
+        for candidates in part:
+            place = len(self.logprobs)
+            if place == len(self._prompt):
+                return
+            self.logprobs.append(logprobs_of(candidates, self._wanted, self._stream))
+            self._advance(place)
+
+    def _advance(self, place: int) -> None:
+        if self._stream is not None:
+            self._stream.push(self._prompt[place])

@@ -1,0 +1,51 @@
+"""Digests of blocks of tokens: SHA-256 chains that mean the same in every process.
+
+    root  = H(cache fingerprint, cache salt, adapter, media ids)
+    block = H(digest of the block before it or root, int32 token ids, little endian)
+
+The fingerprint covers what determines a block's bytes beside its tokens (model, dtype, layout), so
+processes with the same fingerprint agree, also after a restart. Tenants with different salts never
+share. Python's `hash` is not used: it differs between processes and can be made to collide.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+
+def cache_fingerprint(*parts: str) -> bytes:
+    """Digest of the strings that identify a cache's contents, in order."""
+    return _digest_strings(b"quire-kv-1", parts)
+
+
+def root_digest(
+    fingerprint: bytes, salt: str = "", adapter_id: str = "", media_ids: Iterable[str] = ()
+) -> bytes:
+    """The digest before a request's first block."""
+    return _digest_strings(fingerprint, (salt, adapter_id, *media_ids))
+
+
+def extend_digests(
+    digests: list[bytes],
+    root: bytes,
+    token_ids: npt.NDArray[np.int32],
+    block_size: int,
+    num_blocks: int,
+) -> None:
+    """Append digests in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]."""
+    parent = digests[-1] if digests else root
+    for i in range(len(digests), num_blocks):
+        tokens = token_ids[i * block_size : (i + 1) * block_size]
+        parent = hashlib.sha256(parent + tokens.astype("<i4", copy=False).tobytes()).digest()
+        digests.append(parent)
+
+
+def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:
+    """Each part is hashed with its length, so that no two lists of parts look alike."""
+    state = hashlib.sha256(start)
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.digest()

@@ -1,0 +1,234 @@
+"""The KV manager: what the scheduler asks about KV memory (T 4.2.2, listing 4.2).
+
+A sequence has one block table per cache group. All groups grow together or not at all. A prefix hit
+is a number of leading blocks, equal for all groups, such that a `full` group finds all of them in
+its index and a `window` group those that a token right after the hit can still see.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.base.model_spec import CacheGroup
+from quire.kv.pool import BlockPool
+from quire.kv.table import NULL, Appended, BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class KVBlocks:
+    """A prefix hit: leading tokens that need not be computed, and their blocks by group."""
+
+    num_tokens: int
+    blocks: tuple[list[int], ...]
+
+
+class SequenceBlocks:
+    """The block tables of one sequence, and how many leading blocks the index has been told of."""
+
+    __slots__ = ("tables", "num_indexed")
+
+    def __init__(self, tables: tuple[BlockTable, ...]) -> None:
+        self.tables = tables
+        self.num_indexed = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tables[0].num_tokens
+
+    @property
+    def capacity(self) -> int:
+        return self.tables[0].capacity
+
+    def advance(self, num_tokens: int) -> None:
+        """Catch up with tokens that were written into blocks already held."""
+        for table in self.tables:
+            assert table.num_tokens <= num_tokens <= table.capacity, "advanced over the last block"
+            table.num_tokens = num_tokens
+
+
+class KVManager:
+    """Book-keeping of all KV blocks of a model.
+
+    groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in which
+    fresh blocks are handed out (tests replay the paper's figures with it).
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        num_blocks: Sequence[int],
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        free_orders: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        orders: Sequence[Sequence[int] | None] = free_orders or [None] * len(groups)
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pools = tuple(BlockPool(n, o) for n, o in zip(num_blocks, orders, strict=True))
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Free blocks of the group that has the fewest."""
+        return min(pool.num_free for pool in self.pools)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold, in the fullest group."""
+        return max(pool.num_used / pool.num_blocks for pool in self.pools)
+
+    def new_sequence(self) -> SequenceBlocks:
+        return SequenceBlocks(tuple(BlockTable(pool, self.block_size) for pool in self.pools))
+
+    def blocks_for(self, num_tokens: int, group: int) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens holds in a group at any time."""
+        blocks = -(-num_tokens // self.block_size)
+        window = self.groups[group].window
+        if window is None:
+            return blocks
+        return min(blocks, -(-window // self.block_size) + 1)
+
+    def fits_alone(self, num_tokens: int, chunk: int) -> bool:
+        """Whether one sequence of this length, computed in chunks, fits into empty pools."""
+        extra = -(-chunk // self.block_size)
+        return all(
+            min(self.blocks_for(num_tokens, g) + extra, -(-num_tokens // self.block_size))
+            <= pool.num_blocks
+            for g, pool in enumerate(self.pools)
+        )
+
+    def get_computed_blocks(self, digests: Sequence[bytes], num_tokens: int) -> KVBlocks:
+        """The longest usable prefix hit. Takes no references.
+
+        digests: of the sequence's full blocks; num_tokens: its length. At least one token is left
+        to compute, so a sequence that is hit in full gives its last block back.
+        """
+        most = min(len(digests), (num_tokens - 1) // self.block_size)
+        if not self.enable_prefix_caching or most <= 0:
+            return KVBlocks(0, tuple([] for _ in self.groups))
+        length, settled = most, False
+        while not settled:
+            before = length
+            for g in range(len(self.groups)):
+                length = self._hit_length(g, digests, length)
+            settled = length == before
+        blocks = tuple(self._hit_blocks(g, digests, length) for g in range(len(self.groups)))
+        return KVBlocks(length * self.block_size, blocks)
+
+    def can_admit(self, num_tokens: int, hit: KVBlocks, watermark_blocks: int, chunk: int) -> bool:
+        """Whether `num_tokens` tokens with this hit fit now, leaving the watermark free."""
+        for g, pool in enumerate(self.pools):
+            held = [b for b in hit.blocks[g] if b != NULL]
+            extra = -(-chunk // self.block_size)
+            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g])
+            if self.groups[g].window is not None:
+                needed = min(needed, self.blocks_for(num_tokens, g) + extra)
+            waking = sum(pool.num_refs(b) == 0 for b in held)
+            if pool.num_free - waking - needed < watermark_blocks:
+                return False
+        return True
+
+    def allocate_slots(
+        self, sequence: SequenceBlocks, num_new_tokens: int, computed: KVBlocks | None = None
+    ) -> tuple[Appended, ...] | None:
+        """Make room for the next tokens; what changed by group, or None if a pool is too empty.
+
+        computed: a hit to begin with, for a sequence that holds nothing yet.
+        """
+        start = sequence.num_tokens if computed is None else computed.num_tokens
+        for table, group in zip(sequence.tables, self.groups, strict=True):
+            if group.window is not None:
+                table.drop_before(max(0, start - group.window + 1))
+        if computed is not None:
+            for table, blocks in zip(sequence.tables, computed.blocks, strict=True):
+                table.adopt(blocks)
+            sequence.num_indexed = computed.num_tokens // self.block_size
+        for table, pool in zip(sequence.tables, self.pools, strict=True):
+            if table.num_new_blocks(num_new_tokens) > pool.num_free:
+                if computed is not None:
+                    self.free(sequence)
+                return None
+        return tuple(table.append(num_new_tokens) for table in sequence.tables)
+
+    def index_blocks(self, sequence: SequenceBlocks, digests: Sequence[bytes]) -> list[list[int]]:
+        """Name the full blocks up to len(digests); returns the blocks newly looked at, by group."""
+        first, sequence.num_indexed = sequence.num_indexed, len(digests)
+        named: list[list[int]] = []
+        for table, pool in zip(sequence.tables, self.pools, strict=True):
+            blocks = table.blocks[first : len(digests)]
+            for block_id, digest in zip(blocks, digests[first:], strict=True):
+                if block_id != NULL:
+                    pool.index(block_id, digest)
+            named.append([b for b in blocks if b != NULL])
+        return named
+
+    def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
+        """Take names away: what these blocks hold cannot be relied on."""
+        for pool, blocks in zip(self.pools, named, strict=True):
+            for block_id in blocks:
+                pool.unindex(block_id)
+
+    def fork(self, parent: SequenceBlocks) -> SequenceBlocks:
+        child = SequenceBlocks(tuple(table.fork() for table in parent.tables))
+        child.num_indexed = parent.num_indexed
+        return child
+
+    def truncate(self, sequence: SequenceBlocks, num_tokens: int) -> None:
+        for table in sequence.tables:
+            table.truncate(num_tokens)
+        sequence.num_indexed = min(sequence.num_indexed, num_tokens // self.block_size)
+
+    def free(self, sequence: SequenceBlocks) -> None:
+        for table in sequence.tables:
+            table.free()
+        sequence.num_indexed = 0
+
+    def reset_prefix_cache(self) -> None:
+        for pool in self.pools:
+            pool.reset_index()
+
+    def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
+        """Assert that pools and tables agree; sequences: all that hold blocks."""
+        alive = list(sequences)
+        for g, pool in enumerate(self.pools):
+            tables = [sequence.tables[g] for sequence in alive]
+            pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)
+            for table in tables:
+                waste = table.capacity - table.num_tokens
+                assert 0 <= waste < self.block_size, "a table holds a block that it does not fill"
+                assert NULL not in table.live_blocks, "a live entry is null"
+
+    def _hit_length(self, g: int, digests: Sequence[bytes], most: int) -> int:
+        """Longest hit of at most `most` blocks that group g can serve."""
+        pool, window = self.pools[g], self.groups[g].window
+        if window is None:
+            for i in range(most):
+                if pool.lookup(digests[i]) is None:
+                    return i
+            return most
+        length = most
+        while length > 0:
+            missing = self._last_missing(g, digests, length)
+            if missing is None:
+                return length
+            length = missing
+        return 0
+
+    def _last_missing(self, g: int, digests: Sequence[bytes], length: int) -> int | None:
+        """Of the blocks that a token after `length` blocks sees, the last that is not cached."""
+        for i in range(length - 1, self._first_seen(g, length) - 1, -1):
+            if self.pools[g].lookup(digests[i]) is None:
+                return i
+        return None
+
+    def _first_seen(self, g: int, length: int) -> int:
+        """First logical block that the token after `length` full blocks attends to."""
+        window = self.groups[g].window
+        if window is None:
+            return 0
+        return max(0, length * self.block_size - window + 1) // self.block_size
+
+    def _hit_blocks(self, g: int, digests: Sequence[bytes], length: int) -> list[int]:
+        first = self._first_seen(g, length)
+        found = [self.pools[g].lookup(digest) for digest in digests[first:length]]
+        assert None not in found, "a hit must be cached"
+        return [NULL] * first + [b for b in found if b is not None]

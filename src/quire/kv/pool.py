@@ -1,0 +1,122 @@
+"""The block pool: equal blocks of one cache group, reference counted, O(1) (P 4.2, text of A16-A17).
+
+A block is in exactly one of three places:
+
+    free stack    reference count 0, not named by the index; last freed is taken first (warm in cache)
+    LRU queue     reference count 0, named by the index; the least recently used is evicted when the
+                  free stack is empty
+    in use        reference count >= 1, held by that many block tables; the index may name it
+
+The index maps the digest of a full block of known tokens to the block that holds its K and V.
+Invariant (`check_invariants`): the three places partition the blocks, and index and digests are
+inverse to each other.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out."""
+
+    def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
+        order = range(num_blocks) if free_order is None else free_order
+        assert len(order) == len(set(order)) == num_blocks, "the order must name every block once"
+        self.num_blocks = num_blocks
+        self._free = list(reversed(order))
+        self._unused: OrderedDict[int, None] = OrderedDict()
+        self._num_refs = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}
+        self.num_evictions = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now: unreferenced ones, whether indexed or not."""
+        return len(self._free) + len(self._unused)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_indexed(self) -> int:
+        return len(self._index)
+
+    def allocate(self) -> int:
+        """Take a free block, evicting the least recently used indexed one if need be."""
+        if self._free:
+            block_id = self._free.pop()
+        else:
+            block_id, _ = self._unused.popitem(last=False)
+            self.unindex(block_id)
+            self.num_evictions += 1
+        self._num_refs[block_id] = 1
+        return block_id
+
+    def acquire(self, block_id: int) -> None:
+        """Add a reference to a block that is in use or waits in the LRU queue."""
+        if self._num_refs[block_id] == 0:
+            del self._unused[block_id]
+        self._num_refs[block_id] += 1
+
+    def release(self, block_id: int) -> None:
+        """Drop a reference; the last one frees the block."""
+        left = self._num_refs[block_id] - 1
+        assert left >= 0, f"block {block_id} was released more often than acquired"
+        self._num_refs[block_id] = left
+        if left == 0:
+            if self._digests[block_id] is None:
+                self._free.append(block_id)
+            else:
+                self._unused[block_id] = None
+
+    def num_refs(self, block_id: int) -> int:
+        return self._num_refs[block_id]
+
+    def is_indexed(self, block_id: int) -> bool:
+        return self._digests[block_id] is not None
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block that holds this digest's tokens, or None. Takes no reference."""
+        return self._index.get(digest)
+
+    def index(self, block_id: int, digest: bytes) -> None:
+        """Name a block in use. If the digest already names another block, that one stays."""
+        assert self._num_refs[block_id] > 0, f"block {block_id} is indexed while free"
+        if digest not in self._index and self._digests[block_id] is None:
+            self._index[digest] = block_id
+            self._digests[block_id] = digest
+
+    def unindex(self, block_id: int) -> None:
+        """Take a block's name away, if it has one. An unreferenced block becomes plainly free."""
+        digest = self._digests[block_id]
+        if digest is None:
+            return
+        del self._index[digest]
+        self._digests[block_id] = None
+        if block_id in self._unused:
+            del self._unused[block_id]
+            self._free.append(block_id)
+
+    def reset_index(self) -> None:
+        """Forget every name."""
+        for block_id in list(self._index.values()):
+            self.unindex(block_id)
+
+    def check_invariants(self, held: Iterable[int]) -> None:
+        """Assert that the book-keeping closes. held: block ids of all tables, with repetition."""
+        counts = [0] * self.num_blocks
+        for block_id in held:
+            counts[block_id] += 1
+        assert counts == self._num_refs, "reference counts differ from the tables"
+        free, unused = set(self._free), set(self._unused)
+        assert len(free) == len(self._free), "a block is twice in the free stack"
+        assert not free & unused, "a block is both plainly free and indexed"
+        used = {block_id for block_id, count in enumerate(counts) if count > 0}
+        assert not used & (free | unused), "a block is both free and used"
+        assert len(free) + len(unused) + len(used) == self.num_blocks, "a block was lost"
+        named = {b: d for b, d in enumerate(self._digests) if d is not None}
+        assert {d: b for b, d in named.items()} == self._index, "index and digests differ"
+        assert unused <= named.keys(), "an unnamed block waits in the LRU queue"
+        assert not free & named.keys(), "the index names a plainly free block"

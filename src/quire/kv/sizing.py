@@ -1,0 +1,90 @@
+"""How many blocks fit into how many bytes (text H, memory budget; P 4.2).
+
+pool = memory - weights - workspace - reserve. All groups get the same number of token slots, except
+that a window group never gets more than its sequences can hold at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.base.errors import OutOfMemory
+from quire.base.model_spec import CacheGroup
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory goes, in bytes, and what the pool holds."""
+
+    total_bytes: int
+    weights_bytes: int
+    workspace_bytes: int
+    pool_bytes: int
+    num_blocks: tuple[int, ...]
+    block_size: int
+    max_model_len: int
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the largest group can hold."""
+        return max(self.num_blocks) * self.block_size
+
+    def describe(self) -> str:
+        """One line for the log."""
+        fits = self.num_slots / self.max_model_len
+        return (
+            f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
+            f"{self.workspace_bytes / MIB:,.0f} MiB, KV pool {self.pool_bytes / MIB:,.0f} MiB = "
+            f"{self.num_slots:,} tokens in {max(self.num_blocks):,} blocks of {self.block_size}"
+            f" ({fits:.1f} sequences of {self.max_model_len:,})"
+        )
+
+
+def size_pools(
+    groups: Sequence[CacheGroup],
+    block_bytes: Sequence[int],
+    budget_bytes: int,
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    chunk: int,
+) -> tuple[int, ...]:
+    """Blocks per group, as many as fit, at most what max_num_seqs x max_model_len needs.
+
+    Raises OutOfMemory if not even one sequence of max_model_len tokens fits.
+    """
+
+    def blocks(tokens_in_blocks: int) -> tuple[int, ...]:
+        return tuple(
+            min(tokens_in_blocks, _window_need(group, block_size, max_num_seqs, chunk))
+            for group in groups
+        )
+
+    def cost(tokens_in_blocks: int) -> int:
+        return sum(n * b for n, b in zip(blocks(tokens_in_blocks), block_bytes, strict=True))
+
+    per_sequence = -(-max_model_len // block_size) + 1
+    low, high = 0, per_sequence * max_num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if cost(middle) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    if low < per_sequence:
+        raise OutOfMemory(
+            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {low * block_size:,} tokens, less "
+            f"than one sequence of max_model_len={max_model_len:,} needs "
+            f"({cost(per_sequence) / MIB:,.0f} MiB). Lower max_model_len, or give the pool more "
+            "memory (kv_cache_memory_bytes, gpu_memory_utilization)."
+        )
+    return blocks(low)
+
+
+def _window_need(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
+    """Most blocks that all sequences together hold in a group; no bound for a full group."""
+    if group.window is None:
+        return 1 << 62
+    in_window = -(-group.window // block_size) + 1
+    return max_num_seqs * in_window + -(-chunk // block_size) + max_num_seqs

@@ -1,0 +1,134 @@
+"""Block tables: logical to physical blocks of one sequence in one cache group (P 4.2-4.4).
+
+    logical block    0     1     2                 tokens fill blocks from left to right;
+    physical block   7     1     3                 only the last one may be partly filled
+    filled           P     P     num_tokens % P
+
+Every decoding method is written with `fork`, `append` and `free` (P 5.2), and `truncate` for rewind
+and rejected drafts. The writing rule: a block is written only by the one table that holds it and
+only while the index does not name it; so `append` copies a shared last block first, and takes an
+indexed one out of the index first. A window group's table drops blocks that left the window: their
+entries become NULL.
+"""
+
+from dataclasses import dataclass, field
+
+from quire.kv.pool import BlockPool
+
+NULL = -1
+
+
+@dataclass(slots=True)
+class Appended:
+    """What an append changed: (logical index, block id) set, and (source, destination) copied."""
+
+    writes: list[tuple[int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class BlockTable:
+    """The blocks of one sequence. num_tokens: slots in use from the left."""
+
+    __slots__ = ("_pool", "block_size", "blocks", "num_tokens", "num_dropped")
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self.block_size = block_size
+        self.blocks: list[int] = []
+        self.num_tokens = 0
+        self.num_dropped = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the blocks can hold, dropped ones included."""
+        return len(self.blocks) * self.block_size
+
+    @property
+    def live_blocks(self) -> list[int]:
+        return self.blocks[self.num_dropped :]
+
+    def adopt(self, blocks: list[int]) -> None:
+        """Begin with full blocks that the index named (a prefix hit); takes references."""
+        assert not self.blocks, "a prefix hit is for an empty table"
+        for block_id in blocks:
+            if block_id != NULL:
+                self._pool.acquire(block_id)
+        self.blocks = list(blocks)
+        self.num_tokens = len(blocks) * self.block_size
+        self.num_dropped = sum(block_id == NULL for block_id in blocks)
+
+    def num_new_blocks(self, num_tokens: int) -> int:
+        """Free blocks that `append(num_tokens)` takes."""
+        if num_tokens == 0:
+            return 0
+        total = -(-(self.num_tokens + num_tokens) // self.block_size)
+        return max(0, total - len(self.blocks)) + self._must_copy()
+
+    def append(self, num_tokens: int) -> Appended:
+        """Make room to write the next `num_tokens` tokens. The pool must have the blocks."""
+        done = Appended()
+        if num_tokens == 0:
+            return done
+        partial = self._partial_index()
+        if partial is not None:
+            self._make_writable(partial, done)
+        self.num_tokens += num_tokens
+        while self.capacity < self.num_tokens:
+            block_id = self._pool.allocate()
+            done.writes.append((len(self.blocks), block_id))
+            self.blocks.append(block_id)
+        return done
+
+    def fork(self) -> "BlockTable":
+        """A second table over the same blocks; they are shared until one of the two writes."""
+        child = BlockTable(self._pool, self.block_size)
+        for block_id in self.live_blocks:
+            self._pool.acquire(block_id)
+        child.blocks = list(self.blocks)
+        child.num_tokens = self.num_tokens
+        child.num_dropped = self.num_dropped
+        return child
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens."""
+        assert num_tokens <= self.num_tokens, "truncate cannot lengthen"
+        keep = -(-num_tokens // self.block_size)
+        assert keep >= self.num_dropped, "the window has left these tokens behind"
+        while len(self.blocks) > keep:
+            self._pool.release(self.blocks.pop())
+        self.num_tokens = num_tokens
+
+    def drop_before(self, position: int) -> None:
+        """Release the blocks that hold only tokens before `position` (they left the window)."""
+        for i in range(self.num_dropped, min(position // self.block_size, len(self.blocks))):
+            self._pool.release(self.blocks[i])
+            self.blocks[i] = NULL
+            self.num_dropped = i + 1
+
+    def free(self) -> None:
+        """Release everything, last block first, so that a prefix's beginning is evicted last."""
+        for block_id in reversed(self.live_blocks):
+            self._pool.release(block_id)
+        self.blocks = []
+        self.num_tokens = 0
+        self.num_dropped = 0
+
+    def _partial_index(self) -> int | None:
+        """Logical index of the block that the next token goes into, if it exists already."""
+        index = self.num_tokens // self.block_size
+        return index if index < len(self.blocks) else None
+
+    def _must_copy(self) -> int:
+        index = self._partial_index()
+        return int(index is not None and self._pool.num_refs(self.blocks[index]) > 1)
+
+    def _make_writable(self, index: int, done: Appended) -> None:
+        block_id = self.blocks[index]
+        if self._pool.num_refs(block_id) > 1:
+            fresh = self._pool.allocate()
+            self._pool.release(block_id)
+            self.blocks[index] = fresh
+            done.writes.append((index, fresh))
+            done.copies.append((block_id, fresh))
+        else:
+            self._pool.unindex(block_id)

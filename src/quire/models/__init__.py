@@ -1,0 +1,1 @@
+"""Models: shared layers, one file per architecture, weights and where they come from."""

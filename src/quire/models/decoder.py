@@ -1,0 +1,188 @@
+"""The decoder that Llama, Mistral and Qwen share: rotary attention and a gated feed-forward layer.
+
+Shape legend: T tokens, R rows, D model dim, V vocabulary, N query heads, K KV heads, H head dim.
+
+What differs between them is in `DecoderOptions`; each architecture's file says which it uses.
+The residual stream is carried beside the hidden states, so that its addition is part of the norm.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.base.errors import ModelError
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import (
+    Attention,
+    Embedding,
+    HeadNorm,
+    Linear,
+    LMHead,
+    Place,
+    RMSNorm,
+)
+from quire.models.rope import Rotary
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.rotary import rotary
+from quire.ops.silu_mul import silu_mul
+
+
+@dataclass(frozen=True)
+class DecoderOptions:
+    """Which optional parts the layers have."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+class DecoderAttention(nn.Module):
+    """Queries, keys and values, their rotation, attention and the output projection."""
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, name: str, options: DecoderOptions, place: Place
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, size
+        self.qkv = Linear(
+            [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
+            spec.hidden_size,
+            [heads * size, kv_heads * size, kv_heads * size],
+            place,
+            bias=options.qkv_bias,
+        )
+        self.qk_norm = None
+        if options.qk_norm:
+            names = (f"{name}.q_norm", f"{name}.k_norm")
+            self.qk_norm = HeadNorm(names, (heads, kv_heads), size, rms_eps(spec), place)
+        self.output = Linear(
+            [f"{name}.o_proj"],
+            heads * size,
+            [spec.hidden_size],
+            place,
+            bias=options.output_bias,
+        )
+        self.attention = Attention(layer, size**-0.5)
+
+    def forward(
+        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor, backend: AttentionBackend
+    ) -> torch.Tensor:
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
+        qk_TMH, v_TKH = qkv_TMH.split([heads + kv_heads, kv_heads], dim=1)
+        if self.qk_norm is not None:
+            qk_TMH = self.qk_norm(qk_TMH)
+        q_TNH, k_TKH = rotary(qk_TMH, rotary_rows).split([heads, kv_heads], dim=1)
+        out: torch.Tensor = self.output(self.attention(q_TNH, k_TKH, v_TKH, backend))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, spec: ModelSpec, name: str, options: DecoderOptions, place: Place) -> None:
+        super().__init__()
+        inner, bias = spec.intermediate_size, options.mlp_bias
+        self.gate_up = Linear(
+            [f"{name}.gate_proj", f"{name}.up_proj"],
+            spec.hidden_size,
+            [inner, inner],
+            place,
+            bias=bias,
+        )
+        self.down = Linear([f"{name}.down_proj"], inner, [spec.hidden_size], place, bias=bias)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(silu_mul(self.gate_up(x_TD)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each with a norm before it."""
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, options: DecoderOptions, place: Place
+    ) -> None:
+        super().__init__()
+        name, size, eps = f"model.layers.{layer}", spec.hidden_size, rms_eps(spec)
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place)
+        self.attention = DecoderAttention(spec, layer, f"{name}.self_attn", options, place)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place)
+        self.mlp = GatedMLP(spec, f"{name}.mlp", options, place)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotary_rows: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (what the feed-forward layer adds, the residual stream before it)."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD = self.attention(x_TD, rotary_rows, backend)
+        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
+        return self.mlp(x_TD), residual_TD
+
+
+class Decoder(nn.Module):
+    """A whole model of this family."""
+
+    # Checkpoints of the bare decoder leave this out of their tensors' names.
+    base_prefix = "model."
+    ignored_tensors = ("rotary_emb.inv_freq",)
+
+    def __init__(self, spec: ModelSpec, options: DecoderOptions, place: Place) -> None:
+        super().__init__()
+        check_silu(spec)
+        size = spec.hidden_size
+        self.embedding = Embedding("model.embed_tokens", spec.vocab_size, size, place)
+        self.rotary = Rotary(spec, place)
+        self.layers = nn.ModuleList(
+            DecoderLayer(spec, layer, options, place) for layer in range(spec.num_layers)
+        )
+        self.norm = RMSNorm("model.norm", size, rms_eps(spec), place)
+        tied = self.embedding if spec.tie_embeddings else None
+        self.head = LMHead("lm_head", spec.vocab_size, size, place, tied)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [T, D] after the last norm; ids int64 or int32, positions int64.
+
+        inputs_embeds replaces the embedded ids, intermediate the stream that enters the first
+        layer here (the output of an earlier part of the model).
+        """
+        x_TD = intermediate_TD if intermediate_TD is not None else inputs_embeds_TD
+        if x_TD is None:
+            x_TD = self.embedding(input_ids_T)
+        rotary_rows = self.rotary(positions_T)
+        residual_TD = None
+        for layer in self.layers:
+            x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
+        hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
+        return hidden_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in the model's dtype."""
+        logits_RV: torch.Tensor = self.head(hidden_RD)
+        return logits_RV
+
+
+def rms_eps(spec: ModelSpec) -> float:
+    """What the norms add to the mean square."""
+    return float(spec.raw.get("rms_norm_eps", 1e-6))
+
+
+def check_silu(spec: ModelSpec) -> None:
+    """Raise ModelError if the feed-forward layers use another activation."""
+    name = spec.raw.get("hidden_act", "silu")
+    if name != "silu":
+        raise ModelError(f"{spec.model_type} with hidden_act {name!r} is not supported, only silu.")

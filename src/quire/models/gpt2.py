@@ -1,0 +1,105 @@
+"""GPT-2: learned positions, norms before, weights stored as [inputs, outputs].
+
+Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim.
+"""
+
+import torch
+from torch import nn
+
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import (
+    Attention,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LMHead,
+    Place,
+    activation,
+)
+from quire.ops.add import add
+from quire.ops.attention.base import AttentionBackend
+
+
+def _linear(name: str, inputs: int, outputs: int, place: Place) -> Linear:
+    return Linear([name], inputs, [outputs], place, bias=True, transposed=True)
+
+
+class GPT2Attention(nn.Module):
+    """Queries, keys and values, attention and the output projection."""
+
+    def __init__(self, spec: ModelSpec, layer: int, name: str, place: Place) -> None:
+        super().__init__()
+        size = spec.hidden_size
+        self._shape = (-1, 3, spec.num_heads, spec.head_dim)
+        self.qkv = _linear(f"{name}.c_attn", size, 3 * size, place)
+        self.output = _linear(f"{name}.c_proj", size, size, place)
+        scale = spec.head_dim**-0.5 if spec.raw.get("scale_attn_weights", True) else 1.0
+        if spec.raw.get("scale_attn_by_inverse_layer_idx", False):
+            scale /= layer + 1
+        self.attention = Attention(layer, scale)
+
+    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        q_TNH, k_TNH, v_TNH = self.qkv(x_TD).view(self._shape).unbind(1)
+        out: torch.Tensor = self.output(self.attention(q_TNH, k_TNH, v_TNH, backend))
+        return out
+
+
+class GPT2Layer(nn.Module):
+    """Attention and feed-forward, each with a norm before it."""
+
+    def __init__(self, spec: ModelSpec, layer: int, eps: float, place: Place) -> None:
+        super().__init__()
+        size, inner, name = spec.hidden_size, spec.intermediate_size, f"transformer.h.{layer}"
+        self.attention_norm = LayerNorm(f"{name}.ln_1", size, eps, place)
+        self.attention = GPT2Attention(spec, layer, f"{name}.attn", place)
+        self.mlp_norm = LayerNorm(f"{name}.ln_2", size, eps, place)
+        self.up = _linear(f"{name}.mlp.c_fc", size, inner, place)
+        self.down = _linear(f"{name}.mlp.c_proj", inner, size, place)
+        self._activation = activation(spec.raw.get("activation_function", "gelu_new"))
+
+    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        x_TD = add(x_TD, self.attention(self.attention_norm(x_TD), backend))
+        inner_TF = self._activation(self.up(self.mlp_norm(x_TD)))
+        return add(x_TD, self.down(inner_TF))
+
+
+class GPT2(nn.Module):
+    """A whole GPT-2 model."""
+
+    base_prefix = "transformer."
+    ignored_tensors = (".attn.bias", ".attn.masked_bias")  # constants: the causal mask
+
+    def __init__(self, spec: ModelSpec, place: Place) -> None:
+        super().__init__()
+        size, eps = spec.hidden_size, float(spec.raw.get("layer_norm_epsilon", 1e-5))
+        self.embedding = Embedding("transformer.wte", spec.vocab_size, size, place)
+        self.positions = Embedding("transformer.wpe", spec.max_position, size, place)
+        self.layers = nn.ModuleList(
+            GPT2Layer(spec, layer, eps, place) for layer in range(spec.num_layers)
+        )
+        self.norm = LayerNorm("transformer.ln_f", size, eps, place)
+        tied = self.embedding if spec.tie_embeddings else None
+        self.head = LMHead("lm_head", spec.vocab_size, size, place, tied)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As Decoder.forward."""
+        x_TD = intermediate_TD
+        if x_TD is None:
+            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            x_TD = add(x_TD, self.positions(positions_T))
+        for layer in self.layers:
+            x_TD = layer(x_TD, attention)
+        hidden_TD: torch.Tensor = self.norm(x_TD)
+        return hidden_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in the model's dtype."""
+        logits_RV: torch.Tensor = self.head(hidden_RD)
+        return logits_RV

@@ -1,0 +1,247 @@
+"""The layers that all architectures are made of.
+
+Shape legend: T tokens, R rows, D model dim, F feed-forward dim, V vocabulary, N heads, K KV heads,
+H head dim, I inputs, O outputs.
+
+Each layer holds its parameters and says, as `sources()`, which checkpoint tensors fill them: merged
+parameters (queries, keys and values; gate and up) have one source per part. Layers are made with
+uninitialised memory on the target device; `loading.py` fills it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.base.errors import ModelError
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.embedding import embedding
+from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.layer_norm import layer_norm
+from quire.ops.linear import linear, pack_weight
+from quire.ops.relu import relu
+from quire.ops.rms_norm import add_rms_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and in which precision a model's parameters live."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """Uninitialised memory of this shape."""
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(values, requires_grad=False)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint tensor and the part of a parameter that it fills.
+
+    transposed: the checkpoint holds it with its two dimensions exchanged.
+    """
+
+    name: str
+    destination: torch.Tensor
+    transposed: bool = False
+
+    @property
+    def checkpoint_shape(self) -> tuple[int, ...]:
+        """The shape that the checkpoint's tensor must have (broadcasting aside)."""
+        shape = tuple(self.destination.shape)
+        return shape[::-1] if self.transposed else shape
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Copy the checkpoint's tensor to where it belongs, converting its dtype."""
+        self.destination.copy_(values.t() if self.transposed else values)
+
+
+class Layer(nn.Module):
+    """A layer with parameters of its own."""
+
+    def sources(self) -> list[Source]:
+        """The checkpoint tensors that fill this layer's own parameters (not its children's)."""
+        raise NotImplementedError
+
+
+class Linear(Layer):
+    """x W^T + b, of one or several checkpoint modules with the same inputs, merged.
+
+    names: the checkpoint's modules, outputs: how many rows of the merged weight each has.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        inputs: int,
+        outputs: Sequence[int],
+        place: Place,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self._names, self._outputs, self._transposed = tuple(names), tuple(outputs), transposed
+        self.weight = place.parameter(sum(outputs), inputs)
+        self.bias = place.parameter(sum(outputs)) if bias else None
+
+    def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
+        return linear(x_TI, self.weight, self.bias)
+
+    def sources(self) -> list[Source]:
+        weights = self.weight.split(self._outputs)
+        parts = [
+            Source(f"{name}.weight", part, self._transposed)
+            for name, part in zip(self._names, weights, strict=True)
+        ]
+        if self.bias is not None:
+            biases = self.bias.split(self._outputs)
+            parts += [
+                Source(f"{name}.bias", part) for name, part in zip(self._names, biases, strict=True)
+            ]
+        return parts
+
+    def pack(self) -> None:
+        """Put the loaded weight in the order that the device multiplies fastest with."""
+        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+
+
+class Embedding(Layer):
+    """A table of vectors. `first_row`: rows before it are never looked up (OPT's positions)."""
+
+    def __init__(self, name: str, rows: int, size: int, place: Place, first_row: int = 0) -> None:
+        super().__init__()
+        self._name, self._first_row = name, first_row
+        self.weight = place.parameter(first_row + rows, size)
+
+    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return embedding(ids_T, self.weight[self._first_row :])
+
+    def sources(self) -> list[Source]:
+        return [Source(f"{self._name}.weight", self.weight)]
+
+
+class LMHead(Layer):
+    """Logits from hidden states; tied to the embedding if the model says so.
+
+    A tied head costs no memory until it is packed; then it holds a copy in packed order.
+    """
+
+    def __init__(
+        self, name: str, vocab_size: int, size: int, place: Place, tied: Embedding | None
+    ) -> None:
+        super().__init__()
+        self._name, self._is_tied = name, tied is not None
+        self.weight = place.parameter(vocab_size, size) if tied is None else tied.weight
+
+    def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """[R, V] in the model's dtype."""
+        return linear(hidden_RD, self.weight)
+
+    def sources(self) -> list[Source]:
+        return [] if self._is_tied else [Source(f"{self._name}.weight", self.weight)]
+
+    def pack(self) -> None:
+        """As Linear.pack; the embedding keeps its table."""
+        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+
+
+class RMSNorm(Layer):
+    """RMS normalisation, fused with the residual addition before it where there is one."""
+
+    def __init__(self, name: str, size: int, eps: float, place: Place) -> None:
+        super().__init__()
+        self._name, self._eps = name, eps
+        self.weight = place.parameter(size)
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns (the normalised sum, the sum); without a residual the sum is x itself."""
+        if residual_TD is None:
+            return rms_norm(x_TD, self.weight, self._eps), x_TD
+        return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)
+
+    def sources(self) -> list[Source]:
+        return [Source(f"{self._name}.weight", self.weight)]
+
+
+class HeadNorm(Layer):
+    """RMS normalisation of each query and key head, with one weight for all heads of a kind.
+
+    The weights of both kinds stand side by side, so that one operation does queries and keys.
+    """
+
+    def __init__(
+        self, names: tuple[str, str], heads: tuple[int, int], size: int, eps: float, place: Place
+    ) -> None:
+        super().__init__()
+        self._names, self._heads, self._eps = names, heads, eps
+        self.weight = place.parameter(sum(heads), size)
+
+    def forward(self, qk_TNH: torch.Tensor) -> torch.Tensor:
+        """Query heads followed by key heads, normalised."""
+        return rms_norm(qk_TNH, self.weight, self._eps)
+
+    def sources(self) -> list[Source]:
+        parts = self.weight.split(self._heads)
+        return [
+            Source(f"{name}.weight", part) for name, part in zip(self._names, parts, strict=True)
+        ]
+
+
+class LayerNorm(Layer):
+    """Layer normalisation, with or without weight and bias."""
+
+    def __init__(self, name: str, size: int, eps: float, place: Place, affine: bool = True) -> None:
+        super().__init__()
+        self._name, self._eps = name, eps
+        self.weight = place.parameter(size) if affine else None
+        self.bias = place.parameter(size) if affine else None
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x_TD, self.weight, self.bias, self._eps)
+
+    def sources(self) -> list[Source]:
+        if self.weight is None or self.bias is None:
+            return []
+        return [Source(f"{self._name}.weight", self.weight), Source(f"{self._name}.bias", self.bias)]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention over paged memory."""
+
+    layer: int
+    scale: float
+
+    def __call__(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> torch.Tensor:
+        """Store keys and values, then attend; returns the heads side by side [T, N * H]."""
+        backend.write(self.layer, k_TKH, v_TKH)
+        out_TNH = backend.run(self.layer, q_TNH, self.scale)
+        return out_TNH.flatten(1)
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": relu,
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+}
+
+
+def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The function that a config names. Raises ModelError for one that does not exist."""
+    if name not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ModelError(f"the activation {name!r} is not supported; supported are {known}.")
+    return ACTIVATIONS[name]

@@ -1,0 +1,196 @@
+"""Fills a model's parameters: from safetensors files, or with seeded random numbers.
+
+Files are mapped into memory and copied tensor by tensor to where they belong, so there is never a
+second copy of the model. Other formats than safetensors are not read: they can run code.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from quire.base.errors import ModelError
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import HeadNorm, Layer, LayerNorm, Linear, LMHead, RMSNorm, Source
+from quire.models.registry import make_model
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+
+INDEX = "model.safetensors.index.json"
+
+
+def load_model(
+    directory: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """The model on the device, ready to run.
+
+    load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, `dummy` reads nothing.
+    Raises ModelError for an unknown architecture and for tensors that are missing, unknown or of
+    another shape than the config says.
+    """
+    model = make_model(spec, dtype, device)
+    report = progress or _no_progress
+    if load_format == "dummy":
+        fill_with_random(model, seed, report)
+    else:
+        fill_from_files(model, weight_files(directory), report)
+    for module in model.modules():
+        if isinstance(module, Linear | LMHead):
+            module.pack()
+    return model
+
+
+def model_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters, those in packed order included; a shared one counts once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The *.safetensors files of a model. Raises ModelError, saying what to do, if it has none."""
+    index = directory / INDEX
+    if index.exists():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = [directory / name for name in sorted(set(weight_map.values()))]
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
+            raise ModelError(f"{index} is not a valid index of weight files: {error}.") from error
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise ModelError(
+            f"{directory} lacks {_listed(missing)}, which its index names; download the model again."
+        )
+    if not files:
+        raise ModelError(_no_weights(directory))
+    return files
+
+
+def fill_from_files(model: nn.Module, files: Iterable[Path], report: Progress) -> None:
+    """Copy each tensor of the files to the parameters that it fills."""
+    files = list(files)
+    sources = _sources_by_name(model)
+    total, done = sum(file.stat().st_size for file in files), 0
+    filled: set[str] = set()
+    unknown: list[str] = []
+    for name, tensor in _tensors(files):
+        source = sources.get(name) or sources.get(f"{model.base_prefix}{name}")
+        if source is None:
+            unknown += [] if _is_ignored(model, name) else [name]
+        else:
+            _fill(source, tensor, name)
+            filled.add(source.name)
+        done += tensor.nbytes
+        report(min(done, total), total)
+    _check_complete(filled, sources, unknown)
+    report(total, total)
+
+
+def fill_with_random(model: nn.Module, seed: int, report: Progress) -> None:
+    """Small random numbers, the same for the same seed, and ones for the weights of norms.
+
+    A parameter repeats one stretch of numbers: this takes a fraction of drawing all of them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    stretch = torch.empty(1 << 20).normal_(0.0, 0.02, generator=generator)
+    total, done = model_bytes(model), 0
+    filled: set[int] = set()
+    for module in model.modules():
+        is_norm = isinstance(module, RMSNorm | HeadNorm | LayerNorm)
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in filled:
+                continue
+            filled.add(id(parameter))
+            if is_norm:
+                parameter.fill_(1.0 if name == "weight" else 0.0)
+            else:
+                _repeat(parameter, stretch.roll(len(filled) * 7919))
+            done += parameter.nbytes
+            report(done, total)
+
+
+def _repeat(parameter: torch.Tensor, stretch: torch.Tensor) -> None:
+    """Fill the parameter with copies of the stretch, one after the other."""
+    flat, stretch = parameter.view(-1), stretch.to(parameter.device, parameter.dtype)
+    whole = flat.numel() // stretch.numel() * stretch.numel()
+    flat[:whole].view(-1, stretch.numel()).copy_(stretch)
+    flat[whole:].copy_(stretch[: flat.numel() - whole])
+
+
+def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of the files, one at a time, backed by the mapped file."""
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
+
+
+def _sources_by_name(model: nn.Module) -> dict[str, Source]:
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    return {source.name: source for layer in layers for source in layer.sources()}
+
+
+def _fill(source: Source, tensor: torch.Tensor, name: str) -> None:
+    wanted, got = source.checkpoint_shape, tuple(tensor.shape)
+    if len(got) < len(wanted):  # one weight for several heads
+        wanted = wanted[len(wanted) - len(got) :]
+    if got != wanted:
+        raise ModelError(
+            f"the tensor {name} has the shape {list(got)}, but config.json asks for {list(wanted)}:"
+            " the config and the weights are not of one model."
+        )
+    source.fill(tensor)
+
+
+def _is_ignored(model: nn.Module, name: str) -> bool:
+    """Whether a tensor without a place is harmless: a constant, or a tied head stored again."""
+    tied_head = name == "lm_head.weight" and not model.head.sources()
+    return tied_head or name.endswith(model.ignored_tensors)
+
+
+def _check_complete(filled: set[str], sources: dict[str, Source], unknown: list[str]) -> None:
+    missing = sorted(sources.keys() - filled)
+    problems = []
+    if missing:
+        problems.append(f"lack {_listed(missing)}")
+    if unknown:
+        problems.append(f"hold unknown tensors ({_listed(unknown)})")
+    if problems:
+        raise ModelError(
+            f"the weight files {' and '.join(problems)}. They do not match config.json: check that"
+            " both are of the same model and that its download is complete."
+        )
+
+
+def _no_weights(directory: Path) -> str:
+    others = [f.name for f in sorted(directory.glob("*")) if f.suffix in (".bin", ".pt", ".pth")]
+    if others:
+        return (
+            f"{directory} has its weights only as {_listed(others)}. Only safetensors files are"
+            " read: convert them, for example with transformers' save_pretrained()."
+        )
+    return (
+        f"{directory} has no *.safetensors files, so there are no weights to load. Download them,"
+        " or use load_format='dummy' for random weights."
+    )
+
+
+def _listed(names: list[str], limit: int = 5) -> str:
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def _no_progress(done: int, total: int) -> None:
+    pass

@@ -1,0 +1,12 @@
+"""Mistral. Its sliding window is `ModelSpec.layer_windows`, which the attention backend applies."""
+
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import Decoder, DecoderOptions
+from quire.models.layers import Place
+
+
+class Mistral(Decoder):
+    """No biases."""
+
+    def __init__(self, spec: ModelSpec, place: Place) -> None:
+        super().__init__(spec, DecoderOptions(), place)

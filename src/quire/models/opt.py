@@ -1,0 +1,130 @@
+"""OPT: learned positions, ReLU, biases everywhere (opt-350m: norms after, and projections).
+
+Shape legend: T tokens, R rows, D model dim, W embedding dim, V vocabulary, N heads, H head dim.
+"""
+
+import torch
+from torch import nn
+
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import (
+    Attention,
+    Embedding,
+    LayerNorm,
+    Linear,
+    LMHead,
+    Place,
+    activation,
+)
+from quire.ops.add import add
+from quire.ops.attention.base import AttentionBackend
+
+POSITION_OFFSET = 2  # the first rows of the position table stand for padding
+NORM_EPS = 1e-5
+
+
+class OPTAttention(nn.Module):
+    """Queries, keys and values, attention and the output projection."""
+
+    def __init__(self, spec: ModelSpec, layer: int, name: str, place: Place) -> None:
+        super().__init__()
+        size, bias = spec.hidden_size, bool(spec.raw.get("enable_bias", True))
+        self._shape = (-1, 3, spec.num_heads, spec.head_dim)
+        self.qkv = Linear(
+            [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"], size, [size] * 3, place, bias=bias
+        )
+        self.output = Linear([f"{name}.out_proj"], size, [size], place, bias=bias)
+        self.attention = Attention(layer, spec.head_dim**-0.5)
+
+    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        q_TNH, k_TNH, v_TNH = self.qkv(x_TD).view(self._shape).unbind(1)
+        out: torch.Tensor = self.output(self.attention(q_TNH, k_TNH, v_TNH, backend))
+        return out
+
+
+class OPTLayer(nn.Module):
+    """Attention and feed-forward, each with a norm before it (or after it, in opt-350m)."""
+
+    def __init__(self, spec: ModelSpec, layer: int, place: Place) -> None:
+        super().__init__()
+        raw, size, inner = spec.raw, spec.hidden_size, spec.intermediate_size
+        name = f"model.decoder.layers.{layer}"
+        bias = bool(raw.get("enable_bias", True))
+        affine = bool(raw.get("layer_norm_elementwise_affine", True))
+        self._norm_before = bool(raw.get("do_layer_norm_before", True))
+        self._activation = activation(raw.get("activation_function", "relu"))
+        self.attention = OPTAttention(spec, layer, f"{name}.self_attn", place)
+        self.attention_norm = LayerNorm(
+            f"{name}.self_attn_layer_norm", size, NORM_EPS, place, affine
+        )
+        self.up = Linear([f"{name}.fc1"], size, [inner], place, bias=bias)
+        self.down = Linear([f"{name}.fc2"], inner, [size], place, bias=bias)
+        self.mlp_norm = LayerNorm(f"{name}.final_layer_norm", size, NORM_EPS, place, affine)
+
+    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        if self._norm_before:
+            x_TD = add(x_TD, self.attention(self.attention_norm(x_TD), backend))
+            return add(x_TD, self._feed_forward(self.mlp_norm(x_TD)))
+        x_TD = self.attention_norm(add(x_TD, self.attention(x_TD, backend)))
+        out_TD: torch.Tensor = self.mlp_norm(add(x_TD, self._feed_forward(x_TD)))
+        return out_TD
+
+    def _feed_forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        out_TD: torch.Tensor = self.down(self._activation(self.up(x_TD)))
+        return out_TD
+
+
+class OPT(nn.Module):
+    """A whole OPT model."""
+
+    base_prefix = "model."
+    ignored_tensors = ()
+
+    def __init__(self, spec: ModelSpec, place: Place) -> None:
+        super().__init__()
+        raw, size, name = spec.raw, spec.hidden_size, "model.decoder"
+        width = int(raw.get("word_embed_proj_dim") or size)
+        self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, place)
+        self.positions = Embedding(
+            f"{name}.embed_positions", spec.max_position, size, place, POSITION_OFFSET
+        )
+        self.project_in = self.project_out = self.norm = None
+        if width != size:
+            self.project_in = Linear([f"{name}.project_in"], width, [size], place)
+            self.project_out = Linear([f"{name}.project_out"], size, [width], place)
+        self.layers = nn.ModuleList(
+            OPTLayer(spec, layer, place) for layer in range(spec.num_layers)
+        )
+        if raw.get("do_layer_norm_before", True) and not raw.get("_remove_final_layer_norm", False):
+            affine = bool(raw.get("layer_norm_elementwise_affine", True))
+            self.norm = LayerNorm(f"{name}.final_layer_norm", size, NORM_EPS, place, affine)
+        tied = self.embedding if spec.tie_embeddings else None
+        self.head = LMHead("lm_head", spec.vocab_size, width, place, tied)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As Decoder.forward; the hidden states and inputs_embeds are [T, W]."""
+        x_TD = intermediate_TD
+        if x_TD is None:
+            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            if self.project_in is not None:
+                x_TD = self.project_in(x_TD)
+            x_TD = add(x_TD, self.positions(positions_T))
+        for layer in self.layers:
+            x_TD = layer(x_TD, attention)
+        if self.norm is not None:
+            x_TD = self.norm(x_TD)
+        if self.project_out is not None:
+            x_TD = self.project_out(x_TD)
+        return x_TD
+
+    def logits(self, hidden_RW: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] in the model's dtype."""
+        logits_RV: torch.Tensor = self.head(hidden_RW)
+        return logits_RV

@@ -1,0 +1,12 @@
+"""Qwen 2 and 2.5 (dense)."""
+
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import Decoder, DecoderOptions
+from quire.models.layers import Place
+
+
+class Qwen2(Decoder):
+    """Queries, keys and values have biases."""
+
+    def __init__(self, spec: ModelSpec, place: Place) -> None:
+        super().__init__(spec, DecoderOptions(qkv_bias=True), place)

@@ -1,0 +1,15 @@
+"""Qwen 3 (dense)."""
+
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import Decoder, DecoderOptions
+from quire.models.layers import Place
+
+
+class Qwen3(Decoder):
+    """Query and key heads are normalised before they are rotated."""
+
+    def __init__(self, spec: ModelSpec, place: Place) -> None:
+        bias = bool(spec.raw.get("attention_bias", False))
+        super().__init__(
+            spec, DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True), place
+        )

@@ -1,0 +1,1 @@
+"""Operations: one file each, with its torch reference, its kernels and its dispatch."""

@@ -1,0 +1,1 @@
+"""Attention over paged KV memory: one interface, several backends."""

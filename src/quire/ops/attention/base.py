@@ -1,0 +1,80 @@
+"""The interface that all attention backends have (P 4.1, T 4.2.2).
+
+Shape legend: T tokens of the step, S scheduled rows, N query heads, K KV heads, H head dim,
+B blocks of a group's pool, P tokens per block, L longest block table of the step.
+
+A step holds the tokens of S rows one after the other. Row s has `query_lens[s]` of them, which end
+at position `context_lens[s] - 1` of its sequence; keys and values of a row stand in the blocks that
+its block table names, position p in block `table[p // P]` at offset `p % P`.
+A token at position i attends to positions j with max(0, i - window + 1) <= j <= i.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.model_spec import CacheGroup
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """One step, as attention sees it. One block table and one slot array per cache group.
+
+    positions_T, slots_T (block_id * P + offset): int64. query_starts_S1: int32, exclusive prefix sum
+    with the total at the end. block_tables_SL: int32, entries beyond the context, and entries of
+    blocks that left the window, are arbitrary valid block ids or -1 and must not influence the result.
+    The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
+    """
+
+    positions_T: torch.Tensor
+    query_starts_S1: torch.Tensor
+    context_lens_S: torch.Tensor
+    slots_T: tuple[torch.Tensor, ...]
+    block_tables_SL: tuple[torch.Tensor, ...]
+    query_lens_host: Int32
+    context_lens_host: Int32
+
+
+class AttentionBackend(Protocol):
+    """prepare once per step; then per layer write, and run after it.
+
+    Every layer writes all keys and values of a step before it reads any, so rows of one step may
+    read blocks that other rows of the same step write.
+    """
+
+    name: str
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Take a step's metadata. May launch device work, never waits for it."""
+        ...
+
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Store this step's keys and values in the layer's blocks."""
+        ...
+
+    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention of this step's queries over their sequences; returns [T, N, H]."""
+        ...
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks within a group, in all of its layers, as one operation."""
+        ...
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What a backend needs to make its KV tensors: the groups and how many blocks each has."""
+
+    groups: tuple[CacheGroup, ...]
+    num_blocks: tuple[int, ...]
+    block_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def group_of_layer(self) -> dict[int, int]:
+        return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}

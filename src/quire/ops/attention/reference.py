@@ -1,0 +1,128 @@
+"""Attention by plain loops, in any dtype and on any device: what the other backends are tested by.
+
+Shape legend as in `base.py`, and Q tokens of one row. Keys and values stand as [B, P, K, H].
+
+Equation 4 of P 4.1: a row's blocks are taken one after the other; a running maximum and a running
+sum of the softmax let each block be seen once.
+"""
+
+import torch
+
+from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.precision import accumulation_dtype
+from quire.ops.registry import op
+
+
+class ReferenceBackend:
+    """The obviously right backend. It waits for the device: it reads lengths and tables from it."""
+
+    name = "reference"
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._group_of_layer = layout.group_of_layer()
+        self._kv = {
+            layer: torch.zeros(
+                (2, num_blocks, layout.block_size, group.num_kv_heads, group.head_dim),
+                dtype=layout.dtype,
+                device=layout.device,
+            )
+            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
+            for layer in group.layers
+        }
+        self._step: AttentionStep | None = None
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Keep the step."""
+        self._step = step
+
+    @op("kv_write")
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Store the step's keys and values, token by token."""
+        assert self._step is not None, "prepare() comes before write()"
+        slots = self._step.slots_T[self._group_of_layer[layer]].tolist()
+        for token, slot in enumerate(slots):
+            block, offset = divmod(slot, self._layout.block_size)
+            self._kv[layer][0, block, offset] = k_TKH[token]
+            self._kv[layer][1, block, offset] = v_TKH[token]
+
+    @op("attention")
+    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention row by row, [T, N, H]."""
+        assert self._step is not None, "prepare() comes before run()"
+        group = self._group_of_layer[layer]
+        starts = self._step.query_starts_S1.tolist()
+        context_lens = self._step.context_lens_S.tolist()
+        tables = self._step.block_tables_SL[group].tolist()
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        for row, context_len in enumerate(context_lens):
+            tokens = slice(starts[row], starts[row + 1])
+            out_TNH[tokens] = self._run_row(layer, q_TNH[tokens], scale, context_len, tables[row])
+        return out_TNH
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of the group."""
+        for layer in self._layout.groups[group].layers:
+            kv = self._kv[layer]
+            kv[:, destination.tolist()] = kv[:, source.tolist()]
+
+    def _run_row(
+        self, layer: int, q_QNH: torch.Tensor, scale: float, context_len: int, table: list[int]
+    ) -> torch.Tensor:
+        """Equation 4 for the Q newest tokens of one row."""
+        block_size = self._layout.block_size
+        window = self._layout.groups[self._group_of_layer[layer]].window
+        num_queries = q_QNH.shape[0]
+        first_query = context_len - num_queries
+        first_key = 0 if window is None else max(0, first_query - window + 1)
+        query_Q1 = torch.arange(first_query, context_len, device=q_QNH.device)[:, None]
+        softmax = OnlineSoftmax(q_QNH, scale)
+        for index in range(first_key // block_size, (context_len - 1) // block_size + 1):
+            start = index * block_size
+            length = min(block_size, context_len - start)
+            key_P = torch.arange(start, start + length, device=q_QNH.device)
+            allowed_QP = key_P <= query_Q1
+            if window is not None:
+                allowed_QP &= key_P > query_Q1 - window
+            k_PKH, v_PKH = self._kv[layer][:, table[index], :length]
+            softmax.add(k_PKH, v_PKH, allowed_QP)
+        return softmax.result().to(q_QNH.dtype)
+
+
+class OnlineSoftmax:
+    """Softmax-weighted values of Q queries, from keys and values that come in pieces.
+
+    Kept per query and head: the largest score so far, and relative to it the sum of the
+    exponentials and the sum of the values weighted by them.
+    """
+
+    def __init__(self, q_QNH: torch.Tensor, scale: float) -> None:
+        self._dtype = accumulation_dtype(q_QNH.dtype)
+        self._q_NQH = q_QNH.to(self._dtype).transpose(0, 1) * scale
+        self._max_NQ1 = self._q_NQH.new_full((*self._q_NQH.shape[:2], 1), -torch.inf)
+        self._sum_NQ1 = torch.zeros_like(self._max_NQ1)
+        self._values_NQH = torch.zeros_like(self._q_NQH)
+
+    def add(self, k_PKH: torch.Tensor, v_PKH: torch.Tensor, allowed_QP: torch.Tensor) -> None:
+        """Take P more keys and values; `allowed` says which query sees which of them."""
+        k_NPH, v_NPH = self._per_query_head(k_PKH), self._per_query_head(v_PKH)
+        scores_NQP = self._q_NQH @ k_NPH.transpose(1, 2)
+        scores_NQP = scores_NQP.masked_fill(~allowed_QP, -torch.inf)
+        new_max_NQ1 = torch.maximum(self._max_NQ1, scores_NQP.amax(dim=-1, keepdim=True))
+        # A query that has seen no key yet has the maximum -inf; 0 keeps its exponentials at 0.
+        base_NQ1 = new_max_NQ1.masked_fill(new_max_NQ1 == -torch.inf, 0.0)
+        weights_NQP = torch.exp(scores_NQP - base_NQ1)
+        correction_NQ1 = torch.exp(self._max_NQ1 - base_NQ1)
+        self._sum_NQ1 = self._sum_NQ1 * correction_NQ1 + weights_NQP.sum(dim=-1, keepdim=True)
+        self._values_NQH = self._values_NQH * correction_NQ1 + weights_NQP @ v_NPH
+        self._max_NQ1 = new_max_NQ1
+
+    def result(self) -> torch.Tensor:
+        """[Q, N, H]."""
+        return (self._values_NQH / self._sum_NQ1).transpose(0, 1)
+
+    def _per_query_head(self, x_PKH: torch.Tensor) -> torch.Tensor:
+        """[N, P, H]: each of the K heads serves N / K query heads that follow each other."""
+        num_queries_per_kv = self._q_NQH.shape[0] // x_PKH.shape[1]
+        x_KPH = x_PKH.to(self._dtype).transpose(0, 1)
+        return x_KPH.repeat_interleave(num_queries_per_kv, dim=0)

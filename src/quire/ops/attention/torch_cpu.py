@@ -1,0 +1,115 @@
+"""Attention with torch operations, on any device; its sizes are tuned for a CPU's caches.
+
+Shape legend as in `base.py`, and: Q query tokens of a row, G query heads of one KV head (N = K G),
+C context tokens of a batch (its longest row's blocks, P tokens each), Y layers of a group.
+
+Keys and values of a group stand as [2, Y, K, B, P, H]. Taking blocks along B so gives each head's
+tokens in order, with no transposition. `prepare` sorts a step's rows into batches of rows that have
+equally many new tokens and about equally long contexts; per layer each batch is
+
+    gather blocks  ->  scores q k^T  ->  masked softmax  ->  weights times v
+
+and its keys and values are few enough to stay in the cache between these. The G query heads of a KV
+head are taken as G * Q queries of it, so keys and values are never repeated.
+"""
+
+import torch
+
+from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.batches import Batch, BatchBuilder
+from quire.ops.registry import op
+
+
+class TorchBackend:
+    """Gathers blocks, then multiplies."""
+
+    name = "torch"
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        # Zeros, not garbage: tokens that a row does not see yet are weighted with 0, and
+        # 0 * NaN would be NaN.
+        self._kv = [
+            torch.zeros(
+                (
+                    2,
+                    len(group.layers),
+                    group.num_kv_heads,
+                    num_blocks,
+                    layout.block_size,
+                    group.head_dim,
+                ),
+                dtype=layout.dtype,
+                device=layout.device,
+            )
+            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
+        ]
+        self._place_of_layer = {
+            layer: (g, index)
+            for g, group in enumerate(layout.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        self._builders = [BatchBuilder(group, layout) for group in layout.groups]
+        self._batches: list[list[Batch]] = []
+        self._slots_T: tuple[torch.Tensor, ...] = ()
+        self._scratch = torch.empty(0, dtype=layout.dtype, device=layout.device)
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Make the index tensors and masks that all layers share."""
+        self._slots_T = step.slots_T
+        self._batches = [
+            builder.build(step, table_SL)
+            for builder, table_SL in zip(self._builders, step.block_tables_SL, strict=True)
+        ]
+        for kv, builder, table_SL in zip(
+            self._kv, self._builders, step.block_tables_SL, strict=True
+        ):
+            begun = builder.begun_blocks(step, table_SL)
+            if begun is not None:
+                # What an earlier owner left behind could be NaN.
+                kv.index_fill_(3, begun, 0.0)
+
+    @op("kv_write")
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Store this step's keys and values in their slots."""
+        g, index = self._place_of_layer[layer]
+        slots_T = self._slots_T[g]
+        kv = self._kv[g][:, index].flatten(2, 3)
+        kv[0].index_copy_(1, slots_T, k_TKH.transpose(0, 1))
+        kv[1].index_copy_(1, slots_T, v_TKH.transpose(0, 1))
+
+    @op("attention")
+    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+        """Attention batch by batch, [T, N, H]."""
+        g, index = self._place_of_layer[layer]
+        kv = self._kv[g][:, index]
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        for batch in self._batches[g]:
+            k_KRCH, v_KRCH = self._gather(kv, batch)
+            batch.attend(q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
+        return out_TNH
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of the group."""
+        device = self._layout.device
+        kv = self._kv[group]
+        read = torch.as_tensor(source, dtype=torch.int64, device=device)
+        write = torch.as_tensor(destination, dtype=torch.int64, device=device)
+        kv.index_copy_(3, write, kv.index_select(3, read))
+
+    def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a batch, [K, R, C, H] each, in memory that the next batch reuses.
+
+        Fresh memory for each gather would cost more than the gather: its pages must be mapped.
+        """
+        _, heads, _, block_size, size = kv.shape
+        count = heads * batch.num_blocks * block_size * size
+        if self._scratch.numel() < 2 * count:
+            self._scratch = self._scratch.new_empty(2 * count)
+        shape = (heads, batch.num_blocks, block_size, size)
+        gathered = []
+        for part, memory in zip(kv, self._scratch[: 2 * count].split(count), strict=True):
+            blocks = memory.view(shape)
+            torch.index_select(part, 1, batch.blocks, out=blocks)
+            gathered.append(blocks.view(heads, batch.num_rows, -1, size))
+        return gathered[0], gathered[1]

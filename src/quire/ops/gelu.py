@@ -1,0 +1,17 @@
+"""The Gaussian error linear unit, exact and approximated. Legend: T tokens, F feed-forward dim."""
+
+import torch
+
+from quire.ops.registry import op
+
+
+@op("gelu")
+def gelu(x_TF: torch.Tensor) -> torch.Tensor:
+    """x times the normal distribution function of x."""
+    return torch.nn.functional.gelu(x_TF)
+
+
+@op("gelu_tanh")
+def gelu_tanh(x_TF: torch.Tensor) -> torch.Tensor:
+    """The approximation by tanh (`gelu_new`, `gelu_pytorch_tanh` in configs)."""
+    return torch.nn.functional.gelu(x_TF, approximate="tanh")

@@ -1,0 +1,64 @@
+"""Log-probabilities of chosen and most probable tokens, from raw logits in float32.
+
+Shape legend: R rows, V vocabulary, C candidates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.ops import native
+from quire.ops.log_sum_exp import log_sum_exp
+from quire.ops.top_k import top_k
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Per row the chosen token first, then the C most probable ones (it may be among them).
+
+    token_ids: int64 [R, 1 + C]. logprobs: float32 [R, 1 + C]. ranks: int64 [R], 1 is the first.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+
+
+def token_rank_reference(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
+    """The torch path of `token_rank`."""
+    chosen_R1 = logits_RV.gather(-1, ids_R[:, None])
+    ids_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    is_tie_before_RV = (logits_RV == chosen_R1) & (ids_V < ids_R[:, None])
+    return 1 + ((logits_RV > chosen_R1) | is_tie_before_RV).sum(dim=-1)
+
+
+def token_rank(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
+    """Place of the tokens in their rows' order, int64 [R], from 1; ties in the order of ids."""
+    core = native.core_for(logits_RV, ids_R)
+    if core is None:
+        return token_rank_reference(logits_RV, ids_R)
+    ids_R = ids_R.contiguous()
+    ranks_R = torch.empty_like(ids_R)
+    core.token_rank(
+        native.address(ranks_R, torch.int64),
+        native.address(logits_RV, torch.float32),
+        native.address(ids_R, torch.int64),
+        *logits_RV.shape,
+        native.num_threads(),
+    )
+    return ranks_R
+
+
+def token_logprobs(
+    logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
+) -> TokenLogprobs:
+    """Log-softmax of the logits at the chosen tokens and at the num_candidates best ones."""
+    num_candidates = min(num_candidates, logits_RV.shape[-1])
+    values_R1 = logits_RV.gather(-1, chosen_R[:, None])
+    ids_RC, values_RC = chosen_R[:, None], values_R1
+    if num_candidates > 0:
+        best_values_RC, best_ids_RC = top_k(logits_RV, num_candidates)
+        ids_RC = torch.cat((ids_RC, best_ids_RC), dim=-1)
+        values_RC = torch.cat((values_R1, best_values_RC), dim=-1)
+    logprobs_RC = (values_RC.double() - log_sum_exp(logits_RV)[:, None]).float()
+    return TokenLogprobs(ids_RC, logprobs_RC, token_rank(logits_RV, chosen_R))

@@ -1,0 +1,58 @@
+"""The C++ core, `quire._core`: loaded if it was built, else the torch path does the work.
+
+Its functions take addresses and sizes; what is passed is checked here. They release the
+interpreter's lock. A missing core is never an error: `core()` warns once and returns None.
+"""
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+
+import torch
+
+INTERFACE_VERSION = 2
+
+_HOW_TO_BUILD = (
+    "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"
+    " apt install g++) and then quire again (`make install`, or `pip install -e .`)."
+)
+
+
+@functools.cache
+def core() -> ModuleType | None:
+    """The compiled module, or None if it is missing or of another version (with one warning)."""
+    try:
+        module = importlib.import_module("quire._core")
+    except ImportError as error:
+        warnings.warn(f"The C++ core is not there ({error}). {_HOW_TO_BUILD}", stacklevel=2)
+        return None
+    if module.version() != INTERFACE_VERSION:
+        warnings.warn(
+            f"The C++ core has interface {module.version()}, this code needs {INTERFACE_VERSION}:"
+            f" it was built from other sources. {_HOW_TO_BUILD}",
+            stacklevel=2,
+        )
+        return None
+    return module
+
+
+def core_for(*tensors: torch.Tensor) -> ModuleType | None:
+    """The core, if it can work on these tensors: all of them on the CPU."""
+    return core() if all(tensor.device.type == "cpu" for tensor in tensors) else None
+
+
+def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Where the tensor's data begins. It must be contiguous, of this dtype and on the CPU.
+
+    The caller keeps the tensor alive until the core's function has returned.
+    """
+    assert tensor.dtype == dtype, f"needs {dtype}, got {tensor.dtype}"
+    assert tensor.is_contiguous(), f"needs a contiguous tensor, got strides {tensor.stride()}"
+    assert tensor.device.type == "cpu", f"needs a tensor on the CPU, got {tensor.device}"
+    return tensor.data_ptr()
+
+
+def num_threads() -> int:
+    """Threads that one operation may use: as many as torch's own operations."""
+    return torch.get_num_threads()

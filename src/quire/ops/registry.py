@@ -1,0 +1,84 @@
+"""Marks functions as operations, and records which ones a forward pass calls.
+
+Everything that a model computes goes through operations (views excepted); so the record of one
+forward pass is the complete list of what a device must do for it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call: the operation's name and the shapes of its tensor arguments, in order."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+
+
+@dataclass
+class OpRecord:
+    """The calls made while recording. `depth` is above 0 while an operation runs."""
+
+    calls: list[OpCall] = field(default_factory=list)
+    depth: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        return [call.name for call in self.calls]
+
+    def run(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the function; note it unless another operation called it."""
+        if self.depth == 0:
+            self.calls.append(OpCall(name, _shapes(args, kwargs)))
+        self.depth += 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.depth -= 1
+
+
+_record: ContextVar[OpRecord | None] = ContextVar("quire_op_record", default=None)
+
+
+def op(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Mark a function (or a method of an attention backend) as the operation `name`."""
+
+    def mark(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            record = _record.get()
+            if record is None:
+                return function(*args, **kwargs)
+            result: T = record.run(name, function, args, kwargs)
+            return result
+
+        return call
+
+    return mark
+
+
+@contextmanager
+def record_ops() -> Iterator[OpRecord]:
+    """Record the operations called in this context (by this thread or task)."""
+    record = OpRecord()
+    token = _record.set(record)
+    try:
+        yield record
+    finally:
+        _record.reset(token)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, ...]:
+    values = (*args, *kwargs.values())
+    return tuple(tuple(value.shape) for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,39 @@
+"""Rotary position embedding, half-rotation style.
+
+Shape legend: T tokens, N heads (queries and keys in one call), H head dim, E = H / 2.
+Element e of a head's first half and element e of its second half are a point that is turned by
+the angle position * frequency[e].
+"""
+
+import torch
+
+from quire.ops.precision import accumulation_dtype
+from quire.ops.registry import op
+
+
+@op("rotary_rows")
+def rotary_rows(
+    positions_T: torch.Tensor, frequencies_E: torch.Tensor, scale: float, dtype: torch.dtype
+) -> torch.Tensor:
+    """The factors of each position, once per step: [T, 1, 2 H] = (cos, cos, -sin, sin) * scale.
+
+    positions: integers; frequencies: float64, radians per token. Angles, sines and cosines are
+    computed in float64, since a product of a position of 10^5 in float32 is off by 10^-2 radians.
+    They are returned in `dtype`'s accumulation type.
+    """
+    angles_TE = positions_T.to(torch.float64)[:, None] * frequencies_E
+    cos_TE, sin_TE = angles_TE.cos() * scale, angles_TE.sin() * scale
+    rows_TH = torch.cat((cos_TE, cos_TE, -sin_TE, sin_TE), dim=-1)
+    return rows_TH.to(accumulation_dtype(dtype))[:, None]
+
+
+@op("rotary")
+def rotary(x_TNH: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The heads of x, turned by their positions' angles; `rows` come from rotary_rows."""
+    cos_T1H, sin_T1H = rows.chunk(2, dim=-1)
+    exact_TNH = x_TNH.to(rows.dtype)
+    turned_TNH = exact_TNH * cos_T1H
+    half = x_TNH.shape[-1] // 2
+    turned_TNH[..., :half].addcmul_(exact_TNH[..., half:], sin_T1H[..., :half])
+    turned_TNH[..., half:].addcmul_(exact_TNH[..., :half], sin_T1H[..., half:])
+    return turned_TNH.to(x_TNH.dtype)

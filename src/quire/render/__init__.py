@@ -1,0 +1,1 @@
+"""Text in, tokens out, and back: tokenizers, chat templates, detokenisation, tool calls."""

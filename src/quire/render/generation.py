@@ -1,0 +1,71 @@
+"""generation_config.json: what ends a sequence, and how the model's makers would sample."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ModelError
+from quire.base.sampling_params import SamplingParams
+from quire.render.tokenizer_files import read_json
+
+SAMPLING_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """eos_token_ids: all ids that end a sequence. sampling: fields of SamplingParams."""
+
+    eos_token_ids: tuple[int, ...] = ()
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the model's defaults in place of ours."""
+        return SamplingParams(**self.sampling)
+
+
+def read_generation_defaults(
+    directory: str | Path, tokenizer_eos: int | None = None, use_sampling: bool = True
+) -> GenerationDefaults:
+    """Read a model directory.
+
+    tokenizer_eos: the tokenizer's end of sequence, which comes first. config.json is asked where
+    there is no generation_config.json. use_sampling: False for `generation_config="none"`.
+    """
+    folder = Path(directory)
+    path = folder / "generation_config.json"
+    values = read_json(path)
+    ids = values.get("eos_token_id")
+    if ids is None:
+        ids = _config_eos(read_json(folder / "config.json"))
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    known = [tokenizer_eos] if tokenizer_eos is not None else []
+    eos = tuple(dict.fromkeys(int(token_id) for token_id in known + listed))
+    sampling = {
+        name: values[key]
+        for key, name in SAMPLING_FIELDS.items()
+        if use_sampling and values.get(key) is not None
+    }
+    return GenerationDefaults(eos, _checked(sampling, path))
+
+
+def _config_eos(config: dict[str, Any]) -> Any:
+    own = config.get("eos_token_id")
+    return own if own is not None else (config.get("text_config") or {}).get("eos_token_id")
+
+
+def _checked(sampling: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        SamplingParams(**sampling)
+    except ValueError as error:
+        raise ModelError(
+            f"{path} holds sampling defaults that do not work: {error} Correct the file, or switch"
+            ' the defaults off with generation_config="none".'
+        ) from error
+    return sampling

@@ -1,0 +1,144 @@
+"""`Renderer`: whatever a user may ask with, a text, a conversation or token ids, to token ids.
+
+The thesis calls this step render_prompt (T 4.3.2): from here on the engine knows tokens only. A
+prompt is never cut here; one that is too long is refused by the engine, which knows the limit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.render.chat import ChatOptions, ChatTemplate, load_template
+from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer_files import has_tokenizer
+
+MAX_KEPT_TEMPLATES = 8
+TOOL_TEMPLATE = "tool_use"
+
+
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """text: what was tokenised; None for a prompt that came as token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class Renderer:
+    """tokenizer: None for a model without one, which takes token ids only.
+
+    template: used for every conversation in place of the model's own templates.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self._template = None if template is None else load_template(template)
+        self._compiled: dict[str, ChatTemplate] = {}
+
+    @classmethod
+    def from_directory(cls, path: str | Path, template: str | None = None) -> "Renderer":
+        """For a model directory, with or without a tokenizer in it."""
+        tokenizer = Tokenizer.from_directory(path) if has_tokenizer(path) else None
+        return cls(tokenizer, template)
+
+    def render_prompt(
+        self, prompt: object, options: ChatOptions | None = None, template: str | None = None
+    ) -> list[int]:
+        """The token ids of a prompt; see `render`."""
+        return self.render(prompt, options, template).token_ids
+
+    def render(
+        self,
+        prompt: object,
+        options: ChatOptions | None = None,
+        template: str | None = None,
+        add_special_tokens: bool = True,
+    ) -> RenderedPrompt:
+        """Token ids and text of a prompt. Raises RequestError for one that cannot be used.
+
+        prompt: a text, a list of messages, a list of token ids, {"prompt": text} or
+        {"prompt_token_ids": ids}. options, template: for conversations. add_special_tokens: for
+        texts; a chat template writes the special tokens itself.
+        """
+        if isinstance(prompt, str):
+            return self._render_text(prompt, add_special_tokens)
+        if isinstance(prompt, Mapping):
+            return self._render_mapping(prompt, add_special_tokens)
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+            text = self.chat_text(prompt, options, template)
+            return self._render_text(text, add_special_tokens=False)
+        if isinstance(prompt, Sequence):
+            return RenderedPrompt(_checked_ids(prompt))
+        raise RequestError(
+            "a prompt must be a text, a list of messages or token ids,"
+            f" got {type(prompt).__name__}."
+        )
+
+    def chat_text(
+        self, messages: object, options: ChatOptions | None = None, template: str | None = None
+    ) -> str:
+        """A conversation as text. template: a template's text or the name of one of the model's."""
+        options = options or ChatOptions()
+        source = self._source(template, bool(options.tools))
+        return self._compile(source).render(messages, options)
+
+    def _render_mapping(self, prompt: Mapping[Any, Any], special: bool) -> RenderedPrompt:
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if token_ids is not None:
+            known = text if isinstance(text, str) else None
+            return replace(RenderedPrompt(_checked_ids(token_ids)), text=known)
+        if not isinstance(text, str):
+            raise RequestError('a prompt object needs "prompt" (text) or "prompt_token_ids".')
+        return self._render_text(text, special)
+
+    def _render_text(self, text: str, add_special_tokens: bool) -> RenderedPrompt:
+        if self.tokenizer is None:
+            raise RequestError(
+                "this model has no tokenizer, so prompts must be token ids:"
+                ' {"prompt_token_ids": [...]}.'
+            )
+        token_ids = self.tokenizer.encode(text, add_special_tokens)
+        if not token_ids:
+            raise RequestError("the prompt is empty: it gives no tokens.")
+        return RenderedPrompt(token_ids, text)
+
+    def _source(self, given: str | None, with_tools: bool) -> str:
+        """The template to use: the request's, the configured one, or one of the model's."""
+        named = {} if self.tokenizer is None else self.tokenizer.chat_templates
+        if given is not None:
+            return named.get(given) or load_template(given)
+        if self._template is not None:
+            return self._template
+        if with_tools and TOOL_TEMPLATE in named:
+            return named[TOOL_TEMPLATE]
+        own = None if self.tokenizer is None else self.tokenizer.chat_template
+        if own is None:
+            names = f" It has these by name: {', '.join(named)}." if named else ""
+            raise RequestError(
+                "this model has no chat template. Send a text prompt, or give a template as"
+                f" chat_template.{names}"
+            )
+        return own
+
+    def _compile(self, source: str) -> ChatTemplate:
+        """The compiled template; the last few are kept."""
+        found = self._compiled.get(source)
+        if found is None:
+            variables = {} if self.tokenizer is None else self.tokenizer.named_tokens
+            found = ChatTemplate(source, variables)
+            if len(self._compiled) >= MAX_KEPT_TEMPLATES:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[source] = found
+        return found
+
+
+def _checked_ids(values: object) -> list[int]:
+    """A list of token ids, checked for type; the engine checks them against the vocabulary."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or not values:
+        raise RequestError("prompt_token_ids must be a non-empty list of integers.")
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise RequestError(f"prompt_token_ids must hold integers from 0 on, got {value!r}.")
+    return list(values)

@@ -1,0 +1,57 @@
+"""The jinja2 environment of chat templates: sandboxed, with the names that models' templates use.
+
+A template comes with a model's files or with a request, so it is foreign code: it sees plain data
+only and cannot change it. It can still burn time and memory, so a server should take templates from
+requests only if its operator said so.
+"""
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the model's words for training: no effect."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's interface)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def template_environment(
+    now: Callable[[], datetime] = datetime.now,
+) -> ImmutableSandboxedEnvironment:
+    """The environment that Hugging Face templates are written for. now: the date they may show."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, LoopControlExtension]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, where jinja2's own filter would escape it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)

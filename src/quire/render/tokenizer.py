@@ -1,0 +1,205 @@
+"""`Tokenizer`: text to token ids and back, from a model directory.
+
+A thin layer over the `tokenizers` library that adds what the files beside tokenizer.json say:
+special tokens, begin and end of sequence, chat templates. It gives the ids that transformers'
+fast tokenizer gives. `tokenizers` is imported when the first tokenizer is loaded.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import ModelError, RequestError
+from quire.render.pieces import Pieces, read_pieces
+from quire.render.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
+
+if TYPE_CHECKING:
+    import tokenizers
+
+NO_LIMIT = 10**9  # files write a huge number where there is no length limit
+
+
+class Tokenizer:
+    """One vocabulary. Immutable after loading, so it may be shared between threads."""
+
+    def __init__(self, backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
+        self._backend = backend
+        self._files = files
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens: dict[int, str] = {i: token.content for i, token in added.items()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> "Tokenizer":
+        """Load tokenizer.json, or vocab.json with merges.txt. Raises ModelError without them."""
+        files = read_tokenizer_files(path)
+        backend = _load_backend(files)
+        backend.no_truncation()
+        backend.no_padding()
+        _mark_special(backend, files)
+        _set_bos_eos(backend, files)
+        return cls(backend, files)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, with begin and end of sequence as the model's files ask for."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(
+                f"the prompt cannot be tokenised ({error}); it must be a text of valid Unicode."
+            ) from error
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of many texts, on several threads."""
+        try:
+            many = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeError):
+            return [self.encode(text, add_special_tokens) for text in texts]
+        return [one.ids for one in many]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of all ids at once. Ids outside of the vocabulary give no text."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it; None outside of the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """`token` of each id, with an empty string outside of the vocabulary."""
+        return [self.token(token_id) or "" for token_id in token_ids]
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+        return self._backend.token_to_id(token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens, with the added ones. The model's own table may be padded beyond this."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def eos_token_id(self) -> int | None:
+        return self._named_id("eos_token")
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        return self._named_id("bos_token")
+
+    @property
+    def named_tokens(self) -> dict[str, str]:
+        """bos_token, eos_token, ... -> text, as chat templates refer to them."""
+        return self._files.named_tokens
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates by name."""
+        return self._files.chat_templates
+
+    @property
+    def chat_template(self) -> str | None:
+        """The text of the usual chat template."""
+        return self._files.chat_templates.get(DEFAULT_TEMPLATE)
+
+    @property
+    def model_max_length(self) -> int | None:
+        """Longest sequence that the files name, in tokens."""
+        value = self._files.config.get("model_max_length")
+        return int(value) if isinstance(value, (int, float)) and value < NO_LIMIT else None
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The text of each token in the middle of a text, where the decoder allows to know it."""
+        return read_pieces(_state(self._backend.decoder), self.token)
+
+    def _named_id(self, name: str) -> int | None:
+        text = self._files.named_tokens.get(name)
+        return None if text is None else self.token_id(text)
+
+
+def _load_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
+    import tokenizers
+
+    path = files.tokenizer_json if files.tokenizer_json.is_file() else files.vocab_json
+    try:
+        if path == files.tokenizer_json:
+            return tokenizers.Tokenizer.from_file(str(path))
+        return _gpt2_backend(files)
+    except Exception as error:  # the library raises plain Exception
+        raise ModelError(f"{path} cannot be read as a tokenizer ({error}).") from error
+
+
+def _gpt2_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
+    """GPT-2's tokenizer: byte-level BPE over vocab.json and merges.txt."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+
+    model = models.BPE.from_file(str(files.vocab_json), str(files.merges_txt))
+    backend = Backend(model)
+    prefix = bool(files.config.get("add_prefix_space", False))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _mark_special(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
+    """Add the tokens that only tokenizer_config.json knows; mark the named ones as special."""
+    from tokenizers import AddedToken
+
+    declared = files.config.get("added_tokens_decoder") or {}
+    for token_id, fields in sorted((int(key), value) for key, value in declared.items()):
+        known = backend.id_to_token(token_id) is not None
+        if known or token_id != backend.get_vocab_size(with_added_tokens=True):
+            continue
+        flags = {
+            name: bool(fields.get(name, False))
+            for name in ("single_word", "lstrip", "rstrip", "normalized")
+        }
+        token = AddedToken(fields["content"], special=bool(fields.get("special")), **flags)
+        if token.special:
+            backend.add_special_tokens([token])
+        else:
+            backend.add_tokens([token])
+    special = {
+        token.content for token in backend.get_added_tokens_decoder().values() if token.special
+    }
+    for text in files.special_tokens:
+        if text not in special and backend.token_to_id(text) is not None:
+            backend.add_special_tokens([text])
+
+
+def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
+    """Where tokenizer.json has no template for begin and end of sequence, the config decides."""
+    from tokenizers import processors
+
+    if _adds_tokens(backend) or not {"add_bos_token", "add_eos_token"} & files.config.keys():
+        return
+    before, after = "", ""
+    special: list[tuple[str, int]] = []
+    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        text = files.named_tokens.get(name)
+        token_id = None if text is None else backend.token_to_id(text)
+        if not files.config.get(flag) or text is None or token_id is None:
+            continue
+        special.append((text, token_id))
+        if name == "bos_token":
+            before = f"{text}:0 "
+        else:
+            after = f" {text}:0"
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{before}$A:0{after}", special_tokens=special
+    )
+
+
+def _adds_tokens(backend: "tokenizers.Tokenizer") -> bool:
+    """Whether the post-processor of tokenizer.json can add tokens; one for bytes alone cannot."""
+    state = _state(backend.post_processor)
+    parts = state.get("processors", [state])
+    return any(part.get("type", "ByteLevel") != "ByteLevel" for part in parts)
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A decoder or post-processor as tokenizer.json writes it (the library pickles it so)."""
+    return {} if part is None else json.loads(part.__getstate__())

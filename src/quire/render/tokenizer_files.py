@@ -1,0 +1,167 @@
+"""What a model directory says about its tokenizer, read but not yet interpreted.
+
+In: a directory in the Hugging Face layout. Out: `TokenizerFiles`. Nothing is downloaded.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ModelError
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+GPT2_END = "<|endoftext|>"
+GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
+DEFAULT_TEMPLATE = "default"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Where the vocabulary is, and the settings beside it.
+
+    named_tokens: bos_token, eos_token, ... -> text; also what chat templates may refer to.
+    special_tokens: texts that count as special beside those marked so in tokenizer.json.
+    chat_templates: name -> template; the usual one is called `default`.
+    """
+
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    named_tokens: dict[str, str] = field(default_factory=dict)
+    special_tokens: tuple[str, ...] = ()
+    chat_templates: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokenizer_json(self) -> Path:
+        return self.directory / "tokenizer.json"
+
+    @property
+    def vocab_json(self) -> Path:
+        return self.directory / "vocab.json"
+
+    @property
+    def merges_txt(self) -> Path:
+        return self.directory / "merges.txt"
+
+
+def has_tokenizer(directory: str | Path) -> bool:
+    """Whether `Tokenizer.from_directory` would find a vocabulary there."""
+    files = TokenizerFiles(Path(directory))
+    pair = files.vocab_json.is_file() and files.merges_txt.is_file()
+    return files.tokenizer_json.is_file() or pair
+
+
+def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
+    """Read the JSON and template files of a directory. Raises ModelError without a vocabulary."""
+    folder = Path(directory)
+    if not has_tokenizer(folder):
+        raise ModelError(_no_tokenizer(folder))
+    config = read_json(folder / "tokenizer_config.json")
+    legacy = read_json(folder / "special_tokens_map.json")
+    named = _named_tokens(config, legacy)
+    if not (folder / "tokenizer.json").is_file():
+        _check_gpt2(folder, config)
+        named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), GPT2_END) | named
+    return TokenizerFiles(
+        folder, config, named, _special_tokens(config, legacy, named), _templates(folder, config)
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _no_tokenizer(folder: Path) -> str:
+    advice = 'without a tokenizer prompts must be token ids: {"prompt_token_ids": [...]}.'
+    if (folder / "tokenizer.model").is_file():
+        return (
+            f"{folder} has only tokenizer.model; convert it to tokenizer.json (transformers:"
+            f" AutoTokenizer.from_pretrained(...).save_pretrained(...)); {advice}"
+        )
+    return f"{folder} has no tokenizer.json and no vocab.json with merges.txt; {advice}"
+
+
+def _check_gpt2(folder: Path, config: dict[str, Any]) -> None:
+    kind = config.get("tokenizer_class") or ""
+    if kind not in GPT2_CLASSES:
+        raise ModelError(
+            f"{folder} has vocab.json and merges.txt for a {kind}, but no tokenizer.json; make one"
+            " (transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...))."
+        )
+
+
+def _token_text(value: Any) -> str | None:
+    """A token is written as its text or as an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _named_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    named: dict[str, str] = {}
+    for source in sources:
+        extra = source.get("extra_special_tokens")
+        texts = {name: _token_text(source.get(name)) for name in NAMED_TOKENS}
+        if isinstance(extra, dict):
+            texts |= {name: _token_text(value) for name, value in extra.items()}
+        for name, text in texts.items():
+            if text is not None:
+                named.setdefault(name, text)
+    return named
+
+
+def _special_tokens(
+    config: dict[str, Any], legacy: dict[str, Any], named: dict[str, str]
+) -> tuple[str, ...]:
+    texts = dict.fromkeys(named.values())
+    for source in (config, legacy):
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            values = source.get(key)
+            if isinstance(values, list):
+                texts |= dict.fromkeys(t for v in values if (t := _token_text(v)) is not None)
+    return tuple(texts)
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Templates by name. A file of its own comes before the text inside tokenizer_config.json."""
+    found = _inline_templates(config.get("chat_template"))
+    if not found:
+        found = _inline_templates(read_json(folder / "chat_template.json").get("chat_template"))
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        found[DEFAULT_TEMPLATE] = own.read_text("utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        found[path.stem] = path.read_text("utf-8")
+    return found
+
+
+def _inline_templates(value: Any) -> dict[str, str]:
+    """A text, a list of {name, template}, or an object of templates by name."""
+    if isinstance(value, str):
+        return {DEFAULT_TEMPLATE: value}
+    if isinstance(value, list):
+        pairs = [
+            (item.get("name"), item.get("template")) for item in value if isinstance(item, dict)
+        ]
+    elif isinstance(value, dict):
+        pairs = list(value.items())
+    else:
+        pairs = []
+    return {name: text for name, text in pairs if isinstance(name, str) and isinstance(text, str)}

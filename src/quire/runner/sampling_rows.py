@@ -1,0 +1,186 @@
+"""What each row needs for sampling, as arrays indexed by row: written when a row starts.
+
+On the host numpy arrays say which rows need which work, so that a step without penalties, masks or
+log-probabilities does nothing per row. On the device the same numbers stand as tensors.
+Shape legend: R rows of the engine, N sampling rows of a step, W bad words, L longest of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import RowStart
+from quire.ops.sampling import Filters, Streams
+
+Rows = npt.NDArray[np.int32]
+
+NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
+ALL_LOGPROBS = -1
+
+# Column -> value of a row that asks for nothing.
+_FLOATS = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "presence": 0.0,
+    "frequency": 0.0,
+    "repetition": 1.0,
+}
+_INTS = {"top_k": 0, "seed": 0, "sample_index": 0, "num_prompt_tokens": 0}
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """A row's bad words: `last` [W] is forbidden after `prefix` [W, L - 1], padded on the left."""
+
+    prefix: torch.Tensor
+    prefix_lens: torch.Tensor
+    last: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """What changes a row's logits, beside penalties. None where the request does not ask for it."""
+
+    allowed: torch.Tensor | None = None
+    bad_words: BadWords | None = None
+    min_tokens: int = 0
+    stop_token_ids: torch.Tensor | None = None
+    bias_ids: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+class SamplingRows:
+    """The arrays. A row's entries are only meaningful between `start` and `release`."""
+
+    def __init__(self, max_num_rows: int, device: torch.device) -> None:
+        self.device = device
+        self.is_greedy = np.ones(max_num_rows, bool)
+        self.has_filter = np.zeros(max_num_rows, bool)
+        self.has_penalties = np.zeros(max_num_rows, bool)
+        self.has_edits = np.zeros(max_num_rows, bool)
+        self.top_k = np.zeros(max_num_rows, np.int64)
+        self.num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
+        self.edits: dict[int, LogitEdits] = {}
+        self._floats = {
+            name: torch.full((max_num_rows,), value, dtype=torch.float32, device=device)
+            for name, value in _FLOATS.items()
+        }
+        self._ints = {
+            name: torch.full((max_num_rows,), value, dtype=torch.int64, device=device)
+            for name, value in _INTS.items()
+        }
+
+    @property
+    def _host_arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
+        return (
+            self.is_greedy,
+            self.has_filter,
+            self.has_penalties,
+            self.has_edits,
+            self.top_k,
+            self.num_logprobs,
+        )
+
+    def start(self, start: RowStart) -> None:
+        """Write what the row needs; nothing else is written until it is released."""
+        row, params = start.row, start.params
+        self.is_greedy[row] = params.is_greedy
+        has_limits = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+        self.has_filter[row] = has_limits and not params.is_greedy
+        self.has_penalties[row] = params.has_penalties
+        self.top_k[row] = max(params.top_k, 0)
+        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self.edits.pop(row, None)
+        edits = _edits_of(start, self.device)
+        if edits is not None:
+            self.edits[row] = edits
+        self.has_edits[row] = edits is not None
+        self._write_columns(start)
+
+    def release(self, rows: Rows) -> None:
+        """Forget rows; what they held on the device stays until they start again."""
+        self.has_edits[rows] = False
+        self.num_logprobs[rows] = NO_LOGPROBS
+        for row in rows.tolist():
+            self.edits.pop(row, None)
+
+    def copy(self, parent: int, child: int, sample_index: int | None) -> None:
+        """A fork: the child samples as its parent, from noise of its own if it has an index."""
+        for array in self._host_arrays:
+            array[child] = array[parent]
+        for column in (*self._floats.values(), *self._ints.values()):
+            column[child] = column[parent]
+        if sample_index is not None:
+            self._ints["sample_index"][child] = sample_index
+        self.edits.pop(child, None)
+        if parent in self.edits:
+            self.edits[child] = self.edits[parent]
+
+    def floats(self, name: str, rows_N: torch.Tensor) -> torch.Tensor:
+        """A float32 column at these rows."""
+        return self._floats[name][rows_N]
+
+    def ints(self, name: str, rows_N: torch.Tensor) -> torch.Tensor:
+        """An int64 column at these rows."""
+        return self._ints[name][rows_N]
+
+    def filters(self, rows_N: torch.Tensor) -> Filters:
+        return Filters(
+            self.ints("top_k", rows_N), self.floats("top_p", rows_N), self.floats("min_p", rows_N)
+        )
+
+    def streams(self, rows_N: torch.Tensor, positions_N: torch.Tensor) -> Streams:
+        return Streams(self.ints("seed", rows_N), self.ints("sample_index", rows_N), positions_N)
+
+    def _write_columns(self, start: RowStart) -> None:
+        params = start.params
+        floats = (
+            1.0 if params.is_greedy else params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        seed = (start.seed + 2**63) % 2**64 - 2**63  # any 64 bits, as a signed number
+        ints = (max(params.top_k, 0), seed, start.sample_index, start.num_prompt_tokens)
+        for column, value in zip(self._floats.values(), floats, strict=True):
+            column[start.row] = value
+        for column, integer in zip(self._ints.values(), ints, strict=True):
+            column[start.row] = integer
+
+
+def _edits_of(start: RowStart, device: torch.device) -> LogitEdits | None:
+    params = start.params
+    has_min_tokens = params.min_tokens > 0 and len(start.stop_token_ids) > 0
+    bias = params.logit_bias
+    if not (params.allowed_token_ids or start.bad_words_token_ids or has_min_tokens or bias):
+        return None
+
+    def ids(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    words = start.bad_words_token_ids
+    return LogitEdits(
+        allowed=ids(params.allowed_token_ids) if params.allowed_token_ids else None,
+        bad_words=_bad_words(words, device) if words else None,
+        min_tokens=params.min_tokens if has_min_tokens else 0,
+        stop_token_ids=ids(start.stop_token_ids) if has_min_tokens else None,
+        bias_ids=ids(list(bias)) if bias else None,
+        bias=torch.tensor(list(bias.values()), device=device) if bias else None,
+    )
+
+
+def _bad_words(words: tuple[tuple[int, ...], ...], device: torch.device) -> BadWords:
+    longest = max(len(word) for word in words)
+    prefix = np.zeros((len(words), longest - 1), np.int64)
+    for w, word in enumerate(words):
+        prefix[w, longest - len(word) :] = word[:-1]
+    return BadWords(
+        torch.from_numpy(prefix).to(device),
+        torch.tensor([len(word) - 1 for word in words], device=device),
+        torch.tensor([word[-1] for word in words], device=device),
+    )

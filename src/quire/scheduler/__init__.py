@@ -1,0 +1,1 @@
+"""The scheduler: two counters per sequence, four doors. Pure: no torch, no clock, no I/O."""

@@ -1,0 +1,31 @@
+"""The order in which requests are served, behind one protocol. One file per policy."""
+
+from typing import Protocol
+
+from quire.scheduler.sequence import Sequence
+
+
+class Policy(Protocol):
+    """A queue of sequences without a row. Victims of preemption are the scheduler's latest rows."""
+
+    def push(self, sequence: Sequence) -> None:
+        """A new sequence arrived."""
+        ...
+
+    def requeue(self, sequence: Sequence) -> None:
+        """A sequence was preempted."""
+        ...
+
+    def peek(self) -> Sequence | None:
+        """Whom to admit next, or None."""
+        ...
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence was admitted or has ended."""
+        ...
+
+    def waiting(self) -> list[Sequence]:
+        """All of them, in order."""
+        ...
+
+    def __len__(self) -> int: ...

@@ -1,0 +1,155 @@
+"""Taking the result of a step: pending tokens become known, and some sequences end.
+
+The common case, every sampling row still belongs to the sequence that it was planned for, is array
+arithmetic. A sequence preempted or ended meanwhile is told apart by its row's epoch.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.plan import Candidates, StepResult
+from quire.scheduler.flight import Flight
+from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
+
+
+@dataclass(slots=True)
+class Ending:
+    """How a sequence ended. stop_reason: the stop token, unless it was end of sequence."""
+
+    reason: str
+    stop_reason: int | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """New tokens of a step, as parallel arrays, and what only some sequences have.
+
+    The dictionaries are keyed by the sequence's arrival number.
+    """
+
+    sequences: npt.NDArray[np.object_]
+    token_ids: Int32
+    endings: dict[int, Ending] = field(default_factory=dict)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
+    others: list[Sequence] = field(default_factory=list)  # ended or with news, but without a token
+
+    @classmethod
+    def empty(cls) -> "StepOutputs":
+        return cls(np.empty(0, object), np.empty(0, np.int32))
+
+
+def take_result(
+    scheduler: "Scheduler", flight: Flight, result: StepResult, now: float
+) -> StepOutputs:
+    """Apply a result to the scheduler's state; returns what to tell the clients."""
+    assert result.step_id == flight.plan.step_id, "results must come in the order of plans"
+    table, rows = scheduler.table, flight.plan.sample_rows
+    outputs = StepOutputs.empty()
+    _take_prompt_candidates(scheduler, flight, result, outputs)
+    if result.row_errors:
+        _take_errors(scheduler, result, outputs, now)
+    token_ids = result.token_ids[:, 0]
+    live = table.epoch[rows] == flight.epochs
+    sequences = flight.sequences
+    if not live.all():
+        kept = [_take_late(scheduler, s, int(t), outputs, now)
+                for s, t in zip(sequences[~live], token_ids[~live], strict=True)]
+        order = np.ones(len(rows), bool)
+        order[~live] = kept
+        outputs.sequences, outputs.token_ids = sequences[order], token_ids[order]
+        rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
+    else:
+        outputs.sequences, outputs.token_ids = sequences, token_ids
+    known = table.known[rows]
+    table.tokens[rows, known] = token_ids
+    known = known + 1
+    table.known[rows] = known
+    stops = (table.stop_ids[rows] == token_ids[:, None]).any(1) & (known >= table.min_known[rows])
+    ends = np.flatnonzero(stops | (known >= table.limit[rows]))
+    for i in ends:
+        _end(scheduler, sequences[i], int(token_ids[i]), outputs, now)
+    _check_long_stop_lists(scheduler, sequences, token_ids, outputs, now)
+    for row, candidates in result.candidates.items():
+        at = np.flatnonzero(flight.plan.sample_rows == row)
+        outputs.candidates[flight.sequences[at[0]].arrival] = candidates
+    return outputs
+
+
+def _end(
+    scheduler: "Scheduler", sequence: Sequence, token_id: int, outputs: StepOutputs, now: float
+) -> None:
+    """The sequence's last known token ends it: as a stop token, or by length."""
+    if sequence.stops_at(token_id):
+        is_eos = token_id in sequence.request.eos_token_ids
+        ending = Ending("stop", None if is_eos else token_id)
+    else:
+        ending = Ending("length")
+    outputs.endings[sequence.arrival] = ending
+    scheduler.finish(sequence, ending.reason, now)
+
+
+def _take_late(
+    scheduler: "Scheduler", sequence: Sequence, token_id: int, outputs: StepOutputs, now: float
+) -> bool:
+    """A token for a sequence that lost its row: kept if it was preempted, dropped if it ended."""
+    if sequence.finish_reason is not None or sequence.num_pending_lost == 0:
+        return False
+    sequence.num_pending_lost -= 1
+    sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
+    if sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit:
+        _end(scheduler, sequence, token_id, outputs, now)
+    return True
+
+
+def _check_long_stop_lists(
+    scheduler: "Scheduler",
+    sequences: npt.NDArray[np.object_],
+    token_ids: Int32,
+    outputs: StepOutputs,
+    now: float,
+) -> None:
+    """Sequences with more stop ids than the row holds are checked one by one."""
+    if not scheduler.num_long_stop_lists:
+        return
+    for sequence, token_id in zip(sequences, token_ids, strict=True):
+        long = len(sequence.request.stop_token_ids) > NUM_STOP_IDS
+        if long and sequence.finish_reason is None and sequence.stops_at(int(token_id)):
+            _end(scheduler, sequence, int(token_id), outputs, now)
+
+
+def _take_errors(
+    scheduler: "Scheduler", result: StepResult, outputs: StepOutputs, now: float
+) -> None:
+    """Rows that failed alone end with an error; their tokens of this step do not count."""
+    for row, message in result.row_errors.items():
+        sequence = scheduler.table.sequences[row]
+        if sequence is not None:
+            outputs.endings[sequence.arrival] = Ending("error", error=message)
+            outputs.others.append(sequence)
+            scheduler.finish(sequence, "error", now)
+
+
+def _take_prompt_candidates(
+    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs
+) -> None:
+    """Hand out each prompt position's logprobs once, also if it was computed again."""
+    if not result.prompt_candidates:
+        return
+    for i, row in enumerate(flight.plan.rows.tolist()):
+        candidates = result.prompt_candidates.get(row)
+        if candidates is None or scheduler.table.epoch[row] != flight.row_epochs[i]:
+            continue
+        sequence = scheduler.table.sequences[row]
+        start = int(flight.plan.computed_bound[i])
+        fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
+        sequence.num_prompt_logprobs += len(fresh)
+        outputs.prompt_candidates[sequence.arrival] = fresh
+        outputs.others.append(sequence)

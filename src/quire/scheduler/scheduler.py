@@ -1,0 +1,376 @@
+"""The unified scheduler: continuous batching on two counters with a token budget (T 4.4, 4.5.1).
+
+Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no clock
+and makes no I/O, so the list of calls is the run.
+
+A plan first serves the rows that run, in order of arrival, then admits waiting sequences while
+budget, rows and blocks last. A row that needs a block that is not there preempts the latest arrival
+(recomputation, P 4.5), all or nothing; in such a step nobody is admitted. Blocks are allocated, and
+full blocks of known tokens enter the index, when the plan is made: later requests of the same plan
+hit them (T algorithm 2, inner loop). `depth` plans may be in flight; no other code knows how many.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from quire.base.config import SchedulerConfig
+from quire.base.errors import RequestError
+from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, StepWasUndone
+from quire.base.messages import Abort, Request
+from quire.base.plan import Plan, RowStart, StepResult
+from quire.kv.digest import extend_digests, root_digest
+from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.flight import Draft, Flight
+from quire.scheduler.policy import Policy
+from quire.scheduler.results import StepOutputs, take_result
+from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int64, RowTable, Sequence
+
+
+class Scheduler:
+    """Decides who computes how many tokens in each step, and which blocks they use.
+
+    max_num_seqs rows, max_num_batched_tokens per plan, sequences up to max_model_len tokens.
+    fingerprint: identifies the contents of the cache (kv/digest.py).
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        config: SchedulerConfig,
+        max_model_len: int,
+        watermark: float = 0.01,
+        fingerprint: bytes = b"",
+        policy: Policy | None = None,
+    ) -> None:
+        assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
+        self.kv = kv
+        self.depth = config.pipeline_depth
+        self.token_budget = config.max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.watermark_blocks = int(watermark * min(pool.num_blocks for pool in kv.pools))
+        self.fingerprint = fingerprint
+        self.policy: Policy = policy or Fifo()
+        self.table = RowTable(config.max_num_seqs, max_model_len)
+        self.flights: deque[Flight] = deque()
+        self.sequences: dict[str, Sequence] = {}
+        self.events: list[Event] = []
+        self._running = np.empty(0, np.int64)  # rows in order of arrival
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []
+        self._num_arrivals = 0
+        self.num_long_stop_lists = 0
+        self._next_step_id = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences) or bool(self.flights)
+
+    def running(self) -> list[Sequence]:
+        """Sequences that hold a row, in order of arrival."""
+        return list(self.table.sequences[self._running])
+
+    # ---- door 1: add -------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> Sequence:
+        """Queue a request. Raises RequestError if this engine can never serve it."""
+        if request.request_id in self.sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
+        num_prompt = len(request.prompt_token_ids)
+        if not 1 <= num_prompt < self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
+                f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
+            )
+        most_output = request.params.max_tokens or self.max_model_len
+        limit = min(num_prompt + most_output, self.max_model_len)
+        if not self.kv.fits_alone(limit - 1, min(self.token_budget, limit - 1)):
+            raise RequestError(
+                f"{num_prompt} prompt tokens and {most_output} output tokens need more KV blocks"
+                " than the pool has. Lower max_tokens or enlarge kv_cache_memory_bytes."
+            )
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrivals,
+            arrival_s=now,
+            limit=limit,
+            blocks=self.kv.new_sequence(),
+            root=root_digest(
+                self.fingerprint, request.cache_salt, request.adapter_id, request.media_ids
+            ),
+            table=self.table,
+            saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
+        )
+        self._num_arrivals += 1
+        self.num_long_stop_lists += len(request.stop_token_ids) > NUM_STOP_IDS
+        self.sequences[request.request_id] = sequence
+        self.policy.push(sequence)
+        self.events.append(Queued(now, request.request_id, num_prompt))
+        return sequence
+
+    # ---- door 2: control ---------------------------------------------------------------------
+
+    def control(self, message: Abort, now: float) -> None:
+        """Carry out a control message. Unknown request ids are ignored: they ended by themselves."""
+        sequence = self.sequences.get(message.request_id)
+        if sequence is not None:
+            self.finish(sequence, message.finish_reason, now)
+
+    # ---- door 3: schedule --------------------------------------------------------------------
+
+    def schedule(self, now: float) -> Plan | None:
+        """The next plan, or None if nothing can be planned before a result comes in."""
+        if len(self.flights) >= self.depth:
+            return None
+        draft = Draft(self._next_step_id)
+        budget = self.token_budget - self._serve_running(draft, now)
+        if not draft.has_preempted:
+            self._admit(draft, budget, now)
+        return self._close(draft, now)
+
+    def _serve_running(self, draft: Draft, now: float) -> int:
+        """Grant tokens to the rows that run; returns how many."""
+        rows, table = self._running, self.table
+        if len(rows) == 0:
+            return 0
+        need = np.minimum(table.total[rows], table.limit[rows] - 1) - table.computed[rows]
+        through = np.cumsum(need)
+        if through[-1] > self.token_budget:
+            need = np.clip(self.token_budget - (through - need), 0, need)
+        target = table.computed[rows] + need
+        for i in np.flatnonzero(target > table.capacity[rows]):
+            if i >= len(self._running):
+                break  # preempted meanwhile, with all that came after it
+            self._grow(self.table.sequences[rows[i]], int(target[i]), draft, now)
+        alive = len(self._running)
+        rows, need, target = rows[:alive], need[:alive], target[:alive]
+        if not need.all():
+            busy = np.flatnonzero(need)
+            rows, need, target = rows[busy], need[busy], target[busy]
+        table.computed[rows] = target
+        draft.add_rows(rows, need)
+        full = np.minimum(target, table.known[rows]) >= table.index_at[rows]
+        for row in rows[full]:
+            self._index(self.table.sequences[row], draft)
+        return int(need.sum())
+
+    def _grow(self, sequence: Sequence, target: int, draft: Draft, now: float) -> None:
+        """Make room up to `target` tokens, preempting the latest arrivals if that is needed."""
+        num_computed = sequence.num_computed_tokens
+        sequence.blocks.advance(num_computed)
+        num_new = target - num_computed
+        while (appended := self.kv.allocate_slots(sequence.blocks, num_new)) is None:
+            victim = self.table.sequences[self._running[-1]]
+            self._preempt(victim, sequence, now)
+            draft.has_preempted = True
+            if victim is sequence:
+                return
+        self.table.capacity[sequence.row] = sequence.blocks.capacity
+        draft.add_blocks(sequence.row, appended)
+
+    def _preempt(self, victim: Sequence, sequence: Sequence, now: float) -> None:
+        """Take the victim's row and blocks; it will recompute prompt and known output."""
+        request_id, lost = victim.request.request_id, victim.num_computed_tokens
+        self._leave_row(victim)
+        victim.num_preemptions += 1
+        self.policy.requeue(victim)
+        self.events.append(Preempted(now, request_id, sequence.request.request_id, lost))
+
+    def _admit(self, draft: Draft, budget: int, now: float) -> None:
+        """Give rows to waiting sequences while budget, rows and blocks last."""
+        while budget > 0 and self._free_rows:
+            sequence = self.policy.peek()
+            if sequence is None or sequence.num_pending_lost:
+                return
+            hit = self._find_hit(sequence)
+            num_known = sequence.num_known_tokens
+            num_new = min(budget, num_known - hit.num_tokens)
+            reserve = self.watermark_blocks if len(self._running) else 0
+            if not self.kv.can_admit(num_known, hit, reserve, num_new):
+                return
+            appended = self.kv.allocate_slots(sequence.blocks, num_new, hit)
+            if appended is None:
+                return
+            self.policy.remove(sequence)
+            self._take_row(sequence, hit.num_tokens, draft, now)
+            draft.add_adopted(sequence, hit.num_tokens // self.kv.block_size)
+            draft.add_blocks(sequence.row, appended)
+            self.table.computed[sequence.row] += num_new
+            draft.add_rows(np.array([sequence.row]), np.array([num_new]))
+            self._index(sequence, draft)
+            budget -= num_new
+
+    def _find_hit(self, sequence: Sequence) -> KVBlocks:
+        """The cached blocks that this sequence may begin with."""
+        digests: Seq[bytes] = ()
+        if self.kv.enable_prefix_caching and sequence.request.params.reads_prefix_cache:
+            self._digest(sequence, sequence.num_known_tokens)
+            digests = sequence.digests
+        return self.kv.get_computed_blocks(digests, sequence.num_known_tokens)
+
+    def _digest(self, sequence: Sequence, num_tokens: int) -> None:
+        """Extend the sequence's digests to its full blocks of the first num_tokens tokens."""
+        size = self.kv.block_size
+        known = sequence.known_tokens
+        extend_digests(sequence.digests, sequence.root, known, size, num_tokens // size)
+
+    def _index(self, sequence: Sequence, draft: Draft) -> None:
+        """Name the full blocks of known tokens that are computed once this plan has run."""
+        row, size = sequence.row, self.kv.block_size
+        if not self.kv.enable_prefix_caching:
+            return
+        num_ready = min(int(self.table.computed[row]), int(self.table.known[row]))
+        self._digest(sequence, num_ready)
+        draft.named.append(
+            self.kv.index_blocks(sequence.blocks, sequence.digests[: num_ready // size])
+        )
+        self.table.index_at[row] = (num_ready // size + 1) * size
+
+    def _close(self, draft: Draft, now: float) -> Plan | None:
+        """Freeze the draft; rows whose last known or pending token is computed will sample."""
+        table = self.table
+        rows, num_tokens = draft.all_rows()
+        if len(rows) == 0:
+            return None
+        samples = rows[table.computed[rows] == table.total[rows]]
+        table.total[samples] += 1
+        plan = Plan(
+            step_id=draft.step_id,
+            rows=rows,
+            num_tokens=num_tokens,
+            computed_bound=(table.computed[rows] - num_tokens).astype(np.int32),
+            sample_rows=samples,
+            num_candidates=table.num_candidates[samples],
+            started=tuple(draft.started),
+            released=np.asarray(self._released, np.int32),
+            block_writes=draft.block_writes(),
+            moves=draft.moves(),
+        )
+        self._released = []
+        self._next_step_id += 1
+        flight = Flight(
+            plan, table.epoch[rows], table.epoch[samples], table.sequences[samples], draft.named
+        )
+        self.flights.append(flight)
+        self.events.append(Planned(now, plan.step_id, len(rows), int(num_tokens.sum())))
+        return plan
+
+    # ---- door 4: update ----------------------------------------------------------------------
+
+    def update(self, result: StepResult, now: float) -> StepOutputs:
+        """Take the result of the oldest plan in flight: pending tokens become known."""
+        if result.error is not None:
+            return self._undo(result, now)
+        return take_result(self, self.flights.popleft(), result, now)
+
+    def _undo(self, result: StepResult, now: float) -> StepOutputs:
+        """A step failed, and with it all that came after: their blocks leave the index, and their
+        sequences go back to their known tokens. Results of the later plans must not be given."""
+        assert result.error is not None
+        for flight in self.flights:
+            for named in flight.named:
+                self.kv.unindex_blocks(named)
+            sequences = [s for s in self.table.sequences[flight.plan.rows] if s is not None]
+            for sequence in sorted(sequences, key=lambda s: s.arrival):
+                self._leave_row(sequence)
+                self.policy.requeue(sequence)
+            for sequence in flight.sequences:
+                sequence.num_pending_lost = 0
+            self.events.append(StepWasUndone(now, flight.plan.step_id, result.error))
+        self.flights.clear()
+        for sequence in self.policy.waiting():
+            sequence.num_pending_lost = 0
+        return StepOutputs.empty()
+
+    # ---- rows --------------------------------------------------------------------------------
+
+    def _take_row(self, sequence: Sequence, num_computed: int, draft: Draft, now: float) -> None:
+        """Give the sequence a row; the plan writes its known tokens and sampling there."""
+        table, request, params = self.table, sequence.request, sequence.request.params
+        row = sequence.row = self._free_rows.pop()
+        known = sequence.saved_tokens
+        table.tokens[row, : len(known)] = known
+        table.computed[row] = num_computed
+        table.total[row] = table.known[row] = len(known)
+        table.limit[row] = sequence.limit
+        table.capacity[row] = sequence.blocks.capacity
+        table.index_at[row] = 0 if self.kv.enable_prefix_caching else NEVER
+        table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
+        table.num_candidates[row] = -1 if params.logprobs is None else params.logprobs
+        table.stop_ids[row] = -1
+        stop_ids = request.stop_token_ids[:NUM_STOP_IDS]
+        table.stop_ids[row, : len(stop_ids)] = stop_ids
+        table.sequences[row] = sequence
+        table.arrival[row] = sequence.arrival
+        place = int(np.searchsorted(table.arrival[self._running], sequence.arrival))
+        self._running = np.insert(self._running, place, row)
+        if sequence.num_cached_tokens < 0:
+            sequence.num_cached_tokens = num_computed
+        draft.started.append(
+            RowStart(
+                row=row,
+                token_ids=known,
+                num_computed_tokens=num_computed,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                params=params,
+                seed=request.seed,
+                stop_token_ids=request.stop_token_ids,
+                bad_words_token_ids=request.bad_words_token_ids,
+            )
+        )
+        self.events.append(Admitted(now, request.request_id, row, num_computed))
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        """Free the blocks and the row; known tokens are kept, pending ones will still arrive."""
+        row, table = sequence.row, self.table
+        sequence.num_pending_lost = int(table.total[row] - table.known[row])
+        sequence.saved_tokens = sequence.known_tokens.copy()
+        self.kv.free(sequence.blocks)
+        sequence.row = -1
+        table.sequences[row] = None
+        table.epoch[row] += 1
+        self._running = self._running[self._running != row]
+        self._free_rows.append(row)
+        self._released.append(row)
+
+    def finish(self, sequence: Sequence, reason: str, now: float) -> None:
+        """End a sequence: `reason` is stop, length, abort or error."""
+        if sequence.row >= 0:
+            self._leave_row(sequence)
+        else:
+            self.policy.remove(sequence)
+        sequence.finish_reason = reason
+        self.num_long_stop_lists -= len(sequence.request.stop_token_ids) > NUM_STOP_IDS
+        del self.sequences[sequence.request.request_id]
+        request_id = sequence.request.request_id
+        self.events.append(Finished(now, request_id, reason, sequence.num_output_tokens))
+
+    def check_invariants(self) -> None:
+        """Assert that counters, rows and blocks agree."""
+        table, running = self.table, self.running()
+        self.kv.check_invariants(sequence.blocks for sequence in running)
+        rows = self._running
+        assert len(set(rows) | set(self._free_rows)) == table.num_rows, "a row was lost"
+        assert len(rows) + len(self._free_rows) == table.num_rows, "a row is both free and taken"
+        assert (table.computed[rows] <= table.total[rows]).all(), "computed overtook total"
+        assert (table.known[rows] <= table.total[rows]).all(), "known overtook total"
+        assert (table.total[rows] <= table.limit[rows]).all(), "total overtook the limit"
+        assert (table.total[rows] - table.known[rows] <= len(self.flights)).all(), "stray pending"
+        assert (table.capacity[rows] >= table.computed[rows]).all(), "computed without a slot"
+        arrivals = [sequence.arrival for sequence in running]
+        assert arrivals == sorted(arrivals), "running rows are out of order"
+        for sequence in running:
+            tables = sequence.blocks.tables
+            assert all(t.num_tokens <= sequence.num_computed_tokens for t in tables), "table length"
+            assert len({t.num_tokens for t in tables}) == 1, "the groups' tables differ in length"
+        assert len(self.sequences) == len(running) + len(self.policy), "a sequence was lost"

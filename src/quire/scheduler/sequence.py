@@ -1,0 +1,105 @@
+"""Sequence state: numbers as arrays indexed by row, and `Sequence`, a view of one row.
+
+A sequence's progress is `computed` chasing `total` (T 4.4.2). `total` counts the prompt, the known
+output and the pending tokens, which plans in flight will sample; `known` leaves those out. Both move
+when a plan is made. A sequence that holds no row (waiting, preempted) keeps its known tokens itself
+and has computed nothing.
+
+    token index   0 ........ prompt ........ known ...... total ......... limit
+                  |-- computed -->|          |- pending -|    not sampled yet |
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.messages import Request
+from quire.kv.manager import SequenceBlocks
+
+NEVER = np.int64(1) << 62
+NUM_STOP_IDS = 8
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+
+
+class RowTable:
+    """The numbers of all rows. One array per number; steady decode is arithmetic on them.
+
+    capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
+    enters the index; min_known: length before which no stop token counts; epoch: how often the row
+    changed hands, so that a result can tell whom it is for. stop_ids: [rows, NUM_STOP_IDS], padded
+    with -1. tokens: [rows, max_model_len], valid up to `known`.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int) -> None:
+        self.num_rows = num_rows
+        self.computed = np.zeros(num_rows, np.int64)
+        self.total = np.zeros(num_rows, np.int64)
+        self.known = np.zeros(num_rows, np.int64)
+        self.limit = np.zeros(num_rows, np.int64)
+        self.capacity = np.zeros(num_rows, np.int64)
+        self.index_at = np.full(num_rows, NEVER)
+        self.min_known = np.zeros(num_rows, np.int64)
+        self.arrival = np.zeros(num_rows, np.int64)
+        self.epoch = np.zeros(num_rows, np.int64)
+        self.num_candidates = np.full(num_rows, -1, np.int32)
+        self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
+        self.tokens = np.zeros((num_rows, max_model_len), np.int32)
+        self.sequences = np.full(num_rows, None, object)
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One line of tokens of a request. row is -1 while it waits."""
+
+    request: Request
+    arrival: int
+    arrival_s: float
+    limit: int
+    blocks: SequenceBlocks
+    root: bytes
+    table: RowTable = field(repr=False)
+    saved_tokens: Int32 = field(repr=False, default_factory=lambda: np.empty(0, np.int32))
+    row: int = -1
+    num_pending_lost: int = 0  # pending tokens of plans that were in flight when it was preempted
+    digests: list[bytes] = field(default_factory=list, repr=False)
+    num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
+    num_preemptions: int = 0
+    num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
+    finish_reason: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return int(self.table.computed[self.row]) if self.row >= 0 else 0
+
+    @property
+    def num_known_tokens(self) -> int:
+        return int(self.table.known[self.row]) if self.row >= 0 else len(self.saved_tokens)
+
+    @property
+    def num_total_tokens(self) -> int:
+        if self.row >= 0:
+            return int(self.table.total[self.row])
+        return len(self.saved_tokens) + self.num_pending_lost
+
+    @property
+    def known_tokens(self) -> Int32:
+        """Prompt and known output; a view while it holds a row."""
+        if self.row >= 0:
+            return self.table.tokens[self.row, : self.table.known[self.row]]
+        return self.saved_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_known_tokens - self.num_prompt_tokens
+
+    def stops_at(self, token_id: int) -> bool:
+        """Whether this token, having just become the last known one, ends the sequence."""
+        enough = self.num_output_tokens >= self.request.params.min_tokens
+        return enough and token_id in self.request.stop_token_ids

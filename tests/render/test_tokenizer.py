@@ -1,0 +1,133 @@
+"""`Tokenizer` gives what transformers' fast tokenizer gives, from the same directory."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from quire.base.errors import ModelError, RequestError
+from quire.render.bad_words import bad_words_token_ids
+from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer_files import has_tokenizer
+from tests.render.tiny import FAMILIES, byte_level, directory, tokenizer, write_directory
+
+TEXTS = ["", "Hello world", " two  spaces ", "你好 🙂\n\ttab", "<s>x</s><|im_end|> a <tool_call>b"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_as_transformers(family: str) -> None:
+    ours, theirs = tokenizer(family), AutoTokenizer.from_pretrained(directory(family))
+    for text in TEXTS:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.encode(text, add_special_tokens=special) == ids
+        for skip in (True, False):
+            expected = theirs.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
+            assert ours.decode(ids, skip_special_tokens=skip) == expected
+        assert ours.tokens(ids) == theirs.convert_ids_to_tokens(ids)
+    assert ours.encode_batch(TEXTS) == [ours.encode(text) for text in TEXTS]
+    assert ours.vocab_size == len(theirs)
+    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    assert set(theirs.all_special_ids) <= ours.special_ids
+    assert set(theirs.get_added_vocab().values()) == ours.added_tokens.keys()
+
+
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("eos", [True, False])
+def test_config_decides_on_bos_and_eos(tmp_path: Path, bos: bool, eos: bool) -> None:
+    """Where tokenizer.json does not say; where it has a template for them, that decides."""
+    flags = {"bos_token": "<|im_start|>", "add_bos_token": bos, "add_eos_token": eos}
+    tok = Tokenizer.from_directory(write_directory(tmp_path, "byte_level", **flags))
+    ids = tok.encode("Hello")
+    assert (ids[0] == tok.bos_token_id, ids[-1] == tok.eos_token_id) == (bos, eos)
+    assert tok.encode("Hello", add_special_tokens=False) == ids[bos : len(ids) - eos]
+    write_directory(tmp_path, "llama", add_bos_token=bos, add_eos_token=eos)
+    ours, theirs = Tokenizer.from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert ours.encode("Hello") == theirs.encode("Hello")
+
+
+def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:
+    size = byte_level().get_vocab_size()
+    declared = {
+        str(size): {"content": "<think>", "special": False},
+        str(size + 1): {"content": "<|x|>", "special": True},
+    }
+    write_directory(
+        tmp_path, "byte_level", added_tokens_decoder=declared, additional_special_tokens=["<|x|>"]
+    )
+    ours, theirs = Tokenizer.from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = "<think>a<|x|>"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(ours.encode(text), skip_special_tokens=True) == "<think>a"
+
+
+def test_gpt2_directory(tmp_path: Path) -> None:
+    """vocab.json and merges.txt alone."""
+    backend = byte_level()
+    backend.model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    ours, theirs = Tokenizer.from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for text in TEXTS[:4]:
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.eos_token_id == theirs.eos_token_id is not None
+    assert ours.eos_token_id in ours.special_ids
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "RobertaTokenizer"}')
+    with pytest.raises(ModelError, match="RobertaTokenizer"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    assert not has_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="prompt_token_ids"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.model").touch()
+    with pytest.raises(ModelError, match="convert it"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot be read"):
+        Tokenizer.from_directory(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="JSON object"):
+        Tokenizer.from_directory(tmp_path)
+
+
+def test_limits_and_templates(tmp_path: Path) -> None:
+    assert tokenizer("metaspace").model_max_length == 512
+    assert tokenizer("llama").model_max_length is None
+    named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    write_directory(tmp_path, "byte_level", chat_template=named, model_max_length=1e30)
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "a", "tool_use": "b"}
+    assert Tokenizer.from_directory(tmp_path).model_max_length is None
+    (tmp_path / "chat_template.jinja").write_text("c")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("d")
+    tok = Tokenizer.from_directory(tmp_path)
+    assert tok.chat_templates == {"default": "c", "tool_use": "b", "rag": "d"}
+    assert tok.chat_template == "c"
+
+
+def test_template_in_a_json_file(tmp_path: Path) -> None:
+    write_directory(tmp_path, "byte_level")
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "x"}')
+    assert Tokenizer.from_directory(tmp_path).chat_template == "x"
+
+
+def test_text_that_is_not_unicode() -> None:
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer("byte_level").encode("\ud800")
+    with pytest.raises(RequestError, match="Unicode"):
+        tokenizer("byte_level").encode_batch(["a", "\ud800"])
+
+
+def test_bad_words_with_and_without_space() -> None:
+    tok = tokenizer("byte_level")
+    plain, spaced = tok.encode("dog"), tok.encode(" dog")
+    expected = {tuple(plain)}
+    if len(plain) == len(spaced):
+        expected.add(tuple(spaced))
+    assert set(bad_words_token_ids(["dog", " dog"], tok)) == expected
+    the = bad_words_token_ids([" the"], tok)
+    assert tuple(tok.encode("the")) in the

@@ -1,0 +1,182 @@
+"""The scheduler under random programs, against a plain model of what each request's tokens must be.
+
+Depth 1, 2 and 3; full, window and both cache groups; pools so small that preemption is common;
+aborts and failing steps anywhere. Invariants are checked after every operation.
+"""
+
+from collections import deque
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from quire.base.config import SchedulerConfig
+from quire.base.messages import Abort, Request
+from quire.base.model_spec import CacheGroup
+from quire.base.plan import Plan, StepResult
+from quire.kv.digest import extend_digests
+from quire.kv.manager import KVManager
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.device import FakeDevice, expected_tokens, make_request
+
+FULL = CacheGroup("full", (0,), 1, 8)
+WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
+MAX_LEN = 40
+BLOCK = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    groups: tuple[CacheGroup, ...] = (FULL,)
+
+    @initialize(
+        depth=st.integers(1, 3),
+        budget=st.integers(1, 24),
+        rows=st.integers(1, 5),
+        spare=st.integers(0, 12),
+        caching=st.booleans(),
+    )
+    def start(self, depth: int, budget: int, rows: int, spare: int, caching: bool) -> None:
+        num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
+        self.kv = KVManager(self.groups, num_blocks, BLOCK, caching)
+        config = SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=budget, pipeline_depth=depth
+        )
+        self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1)
+        self.device = FakeDevice(self.groups, num_blocks, BLOCK)
+        self.in_flight: deque[Plan] = deque()
+        self.requests: dict[str, Request] = {}
+        self.output: dict[str, list[int]] = {}
+        self.reason: dict[str, str] = {}
+        self.now = 0.0
+
+    @rule(
+        seed=st.integers(0, 5),
+        length=st.integers(1, 30),
+        max_tokens=st.one_of(st.none(), st.integers(1, 12)),
+        stops=st.lists(st.integers(0, 49), max_size=10),
+        min_tokens=st.integers(0, 1),
+        salt=st.sampled_from(["", "", "other"]),
+    )
+    def add(self, seed, length, max_tokens, stops, min_tokens, salt) -> None:
+        """Prompts with equal seeds share a prefix; those of odd seeds repeat one block over and over."""
+        tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
+        if seed % 2:
+            tokens[BLOCK:] = np.tile(tokens[:BLOCK], 7)
+        prompt = tokens[:length].tolist()
+        name = f"r{len(self.requests)}"
+        request = make_request(
+            name, prompt, max_tokens=max_tokens, stops=stops, min_tokens=min_tokens, salt=salt
+        )
+        self.scheduler.add(request, self.now)
+        self.requests[name], self.output[name] = request, []
+
+    @rule()
+    def plan(self) -> None:
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            assert 0 < plan.num_scheduled_tokens <= self.scheduler.token_budget
+            assert len(set(plan.rows.tolist())) == len(plan.rows)
+            self.in_flight.append(plan)
+        self.now += 1
+
+    @rule()
+    def deliver(self) -> None:
+        if self.in_flight:
+            self._take(self.device.run(self.in_flight.popleft()))
+
+    @rule(steps=st.integers(1, 12))
+    def run(self, steps: int) -> None:
+        """As the core does it: plans ahead as far as it may, then takes the oldest result."""
+        for _ in range(steps):
+            for _ in range(self.scheduler.depth):
+                self.plan()
+                self.closes()
+            self.deliver()
+            self.closes()
+
+    @rule(pick=st.integers(0, 50))
+    def abort(self, pick: int) -> None:
+        alive = [name for name in self.requests if name not in self.reason]
+        if alive:
+            name = alive[pick % len(alive)]
+            self.scheduler.control(Abort(name), self.now)
+            self.reason[name] = "abort"
+
+    @rule()
+    def fail(self) -> None:
+        """The oldest step raises; those after it are drained and their results dropped."""
+        if self.in_flight:
+            none = np.empty((0, 1), np.int32)
+            step_id = self.in_flight.popleft().step_id
+            self.in_flight.clear()
+            self._take(StepResult(step_id, none, none[:, 0], error="made to fail"))
+
+    @invariant()
+    def closes(self) -> None:
+        if "scheduler" in vars(self):
+            self.scheduler.check_invariants()
+            self._check_index()
+
+    def _check_index(self) -> None:
+        """What the index says of a running sequence's blocks is what its known tokens are."""
+        for sequence in self.scheduler.running():
+            known = sequence.known_tokens
+            digests: list[bytes] = []
+            extend_digests(digests, sequence.root, known, BLOCK, len(known) // BLOCK)
+            for table, pool in zip(sequence.blocks.tables, self.kv.pools, strict=True):
+                for i, block_id in enumerate(table.blocks):
+                    if i >= table.num_dropped and pool.is_indexed(block_id):
+                        assert pool.lookup(digests[i]) == block_id
+
+    def teardown(self) -> None:
+        if "scheduler" not in vars(self):
+            return
+        for _ in range(5000):
+            if not self.scheduler.has_work:
+                break
+            self.plan()
+            self.deliver()
+        assert not self.scheduler.has_work, "a request starves"
+        assert all(pool.num_used == 0 for pool in self.kv.pools), "blocks leak"
+        for name, request in self.requests.items():
+            expected = expected_tokens(request, MAX_LEN)
+            if self.reason[name] == "abort":
+                assert self.output[name] == expected[: len(self.output[name])]
+            else:
+                assert self.output[name] == expected, name
+                hit_stop = expected[-1] in request.stop_token_ids
+                assert self.reason[name] == ("stop" if hit_stop else "length")
+
+    def _take(self, result: StepResult) -> None:
+        outputs = self.scheduler.update(result, self.now)
+        for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
+            name = sequence.request.request_id
+            assert name not in self.reason, "a token after the end"
+            self.output[name].append(token)
+        for sequence in outputs.sequences:
+            if ending := outputs.endings.get(sequence.arrival):
+                self.reason[sequence.request.request_id] = ending.reason
+
+
+class WindowMachine(SchedulerMachine):
+    groups = (WINDOW,)
+
+
+class MixedMachine(SchedulerMachine):
+    groups = (FULL, WINDOW)
+
+
+@pytest.mark.parametrize("machine", [SchedulerMachine, WindowMachine, MixedMachine])
+def test_random_programs_give_each_request_its_own_tokens(machine: type) -> None:
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=120,
+        stateful_step_count=50,
+        phases=[Phase.generate],
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    case("runTest").runTest()
