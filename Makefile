@@ -60,12 +60,12 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
-	$(PIP_INSTALL) --quiet -e .
+	$(PIP_INSTALL) -e .
 	@.ci/announce core $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
-	$(PIP_INSTALL) --quiet -e ".[test]"
+	$(PIP_INSTALL) -e ".[test]"
 	@.ci/announce core $(BIN)/python
 	@touch $(VENV)/.installed $@

@@ -240,6 +240,11 @@ def test_tools_that_are_wrong(tools: Any) -> None:
         ChatTemplate(QWEN).render([USER], ChatOptions(tools=tools))
 
 
+def test_kwargs_that_are_wrong() -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs must be an object"):
+        ChatTemplate(QWEN).render([USER], ChatOptions(template_kwargs=[1]))  # type: ignore[arg-type]
+
+
 def test_continue_final_message_errors() -> None:
     template = ChatTemplate(QWEN)
     with pytest.raises(RequestError, match="exclude each other"):

@@ -32,16 +32,19 @@ class ModelConfig:
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
     max_model_len: int | None = setting(
-        None, "longest sequence, prompt and output together; the model's limit if absent",
+        None,
+        "longest sequence, prompt and output together; the model's limit if absent",
         unit="tokens",
     )
     load_format: str = setting(
-        "auto", "dummy fills the weights with seeded random numbers",
+        "auto",
+        "dummy fills the weights with seeded random numbers",
         choices=("auto", "safetensors", "dummy"),
     )
     chat_template: str | None = setting(None, "file or text that replaces the model's template")
     generation_config: str = setting(
-        "auto", "auto takes sampling defaults from the model's generation_config.json; `none` does not"
+        "auto",
+        "auto takes sampling defaults from the model's generation_config.json; `none` does not",
     )
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
 
@@ -115,7 +118,9 @@ def _check_choices(*configs: Any) -> None:
             choices = item.metadata.get("choices", ())
             value = getattr(config, item.name)
             if choices and value not in choices:
-                raise ConfigError(f"{item.name} must be one of {', '.join(choices)}, got {value!r}.")
+                raise ConfigError(
+                    f"{item.name} must be one of {', '.join(choices)}, got {value!r}."
+                )
 
 
 def config_from_flat(**settings: Any) -> EngineConfig:
@@ -126,7 +131,11 @@ def config_from_flat(**settings: Any) -> EngineConfig:
     parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "": {}}
     owners = {
         item.name: part
-        for part, cls in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig))
+        for part, cls in (
+            ("model", ModelConfig),
+            ("cache", CacheConfig),
+            ("scheduler", SchedulerConfig),
+        )
         for item in dataclasses.fields(cls)
     }
     top = {item.name for item in dataclasses.fields(EngineConfig)} - {"model", "cache", "scheduler"}

@@ -39,6 +39,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     finish_reason: str = "abort"
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Control: forget all cached prefixes. Running requests keep their blocks."""
+
+
+Control = Abort | ResetPrefixCache
+
+
 class SequenceOutput(msgspec.Struct, frozen=True):
     """What one step gave one request."""
 

@@ -148,9 +148,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         n = self.n
         _require(_is_int(n) and 1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
         _require(0 <= self.temperature <= 2, "temperature", self.temperature, "from 0 to 2")
-        _require(
-            _is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"
-        )
+        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(
             _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "0 or -1 (off) or >= 1"
         )
@@ -159,9 +157,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
         value = self.repetition_penalty
-        _require(
-            _is_number(value) and value > 0, "repetition_penalty", value, "finite and above 0"
-        )
+        _require(_is_number(value) and value > 0, "repetition_penalty", value, "finite and above 0")
         if self.seed is not None:
             ok = _is_int(self.seed) and -(2**63) <= self.seed < 2**63
             _require(ok, "seed", self.seed, "a 64-bit integer")
@@ -178,7 +174,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             _require(ok, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            ok = value is None or (_is_int(value) and -1 <= value)
+            ok = value is None or (_is_int(value) and value >= -1)
             _require(ok, name, value, "None, -1 (the whole vocabulary) or at least 0")
 
     def _check_lists(self) -> None:
@@ -186,7 +182,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
         if self.stop:
             _require(
-                self.detokenize, "stop", self.stop, "used with detokenize=True, which is switched off"
+                self.detokenize,
+                "stop",
+                self.stop,
+                "used with detokenize=True, which is switched off",
             )
         for word in self.bad_words or ():
             _require(isinstance(word, str) and word != "", "bad_words", word, "non-empty strings")

@@ -202,10 +202,9 @@ class _OpenRequest:
     ) -> None:
         assert output.candidates is not None and self._cumulative_logprob is not None
         stream = None if self._detokenizer is None else self._detokenizer.stream
-        wanted = self._params.logprobs
-        found = logprobs_of(output.candidates[place], 0 if wanted is None else wanted, stream)
-        logprobs.append(found)
-        self._cumulative_logprob += found[output.token_ids[place]].logprob
+        candidates, wanted = output.candidates[place], self._params.logprobs or 0
+        logprobs.append(logprobs_of(candidates, wanted, stream))
+        self._cumulative_logprob += float(candidates.logprobs[0])
 
     def _flush(self) -> None:
         if self._detokenizer is not None:

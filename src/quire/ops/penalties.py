@@ -1,35 +1,55 @@
 """Penalties for tokens that were there before. They change logits in place.
 
-Shape legend: R rows, V vocabulary, M known tokens of a row (padded).
+Only the tokens that a sequence holds are touched, so the cost follows its length and not the
+vocabulary (one buffer of counts apart).
+
+Shape legend: R rows, P penalised rows, V vocabulary, M known tokens of a row (padded).
 """
+
+from dataclasses import dataclass
 
 import torch
 
 
+@dataclass(frozen=True)
+class Penalties:
+    """float32 [P] each; 0, 0 and 1 change nothing."""
+
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+
+
 def apply_penalties(
     logits_RV: torch.Tensor,
-    tokens_RM: torch.Tensor,
-    lengths_R: torch.Tensor,
-    prompt_lens_R: torch.Tensor,
-    presence_R: torch.Tensor,
-    frequency_R: torch.Tensor,
-    repetition_R: torch.Tensor,
+    which_P: torch.Tensor,
+    tokens_PM: torch.Tensor,
+    lengths_P: torch.Tensor,
+    prompt_lens_P: torch.Tensor,
+    penalties: Penalties,
 ) -> None:
     """Repetition counts prompt and output, presence and frequency count the output alone.
 
-    tokens_RM: integers; what stands at and after a row's length is not looked at. A logit above 0
-    is divided by the repetition penalty, one below is multiplied with it; then the frequency
-    penalty is taken off per occurrence, and the presence penalty once.
+    logits_RV: float32, contiguous; which_P: distinct rows of it, int64. tokens_PM: integers; what
+    stands at and after a row's length (at least 1) is not looked at. A logit above 0 is divided by
+    the repetition penalty, one below is multiplied with it; then the frequency penalty is taken off
+    per occurrence, and the presence penalty once.
     """
-    places_M = torch.arange(tokens_RM.shape[-1], device=tokens_RM.device)
-    is_known_RM = places_M < lengths_R[:, None]
-    is_output_RM = is_known_RM & (places_M >= prompt_lens_R[:, None])
-    ids_RM = torch.where(is_known_RM, tokens_RM.long(), 0)
-    seen_RV = torch.zeros_like(logits_RV).scatter_add_(-1, ids_RM, is_known_RM.to(logits_RV.dtype))
-    counts_RV = torch.zeros_like(logits_RV).scatter_add_(
-        -1, ids_RM, is_output_RM.to(logits_RV.dtype)
-    )
-    factor_RV = torch.where(seen_RV > 0, repetition_R[:, None], 1.0)
-    logits_RV.copy_(torch.where(logits_RV > 0, logits_RV / factor_RV, logits_RV * factor_RV))
-    logits_RV -= frequency_R[:, None] * counts_RV
-    logits_RV -= presence_R[:, None] * (counts_RV > 0)
+    vocab_size = logits_RV.shape[-1]
+    places_M = torch.arange(tokens_PM.shape[-1], device=tokens_PM.device)
+    is_known_PM = places_M < lengths_P[:, None]
+    is_output_PM = is_known_PM & (places_M >= prompt_lens_P[:, None])
+    # Padding repeats the first token: a token that stands several times is written several times,
+    # each time with the same value.
+    ids_PM = torch.where(is_known_PM, tokens_PM, tokens_PM[:, :1]).long()
+    counts_PV = torch.zeros(len(which_P), vocab_size, device=logits_RV.device)
+    counts_PV.scatter_add_(-1, ids_PM, is_output_PM.float())
+    counts_PM = counts_PV.gather(-1, ids_PM)
+
+    flat_PM = which_P[:, None] * vocab_size + ids_PM
+    values_PM = logits_RV.view(-1)[flat_PM]
+    repetition_P1 = penalties.repetition[:, None]
+    values_PM = torch.where(values_PM > 0, values_PM / repetition_P1, values_PM * repetition_P1)
+    values_PM -= penalties.frequency[:, None] * counts_PM
+    values_PM -= penalties.presence[:, None] * (counts_PM > 0)
+    logits_RV.view(-1)[flat_PM] = values_PM

@@ -67,10 +67,8 @@ class ChatTemplate:
         parts = self._parts(options.content_format)
         prepared = prepare_messages(messages, parts, self._takes_strings)
         final = _mark_final(prepared, options) if options.continue_final_message else ""
-        variables = self._variables | plain_data(options.template_kwargs, "chat_template_kwargs")
-        variables = {key: value for key, value in variables.items() if key not in OWN_NAMES}
         text = self._run(
-            variables,
+            self._variables | _checked_kwargs(options.template_kwargs),
             messages=prepared,
             tools=prepare_tools(options.tools),
             documents=plain_data(options.documents, "documents"),
@@ -119,6 +117,14 @@ def load_template(value: str) -> str:
     if not path.is_file():
         raise ConfigError(f"chat_template {value!r} is neither a file nor the text of a template.")
     return path.read_text("utf-8")
+
+
+def _checked_kwargs(values: object) -> dict[str, Any]:
+    """Variables that a request gives to the template, beside those that it has anyway."""
+    if not isinstance(values, Mapping):
+        raise RequestError(f"chat_template_kwargs must be an object, got {type(values).__name__}.")
+    plain: dict[str, Any] = plain_data(dict(values), "chat_template_kwargs")
+    return {name: value for name, value in plain.items() if name not in OWN_NAMES}
 
 
 def _mark_final(messages: list[Message], options: ChatOptions) -> str:

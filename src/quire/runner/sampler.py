@@ -57,11 +57,12 @@ class SampledTokens:
 
     @property
     def candidates(self) -> dict[int, Candidates]:
-        """Log-probabilities of the rows that asked for them."""
+        """Log-probabilities of the rows that asked for them and have no error."""
         found: dict[int, Candidates] = {}
         for rows, counts, result in self.logprobs:
             found.update(zip(rows.tolist(), _to_candidates(result, counts), strict=True))
-        return found
+        failed = self.row_errors if found else {}
+        return {row: item for row, item in found.items() if row not in failed}
 
 
 class Sampler:
@@ -157,19 +158,16 @@ class Sampler:
         lengths: Int64,
         prompt_lens: Int64,
     ) -> None:
-        index, at_rows = self._index(which), self._index(rows[which])
+        at_rows = self._index(rows[which])
         longest = int(lengths[which].max())
-        some_NV = logits_NV[index]
         apply_penalties(
-            some_NV,
+            logits_NV,
+            self._index(which),
             tokens_RM[at_rows, :longest],
             self._index(lengths[which]),
             self._index(prompt_lens[which]),
-            self._rows.floats("presence", at_rows),
-            self._rows.floats("frequency", at_rows),
-            self._rows.floats("repetition", at_rows),
+            self._rows.penalties(at_rows),
         )
-        logits_NV[index] = some_NV
 
     def _choose(
         self, logits_NV: torch.Tensor, best_N: torch.Tensor, rows: Rows, positions: Int64

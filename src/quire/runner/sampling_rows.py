@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import RowStart
+from quire.ops.penalties import Penalties
 from quire.ops.sampling import Filters, Streams
 
 Rows = npt.NDArray[np.int32]
@@ -131,6 +132,10 @@ class SamplingRows:
         return Filters(
             self.ints("top_k", rows_N), self.floats("top_p", rows_N), self.floats("min_p", rows_N)
         )
+
+    def penalties(self, rows_N: torch.Tensor) -> Penalties:
+        names = ("presence", "frequency", "repetition")
+        return Penalties(*(self.floats(name, rows_N) for name in names))
 
     def streams(self, rows_N: torch.Tensor, positions_N: torch.Tensor) -> Streams:
         return Streams(self.ints("seed", rows_N), self.ints("sample_index", rows_N), positions_N)

@@ -41,6 +41,11 @@ class StepOutputs:
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     others: list[Sequence] = field(default_factory=list)  # ended or with news, but without a token
 
+    @property
+    def plain(self) -> bool:
+        """Whether there are only tokens: nobody ended, nobody has logprobs or other news."""
+        return not (self.endings or self.candidates or self.prompt_candidates or self.others)
+
     @classmethod
     def empty(cls) -> "StepOutputs":
         return cls(np.empty(0, object), np.empty(0, np.int32))
@@ -60,8 +65,10 @@ def take_result(
     live = table.epoch[rows] == flight.epochs
     sequences = flight.sequences
     if not live.all():
-        kept = [_take_late(scheduler, s, int(t), outputs, now)
-                for s, t in zip(sequences[~live], token_ids[~live], strict=True)]
+        kept = [
+            _take_late(scheduler, s, int(t), outputs, now)
+            for s, t in zip(sequences[~live], token_ids[~live], strict=True)
+        ]
         order = np.ones(len(rows), bool)
         order[~live] = kept
         outputs.sequences, outputs.token_ids = sequences[order], token_ids[order]

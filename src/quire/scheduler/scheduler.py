@@ -18,7 +18,7 @@ import numpy as np
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, StepWasUndone
-from quire.base.messages import Abort, Request
+from quire.base.messages import Control, Request, ResetPrefixCache
 from quire.base.plan import Plan, RowStart, StepResult
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
@@ -26,7 +26,7 @@ from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Draft, Flight
 from quire.scheduler.policy import Policy
 from quire.scheduler.results import StepOutputs, take_result
-from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int64, RowTable, Sequence
+from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, RowTable, Sequence
 
 
 class Scheduler:
@@ -120,8 +120,11 @@ class Scheduler:
 
     # ---- door 2: control ---------------------------------------------------------------------
 
-    def control(self, message: Abort, now: float) -> None:
+    def control(self, message: Control, now: float) -> None:
         """Carry out a control message. Unknown request ids are ignored: they ended by themselves."""
+        if isinstance(message, ResetPrefixCache):
+            self.kv.reset_prefix_cache()
+            return
         sequence = self.sequences.get(message.request_id)
         if sequence is not None:
             self.finish(sequence, message.finish_reason, now)
@@ -275,22 +278,24 @@ class Scheduler:
 
     def _undo(self, result: StepResult, now: float) -> StepOutputs:
         """A step failed, and with it all that came after: their blocks leave the index, and their
-        sequences go back to their known tokens. Results of the later plans must not be given."""
-        assert result.error is not None
+        sequences go back to their known tokens. Results of the later plans must not be given.
+        The failed plan's sequences are returned as `others`; they wait again."""
+        assert result.error is not None and self.flights[0].plan.step_id == result.step_id
+        outputs = StepOutputs.empty()
         for flight in self.flights:
             for named in flight.named:
                 self.kv.unindex_blocks(named)
             sequences = [s for s in self.table.sequences[flight.plan.rows] if s is not None]
-            for sequence in sorted(sequences, key=lambda s: s.arrival):
+            for sequence in sequences:
                 self._leave_row(sequence)
                 self.policy.requeue(sequence)
-            for sequence in flight.sequences:
-                sequence.num_pending_lost = 0
+            if not outputs.others:
+                outputs.others = sequences
             self.events.append(StepWasUndone(now, flight.plan.step_id, result.error))
         self.flights.clear()
         for sequence in self.policy.waiting():
             sequence.num_pending_lost = 0
-        return StepOutputs.empty()
+        return outputs
 
     # ---- rows --------------------------------------------------------------------------------
 

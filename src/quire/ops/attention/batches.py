@@ -1,10 +1,13 @@
-"""A step's rows sorted into batches for the torch backend, and the attention of one batch.
+"""A step's rows sorted into batches for the torch backend.
 
-Shape legend as in `torch_cpu.py`; S rows of the step, R rows of the batch, I blocks of a row.
+Shape legend as in `base.py`, and: R rows of a batch, Q new tokens per row, I blocks per row,
+C = I * P context tokens per row. A row's context begins at its first block that a query can see.
 
-All sizes come from the host's upper bounds, all values from the device's tensors.
+All sizes come from the host's upper bounds, all values from the device's tensors, so that nothing
+waits for the device.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,54 +16,170 @@ import torch
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
 
-# Gathered keys and values of a batch: about what stays in the last-level cache of a small CPU.
-BATCH_BYTES = 6 << 20
-# Rows with at most so many new tokens are batched with others; a longer chunk is its own batch.
+# Keys and values of a batch, gathered: about what stays in the cache of a CPU until they are used.
+CPU_BATCH_BYTES = 6 << 20
+GPU_BATCH_BYTES = 256 << 20
+# Rows with at most so many new tokens are batched; a longer chunk is a batch of its own.
 SHORT_QUERY = 8
-# The longest context of a batch, relative to the shortest: bounds what is padded.
+# The longest context of a batch relative to its shortest: bounds what is padded.
 LENGTH_RATIO = 1.5
-# Query tokens of a chunk that are multiplied at once: bounds the memory of the scores.
-QUERY_SPAN = 128
+# Query tokens of a chunk that are multiplied at once: bounds the scores' memory, and the tokens
+# after the span are not multiplied at all.
+SPAN = 64
+
+
+@dataclass(frozen=True)
+class Span:
+    """Some of a batch's queries: from `first` to before `end` of each row's Q.
+
+    context: how many of the C context tokens they may see at all.
+    hidden: bool [R, 1, end - first, context], True where a query does not see a token.
+    """
+
+    first: int
+    end: int
+    context: int
+    hidden: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Batch:
-    """R rows with Q new tokens each, and what their attention needs.
+    """R rows with Q new tokens each.
 
-    tokens: the slice or int64 index of the step's tokens that are theirs, row after row.
-    blocks: int64 [R * I], the blocks to gather. hidden: bool [R, Q, C], True where a query does not
-    see a token.
+    tokens: the slice or int64 index of their tokens in the step, row after row.
+    blocks: int64 [R * I], the blocks that hold their contexts.
     """
 
     num_rows: int
     num_queries: int
     tokens: slice | torch.Tensor
     blocks: torch.Tensor
-    hidden_RQC: torch.Tensor
+    spans: tuple[Span, ...]
 
-    @property
-    def num_blocks(self) -> int:
-        return self.blocks.numel()
 
-    def attend(
+class BatchBuilder:
+    """Makes the batches of one cache group."""
+
+    def __init__(self, group: CacheGroup, layout: KVLayout) -> None:
+        self._window = group.window
+        self._block_size = layout.block_size
+        self._device = layout.device
+        budget = CPU_BATCH_BYTES if layout.device.type == "cpu" else GPU_BATCH_BYTES
+        layer_block_bytes = group.block_bytes(1, layout.dtype.itemsize) // len(group.layers)
+        self._batch_blocks = max(1, budget // (layer_block_bytes * layout.block_size))
+
+    def build(self, step: AttentionStep, table_SL: torch.Tensor) -> list[Batch]:
+        """The batches of a step; each row is in one of them."""
+        num_blocks_S = self._num_blocks(step)
+        starts = np.concatenate(([0], np.cumsum(step.query_lens_host)))
+        return [
+            self._batch(step, table_SL, rows, starts, int(num_blocks_S[rows].max()))
+            for rows in self._sort_rows(step.query_lens_host, num_blocks_S)
+        ]
+
+    def begun_blocks(self, step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor | None:
+        """int64 ids of the blocks that this step begins and does not fill; None if there are none.
+
+        Only the last block of a row can be one.
+        """
+        lens = step.context_lens_host
+        last = (lens - 1) // self._block_size
+        begun = last * self._block_size >= lens - step.query_lens_host
+        (rows,) = np.nonzero(begun & (lens % self._block_size != 0))
+        if rows.size == 0:
+            return None
+        return table_SL[self._index(rows), self._index(last[rows])].to(torch.int64)
+
+    def _visible(self, context_len: Int32, query_len: Int32, end: Int32 | int) -> Int32:
+        """Context tokens that the queries before `end` can see, counted from the first block."""
+        visible = context_len - query_len + end
+        if self._window is None:
+            return visible
+        # The first block may hold up to P - 1 tokens that are out of the first query's sight.
+        return np.minimum(visible, self._window + end + self._block_size - 2)
+
+    def _num_blocks(self, step: AttentionStep) -> Int32:
+        lens = step.query_lens_host
+        visible = self._visible(step.context_lens_host, lens, lens)
+        return -(-visible // self._block_size)
+
+    def _sort_rows(self, query_lens: Int32, num_blocks_S: Int32) -> Iterator[Int32]:
+        """Row indices of each batch. Rows stay in the step's order where they can."""
+        for length in np.unique(query_lens):
+            (rows,) = np.nonzero(query_lens == length)
+            if length > SHORT_QUERY:
+                yield from np.split(rows, rows.size)
+                continue
+            sizes = num_blocks_S[rows]
+            if sizes.max() > LENGTH_RATIO * sizes.min():
+                order = np.argsort(sizes, kind="stable")
+                rows, sizes = rows[order], sizes[order]
+            yield from self._cut(rows, sizes)
+
+    def _cut(self, rows: Int32, sizes: Int32) -> Iterator[Int32]:
+        """Cut a list of rows where the next one would make the batch too large or too uneven."""
+        first, longest, shortest = 0, 0, 0
+        for i, size in enumerate(sizes.tolist()):
+            longest, shortest = max(longest, size), min(shortest or size, size)
+            too_large = (i - first + 1) * longest > self._batch_blocks
+            if i > first and (too_large or longest > LENGTH_RATIO * shortest):
+                yield rows[first:i]
+                first, longest, shortest = i, size, size
+        yield rows[first:]
+
+    def _batch(
         self,
-        q_TNH: torch.Tensor,
-        k_KRCH: torch.Tensor,
-        v_KRCH: torch.Tensor,
-        scale: float,
-        out_TNH: torch.Tensor,
-    ) -> None:
-        """Write the attention of the batch's tokens to `out`."""
-        heads, rows, _, size = k_KRCH.shape
-        q_KRGQH = (
-            q_TNH[self.tokens].view(rows, self.num_queries, heads, -1, size).permute(2, 0, 3, 1, 4)
+        step: AttentionStep,
+        table_SL: torch.Tensor,
+        rows: Int32,
+        starts: Int32,
+        num_blocks: int,
+    ) -> Batch:
+        num_queries = int(step.query_lens_host[rows[0]])
+        tokens = self._tokens(rows, starts, num_queries)
+        context_lens_R = step.context_lens_S[self._index(rows)].to(torch.int64)
+        first_block_R = self._first_block(context_lens_R, num_queries)
+        columns_RI = first_block_R[:, None] + torch.arange(num_blocks, device=self._device)
+        # Beyond its own context a row reads its own last block again, which is always valid.
+        last_block_R1 = ((context_lens_R - 1) // self._block_size)[:, None]
+        table_RL = table_SL[self._index(rows)]
+        blocks_RI = table_RL.gather(1, torch.minimum(columns_RI, last_block_R1))
+        positions_RQ = step.positions_T[tokens].view(rows.size, num_queries)
+        longest = int(step.context_lens_host[rows].max())
+        return Batch(
+            num_rows=rows.size,
+            num_queries=num_queries,
+            tokens=tokens,
+            blocks=blocks_RI.flatten().to(torch.int64),
+            spans=tuple(self._spans(positions_RQ, first_block_R, longest)),
         )
-        weigh = _weigh_by_products if _prefers_products(k_KRCH) else _weigh_by_sdpa
-        out_KRGQH = weigh(q_KRGQH, k_KRCH, v_KRCH, self.hidden_RQC, scale)
-        out_RQKGH = out_KRGQH.permute(1, 3, 0, 2, 4)
-        out_TNH[self.tokens] = out_RQKGH.reshape(-1, *q_TNH.shape[1:])
 
+    def _tokens(self, rows: Int32, starts: Int32, num_queries: int) -> slice | torch.Tensor:
+        if rows[-1] - rows[0] + 1 == rows.size and np.all(np.diff(rows) == 1):
+            return slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
+        return self._index((starts[rows][:, None] + np.arange(num_queries)).ravel())
 
-def _prefers_products(k_KRCH: torch.Tensor) -> bool:
-    """On a CPU the fused operation multiplies 16-bit numbers slowly, matrix products do it fast."""
-    return k_KRCH.device.type == "cpu" and k_KRCH.dtype.itemsize == 2
+    def _first_block(self, context_lens_R: torch.Tensor, num_queries: int) -> torch.Tensor:
+        if self._window is None:
+            return torch.zeros_like(context_lens_R)
+        first_R = context_lens_R - num_queries - self._window + 1
+        return first_R.clamp_(min=0) // self._block_size
+
+    def _spans(
+        self, positions_RQ: torch.Tensor, first_block_R: torch.Tensor, longest: int
+    ) -> Iterator[Span]:
+        num_queries = positions_RQ.shape[1]
+        first_key_R1 = (first_block_R * self._block_size)[:, None, None]
+        for first in range(0, num_queries, SPAN):
+            end = min(first + SPAN, num_queries)
+            visible = int(self._visible(longest, num_queries, end))
+            context = -(-visible // self._block_size) * self._block_size
+            keys_R1C = first_key_R1 + torch.arange(context, device=self._device)
+            queries_RQ1 = positions_RQ[:, first:end, None]
+            hidden_RQC = keys_R1C > queries_RQ1
+            if self._window is not None:
+                hidden_RQC |= keys_R1C <= queries_RQ1 - self._window
+            yield Span(first, end, context, hidden_RQC[:, None])
+
+    def _index(self, values: Int32) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=torch.int64, device=self._device)

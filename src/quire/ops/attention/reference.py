@@ -9,6 +9,7 @@ sum of the softmax let each block be seen once.
 import torch
 
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
@@ -22,10 +23,10 @@ class ReferenceBackend:
         self._layout = layout
         self._group_of_layer = layout.group_of_layer()
         self._kv = {
-            layer: torch.zeros(
+            layer: lazy_zeros(
                 (2, num_blocks, layout.block_size, group.num_kv_heads, group.head_dim),
-                dtype=layout.dtype,
-                device=layout.device,
+                layout.dtype,
+                layout.device,
             )
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
             for layer in group.layers
@@ -38,13 +39,12 @@ class ReferenceBackend:
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Store the step's keys and values, token by token."""
+        """Store the step's keys and values in their slots."""
         assert self._step is not None, "prepare() comes before write()"
-        slots = self._step.slots_T[self._group_of_layer[layer]].tolist()
-        for token, slot in enumerate(slots):
-            block, offset = divmod(slot, self._layout.block_size)
-            self._kv[layer][0, block, offset] = k_TKH[token]
-            self._kv[layer][1, block, offset] = v_TKH[token]
+        slots_T = self._step.slots_T[self._group_of_layer[layer]]
+        blocks_T, offsets_T = slots_T // self._layout.block_size, slots_T % self._layout.block_size
+        self._kv[layer][0, blocks_T, offsets_T] = k_TKH
+        self._kv[layer][1, blocks_T, offsets_T] = v_TKH
 
     @op("attention")
     def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Attention with torch operations, on any device; its sizes are tuned for a CPU's caches.
 
-Shape legend as in `base.py`, and: Q query tokens of a row, G query heads of one KV head (N = K G),
-C context tokens of a batch (its longest row's blocks, P tokens each), Y layers of a group.
+Shape legend as in `base.py`, and: Y layers of a group, R rows of a batch, Q new tokens per row,
+G query heads of one KV head (N = K G), C context tokens per row (whole blocks).
 
 Keys and values of a group stand as [2, Y, K, B, P, H]. Taking blocks along B so gives each head's
 tokens in order, with no transposition. `prepare` sorts a step's rows into batches of rows that have
@@ -9,14 +9,18 @@ equally many new tokens and about equally long contexts; per layer each batch is
 
     gather blocks  ->  scores q k^T  ->  masked softmax  ->  weights times v
 
-and its keys and values are few enough to stay in the cache between these. The G query heads of a KV
-head are taken as G * Q queries of it, so keys and values are never repeated.
+with so few keys and values that they stay in the cache between these.
 """
+
+import math
 
 import torch
 
+from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
 from quire.ops.attention.batches import Batch, BatchBuilder
+from quire.ops.attention.weigh import weigh
+from quire.ops.memory import lazy_zeros
 from quire.ops.registry import op
 
 
@@ -30,18 +34,7 @@ class TorchBackend:
         # Zeros, not garbage: tokens that a row does not see yet are weighted with 0, and
         # 0 * NaN would be NaN.
         self._kv = [
-            torch.zeros(
-                (
-                    2,
-                    len(group.layers),
-                    group.num_kv_heads,
-                    num_blocks,
-                    layout.block_size,
-                    group.head_dim,
-                ),
-                dtype=layout.dtype,
-                device=layout.device,
-            )
+            lazy_zeros(_kv_shape(group, num_blocks, layout), layout.dtype, layout.device)
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         ]
         self._place_of_layer = {
@@ -61,13 +54,11 @@ class TorchBackend:
             builder.build(step, table_SL)
             for builder, table_SL in zip(self._builders, step.block_tables_SL, strict=True)
         ]
-        for kv, builder, table_SL in zip(
-            self._kv, self._builders, step.block_tables_SL, strict=True
-        ):
-            begun = builder.begun_blocks(step, table_SL)
+        for g, builder in enumerate(self._builders):
+            begun = builder.begun_blocks(step, step.block_tables_SL[g])
             if begun is not None:
                 # What an earlier owner left behind could be NaN.
-                kv.index_fill_(3, begun, 0.0)
+                self._kv[g].index_fill_(3, begun, 0.0)
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -86,7 +77,7 @@ class TorchBackend:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
-            batch.attend(q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
+            _attend(batch, q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
         return out_TNH
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
@@ -103,13 +94,43 @@ class TorchBackend:
         Fresh memory for each gather would cost more than the gather: its pages must be mapped.
         """
         _, heads, _, block_size, size = kv.shape
-        count = heads * batch.num_blocks * block_size * size
-        if self._scratch.numel() < 2 * count:
-            self._scratch = self._scratch.new_empty(2 * count)
-        shape = (heads, batch.num_blocks, block_size, size)
-        gathered = []
-        for part, memory in zip(kv, self._scratch[: 2 * count].split(count), strict=True):
-            blocks = memory.view(shape)
-            torch.index_select(part, 1, batch.blocks, out=blocks)
-            gathered.append(blocks.view(heads, batch.num_rows, -1, size))
-        return gathered[0], gathered[1]
+        shape = (2, heads, batch.blocks.numel(), block_size, size)
+        count = math.prod(shape)
+        if self._scratch.numel() < count:
+            self._scratch = self._scratch.new_empty(count)
+        gathered = self._scratch[:count].view(shape)
+        torch.index_select(kv, 2, batch.blocks, out=gathered)
+        k_KRCH, v_KRCH = gathered.view(2, heads, batch.num_rows, -1, size)
+        return k_KRCH, v_KRCH
+
+
+def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:
+    """[2, Y, K, B, P, H]."""
+    heads, size = group.num_kv_heads, group.head_dim
+    return (2, len(group.layers), heads, num_blocks, layout.block_size, size)
+
+
+def _attend(
+    batch: Batch,
+    q_TNH: torch.Tensor,
+    k_KRCH: torch.Tensor,
+    v_KRCH: torch.Tensor,
+    scale: float,
+    out_TNH: torch.Tensor,
+) -> None:
+    """Write the attention of the batch's tokens to `out`."""
+    heads, size = k_KRCH.shape[0], k_KRCH.shape[-1]
+    shape = (batch.num_rows, batch.num_queries, heads, -1, size)
+    q_RQKGH = q_TNH[batch.tokens].view(shape)
+    spans = [
+        weigh(
+            q_RQKGH[:, span.first : span.end],
+            k_KRCH[:, :, : span.context],
+            v_KRCH[:, :, : span.context],
+            span.hidden,
+            scale,
+        )
+        for span in batch.spans
+    ]
+    out_RQKGH = spans[0] if len(spans) == 1 else torch.cat(spans, dim=1)
+    out_TNH[batch.tokens] = out_RQKGH.reshape(-1, *q_TNH.shape[1:])

@@ -1,0 +1,1 @@
+"""The engine: core loop, executors, client, output processing."""

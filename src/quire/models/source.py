@@ -1,0 +1,100 @@
+"""Where a model comes from: a directory, the demo model, a named shape, or the Hugging Face hub.
+
+No torch here: the API process resolves a model as well, for its tokenizer.
+"""
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from quire.base.errors import ModelError, ModelNotFound
+
+DEMO = "demo"
+SHAPE_PREFIX = "shape:"
+
+# What is fetched from the hub: never pickled weights, never code.
+FILE_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+
+_WHAT_TO_DO = "Give a local directory, a Hugging Face id that this machine can reach, or `demo`."
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model on this machine.
+
+    directory: holds config.json, and the weights unless load_format is `dummy`.
+    load_format: how to load it where the user said `auto`. name: for display.
+    """
+
+    directory: Path
+    load_format: str
+    name: str
+
+
+def resolve_model(name: str, revision: str | None = None, *, progress: bool = True) -> ModelSource:
+    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without).
+
+    Raises ModelNotFound if it is nowhere, ModelError for an unknown shape.
+    """
+    if name == DEMO:
+        return ModelSource(_packaged("quire", "demo"), "auto", DEMO)
+    if name.startswith(SHAPE_PREFIX):
+        return _shape(name)
+    directory = Path(name).expanduser()
+    if directory.is_dir():
+        return ModelSource(directory, "auto", directory.resolve().name)
+    if directory.exists():
+        raise ModelNotFound(f"{name} is a file; a model is a directory with a config.json.")
+    if not _looks_like_hub_id(name):
+        raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
+    return ModelSource(_download(name, revision, progress), "auto", name)
+
+
+def shape_names() -> list[str]:
+    """The shapes that `shape:NAME` knows."""
+    return sorted(path.name for path in _packaged("quire.models", "shapes").iterdir())
+
+
+def _shape(name: str) -> ModelSource:
+    """A config without weights."""
+    shape = name.removeprefix(SHAPE_PREFIX)
+    if shape not in shape_names():
+        known = ", ".join(shape_names())
+        raise ModelError(f"there is no shape {shape!r}; the shapes are {known}.")
+    return ModelSource(_packaged("quire.models", "shapes") / shape, "dummy", name)
+
+
+def _packaged(package: str, directory: str) -> Path:
+    return Path(str(resources.files(package).joinpath(directory)))
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    """NAME or OWNER/NAME, not a path."""
+    return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
+
+
+def _download(name: str, revision: str | None, progress: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.utils import tqdm
+
+    class NoBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **(kwargs | {"disable": True}))
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=FILE_PATTERNS,
+                tqdm_class=None if progress else NoBar,
+            )
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        at = f" at revision {revision!r}" if revision else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise ModelNotFound(
+            f"{name!r} is no directory, and the Hugging Face hub did not give it{at}: {reason}"
+            f" {_WHAT_TO_DO}"
+        ) from error

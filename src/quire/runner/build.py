@@ -1,0 +1,161 @@
+"""From a configuration to a runner: load, plan memory, allocate."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.model_spec import ModelSpec, load_spec
+from quire.base.plan import BlockWrites, Plan, RowStart
+from quire.base.sampling_params import SamplingParams
+from quire.kv.sizing import MemoryPlan
+from quire.models.loading import load_model, model_bytes
+from quire.models.source import ModelSource
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention.select import make_backend
+from quire.runner.memory import (
+    GPU_RESERVE_BYTES,
+    available_cpu_bytes,
+    choose_device,
+    choose_dtype,
+    make_plan,
+    plan_cpu_memory,
+)
+from quire.runner.model_runner import DecoderModel, ModelRunner
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BuiltRunner:
+    """A runner and what it was made from. config: with all derived values filled in."""
+
+    runner: ModelRunner
+    config: EngineConfig
+    spec: ModelSpec
+    memory: MemoryPlan
+    dtype: torch.dtype
+    device: torch.device
+    backend_name: str
+
+
+def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
+    """Fill in what was left to be derived. Raises ConfigError for what the model cannot do."""
+    on_cpu = device.type == "cpu"
+    length = config.model.max_model_len or spec.max_position
+    if length > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={length} is more than the model was made for ({spec.max_position})."
+        )
+    scheduler = dataclasses.replace(
+        config.scheduler,
+        max_num_seqs=config.scheduler.max_num_seqs or (64 if on_cpu else 256),
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or (256 if on_cpu else 8192),
+    )
+    model = dataclasses.replace(config.model, max_model_len=length)
+    return dataclasses.replace(config, model=model, scheduler=scheduler)
+
+
+def build_runner(
+    config: EngineConfig, source: ModelSource, progress: Progress | None = None
+) -> BuiltRunner:
+    """Load the model and make its KV pool. Raises ModelError, ConfigError, OutOfMemory."""
+    spec = load_spec(source.directory)
+    device = choose_device(config.device)
+    config = derive_config(config, spec, device)
+    dtype = choose_dtype(config.model.dtype, spec, device)
+    free = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    load_format = (
+        source.load_format if config.model.load_format == "auto" else config.model.load_format
+    )
+    model = load_model(
+        source.directory, spec, dtype, device, load_format, config.model.seed, progress
+    )
+    if device.type == "cpu":
+        memory = plan_cpu_memory(config, spec, dtype, model_bytes(model), free)
+    else:
+        memory = _plan_gpu_memory(config, spec, dtype, device, model)
+    runner = _assemble(config, spec, dtype, device, model, memory.num_blocks)
+    return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name)
+
+
+def _assemble(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    model: DecoderModel,
+    num_blocks: tuple[int, ...],
+) -> ModelRunner:
+    layout = KVLayout(spec.cache_groups, num_blocks, config.cache.block_size, dtype, device)
+    num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
+    assert num_rows and length
+    rows = DeviceRows(num_rows, length, len(spec.cache_groups), config.cache.block_size, device)
+    sampler = Sampler(num_rows, spec.vocab_size, device)
+    backend = make_backend(config.attention_backend, layout)
+    return ModelRunner(model, backend, rows, sampler)
+
+
+def _plan_gpu_memory(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    model: torch.nn.Module,
+) -> MemoryPlan:
+    """Run the largest step once and see what it takes; the pool gets what is left of our share."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        plan, num_blocks = worst_case_plan(config, len(spec.cache_groups), spec.vocab_size)
+        _assemble(config, spec, dtype, device, model, num_blocks).run(plan)
+    except torch.cuda.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit beside the "
+            "weights; lower max_num_batched_tokens or max_num_seqs."
+        ) from error
+    workspace = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = total - free  # by this process and all others
+    share = int(total * config.cache.gpu_memory_utilization)
+    budget = share - used - workspace - GPU_RESERVE_BYTES
+    return make_plan(config, spec, dtype, model_bytes(model), workspace, max(0, budget), total)
+
+
+def worst_case_plan(
+    config: EngineConfig, num_groups: int, vocab_size: int
+) -> tuple[Plan, tuple[int, ...]]:
+    """A step of max_num_batched_tokens tokens in which as many rows as possible sample with every
+    filter on; and the pool that it needs. All rows write the same blocks, which is harmless here."""
+    scheduler, size = config.scheduler, config.cache.block_size
+    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+    assert config.model.max_model_len
+    num_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    share = min(scheduler.max_num_batched_tokens // num_rows, config.model.max_model_len - 1)
+    params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+    tokens = np.arange(share, dtype=np.int32) % vocab_size
+    starts = tuple(RowStart(r, tokens, 0, share, params, seed=r) for r in range(num_rows))
+    num_blocks = -(-share // size)
+    group, row, index = np.meshgrid(
+        np.arange(num_groups), np.arange(num_rows), np.arange(num_blocks), indexing="ij"
+    )
+    columns = [a.ravel().astype(np.int32) for a in (group, row, index, index)]
+    rows = np.arange(num_rows, dtype=np.int32)
+    plan = Plan(
+        step_id=-1,
+        rows=rows,
+        num_tokens=np.full(num_rows, share, np.int32),
+        computed_bound=np.zeros(num_rows, np.int32),
+        sample_rows=rows,
+        num_candidates=np.full(num_rows, -1, np.int32),
+        started=starts,
+        block_writes=BlockWrites(*columns),
+    )
+    return plan, (num_blocks,) * num_groups

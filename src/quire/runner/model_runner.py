@@ -1,0 +1,143 @@
+"""Carries out plans: deltas, forward pass over the concatenated tokens of a step, sampling.
+
+One code path for all devices. Values come back from the device in one named place, `_to_host`.
+Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
+"""
+
+import time
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from quire.base.plan import Candidates, Plan, StepResult
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.select_rows import select_rows
+from quire.runner.rows import DeviceRows, Int64
+from quire.runner.sampler import SampledTokens, Sampler
+
+PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at the same time
+
+
+class DecoderModel(Protocol):
+    """What every architecture offers (T 4.3.1)."""
+
+    def __call__(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor: ...
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor: ...
+
+
+class ModelRunner:
+    """Rows, model, attention backend and sampler of one device."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        rows: DeviceRows,
+        sampler: Sampler,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.rows = rows
+        self.sampler = sampler
+        self._prompt_logprobs: dict[int, int] = {}  # row -> candidates per position
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> StepResult:
+        """Carry out one plan. Whatever it raises, the rows' counters have not moved."""
+        began = time.perf_counter()
+        self._start_and_release(plan)
+        self.rows.apply(plan)
+        for move in plan.moves:
+            assert move.kind == "copy", f"no tier that could {move.kind}"
+            self.backend.copy_blocks(move.group, move.source, move.destination)
+        input_ids_T, step = self.rows.step_inputs(plan)
+        self.backend.prepare(step)
+        hidden_TD = self.model(input_ids_T, step.positions_T, self.backend)
+        prompt_candidates = self._score_prompts(plan, hidden_TD, input_ids_T)
+        sampled, lengths_N = self._sample(plan, hidden_TD)
+        self.rows.advance(plan, sampled.token_ids_N, lengths_N)
+        return self._to_host(plan, sampled, prompt_candidates, began)
+
+    def _start_and_release(self, plan: Plan) -> None:
+        if len(plan.released):
+            self.sampler.release_rows(plan.released)
+            for row in plan.released.tolist():
+                self._prompt_logprobs.pop(row, None)
+        for start in plan.started:
+            self.sampler.start_row(start)
+            if start.params.prompt_logprobs is not None:
+                self._prompt_logprobs[start.row] = start.params.prompt_logprobs
+        for parent, child in plan.forked:
+            self.sampler.copy_row(parent, child)
+
+    def _sample(self, plan: Plan, hidden_TD: torch.Tensor) -> tuple[SampledTokens, Int64]:
+        """Choose a token for each sampling row; also the rows' lengths before it."""
+        ends = np.cumsum(plan.num_tokens, dtype=np.int64)
+        lengths_S = (plan.computed_bound + plan.num_tokens).astype(np.int64)
+        order = np.argsort(plan.rows, kind="stable")
+        at_N = order[np.searchsorted(plan.rows, plan.sample_rows, sorter=order)]
+        lengths_N = lengths_S[at_N]
+        last_N = torch.from_numpy(ends[at_N] - 1).to(hidden_TD.device)
+        logits_NV = self.model.logits(select_rows(hidden_TD, last_N))
+        sampled = self.sampler.sample(
+            logits_NV,
+            plan.sample_rows,
+            lengths_N,
+            self.rows.tokens_RM,
+            lengths_N,
+            self.rows.prompt_lens[plan.sample_rows],
+        )
+        return sampled, lengths_N
+
+    def _score_prompts(
+        self, plan: Plan, hidden_TD: torch.Tensor, input_ids_T: torch.Tensor
+    ) -> dict[int, list[Candidates]]:
+        """Log-probabilities of the prompt tokens that follow the positions of this step."""
+        found: dict[int, list[Candidates]] = {}
+        if not self._prompt_logprobs:
+            return found
+        ends = np.cumsum(plan.num_tokens)
+        for i, row in enumerate(plan.rows.tolist()):
+            num = self._prompt_logprobs.get(row)
+            start = int(plan.computed_bound[i])
+            stop = min(start + int(plan.num_tokens[i]), int(self.rows.prompt_lens[row]) - 1)
+            if num is None or stop <= start:
+                continue
+            first = int(ends[i] - plan.num_tokens[i])
+            targets = self.rows.tokens_RM[row, start + 1 : stop + 1]
+            found[row] = self._score(hidden_TD[first : first + stop - start], targets, num)
+        return found
+
+    def _score(
+        self, hidden_TD: torch.Tensor, targets_T: torch.Tensor, num: int
+    ) -> list[Candidates]:
+        """In slices, because the logits of a long chunk would not fit."""
+        scored: list[Candidates] = []
+        for i in range(0, len(hidden_TD), PROMPT_LOGPROB_ROWS):
+            part = slice(i, i + PROMPT_LOGPROB_ROWS)
+            logits = self.model.logits(hidden_TD[part])
+            scored += self.sampler.prompt_logprobs(logits, targets_T[part], num)
+        return scored
+
+    def _to_host(
+        self,
+        plan: Plan,
+        sampled: SampledTokens,
+        prompt_candidates: dict[int, list[Candidates]],
+        began: float,
+    ) -> StepResult:
+        """The one place where values leave the device."""
+        token_ids = sampled.token_ids_N.cpu().numpy().astype(np.int32).reshape(-1, 1)
+        return StepResult(
+            step_id=plan.step_id,
+            token_ids=token_ids,
+            num_accepted=np.ones(len(token_ids), np.int32),
+            candidates=sampled.candidates,
+            prompt_candidates=prompt_candidates,
+            row_errors=sampled.row_errors,
+            duration_s=time.perf_counter() - began,
+        )

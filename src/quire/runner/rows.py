@@ -1,0 +1,120 @@
+"""Rows: the state of running sequences on the device. The host writes only what changed.
+
+Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step,
+L logical blocks, P tokens per block.
+
+    tokens_RM   known and sampled tokens, valid up to the row's length
+    computed_R  tokens whose keys and values are in the row's blocks
+    tables_RL   one block table per cache group; entries are valid up to the row's last block
+
+Counters change last in a step (`advance`), so a step that failed leaves the rows as they were.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import Plan
+from quire.ops.attention.base import AttentionStep
+from quire.ops.memory import lazy_zeros
+
+Int64 = npt.NDArray[np.int64]
+
+
+class DeviceRows:
+    """max_num_rows rows of up to max_model_len tokens, on one device."""
+
+    def __init__(
+        self,
+        max_num_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.block_size = block_size
+        self.tokens_RM = lazy_zeros((max_num_rows, max_model_len), torch.int32, device)
+        self.computed_R = lazy_zeros((max_num_rows,), torch.int64, device)
+        num_blocks = -(-max_model_len // block_size) + 1
+        self.tables_RL = tuple(
+            lazy_zeros((max_num_rows, num_blocks), torch.int32, device) for _ in range(num_groups)
+        )
+        self.prompt_lens = np.zeros(max_num_rows, np.int64)  # host
+
+    def apply(self, plan: Plan) -> None:
+        """Write a plan's deltas: rows started, forked, truncated, host tokens, block tables."""
+        for start in plan.started:
+            tokens = torch.from_numpy(start.token_ids).to(self.device)
+            self.tokens_RM[start.row, : len(start.token_ids)] = tokens
+            self.computed_R[start.row] = start.num_computed_tokens
+            self.prompt_lens[start.row] = start.num_prompt_tokens
+        for parent, child in plan.forked:
+            self._copy_row(parent, child)
+        for row, num_tokens in plan.truncated:
+            self.computed_R[row] = num_tokens
+        for host in plan.host_tokens:
+            end = host.position + len(host.token_ids)
+            tokens = torch.from_numpy(host.token_ids).to(self.device)
+            self.tokens_RM[host.row, host.position : end] = tokens
+        self._write_tables(plan)
+
+    def step_inputs(self, plan: Plan) -> tuple[torch.Tensor, AttentionStep]:
+        """Input ids [T] and what attention needs, gathered on the device."""
+        rows_S, query_lens_S = self._index(plan.rows), self._index(plan.num_tokens)
+        num_tokens = plan.num_scheduled_tokens
+        starts_S = self.computed_R[rows_S]
+        query_starts_S1 = torch.zeros(len(rows_S) + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(query_lens_S, 0, out=query_starts_S1[1:])
+        if num_tokens == len(rows_S):
+            rows_T, positions_T = rows_S, starts_S
+        else:
+            rows_T = rows_S.repeat_interleave(query_lens_S, output_size=num_tokens)
+            shift_S = starts_S - query_starts_S1[:-1]
+            shift_T = shift_S.repeat_interleave(query_lens_S, output_size=num_tokens)
+            positions_T = torch.arange(num_tokens, device=self.device) + shift_T
+        context_host = plan.computed_bound + plan.num_tokens
+        longest = -(-int(context_host.max()) // self.block_size)
+        blocks_T, offsets_T = positions_T // self.block_size, positions_T % self.block_size
+        step = AttentionStep(
+            positions_T=positions_T,
+            query_starts_S1=query_starts_S1.int(),
+            context_lens_S=(starts_S + query_lens_S).int(),
+            slots_T=tuple(
+                table_RL[rows_T, blocks_T].long() * self.block_size + offsets_T
+                for table_RL in self.tables_RL
+            ),
+            block_tables_SL=tuple(table_RL[rows_S, :longest] for table_RL in self.tables_RL),
+            query_lens_host=plan.num_tokens,
+            context_lens_host=context_host,
+        )
+        return self.tokens_RM[rows_T, positions_T], step
+
+    def advance(self, plan: Plan, token_ids_N: torch.Tensor, lengths_N: Int64) -> None:
+        """Store the sampled tokens behind their rows' last token, then move the counters.
+
+        lengths_N: tokens that each sampling row had before.
+        """
+        if len(plan.sample_rows):
+            rows_N, lengths = self._index(plan.sample_rows), self._index(lengths_N)
+            self.tokens_RM[rows_N, lengths] = token_ids_N.int()
+        self.computed_R[self._index(plan.rows)] += self._index(plan.num_tokens)
+
+    def _copy_row(self, parent: int, child: int) -> None:
+        self.tokens_RM[child] = self.tokens_RM[parent]
+        self.computed_R[child] = self.computed_R[parent]
+        self.prompt_lens[child] = self.prompt_lens[parent]
+        for table_RL in self.tables_RL:
+            table_RL[child] = table_RL[parent]
+
+    def _write_tables(self, plan: Plan) -> None:
+        writes = plan.block_writes
+        if len(writes.row) == 0:
+            return
+        for g, table_RL in enumerate(self.tables_RL):
+            mine = writes.group == g
+            rows, indices = self._index(writes.row[mine]), self._index(writes.index[mine])
+            table_RL[rows, indices] = torch.from_numpy(writes.block_id[mine]).to(self.device)
+
+    def _index(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device)

@@ -1,0 +1,1 @@
+"""Ways in: the offline `LLM`, later the HTTP server."""

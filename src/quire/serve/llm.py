@@ -1,0 +1,243 @@
+"""`LLM`: a model's name and prompts are enough (T 4.2.1). vLLM's offline interface, by its names."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, RequestError
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine.build import Engine, build_engine
+from quire.render.chat import ChatOptions
+from quire.render.renderer import RenderedPrompt
+from quire.render.tokenizer import Tokenizer
+from quire.serve.progress import LoadBar, RequestBar
+
+# Settings of vLLM that mean nothing here as long as they have one of these values.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "trust_remote_code": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "enforce_eager": (True, False),
+    "enable_chunked_prefill": (True, None),
+    "swap_space": (0, 4),
+    "cpu_offload_gb": (0,),
+    "tokenizer_mode": ("auto",),
+    "skip_tokenizer_init": (False,),
+    "quantization": (None,),
+    "task": ("auto", "generate"),
+    "runner": ("auto", "generate"),
+}
+
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """An engine in this process.
+
+        with LLM("demo") as llm:
+            for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    model: directory, Hugging Face id, `demo`, or a named shape with random weights
+    (`shape:qwen3-0.6b`). settings: the fields of the dataclasses in `quire.base.config`.
+    Not thread-safe.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        for name in [name for name in settings if name in NEUTRAL]:
+            value = settings.pop(name)
+            if value not in NEUTRAL[name]:
+                raise ConfigError(f"{name}={value!r} is not supported.")
+        config = config_from_flat(model=model, **settings)
+        with LoadBar(enabled=not config.disable_log_stats) as bar:
+            self._engine: Engine | None = build_engine(config, bar.update)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs in the order of the prompts.
+
+        prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, token ids, or a list of these;
+        dictionaries may hold a "cache_salt". sampling_params: one for all, or one each; the model's
+        defaults if absent. Raises RequestError before anything runs if one cannot be served.
+        """
+        renderer = self._alive.renderer
+        listed = _as_list(prompts)
+        rendered = [renderer.render(prompt) for prompt in listed]
+        salts = [p.get("cache_salt") or "" if isinstance(p, Mapping) else "" for p in listed]
+        return self._run(rendered, sampling_params, salts, priority, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list of conversations."""
+        options = ChatOptions(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            content_format=chat_template_content_format,
+            template_kwargs=chat_template_kwargs or {},
+        )
+        if not messages:
+            raise RequestError("messages is empty; give at least one message.")
+        single = isinstance(messages[0], Mapping)
+        conversations = [messages] if single else list(messages)
+        renderer = self._alive.renderer
+        rendered = [renderer.render(c, options, chat_template) for c in conversations]
+        return self._run(rendered, sampling_params, [""] * len(rendered), None, use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        options: ChatOptions | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt, or answer one conversation, piece by piece.
+
+        Each output holds what is new. Leaving the iterator early ends the request.
+        """
+        engine = self._alive
+        params = (sampling_params or self.get_default_sampling_params()).clone()
+        params.output_kind = RequestOutputKind.DELTA
+        rendered = engine.renderer.render(prompt, options)
+        request = engine.requests.make(rendered, params)
+        engine.client.check(request)
+        engine.client.add(request, rendered.text)
+        finished = False
+        try:
+            while not finished:
+                for output in engine.client.step():
+                    if output.request_id == request.request_id:
+                        finished = output.finished
+                        yield output
+        finally:
+            if not finished:
+                engine.client.abort([request.request_id])
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises RequestError if the model has none."""
+        tokenizer = self._alive.renderer.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests get that bring no parameters: from the model's generation_config.json."""
+        return self._alive.requests.defaults.default_sampling_params()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self._alive.client.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Free the model and its KV memory. A second call does nothing."""
+        if self._engine is not None:
+            self._engine.client.close()
+            self._engine = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The parts, for tools and tests."""
+        return self._alive
+
+    @property
+    def _alive(self) -> Engine:
+        if self._engine is None:
+            raise ConfigError("this LLM is closed; make a new one.")
+        return self._engine
+
+    def _run(
+        self,
+        prompts: list[RenderedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        salts: list[str],
+        priority: Sequence[int] | None,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
+        """Check all requests, then add all, then step until they are done."""
+        engine = self._alive
+        priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
+        requests = []
+        for prompt, params, salt, number in zip(
+            prompts, self._params(sampling_params, len(prompts)), salts, priorities, strict=True
+        ):
+            requests.append(engine.requests.make(prompt, params, None, salt, number))
+            engine.client.check(requests[-1])
+        done: dict[str, RequestOutput] = {}
+        bar = RequestBar(len(requests), enabled=show_progress)
+        try:
+            with bar:
+                for request, prompt in zip(requests, prompts, strict=True):
+                    engine.client.add(request, prompt.text)
+                while len(done) < len(requests):
+                    _collect(engine.client.step(), done, bar)
+        except BaseException:
+            engine.client.abort([r.request_id for r in requests if r.request_id not in done])
+            raise
+        return [done[request.request_id] for request in requests]
+
+    def _params(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        """One copy per request, asking for the final output only."""
+        listed = []
+        for params in _each(given or self.get_default_sampling_params(), count, "sampling_params"):
+            own = params.clone()
+            own.output_kind = RequestOutputKind.FINAL_ONLY
+            listed.append(own)
+        return listed
+
+
+def _collect(outputs: list[RequestOutput], done: dict[str, RequestOutput], bar: RequestBar) -> None:
+    for output in outputs:
+        if output.finished:
+            done[output.request_id] = output
+            bar.finished(output)
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt, or several: token ids on their own are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if not listed:
+        raise RequestError("prompts is empty; give at least one prompt.")
+    return [listed] if isinstance(listed[0], int) else listed
+
+
+def _each(value: Any, count: int, name: str) -> list[Any]:
+    """The same value for all, or a sequence with one for each."""
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts; give one for each."
+        )
+    return list(value)

@@ -1,0 +1,96 @@
+"""Prefix hits over several cache groups, and growth that happens in all groups or in none."""
+
+import numpy as np
+
+from quire.base.model_spec import CacheGroup
+from quire.kv.digest import extend_digests
+from quire.kv.manager import KVManager, SequenceBlocks
+from quire.kv.table import NULL
+
+FULL = CacheGroup("full", (0,), 1, 8)
+WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
+SIZE = 4
+
+
+def digests_of(num_tokens: int) -> list[bytes]:
+    digests: list[bytes] = []
+    tokens = np.arange(num_tokens, dtype=np.int32)
+    extend_digests(digests, b"root", tokens, SIZE, num_tokens // SIZE)
+    return digests
+
+
+def computed(kv: KVManager, num_tokens: int) -> SequenceBlocks:
+    """A sequence whose tokens were computed in one step and whose full blocks are named."""
+    sequence = kv.new_sequence()
+    assert kv.allocate_slots(sequence, num_tokens) is not None
+    kv.index_blocks(sequence, digests_of(num_tokens))
+    return sequence
+
+
+def test_a_full_hit_gives_its_last_block_back() -> None:
+    kv = KVManager((FULL,), (10,), SIZE)
+    computed(kv, 12)
+    assert kv.get_computed_blocks(digests_of(12), 12).num_tokens == 8
+    assert kv.get_computed_blocks(digests_of(12), 13).num_tokens == 12
+
+
+def test_a_window_group_needs_only_the_blocks_that_are_still_seen() -> None:
+    kv = KVManager((WINDOW,), (10,), SIZE)
+    first = computed(kv, 16)
+    blocks = list(first.tables[0].blocks)
+    for block_id in blocks[:2]:
+        kv.pools[0].unindex(block_id)
+    hit = kv.get_computed_blocks(digests_of(16), 20)
+    # the token at position 16 sees 11..15: blocks 2 and 3
+    assert (hit.num_tokens, hit.blocks[0]) == (16, [NULL, NULL, *blocks[2:]])
+    kv.pools[0].unindex(blocks[3])
+    assert kv.get_computed_blocks(digests_of(16), 20).num_tokens == 0, "position 12 sees 7..11"
+
+
+def test_a_hit_is_what_all_groups_have() -> None:
+    kv = KVManager((FULL, WINDOW), (10, 10), SIZE)
+    sequence = computed(kv, 16)
+    kv.pools[0].unindex(sequence.tables[0].blocks[3])
+    hit = kv.get_computed_blocks(digests_of(16), 20)
+    assert hit.num_tokens == 12
+    assert hit.blocks[0] == sequence.tables[0].blocks[:3]
+    assert hit.blocks[1] == [NULL, *sequence.tables[1].blocks[1:3]]
+
+
+def test_blocks_that_left_the_window_are_freed() -> None:
+    kv = KVManager((FULL, WINDOW), (20, 20), SIZE)
+    sequence = kv.new_sequence()
+    for _ in range(10):
+        kv.allocate_slots(sequence, 4)
+    assert kv.pools[0].num_used == 10
+    assert kv.pools[1].num_used == 3  # 36 + 4 new tokens; position 36 sees 31 and later
+    assert sequence.tables[1].num_dropped == 7
+    kv.check_invariants([sequence])
+    kv.free(sequence)
+    kv.check_invariants([])
+
+
+def test_growth_is_all_or_nothing_over_groups() -> None:
+    kv = KVManager((FULL, WINDOW), (8, 2), SIZE)
+    sequence = kv.new_sequence()
+    assert kv.allocate_slots(sequence, 12) is None
+    assert [pool.num_used for pool in kv.pools] == [0, 0]
+    kv.check_invariants([sequence])
+
+
+def test_a_hit_that_cannot_be_extended_is_put_back() -> None:
+    kv = KVManager((FULL,), (4,), SIZE)
+    first = computed(kv, 12)
+    second = kv.new_sequence()
+    hit = kv.get_computed_blocks(digests_of(12), 30)
+    assert kv.allocate_slots(second, 18, hit) is None
+    kv.check_invariants([first, second])
+
+
+def test_admission_counts_cached_blocks_that_the_hit_wakes() -> None:
+    kv = KVManager((FULL,), (4,), SIZE)
+    kv.free(computed(kv, 12))
+    hit = kv.get_computed_blocks(digests_of(12), 16)
+    assert kv.pools[0].num_free == 4
+    assert kv.can_admit(16, hit, watermark_blocks=0, chunk=4)
+    assert not kv.can_admit(16, hit, watermark_blocks=1, chunk=4)

@@ -1,0 +1,60 @@
+"""Which block the pool hands out next, and what the index remembers."""
+
+from quire.kv.pool import BlockPool
+
+
+def take(pool: BlockPool, count: int) -> list[int]:
+    return [pool.allocate() for _ in range(count)]
+
+
+def test_the_block_freed_last_is_taken_first() -> None:
+    pool = BlockPool(4)
+    assert take(pool, 3) == [0, 1, 2]
+    pool.release(1)
+    pool.release(0)
+    assert take(pool, 3) == [0, 1, 3]
+
+
+def test_plainly_free_blocks_go_before_cached_ones_and_those_by_age() -> None:
+    pool = BlockPool(4)
+    take(pool, 3)
+    for block_id in (2, 0, 1):
+        pool.index(block_id, b"%d" % block_id)
+        pool.release(block_id)
+    assert pool.num_free == 4
+    assert take(pool, 2) == [3, 2], "block 3 was never used; of the others 2 was freed first"
+    assert pool.lookup(b"2") is None
+    assert pool.lookup(b"0") == 0
+    assert pool.num_evictions == 1
+
+
+def test_a_hit_makes_a_cached_block_young_again() -> None:
+    pool = BlockPool(2)
+    take(pool, 2)
+    for block_id in (0, 1):
+        pool.index(block_id, b"%d" % block_id)
+        pool.release(block_id)
+    pool.acquire(0)
+    pool.release(0)
+    assert take(pool, 1) == [1]
+
+
+def test_the_first_block_of_equal_content_keeps_the_name() -> None:
+    pool = BlockPool(2)
+    take(pool, 2)
+    pool.index(0, b"same")
+    pool.index(1, b"same")
+    assert pool.lookup(b"same") == 0
+    assert not pool.is_indexed(1)
+    pool.check_invariants([0, 1])
+
+
+def test_reset_makes_cached_blocks_plainly_free() -> None:
+    pool = BlockPool(2)
+    take(pool, 2)
+    pool.index(0, b"a")
+    pool.index(1, b"b")
+    pool.release(0)
+    pool.reset_index()
+    assert pool.num_indexed == 0
+    pool.check_invariants([1])

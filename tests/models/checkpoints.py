@@ -1,0 +1,109 @@
+"""Tiny checkpoints with random weights, written by transformers, and its logits for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from quire.base.model_spec import ModelSpec, load_spec
+
+VOCAB = 97
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+OPT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "ffn_dim": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "word_embed_proj_dim": 32,
+    "max_position_embeddings": 128,
+}
+GPT2 = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN3 = LLAMA | {"head_dim": 16}
+
+# name -> (model_type, config)
+VARIANTS = {
+    "llama": ("llama", LLAMA),
+    "llama_tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
+    "llama_biases": ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama_multi_query": ("llama", LLAMA | {"num_key_value_heads": 1, "head_dim": 12}),
+    "llama3_rope": ("llama", LLAMA | {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}),
+    "linear_rope": ("llama", LLAMA | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "yarn_rope": ("qwen3", QWEN3 | {"rope_scaling": YARN_ROPE}),
+    "qwen2": ("qwen2", LLAMA | {"tie_word_embeddings": True}),
+    "qwen2_windows": (
+        "qwen2",
+        LLAMA | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", QWEN3),
+    "qwen3_tied": ("qwen3", QWEN3 | {"tie_word_embeddings": True}),
+    "mistral": ("mistral", LLAMA | {"sliding_window": None}),
+    "mistral_window": ("mistral", LLAMA | {"sliding_window": 9}),
+    "opt": ("opt", OPT),
+    "opt_350m": ("opt", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
+    "opt_plain": ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2_scaled": ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 24}),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with config and weights, its spec, and the model as transformers runs it."""
+
+    directory: Path
+    spec: ModelSpec
+    model: torch.nn.Module
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens, V]."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
+
+def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB") -> Checkpoint:
+    """Write a variant's checkpoint with weights large enough that every part matters."""
+    model_type, config = VARIANTS[variant]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
+    ).eval()
+    for name, parameter in model.named_parameters():
+        is_norm = "norm" in name or ".ln_" in name
+        parameter.data.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return Checkpoint(directory, load_spec(directory), model)
+
+
+def random_tokens(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """A sequence of each length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]

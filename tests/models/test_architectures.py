@@ -1,0 +1,49 @@
+"""Each architecture against transformers: the same logits for the same tiny checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.models.loading import load_model
+from tests.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
+from tests.models.paged import CPU, run_paged
+
+SEQUENCES = random_tokens(23, 5, 61, 1)
+WHOLE = [[23], [5], [61], [1]]
+UNEVEN = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 40, 1, 1, 1, 5], [0, 0, 1]]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    return write_checkpoint(directory, request.param)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Checkpoint) -> torch.nn.Module:
+    return load_model(checkpoint.directory, checkpoint.spec, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("chunks", [WHOLE, UNEVEN], ids=["whole", "uneven"])
+def test_logits_are_those_of_transformers(
+    checkpoint: Checkpoint, model: torch.nn.Module, chunks: list[list[int]]
+) -> None:
+    got = run_paged(model, checkpoint.spec, SEQUENCES, chunks)
+    for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
+        wanted_TV = checkpoint.logits(tokens)
+        assert wanted_TV.std() > 0.3, "too tame to tell anything"
+        torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-4, atol=1e-4)
+
+
+def test_float64_by_the_reference_backend(checkpoint: Checkpoint) -> None:
+    model = load_model(checkpoint.directory, checkpoint.spec, torch.float64, CPU)
+    sequences = [SEQUENCES[1], SEQUENCES[0][:12]]
+    chunks = [[2, 3], [12]]
+    got = run_paged(
+        model, checkpoint.spec, sequences, chunks, backend="reference", dtype=torch.float64
+    )
+    for tokens, logits_TV in zip(sequences, got, strict=True):
+        torch.testing.assert_close(
+            logits_TV.float(), checkpoint.logits(tokens), rtol=1e-4, atol=1e-4
+        )

@@ -1,0 +1,145 @@
+"""The attention backends: all of them against a plain softmax over contiguous memory."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.base.model_spec import CacheGroup
+from quire.ops.attention.select import BACKENDS, kv_block_bytes, make_backend
+from tests.models.paged import RowPart, make_step
+from tests.ops.attention_cases import (
+    Case,
+    attend_contiguous,
+    make_contents,
+    run_backend,
+    run_named,
+    run_step,
+    steps_of,
+)
+
+DECODE = [(17, 1), (1, 1), (40, 1), (16, 1)]
+MIXED = [(0, 9), (30, 1), (5, 7), (0, 1), (31, 1), (3, 90)]
+CASES = {
+    "decode": Case(DECODE),
+    "prefill": Case([(0, 13), (0, 70), (0, 1)]),
+    "mixed": Case(MIXED),
+    "block_1": Case([(0, 4), (12, 1), (5, 7), (0, 1), (13, 1)], block_size=1),
+    "block_3": Case(MIXED, block_size=3),
+    "block_16": Case(MIXED, block_size=16),
+    "block_256": Case(MIXED, block_size=256),
+    "multi_query": Case(MIXED, heads=6, kv_heads=1),
+    "multi_head": Case(MIXED, heads=3, kv_heads=3),
+    "window_1": Case(MIXED, window=1),
+    "window_5": Case(MIXED, window=5),
+    "window_64": Case([*MIXED, (300, 70)], window=64),
+    "window_larger": Case(MIXED, window=1000),
+    "very_uneven": Case([(3, 1), (900, 1), (4, 1), (5, 1), (700, 1)], block_size=16),
+    "several_new": Case([(20, 3), (25, 3), (7, 3), (9, 2)], block_size=3),
+    "one": Case([(0, 1)]),
+}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_reference_is_softmax(case: Case) -> None:
+    got = run_named("reference", case, torch.float64)
+    torch.testing.assert_close(got, attend_contiguous(case, make_contents(case)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
+    wanted = attend_contiguous(case, make_contents(case))
+    got = run_named("torch", case, dtype)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_rows_that_share_blocks(name: str) -> None:
+    """Two rows read a prefix that a third writes in the same step."""
+    case = Case([(0, 11), (8, 3), (8, 1)])
+    contents = make_contents(case)
+    for values in (contents.k, contents.v):
+        values[1][:8] = values[0][:8]
+        values[2][:8] = values[0][:8]
+    tables = case.tables()
+    tables[1][:2] = tables[0][:2]
+    tables[2][:2] = tables[0][:2]
+    backend = make_backend(name, case.layout(torch.float64))
+    got = run_step(backend, case, contents, steps_of(case, tables)[1], torch.float64)
+    torch.testing.assert_close(got, attend_contiguous(case, contents), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_queries_may_be_views(name: str) -> None:
+    """Heads of queries, keys and values stand side by side in one tensor."""
+    case = Case([(0, 5), (0, 3)])
+    contents = make_contents(case)
+    q, k, v = torch.cat(
+        [torch.cat(values) for values in (contents.q, contents.k, contents.v)], dim=1
+    ).split([4, 2, 2], dim=1)
+    backend = make_backend(name, case.layout(torch.float64))
+    backend.prepare(steps_of(case, case.tables())[1])
+    backend.write(1, k, v)
+    got = backend.run(1, q, q.shape[-1] ** -0.5)
+    torch.testing.assert_close(got, attend_contiguous(case, contents), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("junk", [-1, 0])
+def test_blocks_that_left_the_window_do_not_count(name: str, junk: int) -> None:
+    case = Case([(37, 1), (21, 5)], window=6)
+    contents, tables = make_contents(case), case.tables()
+    backend = make_backend(name, case.layout(torch.float64))
+    run_backend(backend, case, contents, tables, torch.float64)
+    for table, (before, _) in zip(tables, case.rows, strict=True):
+        first = (before - 6 + 1) // case.block_size
+        table[:first] = [junk] * first
+    got = run_step(backend, case, contents, steps_of(case, tables)[1], torch.float64)
+    torch.testing.assert_close(got, attend_contiguous(case, contents), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_of_an_earlier_owner_stays_away(name: str, dtype: torch.dtype) -> None:
+    """A row that computed NaN must not spoil the rows that get its blocks later."""
+    spoiled = Case([(0, 16), (0, 16), (0, 16)])
+    case = Case([(0, 5), (9, 1), (4, 3)])
+    backend = make_backend(name, spoiled.layout(dtype))
+    backend.prepare(steps_of(spoiled, spoiled.tables())[1])
+    for layer in (0, 1):
+        nan = torch.full((48, 2, 8), torch.nan, dtype=dtype)
+        backend.write(layer, nan, nan)
+    contents, tables = make_contents(case), [t[:3] for t in spoiled.tables()]
+    got = run_backend(backend, case, contents, tables, dtype)
+    torch.testing.assert_close(
+        got.double(), attend_contiguous(case, contents), rtol=0, atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_copied_blocks_give_the_same(name: str) -> None:
+    case = Case([(0, 10)])
+    contents, tables = make_contents(case), [[0, 1, 2]]
+    backend = make_backend(name, Case([(0, 30)]).layout(torch.float64))
+    wanted = run_backend(backend, case, contents, tables, torch.float64)
+    backend.copy_blocks(0, np.array([0, 1, 2], np.int32), np.array([5, 3, 4], np.int32))
+    backend.prepare(make_step([RowPart(9, 10, ([5, 3, 4],))], case.block_size))
+    got = backend.run(1, contents.q[0][9:], 8**-0.5)
+    torch.testing.assert_close(got, wanted[9:], rtol=0, atol=1e-14)
+
+
+def test_selection() -> None:
+    layout = Case([(0, 1)]).layout
+    assert make_backend("auto", layout(torch.float32)).name == "torch"
+    assert make_backend("auto", layout(torch.bfloat16)).name == "torch"
+    assert make_backend("auto", layout(torch.float64)).name == "reference"
+    with pytest.raises(ConfigError, match="attention_backend must be one of auto, torch"):
+        make_backend("magic", layout(torch.float32))
+
+
+def test_block_bytes() -> None:
+    group = CacheGroup("full", (0, 1, 2), num_kv_heads=2, head_dim=8)
+    assert kv_block_bytes(group, 16, torch.bfloat16) == 2 * 3 * 2 * 8 * 2 * 16

@@ -1,0 +1,263 @@
+"""The choice of tokens: distributions, filters, order, independence of the batch.
+
+Each path is tested: the C++ core's (if it was built) and the torch reference.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.ops import logprobs, native, sampling, top_k
+from quire.ops.log_sum_exp import log_sum_exp, log_sum_exp_reference
+from quire.ops.penalties import Penalties, apply_penalties
+from quire.ops.sampling import Filters, Streams, choose, choose_reference
+from tests.ops import sampling_oracle as oracle
+
+PATHS = [pytest.param(choose_reference, id="torch")]
+if native.core() is not None:
+    PATHS.append(pytest.param(choose, id="core"))
+
+FILTERS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_p": 0.5},
+    {"top_p": 0.95},
+    {"top_p": 1e-6},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 30, "top_p": 0.9, "min_p": 0.1, "temperature": 1.3},
+    {"top_p": 0.7, "min_p": 0.01},
+]
+
+
+def random_logits(num_rows: int, vocab_size: int, spread: float, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * spread
+
+
+def make_streams(num_rows: int, seed: int = 11) -> Streams:
+    return Streams(
+        torch.full((num_rows,), seed),
+        torch.zeros(num_rows, dtype=torch.int64),
+        torch.arange(num_rows),
+    )
+
+
+def make_filters(num_rows: int, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:
+    return Filters(
+        torch.full((num_rows,), top_k),
+        torch.full((num_rows,), top_p),
+        torch.full((num_rows,), min_p),
+    )
+
+
+def draw(path, logits_RV: torch.Tensor, temperature: float = 1.0, seed: int = 11, **filters):
+    num_rows = len(logits_RV)
+    return path(
+        logits_RV,
+        torch.full((num_rows,), temperature),
+        make_streams(num_rows, seed),
+        make_filters(num_rows, **filters) if filters else None,
+    )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_distribution(path, settings):
+    """Counts over many positions against the exact distribution of a plain implementation."""
+    logits_V = random_logits(1, 61, 1.5)[0]
+    num_draws = 12_000
+    ids = draw(path, logits_V.repeat(num_draws, 1), **settings)
+    counts = np.bincount(ids.numpy(), minlength=61)
+    expected = oracle.filtered_distribution(logits_V.double().numpy(), **settings)
+    assert abs(oracle.chi_square_z(counts, expected)) < 4.5
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_distribution_over_sample_indices_and_seeds(path):
+    logits_V = random_logits(1, 61, 1.5)[0]
+    expected = oracle.filtered_distribution(logits_V.double().numpy())
+    many = torch.arange(12_000)
+    zeros = torch.zeros_like(many)
+    for streams in (Streams(many, zeros, zeros), Streams(zeros, many, zeros)):
+        ids = path(logits_V.repeat(len(many), 1), torch.ones(len(many)), streams)
+        counts = np.bincount(ids.numpy(), minlength=61)
+        assert abs(oracle.chi_square_z(counts, expected)) < 4.5
+
+
+@pytest.mark.skipif(native.core() is None, reason="the C++ core was not built")
+@pytest.mark.parametrize("spread", [0.02, 1.0, 4.0, 12.0])
+@pytest.mark.parametrize("vocab_size", [5, 256, 1023, 5001])
+def test_core_chooses_what_torch_does(spread, vocab_size):
+    """Every filter in one batch; with narrow and wide nuclei, rounded logits (ties) and masks."""
+    settings = [*FILTERS, {"top_k": 2000, "top_p": 0.9}, {"top_k": 10**6}]
+    logits_RV = random_logits(len(settings) * 4, vocab_size, spread).bfloat16().float()
+    logits_RV[:, 1::3] = -torch.inf
+    num_rows = len(logits_RV)
+
+    def column(name: str, default: float) -> torch.Tensor:
+        return torch.tensor([item.get(name, default) for item in settings] * 4)
+
+    filters = Filters(column("top_k", 0), column("top_p", 1.0), column("min_p", 0.0))
+    temperatures = column("temperature", 1.0)
+    streams = make_streams(num_rows)
+    expected = choose_reference(logits_RV, temperatures, streams, filters)
+    assert torch.equal(choose(logits_RV, temperatures, streams, filters), expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("settings", FILTERS, ids=str)
+def test_a_row_is_the_same_alone(path, settings):
+    logits_RV = random_logits(5, 3000, 2.0)
+    arguments = dict(settings)
+    temperatures = torch.full((5,), arguments.pop("temperature", 1.0))
+    filters, streams = make_filters(5, **arguments), make_streams(5)
+    together = path(logits_RV, temperatures, streams, filters)
+    for row in range(5):
+        one = torch.tensor([row])
+        alone = path(logits_RV[one], temperatures[one], streams.of(one), filters.of(one))
+        assert alone[0] == together[row]
+
+
+def test_known_largest_k_changes_nothing():
+    logits_RV = random_logits(40, 3000, 1.0)
+    filters = make_filters(40, top_k=50, top_p=0.9)
+    arguments = (logits_RV, torch.ones(40), make_streams(40), filters)
+    assert torch.equal(choose_reference(*arguments, 50), choose_reference(*arguments))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_filters_that_pass_everything_change_nothing(path):
+    logits_RV = random_logits(50, 2000, 1.0)
+    plain = draw(path, logits_RV)
+    assert torch.equal(draw(path, logits_RV, top_k=2000), plain)
+    assert torch.equal(draw(path, logits_RV, min_p=1e-30), plain)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_wide_nucleus(path):
+    """More tokens than are tried at first: the result is that of all tokens."""
+    logits_RV = random_logits(8, 4000, 0.1)
+    streams = make_streams(8)
+    filters = make_filters(8, top_p=0.9)
+    all_tokens = sampling.choose_among(logits_RV, torch.ones(8), filters, streams, 4000)[0]
+    assert torch.equal(path(logits_RV, torch.ones(8), streams, filters), all_tokens)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_rows_without_a_finite_logit_do_not_crash(path):
+    logits_RV = random_logits(4, 2000, 1.0)
+    logits_RV[0] = torch.nan
+    logits_RV[1] = -torch.inf
+    logits_RV[2, 5] = -torch.nan
+    ids = draw(path, logits_RV, top_k=20, top_p=0.9)
+    assert ((ids >= 0) & (ids < 2000)).all()
+    assert ids[3] == draw(path, logits_RV[3:].repeat(4, 1), top_k=20, top_p=0.9)[3]
+
+
+ARG_MAX = [top_k.arg_max, top_k.arg_max_reference]
+
+
+@pytest.mark.parametrize("arg_max", ARG_MAX)
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 1000])
+def test_arg_max_takes_the_lowest_of_equal_ids(arg_max, vocab_size):
+    logits_RV = random_logits(30, vocab_size, 1.0).round()
+    ids, values = arg_max(logits_RV)
+    for row, logits_V in enumerate(logits_RV.numpy()):
+        assert ids[row] == np.argmax(logits_V)
+        assert values[row] == logits_V.max()
+
+
+@pytest.mark.parametrize("arg_max", ARG_MAX)
+def test_arg_max_zeros_of_either_sign_are_equal(arg_max):
+    assert arg_max(torch.tensor([[-1.0, -0.0, 0.0, -0.0]]))[0].tolist() == [1]
+
+
+@pytest.mark.parametrize("arg_max", ARG_MAX)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_arg_max_shows_nan(arg_max, sign):
+    logits_RV = random_logits(2, 700, 1.0)
+    logits_RV[1, 650] = torch.tensor(torch.nan).copysign(torch.tensor(sign))
+    values = arg_max(logits_RV)[1]
+    assert values[0].isfinite() and values[1].isnan()
+
+
+@pytest.mark.parametrize("path", [top_k.top_k, top_k.top_k_reference])
+@pytest.mark.parametrize("k", [1, 2, 17, 500, 777])
+def test_top_k(path, k):
+    logits_RV = (random_logits(6, 777, 2.0) * 2).round()  # many ties
+    logits_RV[1, 50:] = -torch.inf
+    logits_RV[2] = 0.0
+    values, ids = path(logits_RV, k)
+    for row, logits_V in enumerate(logits_RV.numpy()):
+        expected = oracle.falling_order(logits_V)[:k]
+        assert ids[row].tolist() == expected
+        assert values[row].tolist() == logits_V[expected].tolist()
+
+
+@pytest.mark.parametrize("path", [log_sum_exp, log_sum_exp_reference])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_log_sum_exp(path, spread):
+    logits_RV = random_logits(7, 1301, spread)
+    logits_RV[3, :1000] = -torch.inf
+    temperatures = torch.linspace(0.2, 2.0, 7)
+    expected = torch.logsumexp(logits_RV.double() / temperatures.double()[:, None], dim=-1)
+    tolerance = 1e-6 * expected.abs().max()
+    assert (path(logits_RV, temperatures) - expected).abs().max() < tolerance
+    assert path(logits_RV)[2] == path(logits_RV[2:3])[0]
+
+
+def test_logprobs_and_ranks():
+    logits_RV = random_logits(9, 500, 3.0).round(decimals=0)
+    chosen = torch.arange(9) * 50
+    result = logprobs.token_logprobs(logits_RV, chosen, 6)
+    expected_RV = torch.log_softmax(logits_RV.double(), dim=-1).numpy()
+    for row in range(9):
+        order = oracle.falling_order(logits_RV[row].numpy())
+        token_ids = [int(chosen[row]), *order[:6]]
+        assert result.token_ids[row].tolist() == token_ids
+        np.testing.assert_allclose(result.logprobs[row], expected_RV[row, token_ids], atol=2e-6)
+        assert result.ranks[row] == order.index(int(chosen[row])) + 1
+    reference = logprobs.token_rank_reference(logits_RV, chosen)
+    assert torch.equal(reference, result.ranks)
+
+
+@pytest.mark.parametrize("num_candidates", [0, 1, 20, 500, 10_000])
+def test_number_of_candidates(num_candidates):
+    result = logprobs.token_logprobs(
+        random_logits(2, 50, 1.0), torch.tensor([3, 4]), num_candidates
+    )
+    assert result.logprobs.shape == (2, 1 + min(num_candidates, 50))
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [(0.7, 0.0, 1.0), (0.0, -0.4, 1.0), (0.0, 0.0, 1.8), (0.0, 0.0, 0.5), (-1.0, 0.3, 1.2)],
+)
+def test_penalties(penalties):
+    logits_RV = random_logits(6, 40, 2.0)
+    generator = torch.Generator().manual_seed(3)
+    tokens_RM = torch.randint(0, 40, (6, 30), generator=generator, dtype=torch.int32)
+    tokens_RM[:, 29] = -1  # beyond every row's length
+    lengths, prompt_lens = torch.tensor([29, 5, 12, 1, 20, 7]), torch.tensor([10, 5, 0, 1, 19, 3])
+    changed_RV = logits_RV.clone()
+    which = torch.tensor([5, 0, 2, 3, 4])
+    columns = Penalties(*(torch.full((5,), value) for value in penalties))
+    apply_penalties(
+        changed_RV, which, tokens_RM[which], lengths[which], prompt_lens[which], columns
+    )
+    assert torch.equal(changed_RV[1], logits_RV[1])
+    for row in which.tolist():
+        length, prompt_len = int(lengths[row]), int(prompt_lens[row])
+        tokens = tokens_RM[row].tolist()
+        expected = oracle.penalised(
+            logits_RV[row].double().numpy(),
+            tokens[:prompt_len],
+            tokens[prompt_len:length],
+            *penalties,
+        )
+        np.testing.assert_allclose(changed_RV[row], expected, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,317 @@
+"""The sampler: what each parameter does to a row, alone and beside rows that ask for others."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.base.plan import RowStart
+from quire.base.sampling_params import SamplingParams
+from quire.runner.sampler import SampledTokens, Sampler
+from tests.ops import sampling_oracle as oracle
+
+VOCAB = 97
+MAX_ROWS = 8
+MAX_LEN = 40
+
+
+class Bench:
+    """A sampler, token buffers and the lengths of their rows."""
+
+    def __init__(self, vocab_size: int = VOCAB, device: str = "cpu") -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.sampler = Sampler(MAX_ROWS, vocab_size, device)
+        self.tokens_RM = torch.randint(
+            0, vocab_size, (MAX_ROWS, MAX_LEN), generator=generator, dtype=torch.int32
+        ).to(device)
+        self.lengths = np.zeros(MAX_ROWS, np.int64)
+        self.prompt_lens = np.zeros(MAX_ROWS, np.int64)
+
+    def start(
+        self,
+        row: int,
+        prompt: list[int] | None = None,
+        output: list[int] | None = None,
+        seed: int = 1,
+        stop_token_ids: tuple[int, ...] = (),
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        sample_index: int = 0,
+        **params,
+    ) -> None:
+        prompt = [1, 2, 3] if prompt is None else prompt
+        tokens = np.array(prompt + (output or []), np.int32)
+        self.tokens_RM[row, : len(tokens)] = torch.from_numpy(tokens)
+        self.lengths[row], self.prompt_lens[row] = len(tokens), len(prompt)
+        settings = SamplingParams(max_tokens=None, **params)
+        self.sampler.start_row(
+            RowStart(
+                row,
+                tokens,
+                0,
+                len(prompt),
+                settings,
+                seed,
+                sample_index,
+                stop_token_ids,
+                bad_words,
+            )
+        )
+
+    def sample(self, logits_NV: torch.Tensor, *rows: int, moved: int = 0) -> SampledTokens:
+        which = np.array(rows, np.int32)
+        lengths = self.lengths[which]
+        return self.sampler.sample(
+            logits_NV, which, lengths + moved, self.tokens_RM, lengths, self.prompt_lens[which]
+        )
+
+
+def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, vocab_size, generator=generator) * 2
+
+
+GREEDY = {"temperature": 0.0}
+
+ROWS = {
+    0: {"temperature": 0.0},
+    1: {"temperature": 0.7},
+    2: {"top_k": 5},
+    3: {"top_p": 0.8, "logprobs": 3},
+    4: {"min_p": 0.1, "repetition_penalty": 1.5, "output": [4, 5, 4]},
+    5: {"temperature": 0.0, "logit_bias": {7: 100.0}, "logprobs": 0},
+    6: {"allowed_token_ids": [3, 50, 60], "top_k": 2, "top_p": 0.9},
+    7: {"presence_penalty": 1.0, "frequency_penalty": 1.0, "output": [8, 9], "logprobs": -1},
+}
+
+
+def test_a_row_is_the_same_alone_and_in_any_batch():
+    bench = Bench()
+    for row, settings in ROWS.items():
+        bench.start(row, seed=row, **settings)
+    logits = random_logits(MAX_ROWS)
+    together = bench.sample(logits, *range(MAX_ROWS)).token_ids_N.tolist()
+    backwards = bench.sample(logits.flip(0), *reversed(range(MAX_ROWS))).token_ids_N.tolist()
+    assert backwards[::-1] == together
+    for row in range(MAX_ROWS):
+        assert bench.sample(logits[row : row + 1], row).token_ids_N.tolist() == [together[row]]
+
+
+def test_logits_are_not_changed():
+    bench = Bench()
+    for row, settings in ROWS.items():
+        bench.start(row, **settings)
+    logits = random_logits(MAX_ROWS)
+    before = logits.clone()
+    bench.sample(logits, *range(MAX_ROWS))
+    assert torch.equal(logits, before)
+
+
+def test_greedy_of_16_bit_logits_takes_the_lowest_id():
+    bench = Bench()
+    bench.start(2, **GREEDY)
+    logits = torch.zeros(1, VOCAB, dtype=torch.bfloat16)
+    logits[0, [40, 41]] = 3
+    assert bench.sample(logits, 2).token_ids_N.tolist() == [40]
+
+
+def test_the_seed_decides():
+    bench = Bench()
+    logits = random_logits(1).expand(4, VOCAB)
+    for row, seed in enumerate((5, 5, 6, -(2**63))):
+        bench.start(row, seed=seed, temperature=2.0)
+
+    def texts() -> list[list[int]]:
+        steps = [bench.sample(logits, 0, 1, 2, 3, moved=moved).token_ids_N for moved in range(30)]
+        return torch.stack(steps, dim=1).tolist()
+
+    first = texts()
+    assert first == texts()
+    assert first[0] == first[1]
+    assert len({tuple(text) for text in first}) == 3
+
+
+def test_seeds_above_63_bits_are_taken():
+    bench = Bench()
+    bench.start(0, seed=2**64 - 1, temperature=2.0)
+    bench.start(1, seed=-1, temperature=2.0)
+    tokens = bench.sample(random_logits(1).expand(2, VOCAB), 0, 1).token_ids_N.tolist()
+    assert tokens[0] == tokens[1]
+
+
+def test_distribution_over_positions():
+    settings = {"temperature": 1.3, "top_k": 30, "top_p": 0.9}
+    bench = Bench()
+    bench.start(0, **settings)
+    logits = random_logits(1)
+    tokens = [bench.sample(logits, 0, moved=moved).token_ids_N for moved in range(3000)]
+    counts = np.bincount(torch.cat(tokens).numpy(), minlength=VOCAB)
+    expected = oracle.filtered_distribution(logits[0].double().numpy(), **settings)
+    assert abs(oracle.chi_square_z(counts, expected)) < 4.5
+
+
+def test_penalties_change_the_greedy_choice():
+    prompt, output = [10, 11, 12], [20, 20, 21]
+    penalties = {
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.9,
+        "repetition_penalty": 1.4,
+    }
+    bench = Bench()
+    bench.start(0, prompt, output, **GREEDY, **penalties)
+    bench.start(1, prompt, output, **GREEDY)
+    for seed in range(30):
+        logits = random_logits(2, seed=seed)
+        logits[:, [10, 20, 21]] += 4
+        changed = oracle.penalised(logits[0].double().numpy(), prompt, output, 0.6, 0.9, 1.4)
+        expected = [int(changed.argmax()), int(logits[1].argmax())]
+        assert bench.sample(logits, 0, 1).token_ids_N.tolist() == expected
+
+
+def test_logit_bias():
+    bench = Bench()
+    logits = random_logits(1)
+    order = oracle.falling_order(logits[0].numpy())
+    bench.start(0, **GREEDY, logit_bias={order[0]: -100.0, order[1]: -50.0, order[2]: -0.0})
+    assert bench.sample(logits, 0).token_ids_N.tolist() == [order[2]]
+
+
+@pytest.mark.parametrize("settings", [GREEDY, {"temperature": 2.0}, {"top_k": 50, "top_p": 0.99}])
+def test_allowed_token_ids(settings):
+    bench = Bench()
+    bench.start(0, allowed_token_ids=[3, 90], **settings)
+    chosen = {int(bench.sample(random_logits(1, seed=seed), 0).token_ids_N) for seed in range(40)}
+    assert chosen == {3, 90}
+
+
+def test_min_tokens_masks_what_ends_the_sequence():
+    logits = random_logits(1)
+    order = oracle.falling_order(logits[0].numpy())
+    stop = (order[0], order[1])
+    for num_output, expected in ((0, order[2]), (1, order[2]), (2, order[0])):
+        bench = Bench()
+        bench.start(0, output=[30, 31][:num_output], stop_token_ids=stop, min_tokens=2, **GREEDY)
+        assert bench.sample(logits, 0).token_ids_N.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "is_masked"),
+    [
+        ([1], [5, 6], True),
+        ([1], [9, 5, 6], True),
+        ([1], [6, 5], False),
+        ([1], [6], False),
+        ([1, 5], [6], False),  # a bad word begins in the output
+        ([1], [], False),
+    ],
+)
+def test_bad_words_of_several_tokens(prompt, output, is_masked):
+    bench = Bench()
+    logits = random_logits(1)
+    logits[0, 7], logits[0, 8] = 50, 40
+    words = ((5, 6, 7), (60, 61, 62, 63, 7), (64, 7))
+    bench.start(0, prompt, output, bad_words=words, **GREEDY)
+    assert bench.sample(logits, 0).token_ids_N.tolist() == [8 if is_masked else 7]
+
+
+def test_bad_words_of_one_token():
+    bench = Bench()
+    logits = random_logits(1)
+    order = oracle.falling_order(logits[0].numpy())
+    bench.start(0, bad_words=((order[0],), (order[1],)), **GREEDY)
+    assert bench.sample(logits, 0).token_ids_N.tolist() == [order[2]]
+
+
+def test_logprobs_are_those_of_the_raw_logits():
+    bench = Bench()
+    bench.start(0, temperature=1.7, top_k=4, logit_bias={5: 100.0}, logprobs=4)
+    bench.start(1, **GREEDY, logprobs=0)
+    bench.start(2, **GREEDY)
+    bench.start(3, **GREEDY, logprobs=-1)
+    logits = random_logits(4)
+    sampled = bench.sample(logits, 3, 2, 0, 1)
+    expected = torch.log_softmax(logits.double(), dim=-1).numpy()
+    candidates = sampled.candidates
+    assert set(candidates) == {0, 1, 3}
+    for n, row, count in ((0, 3, VOCAB), (2, 0, 4), (3, 1, 0)):
+        found, order = candidates[row], oracle.falling_order(logits[n].numpy())
+        chosen = int(sampled.token_ids_N[n])
+        assert found.token_ids.tolist() == [chosen, *order[:count]]
+        np.testing.assert_allclose(found.logprobs, expected[n, found.token_ids], atol=2e-6)
+        assert found.rank == order.index(chosen) + 1
+    assert sampled.token_ids_N[2] == 5
+
+
+def test_prompt_logprobs():
+    sampler = Bench().sampler
+    logits, targets = random_logits(6), torch.arange(6, dtype=torch.int32) * 9
+    expected = torch.log_softmax(logits.double(), dim=-1).numpy()
+    for num, count in ((0, 0), (3, 3), (-1, VOCAB)):
+        found = sampler.prompt_logprobs(logits, targets, num)
+        assert len(found) == 6
+        for t, item in enumerate(found):
+            order = oracle.falling_order(logits[t].numpy())
+            assert item.token_ids.tolist() == [int(targets[t]), *order[:count]]
+            np.testing.assert_allclose(item.logprobs, expected[t, item.token_ids], atol=2e-6)
+            assert item.rank == order.index(int(targets[t])) + 1
+
+
+@pytest.mark.parametrize("settings", [GREEDY, {}, {"top_p": 0.5}, {"top_k": 3, "logprobs": 2}])
+def test_rows_without_finite_logits_get_an_error_and_harm_no_other(settings):
+    bench = Bench()
+    for row in range(5):
+        bench.start(row, seed=row, **settings)
+    logits = random_logits(5)
+    good = bench.sample(logits, *range(5)).token_ids_N
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 3] = torch.inf
+    logits[3, 3] = -torch.nan
+    sampled = bench.sample(logits, *range(5))
+    assert set(sampled.row_errors) == {0, 1, 2, 3}
+    assert "not finite" in sampled.row_errors[0]
+    assert sampled.token_ids_N.tolist() == [0, 0, 0, 0, int(good[4])]
+    assert set(sampled.candidates) == ({4} if "logprobs" in settings else set())
+
+
+def test_masks_that_leave_nothing_give_an_error():
+    bench = Bench()
+    bench.start(0, allowed_token_ids=[4], bad_words=((4,),), **GREEDY)
+    bench.start(1, **GREEDY)
+    errors = bench.sample(random_logits(2), 0, 1).row_errors
+    assert list(errors) == [0] and "allowed_token_ids" in errors[0]
+
+
+def test_a_row_that_starts_again_forgets():
+    bench = Bench()
+    bench.start(0, logit_bias={5: 100.0}, presence_penalty=2.0, logprobs=3, top_k=1)
+    bench.sampler.release_rows(np.array([0], np.int32))
+    bench.start(0, **GREEDY)
+    logits = random_logits(1)
+    sampled = bench.sample(logits, 0)
+    assert sampled.token_ids_N.tolist() == [int(logits[0].argmax())]
+    assert sampled.candidates == {}
+
+
+def test_copied_row_samples_as_its_parent_with_its_own_noise():
+    bench = Bench()
+    bench.start(0, allowed_token_ids=[1, 2, 3, 4, 5, 6, 7, 8], temperature=2.0, logprobs=1)
+    bench.sampler.copy_row(0, 1)
+    bench.sampler.copy_row(0, 2, sample_index=1)
+    bench.lengths[[1, 2]], bench.prompt_lens[[1, 2]] = bench.lengths[0], bench.prompt_lens[0]
+    logits = random_logits(1).expand(3, VOCAB)
+    steps = [bench.sample(logits, 0, 1, 2, moved=moved) for moved in range(20)]
+    texts = torch.stack([step.token_ids_N for step in steps], dim=1).tolist()
+    assert texts[0] == texts[1] != texts[2]
+    assert set(texts[2]) <= set(range(1, 9))
+    assert set(steps[0].candidates) == {0, 1, 2}
+
+
+@pytest.mark.gpu
+def test_cuda_chooses_the_same():
+    logits = random_logits(MAX_ROWS, 5000)
+    chosen = []
+    for device in ("cpu", "cuda"):
+        bench = Bench(5000, device)
+        for row, settings in ROWS.items():
+            bench.start(row, seed=row, **settings)
+        chosen.append(bench.sample(logits.to(device), *range(MAX_ROWS)).token_ids_N.tolist())
+    assert chosen[0] == chosen[1]

@@ -1,0 +1,155 @@
+"""The house's rules, read from the source: who imports whom, how long things are, what is pure."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "quire"
+
+LAYERS = {
+    "base": 0,
+    "kv": 1,
+    "ops": 1,
+    "scheduler": 2,
+    "models": 2,
+    "render": 2,
+    "runner": 3,
+    "engine": 4,
+    "serve": 5,
+    "tools": 6,
+    "cli": 6,
+}
+# Third-party packages that a room may import; None is anything.
+PURE = {"numpy"}
+ALLOWED: dict[str, set[str]] = {
+    "base": {"numpy", "msgspec"},
+    "kv": PURE,
+    "scheduler": PURE,
+    "render": {"tokenizers", "jinja2"},
+    "ops": {"numpy", "torch", "triton"},
+    "models": {"numpy", "torch", "safetensors", "huggingface_hub"},
+    "runner": {"numpy", "torch"},
+    "engine": {"numpy", "msgspec", "zmq"},
+    "serve": {"rich"},
+    "cli": {"rich"},
+}
+IMPURE_MODULES = {"time", "random", "os", "io", "socket", "threading", "subprocess", "asyncio"}
+IMPURE_CALLS = {"open", "print", "input", "hash"}
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of all modules that a file imports, wherever it does so."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            if node.module == "quire":
+                yield from (f"quire.{alias.name}" for alias in node.names)
+
+
+def room_of(path: Path) -> str | None:
+    """The room that a file is in; None for the package's own __init__."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else None
+
+
+@pytest.mark.parametrize("path", sources(PACKAGE), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_room_imports_only_itself_and_lower_layers(path: Path) -> None:
+    room = room_of(path)
+    if room is None:
+        return
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "quire" and rest and rest[0] in LAYERS:
+            target = rest[0]
+            lower = LAYERS[target] < LAYERS[room]
+            assert target == room or lower, f"{room} must not import {name}"
+        elif top in sys.stdlib_module_names or top == "quire":
+            continue
+        elif room in ALLOWED:
+            assert top in ALLOWED[room], f"{room} must not import {name}"
+
+
+@pytest.mark.parametrize("room", ["kv", "scheduler"])
+def test_pure_rooms_have_no_clock_no_chance_and_no_io(room: str) -> None:
+    for path in sources(PACKAGE / room):
+        bad = IMPURE_MODULES & {name.split(".")[0] for name in imports(path)}
+        assert not bad, f"{path.name} imports {bad}"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in IMPURE_CALLS, f"{path.name} calls {node.func.id}"
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                is_random = node.value.id == "np" and node.attr == "random"
+                assert not is_random, f"{path.name} uses np.random"
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            yield f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1
+
+
+def all_code() -> list[Path]:
+    return sources(PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "demo_model")
+
+
+def test_files_and_functions_fit_the_eye() -> None:
+    long_files = [p.name for p in all_code() if len(p.read_text("utf-8").splitlines()) > 600]
+    assert not long_files
+    lengths = [item for path in all_code() for item in functions(path)]
+    assert not [item for item in lengths if item[1] > 80]
+    product = [n for path in sources(PACKAGE) for _, n in functions(path)]
+    share = sum(n <= 30 for n in product) / len(product)
+    assert share >= 0.9, f"{share:.0%} of the functions fit a screen"
+
+
+def test_no_probing_and_no_pickle() -> None:
+    """hasattr hides which interface is meant; pickle and eval run what a file or a peer says."""
+    forbidden = {"hasattr", "eval", "exec"}
+    for path in sources(PACKAGE):
+        assert not {"pickle", "dill", "cloudpickle", "marshal"} & set(imports(path)), path
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in forbidden, f"{path}: {node.func.id}"
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages in sys.modules of a fresh interpreter after a statement."""
+    code = f"{statement}\nimport sys\nprint(*{{n.split('.')[0] for n in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_quire_loads_nothing_heavy() -> None:
+    heavy = {"torch", "numpy", "msgspec", "tokenizers", "jinja2", "rich", "safetensors"}
+    assert not heavy & loaded_by("import quire")
+
+
+def test_the_text_side_and_the_scheduler_do_without_torch() -> None:
+    assert "torch" not in loaded_by("import quire.scheduler.scheduler, quire.kv.sizing")
+    assert "torch" not in loaded_by("import quire.render.renderer, quire.models.source")
+
+
+def test_llm_needs_no_server_packages() -> None:
+    loaded = loaded_by("from quire import LLM")
+    assert "torch" in loaded
+    assert not {"zmq", "fastapi", "uvicorn", "transformers", "rich"} & loaded
+
+
+def test_every_public_name_resolves() -> None:
+    import quire
+
+    for name in quire.__all__:
+        assert getattr(quire, name).__name__ == name
