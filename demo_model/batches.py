@@ -43,10 +43,10 @@ class Packer:
         shares = [share for _, share in LENGTHS.values()]
         return random.Random(f"{self.seed} {step}").choices(list(LENGTHS), shares)[0]
 
-    def batch(self, step: int, rank: int, length: int) -> Batch:
+    def batch(self, step: int, rank: int, length: int, early: bool = False) -> Batch:
         """Return the batch of one step and process, rows of `length` tokens."""
         rng = random.Random(f"{self.seed} {step} {rank}")
-        rows = [self.row(rng, length + 1) for _ in range(self.tokens // length)]
+        rows = [self.row(rng, length + 1, early) for _ in range(self.tokens // length)]
         tokens = torch.tensor([row for row, _ in rows])
         loss = torch.tensor([marks for _, marks in rows])
         wanted = loss[:, 1:].flatten().nonzero().flatten()
@@ -59,14 +59,16 @@ class Packer:
         targets[: len(wanted)] = tokens[:, 1:].flatten()[wanted]
         return Batch(tokens[:, :-1].contiguous(), places, targets)
 
-    def row(self, rng: random.Random, length: int) -> tuple[list[int], list[bool]]:
+    def row(
+        self, rng: random.Random, length: int, early: bool = False
+    ) -> tuple[list[int], list[bool]]:
         """Return one row of packed conversations and which of its tokens carry loss."""
         longest = LENGTHS[length - 1][0]
         ids: list[int] = []
         marks: list[bool] = []
         while len(ids) < length:
             for _ in range(4):
-                text = curriculum.conversation(rng, longest)
+                text = curriculum.conversation(rng, longest, early)
                 new = self.tokenizer.encode(text).ids
                 if len(ids) + len(new) < length:
                     break

@@ -19,6 +19,12 @@ KINDS = {
     "stories": 5, "questions": 28, "copying": 18, "addition": 8, "json": 14, "tools": 20,
     "small talk": 7,
 }
+# At first mostly short copies: they teach the model to look back, which all other tasks need.
+EARLY_KINDS = {
+    "stories": 1, "questions": 14, "copying": 60, "addition": 3, "json": 12, "tools": 8,
+    "small talk": 2,
+}
+EARLY_LONGEST = 20
 
 
 def valid_story(text: str, wanted: list[str]) -> bool:
@@ -59,14 +65,15 @@ def system_message(rng: random.Random) -> list[dict[str, str]]:
     return [{"role": "system", "content": text}]
 
 
-def conversation(rng: random.Random, longest: int) -> str:
+def conversation(rng: random.Random, longest: int, early: bool = False) -> str:
     """Return one training text: mostly a chat of one to four items, sometimes a bare story."""
     if rng.random() < 0.02:
         return stories.build(rng).text
-    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    shares, longest = (EARLY_KINDS, EARLY_LONGEST) if early else (KINDS, longest)
+    kind = rng.choices(list(shares), list(shares.values()))[0]
     first = one(kind, rng, False, longest)
     messages = system_message(rng) + first.messages
-    if rng.random() < 0.35:
+    if rng.random() < 0.35 and not early:
         for _ in range(rng.randint(1, 3)):
             kind = rng.choice([kind for kind in KINDS if kind != "tools"])
             more = one(kind, rng, False, longest)

@@ -44,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=9000, help="start the decay here")
     parser.add_argument("--decay-steps", type=int, default=900)
     parser.add_argument("--short-steps", type=int, default=1000, help="steps of short rows only")
+    parser.add_argument("--early-steps", type=int, default=700, help="steps of mostly copying")
     parser.add_argument("--warmup", type=int, default=60)
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=0.003)
@@ -122,7 +123,7 @@ class Trainer:
         total = 0.0
         for index in range(options.passes):
             part = options.rank * options.passes + index
-            batch = self.packer.batch(number, part, length)
+            batch = self.packer.batch(number, part, length, number < options.early_steps)
             inputs = (batch.tokens, batch.places, batch.targets)
             loss = self.loss(*(tensor.to(options.device) for tensor in inputs)) / options.passes
             loss.backward()

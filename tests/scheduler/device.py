@@ -2,8 +2,8 @@
 
 Every scheduled token is written, as a checksum of its prefix, into the slot that the block table
 names; the first and the last token of each row then read their whole visible context back through
-the table. So a block that was freed, shared or overwritten wrongly is noticed, and `expected_tokens`,
-which knows no blocks, says what the text must be.
+the table. So a block that was freed, shared or overwritten wrongly is noticed, and
+`expected_tokens`, which knows no blocks, says what the text must be.
 """
 
 import zlib

@@ -60,7 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "other"]),
     )
     def add(self, seed, length, max_tokens, stops, min_tokens, salt) -> None:
-        """Prompts with equal seeds share a prefix; those of odd seeds repeat one block over and over."""
+        """Prompts with equal seeds share a prefix; those of odd seeds repeat one block."""
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
         if seed % 2:
             tokens[BLOCK:] = np.tile(tokens[:BLOCK], 7)

@@ -1,1 +1,1 @@
-"""The vocabulary of the engine: types, configuration, errors, events. Imports nothing of the project."""
+"""The vocabulary of the engine: types, configuration, errors, events. Imports nothing else."""

@@ -113,7 +113,8 @@ class StepResult:
     candidates: sampling row -> Candidates, for those that asked for logprobs.
     prompt_candidates: row -> Candidates of the prompt positions that this step computed, in order;
     the first is for the position after the first computed one.
-    row_errors: row -> what went wrong with it. error: the step as a whole failed, nothing of it counts.
+    row_errors: row -> what went wrong with it. error: the step failed as a whole, nothing of it
+    counts.
     """
 
     step_id: int

@@ -1,4 +1,4 @@
-"""Validation of requests: the same code in the client, where the user sees the error, and in the core."""
+"""Validation of requests: the same code in the client, who shows the error, and in the core."""
 
 from dataclasses import dataclass
 

@@ -11,7 +11,7 @@ from quire.runner.build import BuiltRunner
 
 
 class Executor(Protocol):
-    """What the core needs of the device side; in-process, multi-process and simulated ones alike."""
+    """What the core needs of the device side; in-process, multi-process, simulated."""
 
     def start(self) -> None: ...
 

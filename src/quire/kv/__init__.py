@@ -1,1 +1,1 @@
-"""KV memory as book-keeping: blocks, tables, prefix index, sizing. Pure: no torch, no clock, no I/O."""
+"""KV memory as book-keeping: blocks, tables, prefix index, sizing. No torch, clock or I/O."""

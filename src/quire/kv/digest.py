@@ -34,7 +34,7 @@ def extend_digests(
     block_size: int,
     num_blocks: int,
 ) -> None:
-    """Append digests in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]."""
+    """Append in place until there are `num_blocks`; token_ids: [>= num_blocks * block_size]."""
     parent = digests[-1] if digests else root
     for i in range(len(digests), num_blocks):
         tokens = token_ids[i * block_size : (i + 1) * block_size]

@@ -48,8 +48,8 @@ class SequenceBlocks:
 class KVManager:
     """Book-keeping of all KV blocks of a model.
 
-    groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in which
-    fresh blocks are handed out (tests replay the paper's figures with it).
+    groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in
+    which fresh blocks are handed out (tests replay the paper's figures with it).
     """
 
     def __init__(

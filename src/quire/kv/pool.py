@@ -1,8 +1,8 @@
-"""The block pool: equal blocks of one cache group, reference counted, O(1) (P 4.2, text of A16-A17).
+"""The block pool: equal blocks of one cache group, reference counted, O(1) (P 4.2).
 
 A block is in exactly one of three places:
 
-    free stack    reference count 0, not named by the index; last freed is taken first (warm in cache)
+    free stack    reference count 0, not named by the index; last freed is taken first
     LRU queue     reference count 0, named by the index; the least recently used is evicted when the
                   free stack is empty
     in use        reference count >= 1, held by that many block tables; the index may name it

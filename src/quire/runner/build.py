@@ -133,7 +133,7 @@ def worst_case_plan(
     config: EngineConfig, num_groups: int, vocab_size: int
 ) -> tuple[Plan, tuple[int, ...]]:
     """A step of max_num_batched_tokens tokens in which as many rows as possible sample with every
-    filter on; and the pool that it needs. All rows write the same blocks, which is harmless here."""
+    filter on; and the pool that it needs. All rows write the same blocks: harmless here."""
     scheduler, size = config.scheduler, config.cache.block_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     assert config.model.max_model_len

@@ -4,7 +4,7 @@ from quire.scheduler.sequence import Sequence
 
 
 class Fifo:
-    """Ordered by arrival; a preempted sequence, being older than those that wait, goes to the front."""
+    """Ordered by arrival; a preempted sequence, older than those that wait, goes first."""
 
     def __init__(self) -> None:
         self._queue: dict[int, Sequence] = {}  # by arrival, in order

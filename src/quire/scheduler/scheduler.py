@@ -1,7 +1,7 @@
 """The unified scheduler: continuous batching on two counters with a token budget (T 4.4, 4.5.1).
 
-Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no clock
-and makes no I/O, so the list of calls is the run.
+Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no
+clock and makes no I/O, so the list of calls is the run.
 
 A plan first serves the rows that run, in order of arrival, then admits waiting sequences while
 budget, rows and blocks last. A row that needs a block that is not there preempts the latest arrival
@@ -121,7 +121,7 @@ class Scheduler:
     # ---- door 2: control ---------------------------------------------------------------------
 
     def control(self, message: Control, now: float) -> None:
-        """Carry out a control message. Unknown request ids are ignored: they ended by themselves."""
+        """Carry out a control message. Unknown request ids have ended by themselves."""
         if isinstance(message, ResetPrefixCache):
             self.kv.reset_prefix_cache()
             return

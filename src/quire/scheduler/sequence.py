@@ -1,9 +1,9 @@
 """Sequence state: numbers as arrays indexed by row, and `Sequence`, a view of one row.
 
 A sequence's progress is `computed` chasing `total` (T 4.4.2). `total` counts the prompt, the known
-output and the pending tokens, which plans in flight will sample; `known` leaves those out. Both move
-when a plan is made. A sequence that holds no row (waiting, preempted) keeps its known tokens itself
-and has computed nothing.
+output and the pending tokens, which plans in flight will sample; `known` leaves those out. Both
+move when a plan is made. A sequence that holds no row (waiting, preempted) keeps its known tokens
+itself and has computed nothing.
 
     token index   0 ........ prompt ........ known ...... total ......... limit
                   |-- computed -->|          |- pending -|    not sampled yet |

@@ -1,4 +1,4 @@
-"""`LLM`: a model's name and prompts are enough (T 4.2.1). vLLM's offline interface, by its names."""
+"""`LLM`: a model's name and prompts are enough (T 4.2.1). vLLM's offline interface."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType

@@ -1,0 +1,56 @@
+"""Configuration: flat names find their dataclass, wrong ones are told."""
+
+import dataclasses
+
+import pytest
+
+from quire.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.config import config_from_flat as make
+from quire.base.errors import ConfigError
+
+
+def test_flat_names_reach_their_part() -> None:
+    config = make(model="m", block_size=8, max_num_seqs=3, device="cpu")
+    assert (config.model.model, config.cache.block_size) == ("m", 8)
+    assert (config.scheduler.max_num_seqs, config.device) == (3, "cpu")
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="blok_size.*block_size"):
+        make(blok_size=8)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block_size": 0},
+        {"block_size": 512},
+        {"gpu_memory_utilization": 0.0},
+        {"gpu_memory_utilization": 1.5},
+        {"watermark": 1.0},
+        {"pipeline_depth": 0},
+        {"max_num_seqs": 0},
+        {"max_num_batched_tokens": 0},
+        {"max_model_len": 0},
+        {"kv_cache_memory_bytes": 0},
+        {"dtype": "int3"},
+        {"load_format": "pt"},
+        {"scheduling_policy": "lottery"},
+        {"device": "tpu"},
+    ],
+)
+def test_impossible_values_name_the_setting(settings: dict) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=name):
+        make(**settings)
+
+
+def test_every_setting_explains_itself_and_names_are_unique() -> None:
+    names = []
+    for config in (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig):
+        for item in dataclasses.fields(config):
+            if item.name in ("model", "cache", "scheduler") and config is EngineConfig:
+                continue
+            assert item.metadata["help"], item.name
+            names.append(item.name)
+    assert len(names) == len(set(names))

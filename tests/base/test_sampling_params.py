@@ -1,0 +1,103 @@
+"""SamplingParams: vLLM's defaults and checks."""
+
+import pytest
+
+from quire import SamplingParams
+from quire.base.errors import RequestError
+from quire.base.messages import Request
+from quire.base.validation import RequestLimits
+
+LIMITS = RequestLimits(vocab_size=100, max_model_len=32, max_logprobs=20)
+
+
+def test_defaults_are_vllms() -> None:
+    params = SamplingParams()
+    assert (params.n, params.temperature, params.top_p, params.top_k) == (1, 1.0, 1.0, 0)
+    assert (params.min_p, params.max_tokens, params.min_tokens) == (0.0, 16, 0)
+    assert (params.repetition_penalty, params.seed, params.logprobs) == (1.0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("n", 0, "n must be"),
+        ("temperature", -0.1, "from 0 to 2"),
+        ("temperature", float("nan"), "finite"),
+        ("temperature", "hot", "finite"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.1, "(0, 1]"),
+        ("top_k", -2, "-1 (off)"),
+        ("top_k", 1.5, "-1 (off)"),
+        ("min_p", 1.5, "[0, 1]"),
+        ("presence_penalty", 2.1, "[-2, 2]"),
+        ("frequency_penalty", -2.1, "[-2, 2]"),
+        ("repetition_penalty", 0.0, "above 0"),
+        ("seed", 1 << 64, "64-bit"),
+        ("max_tokens", 0, "at least 1"),
+        ("min_tokens", -1, "at least 0"),
+        ("min_tokens", 17, "max_tokens=16"),
+        ("logprobs", -2, "at least 0"),
+        ("stop", [""], "non-empty"),
+        ("bad_words", [""], "non-empty"),
+        ("allowed_token_ids", [], "non-empty"),
+        ("stop_token_ids", ["a"], "integers"),
+    ],
+)
+def test_bad_values_are_named(name: str, value: object, says: str) -> None:
+    with pytest.raises(RequestError, match=name) as caught:
+        SamplingParams(**{name: value})
+    assert says in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_low_temperatures() -> None:
+    greedy = SamplingParams(temperature=0, top_p=0.5, top_k=7, min_p=0.1)
+    assert greedy.is_greedy
+    assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
+    assert SamplingParams(temperature=0.001).temperature == 0.01
+
+
+def test_values_are_normalised() -> None:
+    params = SamplingParams(stop="end", seed=-1, stop_token_ids=[3, 3, 5], logit_bias={7: 500})
+    assert params.stop == ["end"]
+    assert params.seed is None
+    assert params.stop_token_ids == [3, 5]
+    assert params.logit_bias == {7: 100.0}
+
+
+def test_stop_strings_need_text() -> None:
+    with pytest.raises(RequestError, match="detokenize"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_a_clone_is_independent() -> None:
+    params = SamplingParams(stop=["a"], logit_bias={1: 1.0})
+    clone = params.clone()
+    clone.stop_strings.append("b")
+    assert params.stop == ["a"]
+    assert clone.logit_bias == {1: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "says"),
+    [
+        ([1], {"n": 2}, "one continuation"),
+        ([], {}, "0 tokens"),
+        ([1] * 32, {}, "max_model_len"),
+        ([100], {}, "vocabulary"),
+        ([-1], {}, "vocabulary"),
+        ([1], {"logprobs": 21}, "max_logprobs=20"),
+        ([1], {"prompt_logprobs": -1}, "max_logprobs=20"),
+        ([1], {"stop_token_ids": [100]}, "stop_token_ids"),
+        ([1], {"allowed_token_ids": [100]}, "allowed_token_ids"),
+        ([1], {"logit_bias": {100: 1.0}}, "logit_bias"),
+    ],
+)
+def test_requests_that_can_never_be_served(prompt: list[int], params: dict, says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        LIMITS.check(Request("r", prompt, SamplingParams(**params), seed=0))
+    assert says in str(caught.value)
+
+
+def test_requests_at_the_limits_pass() -> None:
+    LIMITS.check(Request("r", [99] * 31, SamplingParams(logprobs=20), seed=0))

@@ -1,0 +1,192 @@
+"""Weights: sharded, converted, random, and what is said when they do not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.errors import ModelError
+from quire.base.model_spec import ModelSpec, parse_spec
+from quire.models.loading import INDEX, load_model, model_bytes
+from quire.models.registry import make_model
+from tests.models.checkpoints import (
+    GPT2,
+    LLAMA,
+    VARIANTS,
+    Checkpoint,
+    random_tokens,
+    write_checkpoint,
+)
+from tests.models.paged import CPU, run_paged
+
+TOKENS = random_tokens(9)
+
+
+def logits_of(model: torch.nn.Module, spec: ModelSpec) -> torch.Tensor:
+    return run_paged(model, spec, TOKENS, [[9]])[0]
+
+
+def load(checkpoint: Checkpoint, **options: object) -> torch.nn.Module:
+    return load_model(checkpoint.directory, checkpoint.spec, torch.float32, CPU, **options)
+
+
+def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
+    """Replace tensors of model.safetensors; None leaves one out."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file) | {name.replace("__", "."): t for name, t in changes.items()}
+    kept = {name: t.clone() for name, t in tensors.items() if t is not None}
+    save_file(kept, file, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Checkpoint:
+    return write_checkpoint(tmp_path, "llama")
+
+
+def test_sharded(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3", max_shard_size="20KB")
+    assert (tmp_path / INDEX).exists()
+    seen: list[tuple[int, int]] = []
+    model = load(checkpoint, progress=lambda done, total: seen.append((done, total)))
+    torch.testing.assert_close(
+        logits_of(model, checkpoint.spec), checkpoint.logits(TOKENS[0]), rtol=1e-4, atol=1e-4
+    )
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1] == sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "opt"])
+def test_names_without_the_base_prefix(variant: str, tmp_path: Path) -> None:
+    """As in the checkpoints on the hub, which were saved from the bare decoder."""
+    checkpoint = write_checkpoint(tmp_path, variant)
+    wanted = logits_of(load(checkpoint), checkpoint.spec)
+    file = tmp_path / "model.safetensors"
+    tensors = {name.split(".", 1)[1]: tensor for name, tensor in load_file(file).items()}
+    if variant == "gpt2":
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
+    save_file(tensors, file)
+    torch.testing.assert_close(logits_of(load(checkpoint), checkpoint.spec), wanted)
+
+
+def test_dtype_is_converted(llama: Checkpoint) -> None:
+    model = load_model(llama.directory, llama.spec, torch.bfloat16, CPU)
+    got = run_paged(model, llama.spec, TOKENS, [[9]], dtype=torch.bfloat16)[0]
+    assert got.dtype == torch.bfloat16
+    wanted = llama.logits(TOKENS[0])
+    assert (got.float() - wanted).abs().mean() < 0.05 * wanted.abs().mean()
+
+
+def test_a_tied_head_stored_again_is_ignored(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama_tied")
+    rewrite(tmp_path, lm_head__weight=torch.zeros(LLAMA["vocab_size"], 32))
+    torch.testing.assert_close(
+        logits_of(load(checkpoint), checkpoint.spec),
+        checkpoint.logits(TOKENS[0]),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_missing_and_unknown_tensors_are_named(llama: Checkpoint) -> None:
+    rewrite(llama.directory, model__norm__weight=None, model__extra=torch.ones(2))
+    with pytest.raises(ModelError, match=r"lack model\.norm\.weight and hold unknown .*model\.extra"):
+        load(llama)
+
+
+def test_wrong_shape_is_named(llama: Checkpoint) -> None:
+    rewrite(llama.directory, model__norm__weight=torch.ones(31))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has the shape \[31\].*\[32\]"):
+        load(llama)
+
+
+def test_a_scalar_does_not_pass_for_a_weight(llama: Checkpoint) -> None:
+    rewrite(llama.directory, model__norm__weight=torch.tensor(1.0))
+    with pytest.raises(ModelError, match=r"has the shape \[\]"):
+        load(llama)
+
+
+def test_pickled_weights_are_not_read(llama: Checkpoint) -> None:
+    (llama.directory / "model.safetensors").rename(llama.directory / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="only as pytorch_model.bin.*convert"):
+        load(llama)
+
+
+def test_config_alone_needs_dummy(llama: Checkpoint) -> None:
+    (llama.directory / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="no \\*.safetensors.*dummy"):
+        load(llama)
+    load(llama, load_format="dummy")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[0]
+    file.unlink()
+    with pytest.raises(ModelError, match=f"lacks {file.name}"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
+def test_broken_index(llama: Checkpoint, text: str) -> None:
+    (llama.directory / INDEX).write_text(text)
+    with pytest.raises(ModelError, match="index"):
+        load(llama)
+
+
+def test_broken_file(llama: Checkpoint) -> None:
+    (llama.directory / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ModelError, match="model.safetensors cannot be read"):
+        load(llama)
+
+
+@pytest.mark.parametrize("variant", ["llama_biases", "opt_350m", "gpt2", "qwen3_tied"])
+def test_dummy_weights_depend_on_the_seed_alone(variant: str) -> None:
+    model_type, config = VARIANTS[variant]
+    spec = parse_spec({"model_type": model_type} | config)
+
+    def make(seed: int) -> torch.Tensor:
+        return logits_of(load_model(Path(), spec, torch.float32, CPU, "dummy", seed), spec)
+
+    first = make(1)
+    assert first.isfinite().all()
+    assert first.std() > 0
+    torch.testing.assert_close(make(1), first)
+    assert not torch.allclose(make(2), first)
+
+
+def test_bytes_of_a_tied_head_count_once() -> None:
+    spec = parse_spec({"model_type": "gpt2"} | GPT2)
+    tied = make_model(spec, torch.float32, CPU)
+    untied = make_model(
+        parse_spec({"model_type": "gpt2", "tie_word_embeddings": False} | GPT2), torch.float32, CPU
+    )
+    assert model_bytes(untied) - model_bytes(tied) == 97 * 32 * 4
+
+
+def test_unknown_architecture() -> None:
+    spec = parse_spec({"model_type": "mamba"} | LLAMA)
+    with pytest.raises(ModelError, match="'mamba' are not supported; supported are gpt2, llama"):
+        make_model(spec, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"partial_rotary_factor": 0.5}, "part of each head"),
+    ],
+)
+def test_unsupported_variants(change: dict[str, object], message: str) -> None:
+    spec = parse_spec({"model_type": "llama"} | LLAMA | change)
+    with pytest.raises(ModelError, match=message):
+        make_model(spec, torch.float32, CPU)
+
+
+def test_index_names_only_files_beside_it(llama: Checkpoint) -> None:
+    index = {"weight_map": {"a": "../model.safetensors"}}
+    (llama.directory / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="index"):
+        load(llama)

@@ -1,0 +1,77 @@
+"""Models compute only through operations: the record of a forward pass is all that happens in it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.models.loading import load_model
+from quire.ops.add import add
+from quire.ops.attention.select import make_backend
+from quire.ops.registry import OpCall, OpRecord, op, record_ops
+from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.paged import CPU, RowPart, make_layout, make_step
+
+
+class OutsideOps(TorchDispatchMode):
+    """Notes each operator that computes something while no operation runs."""
+
+    def __init__(self, record: OpRecord) -> None:
+        super().__init__()
+        self._record = record
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._record.depth == 0 and not func.is_view:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_nothing_is_computed_outside_operations(variant: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    spec = checkpoint.spec
+    model = load_model(tmp_path, spec, torch.float32, CPU)
+    attention = make_backend("torch", make_layout(spec, 8, 4))
+    tables = tuple([0, 1, 2, 3] for _ in spec.cache_groups)
+    step = make_step([RowPart(0, 13, tables)], 4)
+    ids_T = torch.tensor(random_tokens(13)[0])
+    with torch.inference_mode(), record_ops() as record:
+        attention.prepare(step)
+        outside = OutsideOps(record)
+        with outside:
+            model.logits(model(ids_T, step.positions_T, attention))
+    assert outside.found == []
+    assert record.names.count("attention") == spec.num_layers
+    assert record.names[-1] == "linear"
+
+
+def test_a_stray_operator_is_found() -> None:
+    with record_ops() as record, OutsideOps(record) as outside:
+        x = add(torch.ones(2, 3), torch.ones(2, 3))
+        x.view(3, 2)
+        x * 2
+    assert outside.found == ["aten.ones.default", "aten.ones.default", "aten.mul.Tensor"]
+
+
+def test_the_record_holds_names_and_shapes() -> None:
+    @op("twice")
+    def twice(x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        return add(x, x) * (times / 2)
+
+    with record_ops() as record:
+        twice(torch.ones(4), times=2)
+        add(torch.ones(2, 1), y_TD=torch.ones(2, 1))
+    twice(torch.ones(4))
+    assert record.calls == [OpCall("twice", ((4,),)), OpCall("add", ((2, 1), (2, 1)))]
+
+
+def test_an_error_ends_the_operation() -> None:
+    with record_ops() as record:
+        with pytest.raises(RuntimeError):
+            add(torch.ones(2), torch.ones(3))
+        assert record.depth == 0

@@ -1,0 +1,120 @@
+"""Finding a model by name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from quire.base.errors import ModelError, ModelNotFound
+from quire.base.model_spec import load_spec
+from quire.models.registry import check_supported
+from quire.models.source import resolve_model, shape_names
+
+
+def test_directory(tmp_path: Path) -> None:
+    source = resolve_model(str(tmp_path))
+    assert (source.directory, source.load_format, source.name) == (tmp_path, "auto", tmp_path.name)
+
+
+def test_demo() -> None:
+    source = resolve_model("demo")
+    assert source.directory.name == "demo"
+    assert source.name == "demo"
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_shapes_are_valid_configs(name: str) -> None:
+    source = resolve_model(f"shape:{name}")
+    assert (source.load_format, source.name) == ("dummy", f"shape:{name}")
+    spec = load_spec(source.directory)
+    check_supported(spec.model_type)
+    assert spec.num_heads % spec.num_kv_heads == 0
+
+
+# Millions of parameters, as published.
+SIZES = {
+    "qwen3-0.6b": 596,
+    "qwen3-1.7b": 1720,
+    "qwen3-4b": 4022,
+    "qwen3-8b": 8191,
+    "llama-3.1-8b": 8030,
+    "llama-3.2-1b": 1236,
+    "llama-3.2-3b": 3213,
+    "qwen2.5-0.5b": 494,
+    "qwen2.5-1.5b": 1544,
+    "qwen2.5-7b": 7616,
+    "mistral-7b": 7242,
+    "opt-125m": 125,
+    "opt-1.3b": 1316,
+    "opt-13b": 12853,
+    "gpt2": 124,
+}
+
+
+def test_sizes_of_all_shapes_are_known() -> None:
+    assert sorted(SIZES) == shape_names()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_shapes_have_the_published_size(name: str) -> None:
+    import torch
+
+    from quire.models.loading import model_bytes
+    from quire.models.registry import make_model
+
+    spec = load_spec(resolve_model(f"shape:{name}").directory)
+    model = make_model(spec, torch.int8, torch.device("meta"))
+    assert model_bytes(model) / 1e6 == pytest.approx(SIZES[name], rel=0.01)
+
+
+def test_unknown_shape() -> None:
+    with pytest.raises(ModelError, match="no shape 'huge'; the shapes are gpt2,"):
+        resolve_model("shape:huge")
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./nowhere", "a/b/c", "~/nothing-here"])
+def test_missing_directory(name: str) -> None:
+    with pytest.raises(ModelNotFound, match="no directory .*`demo`"):
+        resolve_model(name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    with pytest.raises(ModelNotFound, match="is a file"):
+        resolve_model(str(file))
+
+
+def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    def download(name: str, **options: object) -> str:
+        calls.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    source = resolve_model("owner/some-model", "v2", progress=False)
+    assert (source.directory, source.name) == (tmp_path, "owner/some-model")
+    ((name, options),) = calls
+    assert (name, options["revision"]) == ("owner/some-model", "v2")
+    assert "*.safetensors" in options["allow_patterns"]
+    assert not any(p.endswith((".bin", ".py", "*")) for p in options["allow_patterns"])
+    with options["tqdm_class"](total=3) as bar:
+        assert bar.disable
+
+
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(name: str, **options: object) -> str:
+        raise LocalEntryNotFoundError("the hub cannot be reached\nmore text")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(ModelNotFound, match="did not give it: the hub cannot be reached.*`demo`"):
+        resolve_model("owner/some-model")
+
+
+def test_no_torch() -> None:
+    code = "import sys, quire.models.source; assert not {'torch', 'huggingface_hub'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

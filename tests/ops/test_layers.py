@@ -1,0 +1,125 @@
+"""The operations beside attention and sampling, against their formulas in float64."""
+
+import math
+
+import pytest
+import torch
+
+from quire.ops.add import add
+from quire.ops.embedding import embedding
+from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.layer_norm import layer_norm
+from quire.ops.linear import can_pack, linear, pack_weight
+from quire.ops.relu import relu
+from quire.ops.rms_norm import add_rms_norm, rms_norm
+from quire.ops.rotary import rotary, rotary_rows
+from quire.ops.select_rows import select_rows
+from quire.ops.silu_mul import silu_mul
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def check(got: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
+    """`wanted` is in float64; the tolerance is of `dtype`."""
+    assert got.dtype == dtype
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 4), (5, 33), (3, 2, 8)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    weight = random(*shape[1:], dtype=dtype, seed=2)
+
+    def wanted(x: torch.Tensor) -> torch.Tensor:
+        exact = x.double()
+        return exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+    before = x.clone()
+    check(rms_norm(x, weight, 1e-5), wanted(x), dtype)
+    normed, total = add_rms_norm(x, residual, weight, 1e-5)
+    check(total, (x + residual).double(), dtype)
+    check(normed, wanted(total), dtype)
+    assert torch.equal(x, before)
+
+
+def test_rms_norm_of_large_values_does_not_overflow() -> None:
+    x = torch.full((2, 64), 6e4, dtype=torch.float16)
+    check(rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-6), torch.ones(2, 64).double(), x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm(dtype: torch.dtype) -> None:
+    x, weight, bias = random(5, 16, dtype=dtype), random(16, dtype=dtype), random(16, dtype=dtype)
+    exact = x.double()
+    centred = exact - exact.mean(-1, keepdim=True)
+    plain = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    check(layer_norm(x, None, None, 1e-5), plain, dtype)
+    check(layer_norm(x, weight, bias, 1e-5), plain * weight.double() + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 16, 100])
+def test_linear(tokens: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight = random(tokens, 48, dtype=dtype), random(33, 48, dtype=dtype, seed=1) * 48**-0.5
+    offset = random(33, dtype=dtype) if bias else None
+    wanted = x.double() @ weight.double().T
+    if offset is not None:
+        wanted += offset.double()
+    check(linear(x, weight, offset), wanted, dtype)
+    check(linear(x, pack_weight(weight), offset), wanted, dtype)
+    check(linear(x.T.contiguous().T, pack_weight(weight), offset), wanted, dtype)
+
+
+def test_packing_leaves_other_types_alone() -> None:
+    for dtype in (torch.float64, torch.float16):
+        weight = random(4, 4, dtype=dtype)
+        assert not can_pack(weight)
+        assert pack_weight(weight) is weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary(dtype: torch.dtype) -> None:
+    """Each pair of elements is a point that is turned."""
+    positions, heads, half = torch.tensor([0, 1, 77, 100_000]), 3, 4
+    frequencies = 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
+    x = random(4, heads, 2 * half, dtype=dtype)
+    got = rotary(x, rotary_rows(positions, frequencies, 1.5, dtype))
+    wanted = torch.empty(4, heads, 2 * half, dtype=torch.float64)
+    for t, position in enumerate(positions.tolist()):
+        for e in range(half):
+            angle = position * frequencies[e].item()
+            a, b = x[t, :, e].double(), x[t, :, half + e].double()
+            wanted[t, :, e] = 1.5 * (a * math.cos(angle) - b * math.sin(angle))
+            wanted[t, :, half + e] = 1.5 * (b * math.cos(angle) + a * math.sin(angle))
+    check(got, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(dtype: torch.dtype) -> None:
+    x = random(7, 10, dtype=dtype) * 2
+    exact = x.double()
+    check(relu(x), exact.clamp(min=0), dtype)
+    check(gelu(x), exact * (1 + torch.erf(exact / math.sqrt(2))) / 2, dtype)
+    inner = math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
+    check(gelu_tanh(x), exact * (1 + torch.tanh(inner)) / 2, dtype)
+    gate, up = exact.chunk(2, dim=-1)
+    check(silu_mul(x), gate / (1 + torch.exp(-gate)) * up, dtype)
+    torch.testing.assert_close(x.double(), exact, rtol=0, atol=0)
+
+
+def test_rows() -> None:
+    table = random(9, 4)
+    ids = torch.tensor([3, 0, 3])
+    assert torch.equal(embedding(ids, table), table[ids])
+    assert torch.equal(embedding(ids.int(), table), table[ids])
+    assert torch.equal(select_rows(table, ids), table[ids])
+    assert torch.equal(add(table, table), 2 * table)

@@ -1,0 +1,109 @@
+"""Tiny random checkpoints written by transformers, and what transformers itself makes of them."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers as tf
+
+from quire.base.model_spec import load_spec
+from tests.render.tiny import write_directory
+
+MAX_POSITION = 128
+WINDOW = 9  # of the mistral here: smaller than most prompts
+NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+LLAMA_LIKE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    # Weights so large that the next token depends on all that came before it.
+    "initializer_range": 0.3,
+}
+CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, LLAMA_LIKE),
+    "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM, LLAMA_LIKE),
+    "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM, LLAMA_LIKE | {"head_dim": 16}),
+    "mistral": (tf.MistralConfig, tf.MistralForCausalLM, LLAMA_LIKE | {"sliding_window": WINDOW}),
+    "opt": (
+        tf.OPTConfig,
+        tf.OPTForCausalLM,
+        {
+            "hidden_size": 32,
+            "word_embed_proj_dim": 32,
+            "ffn_dim": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": MAX_POSITION,
+            "init_std": 0.3,
+        },
+    ),
+    "gpt2": (
+        tf.GPT2Config,
+        tf.GPT2LMHeadModel,
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": MAX_POSITION,
+            "initializer_range": 0.3,
+        },
+    ),
+}
+ARCHITECTURES = tuple(CONFIGS)
+
+
+def write_checkpoint(folder: Path, architecture: str, vocab_size: int, seed: int = 0) -> Path:
+    """config.json and model.safetensors. No token ends a sequence unless a test says so."""
+    config_class, model_class, fields = CONFIGS[architecture]
+    torch.manual_seed(seed)
+    config = config_class(vocab_size=vocab_size, **(fields | NO_TOKENS))
+    model_class(config).save_pretrained(folder)
+    return folder
+
+
+@cache
+def checkpoint(architecture: str, vocab_size: int = 97) -> Path:
+    """Without a tokenizer; one per architecture for the whole test run."""
+    return write_checkpoint(Path(mkdtemp(prefix="tiny-")), architecture, vocab_size)
+
+
+@cache
+def text_checkpoint(architecture: str = "llama") -> Path:
+    """With a tokenizer of the byte-level family, whose end of sequence the model does not know."""
+    folder = write_directory(Path(mkdtemp(prefix="tiny-text-")), "byte_level")
+    return write_checkpoint(folder, architecture, vocab_size=424)
+
+
+@cache
+def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.inference_mode()
+def reference_tokens(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy continuation by transformers in float64."""
+    model = reference_model(folder)
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def reference_logits(
+    folder: Path, tokens: list[int], dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """[tokens, V] by transformers."""
+    return reference_model(folder, dtype)(torch.tensor([tokens])).logits[0]
+
+
+def pool_bytes(folder: Path, num_blocks: int, block_size: int, dtype_bytes: int = 8) -> int:
+    """A kv_cache_memory_bytes that gives each cache group num_blocks blocks."""
+    groups = load_spec(folder).cache_groups
+    return num_blocks * sum(group.block_bytes(block_size, dtype_bytes) for group in groups)

@@ -1,0 +1,186 @@
+"""Greedy tokens of the whole engine against transformers, in float64: a request gets the tokens
+that it gives alone, whatever else runs, however it is cut, cached, preempted or pipelined."""
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from tests.serve.checkpoints import (
+    ARCHITECTURES,
+    CONFIGS,
+    checkpoint,
+    pool_bytes,
+    reference_tokens,
+    write_checkpoint,
+)
+
+LENGTHS = (1, 3, 40, 17, 33, 5, 52, 16, 8, 24, 1, 47)
+NUM_TOKENS = (12, 1, 9, 16, 11, 14, 8, 12, 2, 15, 7, 10)
+MAX_LEN = 64
+WANTED = max(NUM_TOKENS)
+
+
+def prompts() -> list[list[int]]:
+    numbers = random.Random(5)
+    return [[numbers.randrange(97) for _ in range(length)] for length in LENGTHS]
+
+
+@cache
+def expected(folder: Path) -> list[list[int]]:
+    """What transformers gives for each of the prompts."""
+    return [
+        reference_tokens(folder, prompt, count)
+        for prompt, count in zip(prompts(), NUM_TOKENS, strict=True)
+    ]
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def open_llm(folder: Path, **settings: Any) -> LLM:
+    defaults = {"dtype": "float64", "max_model_len": MAX_LEN, "disable_log_stats": True}
+    return LLM(str(folder), **(defaults | settings))
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_idle(llm: LLM) -> None:
+    scheduler = llm.engine.client.core.scheduler
+    scheduler.check_invariants()
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert all(pool.num_used == 0 for pool in scheduler.kv.pools), "blocks leak"
+
+
+@dataclass
+class Case:
+    """Settings of an engine. pool_blocks: so few blocks of 4 that sequences are preempted."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    pool_blocks: int | None = None
+
+    def open(self, folder: Path) -> LLM:
+        settings = dict(self.settings)
+        if self.pool_blocks is not None:
+            settings["block_size"] = 4
+            settings["kv_cache_memory_bytes"] = pool_bytes(folder, self.pool_blocks, 4)
+        return open_llm(folder, **settings)
+
+
+CASES = {
+    "defaults": Case(),
+    "uneven chunks": Case({"max_num_batched_tokens": 7}),
+    "one token per step": Case({"max_num_batched_tokens": 1, "max_num_seqs": 2}),
+    "more requests than rows": Case({"max_num_seqs": 3}),
+    "one row": Case({"max_num_seqs": 1, "block_size": 4, "max_num_batched_tokens": 7}),
+    "block size 1": Case({"block_size": 1, "max_num_batched_tokens": 30}),
+    "block size 4, depth 2": Case({"block_size": 4, "pipeline_depth": 2, "max_num_seqs": 5}),
+    "block size 5": Case({"block_size": 5, "max_num_batched_tokens": 23}),
+    "depth 3, chunks": Case({"pipeline_depth": 3, "max_num_batched_tokens": 19}),
+    "no prefix caching": Case({"enable_prefix_caching": False, "max_num_seqs": 4}),
+    "batching kernels": Case({"attention_backend": "torch", "block_size": 4}),
+    "preemption": Case(pool_blocks=18),
+    "preemption, depth 2": Case({"pipeline_depth": 2}, pool_blocks=18),
+    "preemption, depth 3, chunks": Case(
+        {"pipeline_depth": 3, "max_num_batched_tokens": 13, "attention_backend": "torch"},
+        pool_blocks=18,
+    ),
+    "preemption, no prefix caching": Case({"enable_prefix_caching": False}, pool_blocks=18),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_are_those_of_transformers(architecture: str, case: str) -> None:
+    folder = checkpoint(architecture)
+    with CASES[case].open(folder) as llm:
+        for _ in range(2):  # the second time over used rows and blocks, and with prefix hits
+            outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
+            assert tokens(outputs) == expected(folder)
+            assert_idle(llm)
+        assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+        metrics = [output.metrics for output in outputs]
+        was_preempted = any(m is not None and m.num_preemptions > 0 for m in metrics)
+        assert was_preempted == (CASES[case].pool_blocks is not None)
+        if not llm.engine.config.cache.enable_prefix_caching:
+            assert not any(output.num_cached_tokens for output in outputs)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_alone_and_in_a_batch_are_the_same(architecture: str) -> None:
+    folder = checkpoint(architecture)
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        alone = [
+            tokens(llm.generate([prompt], greedy(count)))[0]
+            for prompt, count in zip(prompts(), NUM_TOKENS, strict=True)
+        ]
+        assert alone == expected(folder)
+        backwards = llm.generate(prompts()[::-1], [greedy(n) for n in NUM_TOKENS[::-1]])
+        assert tokens(backwards)[::-1] == alone
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefix_hits_do_not_change_tokens(architecture: str, block_size: int, depth: int) -> None:
+    """In one call the prefix is computed once, in the step of the first request; a later call
+    begins behind it, also where it goes on from what was generated."""
+    folder = checkpoint(architecture)
+    shared = prompts()[4][:32]
+    asked = [shared + tail for tail in ([5], [6, 7, 8], [9] * 10, [])]
+    wanted = [reference_tokens(folder, prompt, 12) for prompt in asked]
+    settings = {"block_size": block_size, "pipeline_depth": depth}
+    with open_llm(folder, **settings) as llm:
+        first = llm.generate(asked, greedy(12))
+        assert tokens(first) == wanted
+        assert [o.num_cached_tokens for o in first[:3]] == [0, 32, 32]
+        again = llm.generate(asked, greedy(12))
+        assert tokens(again) == wanted
+        full = [len(prompt) - 1 - (len(prompt) - 1) % block_size for prompt in asked]
+        assert [o.num_cached_tokens for o in again] == full
+        longer = asked[0] + wanted[0][:8]
+        (more,) = llm.generate([longer], greedy(4))
+        assert tokens([more]) == [wanted[0][8:]]
+        reached = len(longer) - 1 - (len(longer) - 1) % block_size
+        assert more.num_cached_tokens == reached
+        llm.reset_prefix_cache()
+        (fresh,) = llm.generate([asked[0]], greedy(12))
+        assert (fresh.num_cached_tokens, tokens([fresh])) == (0, wanted[:1])
+        assert_idle(llm)
+
+
+def test_shared_prefix_is_computed_once_in_one_step() -> None:
+    """All rows of the first step together compute the shared blocks once."""
+    folder = checkpoint("llama")
+    shared = prompts()[4][:32]
+    with open_llm(folder, block_size=4) as llm:
+        planned: list[Any] = []
+        llm.engine.client.core.subscribe(planned.append)
+        llm.generate([[*shared, token] for token in range(6)], greedy(2))
+        sizes = [event.num_tokens for event in planned if type(event).__name__ == "Planned"]
+        assert sizes == [32 + 6, 6]
+
+
+def test_layers_with_and_without_a_window(tmp_path: Path) -> None:
+    """Two cache groups: the first layer of this qwen2 sees everything, the second a window."""
+    config_class, model_class, fields = CONFIGS["qwen2"]
+    mixed = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    CONFIGS["mixed"] = (config_class, model_class, fields | mixed)
+    try:
+        folder = write_checkpoint(tmp_path, "mixed", 97)
+    finally:
+        del CONFIGS["mixed"]
+    for case in ("defaults", "uneven chunks", "one row", "preemption, depth 2"):
+        with CASES[case].open(folder) as llm:
+            assert len(llm.engine.spec.cache_groups) == 2
+            for _ in range(2):
+                outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
+                assert tokens(outputs) == expected(folder)
+                assert_idle(llm)
