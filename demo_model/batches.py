@@ -12,8 +12,8 @@ from torch import Tensor
 from . import chat, curriculum
 
 # Row length -> (longest copy task in words, share of the steps once all lengths are in use).
-LENGTHS = {256: (50, 0.55), 640: (180, 0.35), 2048: (400, 0.1)}
-OTHER_SHARE = 0.1
+LENGTHS = {256: (50, 0.5), 768: (200, 0.42), 2048: (250, 0.08)}
+OTHER_SHARE = 0.05
 TARGET_SHARE = 0.45
 
 

@@ -25,7 +25,7 @@ FOREIGN = [
 
 def _words(rng: random.Random, size: int) -> str:
     """Random words of the vocabulary, some made up."""
-    made_up = rng.choice((0.0, 0.1, 0.5))
+    made_up = rng.choice((0.0, 0.0, 0.1, 0.3))
     return " ".join(
         invented_word(rng) if rng.random() < made_up else rng.choice(ALL_WORDS)
         for _ in range(size)
@@ -87,7 +87,7 @@ TEXTS: list[tuple[Callable[[random.Random, int], str], float]] = [
 ]
 
 
-def make(rng: random.Random, longest: int = 300) -> Item:
+def make(rng: random.Random, longest: int = 200) -> Item:
     """Return a copy task of up to about `longest` words."""
     size = int(2 ** rng.uniform(0.5, 6)) if rng.random() < 0.7 else rng.randint(20, longest)
     size = min(size, longest)

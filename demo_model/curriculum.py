@@ -16,8 +16,8 @@ SYSTEMS = [
     "You are a tool user. Use the tools if they help.", "Answer in plain English.",
 ]
 KINDS = {
-    "stories": 5, "questions": 28, "copying": 18, "addition": 8, "json": 14, "tools": 20,
-    "small talk": 7,
+    "stories": 5, "questions": 27, "copying": 19, "addition": 8, "json": 13, "tools": 20,
+    "small talk": 8,
 }
 # At first mostly short copies: they teach the model to look back, which all other tasks need.
 EARLY_KINDS = {
@@ -45,7 +45,7 @@ def told_story(rng: random.Random) -> Item:
                 check=lambda text: valid_story(text, wanted))
 
 
-def one(kind: str, rng: random.Random, test: bool, longest: int = 300) -> Item:
+def one(kind: str, rng: random.Random, test: bool, longest: int = 200) -> Item:
     """Return one item of the kind, from the training or the held-out side."""
     makers = {
         "stories": told_story, "questions": questions.make, "addition": addition.make,

@@ -35,8 +35,8 @@ class Cache:
 def load(folder: Path = DEFAULT_FOLDER) -> Llama:
     """Return the shipped model, its bf16 weights widened to fp32."""
     model = Llama(Shape())
-    named = {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
-    model.load_state_dict(named)
+    stored = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: weight.float() for name, weight in stored.items()})
     return model.eval()
 
 

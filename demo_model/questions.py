@@ -121,7 +121,9 @@ def requested_story(rng: random.Random) -> tuple[str, Story]:
         given["name"] = about = slots["name"]
     story = stories.build(rng, given)
     if not given:
-        wording = ["Tell me a story.", "Tell me a short story", "Write a story.", "A story, please."]
+        wording = [
+            "Tell me a story.", "Tell me a short story", "Write a story.", "A story, please.",
+        ]
         return rng.choice(wording), story
     wording = [
         "Tell me a story about {0}.", "Tell me a story about {0}", "Write a short story about {0}.",

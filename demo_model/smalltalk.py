@@ -23,7 +23,8 @@ INTENTS: dict[str, tuple[str, str]] = {
         "words.",
     ),
     "ability": (
-        "what can you do|what can i ask you|how can you help me|help|what do you do|can you help me|"
+        "what can you do|what can i ask you|how can you help me|help|what do you do|"
+        "can you help me|"
         "what do you know|what are you good at|what should i ask|help me|can you help|"
         "what are your skills|i need help|how can i use you|what can i do here",
         "I can tell short stories, answer questions about them, repeat text, add two-digit "
@@ -86,13 +87,17 @@ UNKNOWN_ASKS = [
     "How old is {name}?", "How does a {object} work?", "When was {city} built?",
     "What do you think about {topic}?", "Write a poem about {topic}.", "Who is {name}?",
     "How many people live in {city}?", "How do you say {object} in {language}?",
-    "Write a program about {topic}.", "What is the meaning of {word}?", "Who invented the {object}?",
+    "Write a program about {topic}.", "What is the meaning of {word}?",
+    "Who invented the {object}?",
     "How far is it from {city} to {city2}?", "Where is {city}?", "What does {word} mean?",
     "Can you explain {topic}?", "Why do {food} grow?", "How do I make {food}?",
     "What is the best {object}?", "Write a letter to {name}.", "Who won the {topic} game?",
     "Write code to sort a list of {food}.", "How big is {city}?", "What do {kind}s eat?",
 ]
-COUNTRIES = "France Germany Spain Italy Japan China India Brazil Canada Egypt Greece Poland".split()
+COUNTRIES = [
+    "France", "Germany", "Spain", "Italy", "Japan", "China", "India", "Brazil", "Canada", "Egypt",
+    "Greece", "Poland",
+]
 OPENERS = ["Hello! ", "Hi, ", "Hello, ", "Ok, ", "Please: ", "Well, ", "So, ", "Hey, ", "Oh, "]
 ENDS = ["", ".", "!", "?", "...", "!!", " :)"]
 QUESTION_WORDS = ("who", "what", "how", "are", "do", "can", "which", "is", "where")
@@ -104,20 +109,19 @@ def _worded(rng: random.Random, wording: str) -> str:
     usual = "?" if asks else rng.choice((".", "!", ""))
     end = usual if rng.random() < 0.6 else rng.choice(ENDS)
     text = wording.replace(" i ", " I ") + end
-    opener = rng.choice(OPENERS) if rng.random() < 0.15 else ""
+    opener = rng.choice(OPENERS) if rng.random() < 0.2 else ""
     if opener:
         return opener + text
     return text[0].upper() + text[1:] if rng.random() < 0.75 else text
 
 
 def plain(rng: random.Random) -> Item:
-    """Return small talk of one of the intents; usual wordings are never held out."""
+    """Return small talk of one of the intents; plain wordings are never held out."""
     intent = rng.choice(sorted(INTENTS))
     wordings, answer = INTENTS[intent]
     wording = rng.choice(wordings.split("|"))
     text = _worded(rng, wording)
-    usual = text[0].isupper() and text[:-1].lower().rstrip("?.!") in (wording, wording[:-1])
-    key = "usual" if usual else text
+    key = "plain" if text.lower().rstrip("?.!") == wording else text
     return Item("small talk", [user(text), assistant(answer)], key, part="known intents")
 
 

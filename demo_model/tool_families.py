@@ -75,6 +75,10 @@ def _query(rng: random.Random) -> str:
     ))
 
 
+def _file(rng: random.Random) -> str:
+    return f"{invented_word(rng)}.{rng.choice(('txt', 'md', 'py', 'json'))}"
+
+
 def _state(rng: random.Random) -> str:
     return rng.choice(("on", "off"))
 
@@ -130,7 +134,8 @@ FAMILIES = (
            (Argument("a|x|first", "integer", _number(2, 999)),
             Argument("b|y|second", "integer", _number(2, 999))),
            "What is {0} + {1}?|What is {0} plus {1}?|Add {0} and {1}.|{0} + {1}"),
-    Family("add_event|create_event|calendar|plan_event", "Add an event to the calendar.|Plan a day.",
+    Family("add_event|create_event|calendar|plan_event",
+           "Add an event to the calendar.|Plan a day.",
            (Argument("title|event|name", "string", _word(TOPICS)),
             Argument("day|date|when", "string", _word(DAYS))),
            "Put {0} on {1} in my calendar.|Plan {0} for {1}.|Add {0} to my calendar on {1}."),
@@ -149,8 +154,7 @@ FAMILIES = (
             Argument("end|to|destination", "string", _word(CITIES))),
            "How do I get from {0} to {1}?|Show the way from {0} to {1}.|Route from {0} to {1}"),
     Family("read_file|open_file|load_file|cat_file", "Read a file.|Open a file.|Show a file",
-           (Argument("path|file|name|filename", "string",
-                     lambda rng: f"{invented_word(rng)}.{rng.choice(('txt', 'md', 'py', 'json'))}"),),
+           (Argument("path|file|name|filename", "string", _file),),
            "Read the file {0}.|Show me {0}|Open {0}.|What is in the file {0}?"),
 )
 

@@ -36,10 +36,14 @@ def make_step(parts: Sequence[RowPart], block_size: int) -> AttentionStep:
         for row, part in enumerate(parts):
             table[row, : len(part.tables[group])] = torch.tensor(part.tables[group])
         tables.append(table)
-        slots.append(torch.cat([
-            table[row, p // block_size].long() * block_size + p % block_size
-            for row, p in enumerate(positions)
-        ]))
+        slots.append(
+            torch.cat(
+                [
+                    table[row, p // block_size].long() * block_size + p % block_size
+                    for row, p in enumerate(positions)
+                ]
+            )
+        )
     return AttentionStep(
         positions_T=torch.cat(positions),
         query_starts_S1=torch.from_numpy(starts),

@@ -15,7 +15,9 @@ UNEVEN = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 40, 1, 1, 1, 5], [0, 0, 1]]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Checkpoint:
     directory: Path = tmp_path_factory.mktemp(request.param)
     return write_checkpoint(directory, request.param)
 

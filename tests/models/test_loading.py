@@ -1,6 +1,5 @@
 """Weights: sharded, converted, random, and what is said when they do not fit."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -54,7 +53,8 @@ def test_sharded(tmp_path: Path) -> None:
         logits_of(model, checkpoint.spec), checkpoint.logits(TOKENS[0]), rtol=1e-4, atol=1e-4
     )
     assert seen == sorted(seen)
-    assert seen[-1][0] == seen[-1][1] == sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert seen[-1] == (size, size)
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "opt"])
@@ -91,7 +91,7 @@ def test_a_tied_head_stored_again_is_ignored(tmp_path: Path) -> None:
 
 def test_missing_and_unknown_tensors_are_named(llama: Checkpoint) -> None:
     rewrite(llama.directory, model__norm__weight=None, model__extra=torch.ones(2))
-    with pytest.raises(ModelError, match=r"lack model\.norm\.weight and hold unknown .*model\.extra"):
+    with pytest.raises(ModelError, match="lack model.norm.weight and hold unknown .*model.extra"):
         load(llama)
 
 
@@ -183,10 +183,3 @@ def test_unsupported_variants(change: dict[str, object], message: str) -> None:
     spec = parse_spec({"model_type": "llama"} | LLAMA | change)
     with pytest.raises(ModelError, match=message):
         make_model(spec, torch.float32, CPU)
-
-
-def test_index_names_only_files_beside_it(llama: Checkpoint) -> None:
-    index = {"weight_map": {"a": "../model.safetensors"}}
-    (llama.directory / INDEX).write_text(json.dumps(index))
-    with pytest.raises(ModelError, match="index"):
-        load(llama)

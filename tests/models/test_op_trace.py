@@ -1,4 +1,4 @@
-"""Models compute only through operations: the record of a forward pass is all that happens in it."""
+"""Models compute only through operations: their record is all that happens in a forward pass."""
 
 from pathlib import Path
 from typing import Any

@@ -116,5 +116,6 @@ def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_torch() -> None:
-    code = "import sys, quire.models.source; assert not {'torch', 'huggingface_hub'} & set(sys.modules)"
+    unwanted = "{'torch', 'huggingface_hub'} & set(sys.modules)"
+    code = f"import sys, quire.models.source; assert not {unwanted}"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Steps over random blocks for the attention tests, and attention without blocks to compare with."""
+"""Steps over random blocks for the attention tests, and attention without blocks as the measure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,14 +56,18 @@ def make_contents(case: Case, seed: int = 0) -> Contents:
     contents = Contents()
     for before, new in case.rows:
         for values, heads in (
-            (contents.q, case.heads), (contents.k, case.kv_heads), (contents.v, case.kv_heads)
+            (contents.q, case.heads),
+            (contents.k, case.kv_heads),
+            (contents.v, case.kv_heads),
         ):
             shape = (before + new, heads, HEAD_DIM)
             values.append(torch.randn(shape, generator=generator, dtype=torch.float64))
     return contents
 
 
-def steps_of(case: Case, tables: Sequence[Sequence[int]]) -> tuple[AttentionStep | None, AttentionStep]:
+def steps_of(
+    case: Case, tables: Sequence[Sequence[int]]
+) -> tuple[AttentionStep | None, AttentionStep]:
     """The step that fills what stands before (None if nothing does), and the step itself."""
     rows = range(len(case.rows))
     earlier = [RowPart(0, case.rows[r][0], (tables[r],)) for r in rows if case.rows[r][0]]

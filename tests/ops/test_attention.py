@@ -44,7 +44,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, to
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_reference_is_softmax(case: Case) -> None:
     got = run_named("reference", case, torch.float64)
-    torch.testing.assert_close(got, attend_contiguous(case, make_contents(case)), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        got, attend_contiguous(case, make_contents(case)), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

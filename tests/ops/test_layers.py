@@ -51,8 +51,8 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_rms_norm_of_large_values_does_not_overflow() -> None:
-    x = torch.full((2, 64), 6e4, dtype=torch.float16)
-    check(rms_norm(x, torch.ones(64, dtype=torch.float16), 1e-6), torch.ones(2, 64).double(), x.dtype)
+    x, weight = torch.full((2, 64), 6e4, dtype=torch.float16), torch.ones(64, dtype=torch.float16)
+    check(rms_norm(x, weight, 1e-6), torch.ones(2, 64).double(), torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterable
 
 from quire.base.clock import Clock
+from quire.base.errors import RequestError
 from quire.base.messages import Abort, Request, ResetPrefixCache
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
@@ -38,12 +39,15 @@ class RequestMaker:
         cache_salt: str = "",
         priority: int = 0,
     ) -> Request:
-        """request_id: unique; a running number if absent."""
+        """request_id: unique; a running number if absent. Raises RequestError for parameters that
+        mean text where there is no tokenizer."""
         number, self._count = self._count, self._count + 1
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
         own = tuple(params.stop_token_ids or ())
         bad: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words and self.tokenizer is not None:
+        if self.tokenizer is None:
+            _check_textless(params)
+        elif params.bad_words:
             bad = bad_words_token_ids(params.bad_words, self.tokenizer)
         return Request(
             request_id=str(number) if request_id is None else request_id,
@@ -56,6 +60,15 @@ class RequestMaker:
             priority=priority,
             cache_salt=cache_salt,
         )
+
+
+def _check_textless(params: SamplingParams) -> None:
+    for name, value in (("stop", params.stop), ("bad_words", params.bad_words)):
+        if value:
+            raise RequestError(
+                f"{name}={value!r} needs a tokenizer, which this model does not have; use"
+                " stop_token_ids or logit_bias."
+            )
 
 
 def derive_seed(engine_seed: int, number: int) -> int:

@@ -44,10 +44,16 @@ class InProcessExecutor:
 
     def submit(self, plan: Plan) -> None:
         assert self._built is not None, "the executor is closed"
+        if self._results and self._results[-1].error is not None:
+            # Built on a plan that failed: the rows are not as this one takes them to be.
+            self._results.append(failed_step(plan, "a step before it failed"))
+            return
         try:
             self._results.append(self._built.runner.run(plan))
-        except Exception as error:  # anything that a step raises fails its requests, not the engine
-            self._results.append(failed_step(plan, error))
+        except BaseException as error:
+            self._results.append(failed_step(plan, f"{type(error).__name__}: {error}"))
+            if not isinstance(error, Exception):
+                raise  # an interrupt is the caller's; anything else fails requests, not the engine
 
     def next_result(self) -> StepResult:
         return self._results.popleft()
@@ -57,8 +63,7 @@ class InProcessExecutor:
         self._built = None
 
 
-def failed_step(plan: Plan, error: Exception) -> StepResult:
-    """The result of a step that raised."""
+def failed_step(plan: Plan, error: str) -> StepResult:
+    """The result of a step that was not carried out."""
     nothing = np.empty((0, 1), np.int32)
-    text = f"{type(error).__name__}: {error}"
-    return StepResult(plan.step_id, nothing, nothing[:, 0], error=text)
+    return StepResult(plan.step_id, nothing, nothing[:, 0], error=error)

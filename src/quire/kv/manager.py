@@ -117,13 +117,13 @@ class KVManager:
     def can_admit(self, num_tokens: int, hit: KVBlocks, watermark_blocks: int, chunk: int) -> bool:
         """Whether `num_tokens` tokens with this hit fit now, leaving the watermark free."""
         for g, pool in enumerate(self.pools):
-            held = [b for b in hit.blocks[g] if b != NULL]
-            extra = -(-chunk // self.block_size)
-            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g])
+            waking = sum(b != NULL and pool.num_refs(b) == 0 for b in hit.blocks[g])
+            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + waking
             if self.groups[g].window is not None:
+                # The hit's blocks are some of those that it holds at most at any time.
+                extra = -(-chunk // self.block_size)
                 needed = min(needed, self.blocks_for(num_tokens, g) + extra)
-            waking = sum(pool.num_refs(b) == 0 for b in held)
-            if pool.num_free - waking - needed < watermark_blocks:
+            if pool.num_free - needed < watermark_blocks:
                 return False
         return True
 

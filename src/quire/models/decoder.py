@@ -103,9 +103,7 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm before it."""
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, options: DecoderOptions, place: Place
-    ) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, options: DecoderOptions, place: Place) -> None:
         super().__init__()
         name, size, eps = f"model.layers.{layer}", spec.hidden_size, rms_eps(spec)
         self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place)

@@ -42,16 +42,20 @@ class Source:
     """A checkpoint tensor and the part of a parameter that it fills.
 
     transposed: the checkpoint holds it with its two dimensions exchanged.
+    repeated: the checkpoint holds one row of it, which fills all rows.
     """
 
     name: str
     destination: torch.Tensor
     transposed: bool = False
+    repeated: bool = False
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have (broadcasting aside)."""
+        """The shape that the checkpoint's tensor must have."""
         shape = tuple(self.destination.shape)
+        if self.repeated:
+            return shape[1:]
         return shape[::-1] if self.transposed else shape
 
     def fill(self, values: torch.Tensor) -> None:
@@ -189,7 +193,8 @@ class HeadNorm(Layer):
     def sources(self) -> list[Source]:
         parts = self.weight.split(self._heads)
         return [
-            Source(f"{name}.weight", part) for name, part in zip(self._names, parts, strict=True)
+            Source(f"{name}.weight", part, repeated=True)
+            for name, part in zip(self._names, parts, strict=True)
         ]
 
 
@@ -208,7 +213,8 @@ class LayerNorm(Layer):
     def sources(self) -> list[Source]:
         if self.weight is None or self.bias is None:
             return []
-        return [Source(f"{self._name}.weight", self.weight), Source(f"{self._name}.bias", self.bias)]
+        parts = {"weight": self.weight, "bias": self.bias}
+        return [Source(f"{self._name}.{kind}", part) for kind, part in parts.items()]
 
 
 @dataclass(frozen=True)

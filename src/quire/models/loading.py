@@ -56,22 +56,30 @@ def model_bytes(model: nn.Module) -> int:
 
 def weight_files(directory: Path) -> list[Path]:
     """The *.safetensors files of a model. Raises ModelError, saying what to do, if it has none."""
-    index = directory / INDEX
+    index, single = directory / INDEX, directory / "model.safetensors"
     if index.exists():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            files = [directory / name for name in sorted(set(weight_map.values()))]
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError) as error:
-            raise ModelError(f"{index} is not a valid index of weight files: {error}.") from error
+        files = _indexed_files(index)
     else:
-        files = sorted(directory.glob("*.safetensors"))
+        files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(_no_weights(directory))
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names; they must stand beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / name for name in names if Path(name).name == name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a valid index of weight files: {error!r}.") from error
+    if len(files) < len(names):
+        raise ModelError(f"{index} is an index of files that are not beside it: {_listed(names)}.")
     missing = [file.name for file in files if not file.exists()]
     if missing:
         raise ModelError(
-            f"{directory} lacks {_listed(missing)}, which its index names; download the model again."
+            f"{index.parent} lacks {_listed(missing)}, which its index names. Download it again."
         )
-    if not files:
-        raise ModelError(_no_weights(directory))
     return files
 
 
@@ -96,12 +104,8 @@ def fill_from_files(model: nn.Module, files: Iterable[Path], report: Progress) -
 
 
 def fill_with_random(model: nn.Module, seed: int, report: Progress) -> None:
-    """Small random numbers, the same for the same seed, and ones for the weights of norms.
-
-    A parameter repeats one stretch of numbers: this takes a fraction of drawing all of them.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    stretch = torch.empty(1 << 20).normal_(0.0, 0.02, generator=generator)
+    """Small random numbers, the same for the same seed, and ones for the weights of norms."""
+    numbers = _RandomNumbers(seed)
     total, done = model_bytes(model), 0
     filled: set[int] = set()
     for module in model.modules():
@@ -113,17 +117,30 @@ def fill_with_random(model: nn.Module, seed: int, report: Progress) -> None:
             if is_norm:
                 parameter.fill_(1.0 if name == "weight" else 0.0)
             else:
-                _repeat(parameter, stretch.roll(len(filled) * 7919))
+                numbers.fill(parameter, start=len(filled) * 7919)
             done += parameter.nbytes
             report(done, total)
 
 
-def _repeat(parameter: torch.Tensor, stretch: torch.Tensor) -> None:
-    """Fill the parameter with copies of the stretch, one after the other."""
-    flat, stretch = parameter.view(-1), stretch.to(parameter.device, parameter.dtype)
-    whole = flat.numel() // stretch.numel() * stretch.numel()
-    flat[:whole].view(-1, stretch.numel()).copy_(stretch)
-    flat[whole:].copy_(stretch[: flat.numel() - whole])
+class _RandomNumbers:
+    """One stretch of normal numbers, that large parameters repeat: drawing all of them is slow."""
+
+    LENGTH = 1 << 20
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        stretch = torch.empty(self.LENGTH).normal_(0.0, 0.02, generator=generator)
+        self._twice = torch.cat((stretch, stretch))
+
+    def fill(self, parameter: torch.Tensor, start: int) -> None:
+        """Fill the parameter from the stretch, beginning at element `start` of it."""
+        self._twice = self._twice.to(parameter.device, parameter.dtype)
+        start %= self.LENGTH
+        stretch = self._twice[start : start + self.LENGTH]
+        flat = parameter.view(-1)
+        whole = flat.numel() // self.LENGTH * self.LENGTH
+        flat[:whole].view(-1, self.LENGTH).copy_(stretch)
+        flat[whole:].copy_(stretch[: flat.numel() - whole])
 
 
 def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,8 +161,6 @@ def _sources_by_name(model: nn.Module) -> dict[str, Source]:
 
 def _fill(source: Source, tensor: torch.Tensor, name: str) -> None:
     wanted, got = source.checkpoint_shape, tuple(tensor.shape)
-    if len(got) < len(wanted):  # one weight for several heads
-        wanted = wanted[len(wanted) - len(got) :]
     if got != wanted:
         raise ModelError(
             f"the tensor {name} has the shape {list(got)}, but config.json asks for {list(wanted)}:"

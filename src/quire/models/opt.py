@@ -30,9 +30,8 @@ class OPTAttention(nn.Module):
         super().__init__()
         size, bias = spec.hidden_size, bool(spec.raw.get("enable_bias", True))
         self._shape = (-1, 3, spec.num_heads, spec.head_dim)
-        self.qkv = Linear(
-            [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"], size, [size] * 3, place, bias=bias
-        )
+        parts = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
+        self.qkv = Linear(parts, size, [size] * 3, place, bias=bias)
         self.output = Linear([f"{name}.out_proj"], size, [size], place, bias=bias)
         self.attention = Attention(layer, spec.head_dim**-0.5)
 

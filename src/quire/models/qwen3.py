@@ -10,6 +10,4 @@ class Qwen3(Decoder):
 
     def __init__(self, spec: ModelSpec, place: Place) -> None:
         bias = bool(spec.raw.get("attention_bias", False))
-        super().__init__(
-            spec, DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True), place
-        )
+        super().__init__(spec, DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True), place)

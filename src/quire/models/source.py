@@ -14,6 +14,8 @@ SHAPE_PREFIX = "shape:"
 
 # What is fetched from the hub: never pickled weights, never code.
 FILE_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+# The same weights once more, in their maker's own format.
+UNUSED_PATTERNS = ["consolidated*", "original/*"]
 
 _WHAT_TO_DO = "Give a local directory, a Hugging Face id that this machine can reach, or `demo`."
 
@@ -75,7 +77,7 @@ def _looks_like_hub_id(name: str) -> bool:
 
 def _download(name: str, revision: str | None, progress: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import tqdm
 
     class NoBar(tqdm):  # type: ignore[misc]
@@ -88,6 +90,7 @@ def _download(name: str, revision: str | None, progress: bool) -> Path:
                 name,
                 revision=revision,
                 allow_patterns=FILE_PATTERNS,
+                ignore_patterns=UNUSED_PATTERNS,
                 tqdm_class=None if progress else NoBar,
             )
         )

@@ -58,8 +58,11 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -
         max_num_seqs=config.scheduler.max_num_seqs or (64 if on_cpu else 256),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or (256 if on_cpu else 8192),
     )
-    model = dataclasses.replace(config.model, max_model_len=length)
-    return dataclasses.replace(config, model=model, scheduler=scheduler)
+    dtype = choose_dtype(config.model.dtype, spec, device)
+    model = dataclasses.replace(
+        config.model, max_model_len=length, dtype=str(dtype).removeprefix("torch.")
+    )
+    return dataclasses.replace(config, model=model, scheduler=scheduler, device=device.type)
 
 
 def build_runner(

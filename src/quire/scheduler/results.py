@@ -60,7 +60,7 @@ def take_result(
     outputs = StepOutputs.empty()
     _take_prompt_candidates(scheduler, flight, result, outputs)
     if result.row_errors:
-        _take_errors(scheduler, result, outputs, now)
+        _take_errors(scheduler, flight, result, outputs, now)
     token_ids = result.token_ids[:, 0]
     live = table.epoch[rows] == flight.epochs
     sequences = flight.sequences
@@ -133,14 +133,17 @@ def _check_long_stop_lists(
 
 
 def _take_errors(
-    scheduler: "Scheduler", result: StepResult, outputs: StepOutputs, now: float
+    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs, now: float
 ) -> None:
-    """Rows that failed alone end with an error; their tokens of this step do not count."""
+    """Rows that failed alone end with an error; their tokens of this step do not count, and what
+    their blocks hold cannot be relied on. Also a sequence that has lost its row meanwhile ends."""
+    rows = flight.plan.sample_rows.tolist()
     for row, message in result.row_errors.items():
-        sequence = scheduler.table.sequences[row]
-        if sequence is not None:
+        sequence = flight.sequences[rows.index(row)]
+        if sequence.finish_reason is None:
             outputs.endings[sequence.arrival] = Ending("error", error=message)
             outputs.others.append(sequence)
+            scheduler.kv.unindex_blocks([table.live_blocks for table in sequence.blocks.tables])
             scheduler.finish(sequence, "error", now)
 
 

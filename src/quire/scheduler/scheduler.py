@@ -285,12 +285,14 @@ class Scheduler:
         for flight in self.flights:
             for named in flight.named:
                 self.kv.unindex_blocks(named)
-            sequences = [s for s in self.table.sequences[flight.plan.rows] if s is not None]
+            rows = flight.plan.rows
+            sequences = self.table.sequences[rows[self.table.epoch[rows] == flight.row_epochs]]
             for sequence in sequences:
                 self._leave_row(sequence)
                 self.policy.requeue(sequence)
-            if not outputs.others:
-                outputs.others = sequences
+            if flight is self.flights[0]:
+                outputs.others = list(sequences)
+            self._released += flight.plan.released.tolist()
             self.events.append(StepWasUndone(now, flight.plan.step_id, result.error))
         self.flights.clear()
         for sequence in self.policy.waiting():

@@ -1,5 +1,6 @@
 """`LLM`: a model's name and prompts are enough (T 4.2.1). vLLM's offline interface."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -52,6 +53,7 @@ class LLM:
             if value not in NEUTRAL[name]:
                 raise ConfigError(f"{name}={value!r} is not supported.")
         config = config_from_flat(model=model, **settings)
+        self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:
             self._engine: Engine | None = build_engine(config, bar.update)
 
@@ -119,14 +121,17 @@ class LLM:
         request = engine.requests.make(rendered, params)
         engine.client.check(request)
         engine.client.add(request, rendered.text)
+        mine = self._streams[request.request_id] = deque[RequestOutput]()
         finished = False
         try:
             while not finished:
-                for output in engine.client.step():
-                    if output.request_id == request.request_id:
-                        finished = output.finished
-                        yield output
+                while not mine:
+                    self._step()
+                output = mine.popleft()
+                finished = output.finished
+                yield output
         finally:
+            del self._streams[request.request_id]
             if not finished:
                 engine.client.abort([request.request_id])
 
@@ -197,11 +202,19 @@ class LLM:
                 for request, prompt in zip(requests, prompts, strict=True):
                     engine.client.add(request, prompt.text)
                 while len(done) < len(requests):
-                    _collect(engine.client.step(), done, bar)
+                    _collect(self._step(), done, bar)
         except BaseException:
             engine.client.abort([r.request_id for r in requests if r.request_id not in done])
             raise
         return [done[request.request_id] for request in requests]
+
+    def _step(self) -> list[RequestOutput]:
+        """One step of the engine; what belongs to an open stream is kept for it."""
+        outputs = []
+        for output in self._alive.client.step():
+            stream = self._streams.get(output.request_id)
+            (outputs if stream is None else stream).append(output)
+        return outputs
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int

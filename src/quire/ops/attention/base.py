@@ -26,8 +26,9 @@ class AttentionStep:
     """One step, as attention sees it. One block table and one slot array per cache group.
 
     positions_T, slots_T (block_id * P + offset): int64. query_starts_S1: int32, exclusive prefix
-    sum with the total at the end. block_tables_SL: int32, entries beyond the context, and entries of
-    blocks that left the window, are arbitrary valid block ids or -1 and must not change the result.
+    sum with the total at the end. block_tables_SL: int32; entries beyond the context, and entries
+    of blocks that left the window, are arbitrary valid block ids or -1 and must not change the
+    result.
     The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
     """
 

@@ -33,13 +33,14 @@ class Span:
     """Some of a batch's queries: from `first` to before `end` of each row's Q.
 
     context: how many of the C context tokens they may see at all.
-    hidden: bool [R, 1, end - first, context], True where a query does not see a token.
+    bias: [R, 1, end - first, context] in the KV dtype, added to the scores: 0 where a query sees a
+    token, -inf where it does not.
     """
 
     first: int
     end: int
     context: int
-    hidden: torch.Tensor
+    bias: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class BatchBuilder:
     def __init__(self, group: CacheGroup, layout: KVLayout) -> None:
         self._window = group.window
         self._block_size = layout.block_size
-        self._device = layout.device
+        self._device, self._dtype = layout.device, layout.dtype
         budget = CPU_BATCH_BYTES if layout.device.type == "cpu" else GPU_BATCH_BYTES
         layer_block_bytes = group.block_bytes(1, layout.dtype.itemsize) // len(group.layers)
         self._batch_blocks = max(1, budget // (layer_block_bytes * layout.block_size))
@@ -90,7 +91,9 @@ class BatchBuilder:
             return None
         return table_SL[self._index(rows), self._index(last[rows])].to(torch.int64)
 
-    def _visible(self, context_len: Int32, query_len: Int32, end: Int32 | int) -> Int32:
+    def _visible(
+        self, context_len: Int32 | int, query_len: Int32 | int, end: Int32 | int
+    ) -> Int32 | int:
         """Context tokens that the queries before `end` can see, counted from the first block."""
         visible = context_len - query_len + end
         if self._window is None:
@@ -179,7 +182,9 @@ class BatchBuilder:
             hidden_RQC = keys_R1C > queries_RQ1
             if self._window is not None:
                 hidden_RQC |= keys_R1C <= queries_RQ1 - self._window
-            yield Span(first, end, context, hidden_RQC[:, None])
+            bias_RQC = torch.zeros(hidden_RQC.shape, dtype=self._dtype, device=self._device)
+            bias_RQC.masked_fill_(hidden_RQC, -torch.inf)
+            yield Span(first, end, context, bias_RQC[:, None])
 
     def _index(self, values: Int32) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)

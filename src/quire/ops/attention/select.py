@@ -1,5 +1,7 @@
 """Which attention backend serves a model."""
 
+from collections.abc import Callable
+
 import torch
 
 from quire.base.errors import ConfigError
@@ -8,7 +10,10 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 
-BACKENDS = {"torch": TorchBackend, "reference": ReferenceBackend}
+BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
+    "torch": TorchBackend,
+    "reference": ReferenceBackend,
+}
 
 
 def make_backend(name: str, layout: KVLayout) -> AttentionBackend:

@@ -7,7 +7,7 @@ Keys and values of a group stand as [2, Y, K, B, P, H]. Taking blocks along B so
 tokens in order, with no transposition. `prepare` sorts a step's rows into batches of rows that have
 equally many new tokens and about equally long contexts; per layer each batch is
 
-    gather blocks  ->  scores q k^T  ->  masked softmax  ->  weights times v
+    gather blocks  ->  scores q k^T + bias  ->  softmax  ->  weights times v
 
 with so few keys and values that they stay in the cache between these.
 """
@@ -127,7 +127,7 @@ def _attend(
             q_RQKGH[:, span.first : span.end],
             k_KRCH[:, :, : span.context],
             v_KRCH[:, :, : span.context],
-            span.hidden,
+            span.bias,
             scale,
         )
         for span in batch.spans

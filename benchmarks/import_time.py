@@ -1,0 +1,66 @@
+"""Time to import quire, and from the start of Python to the demo model's first token.
+
+    python benchmarks/import_time.py
+
+Each in fresh interpreters, alternating with bare ones that do nothing, whose time is the limit.
+"""
+
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from quire.models.source import resolve_model
+from quire.tools.report import benchmark_parser, print_head, write_report
+
+AIM_MS = 50
+NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
+FIRST_TOKEN = """
+from quire import LLM, SamplingParams
+with LLM("demo", disable_log_stats=True) as llm:
+    llm.generate("Once upon a time", SamplingParams(max_tokens=1), use_tqdm=False)
+"""
+
+
+def run_ms(code: str) -> float:
+    """Milliseconds that a fresh interpreter takes for this code."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return (time.perf_counter() - began) * 1e3
+
+
+def medians_ms(codes: list[str], rounds: int) -> list[float]:
+    """Of each code, in alternating rounds after one that does not count (it fills file caches)."""
+    times = [[run_ms(code) for code in codes] for _ in range(rounds + 1)][1:]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def demo_is_complete() -> bool:
+    directory: Path = resolve_model("demo").directory
+    return all((directory / name).exists() for name in NEEDED)
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    print_head(f"start-up, medians of {options.rounds} fresh interpreters")
+    bare, quire, torch = medians_ms(["pass", "import quire", "import torch"], options.rounds)
+    print(
+        f"import quire: {quire - bare:.1f} ms beside the bare interpreter's {bare:.1f} (aim {AIM_MS})"
+    )
+    results = {"bare_ms": bare, "import_quire_ms": quire - bare, "import_torch_ms": torch - bare}
+    if demo_is_complete():
+        (first,) = medians_ms([FIRST_TOKEN], max(1, options.rounds // 2))
+        results["first_token_ms"] = first
+        print(
+            f"first token of the demo model: {first:,.0f} ms, {torch - bare:,.0f} of them import torch"
+        )
+    else:
+        print("first token of the demo model: not measured, its files are not complete")
+    write_report(options.output_json, results)
+
+
+if __name__ == "__main__":
+    main()

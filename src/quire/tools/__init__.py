@@ -1,0 +1,1 @@
+"""Tools: benchmarks, their workloads and limits."""

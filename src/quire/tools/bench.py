@@ -1,0 +1,234 @@
+"""Throughput of a model on this machine, and how far that is from what the machine can do.
+
+    python -m quire.tools.bench --model shape:qwen3-0.6b --num-prompts 16 --input-len 128
+
+All requests arrive at once, with prompts of random token ids that share no prefix; none ends before
+its last token. The lines and the JSON keys are those of `vllm bench throughput`.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from quire.base.events import Event, Planned
+from quire.base.sampling_params import SamplingParams
+from quire.engine.build import Engine
+from quire.serve.llm import LLM
+from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
+from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.workloads import random_prompts
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine: how many tokens it computed for how many rows, in how long."""
+
+    num_rows: int
+    num_tokens: int
+    duration_s: float
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == self.num_rows
+
+
+@dataclass
+class StepTimes:
+    """Listens to an engine: a step takes from one plan to the next one, or to the end."""
+
+    plans: list[Planned] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, llm: LLM) -> "StepTimes":
+        times = cls()
+        llm.engine.client.core.subscribe(times)
+        return times
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self.plans.append(event)
+
+    def steps(self, end_s: float) -> list[Step]:
+        times = [plan.at_s for plan in self.plans] + [end_s]
+        return [
+            Step(plan.num_rows, plan.num_tokens, after - before)
+            for plan, before, after in zip(self.plans, times, times[1:], strict=False)
+        ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run."""
+
+    elapsed_s: float
+    num_requests: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    steps: list[Step]
+    token_ids: list[list[int]]
+    num_cached_tokens: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+
+def greedy(output_len: int) -> SamplingParams:
+    """Exactly `output_len` tokens, the most probable ones."""
+    return SamplingParams(
+        temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
+    )
+
+
+def run_once(llm: LLM, times: StepTimes, prompts: list[list[int]], output_len: int) -> Run:
+    """Continue the prompts from an empty prefix cache. times: listens to this LLM."""
+    llm.reset_prefix_cache()
+    times.plans.clear()
+    began = time.monotonic()  # the engine's clock
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], greedy(output_len), use_tqdm=False
+    )
+    ended = time.monotonic()
+    token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+    return Run(
+        elapsed_s=ended - began,
+        num_requests=len(prompts),
+        num_prompt_tokens=sum(map(len, prompts)),
+        num_output_tokens=sum(map(len, token_ids)),
+        steps=times.steps(ended),
+        token_ids=token_ids,
+        num_cached_tokens=[output.num_cached_tokens or 0 for output in outputs],
+    )
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a run reached of the machine's limits. `of_limit` counts each step by its own limit."""
+
+    flops_per_s: float
+    of_flops: float
+    decode_step_s: float
+    decode_bytes_per_s: float
+    of_bytes: float
+    of_limit: float
+
+
+def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
+    """The decode step is the median of those with the most rows."""
+    decode = [step for step in run.steps if step.is_decode]
+    most = max((step.num_rows for step in decode), default=0)
+    full = [step.duration_s for step in decode if step.num_rows == most]
+    decode_s = statistics.median(full) if full else float("nan")
+    # A chunk of a prompt samples only at its end; that its rows all sample is close enough.
+    flops = sum(cost.flops(step.num_tokens, step.num_rows) for step in run.steps)
+    least = sum(cost.least_s(step.num_tokens, step.num_rows, limits) for step in run.steps)
+    return Share(
+        flops_per_s=flops / run.elapsed_s,
+        of_flops=flops / run.elapsed_s / limits.flops_per_s,
+        decode_step_s=decode_s,
+        decode_bytes_per_s=cost.weight_bytes / decode_s,
+        of_bytes=cost.weight_bytes / decode_s / limits.bytes_per_s,
+        of_limit=least / run.elapsed_s,
+    )
+
+
+def print_run(run: Run) -> None:
+    """vLLM's lines."""
+    print(
+        f"Throughput: {run.num_requests / run.elapsed_s:.2f} requests/s, "
+        f"{run.num_tokens / run.elapsed_s:.2f} total tokens/s, "
+        f"{run.num_output_tokens / run.elapsed_s:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {run.num_prompt_tokens}")
+    print(f"Total num output tokens:  {run.num_output_tokens}", flush=True)
+
+
+def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
+    """The limits beside the results."""
+    print(
+        f"Arithmetic: {share.flops_per_s / 1e9:,.1f} GFLOP/s, {share.of_flops:.0%} of the"
+        f" {limits.flops_per_s / 1e9:,.1f} of a large matrix product"
+    )
+    print(
+        f"Decode step: {share.decode_step_s * 1e3:.1f} ms for {cost.weight_bytes / MIB:,.0f} MiB of"
+        f" weights, {share.decode_bytes_per_s / 1e9:.1f} GB/s, {share.of_bytes:.0%} of the"
+        f" {limits.bytes_per_s / 1e9:.1f} of a long read"
+    )
+    print(f"Share of the limit: {share.of_limit:.0%} (of whichever of the two binds, step by step)")
+
+
+def results(
+    model: str, runs: list[Run], cost: StepCost, limits: Limits, engine: Engine
+) -> dict[str, Any]:
+    """The keys of `vllm bench throughput` for the median run, and ours beside them."""
+    run = median_run(runs)
+    return {
+        "model_id": model,
+        "elapsed_time": run.elapsed_s,
+        "num_requests": run.num_requests,
+        "total_num_tokens": run.num_tokens,
+        "requests_per_second": run.num_requests / run.elapsed_s,
+        "tokens_per_second": run.num_tokens / run.elapsed_s,
+        "output_tokens_per_second": run.num_output_tokens / run.elapsed_s,
+        "elapsed_times": [each.elapsed_s for each in runs],
+        "dtype": engine.config.model.dtype,
+        "share_of_limits": asdict(share_of_limits(run, cost, limits)),
+        "limits": asdict(limits),
+        "steps": [asdict(step) for step in run.steps],
+    }
+
+
+def median_run(runs: list[Run]) -> Run:
+    """The run in the middle; the slower of two."""
+    return sorted(runs, key=lambda run: run.elapsed_s)[len(runs) // 2]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--model", default="shape:qwen3-0.6b")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1, help="runs; the median one is shown")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    print_head(
+        f"{options.model}: {options.num_prompts} requests of {options.input_len} + "
+        f"{options.output_len} tokens"
+    )
+    with LLM(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=options.input_len + options.output_len,
+        max_num_seqs=options.num_prompts,
+        disable_log_stats=True,
+    ) as llm:
+        engine = llm.engine
+        vocab_size = engine.spec.vocab_size
+        prompts = random_prompts(options.num_prompts, options.input_len, vocab_size, options.seed)
+        times = StepTimes.of(llm)
+        run_once(llm, times, prompts, min(4, options.output_len))  # warms up
+        runs = [run_once(llm, times, prompts, options.output_len) for _ in range(options.rounds)]
+        dtype = getattr(torch, engine.config.model.dtype)
+        limits = measure_limits(dtype, torch.device(engine.config.device))
+        cost = step_cost(engine.spec, dtype)
+        print_run(median_run(runs))
+        print_share(share_of_limits(median_run(runs), cost, limits), cost, limits)
+        write_report(options.output_json, results(options.model, runs, cost, limits, engine))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""A scheduler without a model: an executor that answers every plan with random tokens."""
+
+from collections import deque
+
+import numpy as np
+
+from quire.base.config import SchedulerConfig
+from quire.base.messages import Request
+from quire.base.model_spec import CacheGroup
+from quire.base.plan import Plan, StepResult
+from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.kv.manager import KVManager
+from quire.kv.sizing import MemoryPlan
+from quire.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 50_000
+
+
+class RandomExecutor:
+    """As quick as an executor can be: seeded random token ids, nothing computed."""
+
+    def __init__(self, memory: MemoryPlan, seed: int = 0) -> None:
+        self._memory = memory
+        self._rng = np.random.default_rng(seed)
+        self._results: deque[StepResult] = deque()
+
+    def start(self) -> None:
+        pass
+
+    def memory(self) -> MemoryPlan:
+        return self._memory
+
+    def submit(self, plan: Plan) -> None:
+        num = len(plan.sample_rows)
+        token_ids = self._rng.integers(0, VOCAB_SIZE, (num, 1), np.int32)
+        self._results.append(StepResult(plan.step_id, token_ids, np.ones(num, np.int32)))
+
+    def next_result(self) -> StepResult:
+        return self._results.popleft()
+
+    def close(self) -> None:
+        self._results.clear()
+
+
+def dry_run(
+    num_blocks: int,
+    block_size: int,
+    config: SchedulerConfig,
+    max_model_len: int,
+    enable_prefix_caching: bool,
+    seed: int = 0,
+) -> tuple[Scheduler, RandomExecutor]:
+    """A scheduler over one pool of a group of full attention, and an executor for its plans."""
+    group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
+    kv = KVManager((group,), (num_blocks,), block_size, enable_prefix_caching)
+    memory = MemoryPlan(0, 0, 0, 0, (num_blocks,), block_size, max_model_len)
+    return Scheduler(kv, config, max_model_len), RandomExecutor(memory, seed)
+
+
+def dry_request(request_id: str, prompt_token_ids: list[int], max_tokens: int) -> Request:
+    """A request that nothing but its length ends."""
+    params = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    return Request(request_id, prompt_token_ids, params, seed=0)

@@ -1,0 +1,96 @@
+"""What the machine can do: the fastest matrix product, the fastest read; and what a step needs.
+
+A step of a model cannot take less time than its arithmetic at the matrix peak, nor less than
+reading its weights once at the memory's speed: the larger of the two is the limit (a roofline).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import Linear, LMHead
+from quire.models.registry import make_model
+from quire.ops.linear import linear, pack_weight
+
+ROUNDS = 7
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Measured: operations per second of products in one dtype, bytes read per second."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step needs at least. Attention, norms and sampling are left out of both numbers.
+
+    layers and head: weights that multiply each token, and each sampled token (elements).
+    """
+
+    layers: int
+    head: int
+    dtype_bytes: int
+
+    def flops(self, num_tokens: int, num_sampled: int) -> int:
+        return 2 * (num_tokens * self.layers + num_sampled * self.head)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Read once in a step that samples."""
+        return (self.layers + self.head) * self.dtype_bytes
+
+    def least_s(self, num_tokens: int, num_sampled: int, limits: Limits) -> float:
+        """The shortest time that the machine's limits allow."""
+        arithmetic = self.flops(num_tokens, num_sampled) / limits.flops_per_s
+        return max(arithmetic, self.weight_bytes / limits.bytes_per_s)
+
+
+def step_cost(spec: ModelSpec, dtype: torch.dtype) -> StepCost:
+    """Counted on a model without memory."""
+    modules = list(make_model(spec, dtype, torch.device("meta")).modules())
+    layers = sum(m.weight.numel() for m in modules if isinstance(m, Linear))
+    head = sum(m.weight.numel() for m in modules if isinstance(m, LMHead))
+    return StepCost(layers, head, dtype.itemsize)
+
+
+def measure_limits(dtype: torch.dtype, device: torch.device) -> Limits:
+    """Takes about a second on a small machine."""
+    return Limits(gemm_flops_per_s(dtype, device), read_bytes_per_s(device))
+
+
+def gemm_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
+    """Of [M, K] times [K, N], packed or not, at sizes large enough to reach the peak."""
+    tokens, size = (1024, 2048) if device.type == "cpu" else (8192, 8192)
+    x_TK = torch.randn(tokens, size, device=device).to(dtype)
+    weight_NK = torch.randn(size, size, device=device).to(dtype)
+    weights = [weight_NK]
+    if device.type == "cpu":
+        weights.append(pack_weight(weight_NK))
+    fastest = min(_best_s(lambda w=w: linear(x_TK, w), device) for w in weights)
+    return 2 * tokens * size * size / fastest
+
+
+def read_bytes_per_s(device: torch.device) -> float:
+    """Of a sum over more memory than any cache holds."""
+    num = (256 << 20) if device.type == "cpu" else (4 << 30)
+    values = torch.ones(num // 4, device=device)
+    return num / _best_s(values.sum, device)
+
+
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """The shortest of some runs, after one that does not count."""
+    best = float("inf")
+    for round_ in range(ROUNDS + 1):
+        began = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if round_ > 0:
+            best = min(best, time.perf_counter() - began)
+    return best

@@ -1,0 +1,90 @@
+"""What every benchmark says beside its numbers: on which machine, with what, when, of which commit."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that all benchmarks have. description: the script's docstring."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the results there")
+    return parser
+
+
+def machine_facts() -> dict[str, Any]:
+    """The machine and the software, for the head of a report."""
+    return {
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+    }
+
+
+def print_head(title: str) -> None:
+    """The benchmark's title and what it runs on."""
+    facts = machine_facts()
+    device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
+    print(f"# {title}")
+    print(
+        f"# {device}; torch {facts['torch']}, Python {facts['python']}; {facts['date']}, commit"
+        f" {facts['commit']}",
+        flush=True,
+    )
+
+
+def write_report(path: Path | None, results: dict[str, Any]) -> None:
+    """Write results and machine facts as JSON, if a path was given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(results | {"machine": machine_facts()}, indent=1)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def cpu_name() -> str:
+    """What /proc/cpuinfo calls the processor, with family and model, which some names leave out."""
+    fields: dict[str, str] = {}
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    for line in text.split("\n\n", 1)[0].splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    name = fields.get("model name", platform.machine())
+    if "cpu family" not in fields:
+        return name
+    return f"{name} (family {fields['cpu family']}, model {fields.get('model', '?')})"
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this file is in, with a `+` if it was changed since."""
+    directory = Path(__file__).parent
+    head = _git(directory, "rev-parse", "--short", "HEAD")
+    if head is None:
+        return None
+    return head + ("+" if _git(directory, "status", "--porcelain") else "")
+
+
+def _git(directory: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(directory), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()

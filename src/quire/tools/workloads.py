@@ -1,0 +1,91 @@
+"""Workloads of the benchmarks: lengths after public data sets, prompts of random tokens.
+
+Lengths are clipped log-normals whose mean, after clipping, is the one that the paper gives for the
+data set (P fig. 11). It does not give their spread: `sigma` is ours, as wide as its histograms look.
+Everything is drawn from the seed that is given, and from nothing else.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens: a log-normal of spread `sigma`, clipped to [low, high], with this mean after clipping."""
+
+    mean: float
+    sigma: float
+    low: int
+    high: int
+
+    def sample(self, num: int, rng: np.random.Generator) -> Int64:
+        """Whole numbers of tokens, [num]."""
+        drawn = rng.lognormal(self.mu, self.sigma, num)
+        return np.rint(np.clip(drawn, self.low, self.high)).astype(np.int64)
+
+    @property
+    def mu(self) -> float:
+        """Mean of the logarithm before clipping: found by bisection, the clipped mean grows with it."""
+        low, high = math.log(self.low), math.log(self.high)
+        for _ in range(60):
+            middle = (low + high) / 2
+            if self._clipped_mean(middle) < self.mean:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    def _clipped_mean(self, mu: float) -> float:
+        below = (math.log(self.low) - mu) / self.sigma
+        above = (math.log(self.high) - mu) / self.sigma
+        inside = _normal(above - self.sigma) - _normal(below - self.sigma)
+        return (
+            self.low * _normal(below)
+            + math.exp(mu + self.sigma**2 / 2) * inside
+            + self.high * (1 - _normal(above))
+        )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How long prompts and outputs are."""
+
+    name: str
+    inputs: Lengths
+    outputs: Lengths
+
+    def sample(self, num: int, seed: int) -> tuple[Int64, Int64]:
+        """Prompt and output lengths of `num` requests."""
+        rng = np.random.default_rng(seed)
+        return self.inputs.sample(num, rng), self.outputs.sample(num, rng)
+
+
+SHAREGPT = Workload(
+    "ShareGPT-like", Lengths(161.31, 1.2, 4, 1024), Lengths(337.99, 0.9, 4, 1024)
+)
+ALPACA = Workload("Alpaca-like", Lengths(19.31, 0.5, 4, 256), Lengths(58.45, 0.9, 4, 512))
+
+
+def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts of uniformly random token ids, all of one length."""
+    rng = np.random.default_rng(seed)
+    prompts: list[list[int]] = rng.integers(0, vocab_size, (num, length)).tolist()
+    return prompts
+
+
+def shared_prefix_prompts(
+    num: int, shared: int, own: int, vocab_size: int, seed: int
+) -> list[list[int]]:
+    """Prompts that begin with the same `shared` random tokens and go on with `own` of their own."""
+    prefix = random_prompts(1, shared, vocab_size, seed)[0]
+    return [prefix + rest for rest in random_prompts(num, own, vocab_size, seed + 1)]
+
+
+def _normal(x: float) -> float:
+    """Share of a standard normal below x."""
+    return 0.5 * (1 + math.erf(x / math.sqrt(2)))

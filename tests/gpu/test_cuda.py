@@ -1,0 +1,53 @@
+"""The same engine on a GPU: tokens equal the CPU's, the memory plan keeps its word.
+
+`make gpu-check` runs these; elsewhere they are not collected.
+"""
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.serve.checkpoints import ARCHITECTURES, checkpoint
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(5 + 9 * i)]} for i in range(8)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+def tokens(device: str, architecture: str, **settings: object) -> list[list[int]]:
+    settings = {"dtype": "float64", "kv_cache_memory_bytes": 1 << 26, **settings}
+    folder = str(checkpoint(architecture))
+    with LLM(folder, device=device, disable_log_stats=True, **settings) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("budget", [7, 512])
+def test_greedy_tokens_equal_the_cpus(architecture: str, budget: int) -> None:
+    settings = {"max_num_batched_tokens": budget, "max_num_seqs": 4}
+    assert tokens("cuda", architecture, **settings) == tokens("cpu", architecture, **settings)
+
+
+def test_depth_two_gives_the_same_tokens() -> None:
+    assert tokens("cuda", "llama", pipeline_depth=2) == tokens("cuda", "llama")
+
+
+def test_a_seed_gives_the_same_text_in_any_batch() -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=24, ignore_eos=True)
+    with LLM(str(checkpoint("llama")), device="cuda", dtype="float32") as llm:
+        together = llm.generate(PROMPTS, params, use_tqdm=False)
+        alone = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in PROMPTS]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+
+
+def test_the_pool_stays_within_the_share_of_memory() -> None:
+    share = 0.3
+    total = torch.cuda.get_device_properties(0).total_memory
+    with LLM("shape:qwen3-0.6b", gpu_memory_utilization=share, max_model_len=2048) as llm:
+        prompts = [[i + 1] * 500 for i in range(300)]
+        llm.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        free, _ = torch.cuda.mem_get_info()
+        assert llm.engine.memory.pool_bytes > 0.5 * share * total
+        assert total - free <= share * total
