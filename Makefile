@@ -6,6 +6,7 @@ TORCH_INDEX ?=
 PROMPT ?= Once upon a time
 
 BIN := $(VENV)/bin
+RESULTS := benchmarks/results
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
@@ -13,7 +14,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long check format bench gpu-check clean
+.PHONY: help install run test test-long check format bench bench-all gpu-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +44,19 @@ format: $(VENV)/.installed-test ## let ruff lay out the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/.installed ## throughput and latency on this machine
+bench: $(VENV)/.installed ## throughput and the scheduler's speed on this machine; minutes
 	$(BIN)/python -m quire.tools.bench
+	$(BIN)/python benchmarks/scheduler_steps.py --rows 256 1024
+	$(BIN)/python benchmarks/block_pool.py
+
+bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/results
+	$(BIN)/python -m quire.tools.bench --rounds 3 --output-json $(RESULTS)/throughput.json
+	$(BIN)/python benchmarks/against_transformers.py --dtype bfloat16 \
+		--output-json $(RESULTS)/against_transformers_bfloat16.json
+	$(BIN)/python benchmarks/against_transformers.py --dtype float32 \
+		--output-json $(RESULTS)/against_transformers_float32.json
+	for name in prefix_sharing scheduler_steps block_pool live_slots import_time; do \
+		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
 
 gpu-check: ## tests and benchmark on a GPU, with python3 as it is; installs nothing
 	@PYTHON="$(PYTHON)" .ci/gpu-check

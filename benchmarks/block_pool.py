@@ -2,11 +2,13 @@
 
     python benchmarks/block_pool.py
 
-Half of the pool is held throughout. `plain`: take a block, give it back. `indexed`: take one, name it
-(as prefix caching does), give it back; the other half of the pool waits in the LRU queue, so every
-allocation evicts. `random`: give back a held block chosen at random, take another one; what grows
-there is the time that the processor's caches take, so beside it stands as the limit the time of two
-random reads and writes of a list as long as the pool (`list`).
+Half of the pool is held throughout. `plain`: take a block, give it back. `indexed`: take one, name
+it as prefix caching does, give it back; the other half of the pool waits in the LRU queue, so
+every allocation evicts. `random`: give back a held block chosen at random, take another one.
+
+The number of operations never depends on the size. What grows in `indexed` and `random` is the
+time that memory takes once the book-keeping is larger than the processor's caches: beside them
+stands the time of two random reads and writes of a plain list as long as the pool (`list`).
 """
 
 import time

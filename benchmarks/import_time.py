@@ -48,14 +48,16 @@ def main() -> None:
     print_head(f"start-up, medians of {options.rounds} fresh interpreters")
     bare, quire, torch = medians_ms(["pass", "import quire", "import torch"], options.rounds)
     print(
-        f"import quire: {quire - bare:.1f} ms beside the bare interpreter's {bare:.1f} (aim {AIM_MS})"
+        f"import quire: {quire - bare:.1f} ms (aim {AIM_MS}) on top of the bare interpreter's"
+        f" {bare:.1f}"
     )
     results = {"bare_ms": bare, "import_quire_ms": quire - bare, "import_torch_ms": torch - bare}
     if demo_is_complete():
         (first,) = medians_ms([FIRST_TOKEN], max(1, options.rounds // 2))
         results["first_token_ms"] = first
         print(
-            f"first token of the demo model: {first:,.0f} ms, {torch - bare:,.0f} of them import torch"
+            f"first token of the demo model: {first:,.0f} ms, of which {torch - bare:,.0f} are"
+            " import torch"
         )
     else:
         print("first token of the demo model: not measured, its files are not complete")

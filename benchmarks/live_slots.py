@@ -2,9 +2,9 @@
 
     python benchmarks/live_slots.py
 
-Requests with lengths as in P fig. 11 wait at all times; the pool is full, so sequences are preempted
-now and then. A slot is live if its token's keys and values are in it after the step; held are all
-slots of blocks that running sequences hold. Prefix caching is off: prompts are random. No model.
+Requests with lengths as in P fig. 11 wait at all times, and the pool is full, so that sequences are
+preempted now and then. A slot is live if its token's keys and values are in it after the step; held
+are all slots of blocks that running sequences hold. No model and no prefix caching.
 """
 
 from dataclasses import asdict, dataclass

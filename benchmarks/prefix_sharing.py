@@ -2,10 +2,10 @@
 
     python benchmarks/prefix_sharing.py
 
-16 requests of 512 shared and 32 own prompt tokens, 32 tokens out, at once, with a cold cache; against
-the same engine without prefix caching. Alternating rounds in one process; medians. The limit is that
-of an engine which computes each distinct token once at the cost that the same engine has per token
-without sharing, while its decode steps take as long: what the fewer tokens would save at best.
+16 requests of 512 shared and 32 own prompt tokens, 32 tokens out, at once, with a cold cache;
+against the same engine without prefix caching. Alternating rounds in one process; medians. The
+limit: each distinct prompt token is computed once, at the cost that a prompt token has without
+sharing, and the decode steps take as long as without it.
 """
 
 import statistics
@@ -95,8 +95,8 @@ def main() -> None:
             side.runs.append(run_once(side.llm, side.times, prompts, options.output_len))
     for name, side in (("sharing", on), ("without", off)):
         print(
-            f"{name}: {side.seconds:.2f} s, {side.num_computed:,} tokens computed; num_cached_tokens"
-            f" {side.runs[0].num_cached_tokens}"
+            f"{name}: {side.seconds:.2f} s, {side.num_computed:,} tokens computed;"
+            f" num_cached_tokens {side.runs[0].num_cached_tokens}"
         )
     limit = best_ratio(off, options.num_prompts * options.own, options.num_prompts)
     same = sum(a == b for a, b in zip(on.runs[0].token_ids, off.runs[0].token_ids, strict=True))

@@ -4,13 +4,14 @@
 
 All rows run, one token each per step; an executor without a model answers with random tokens. Timed
 apart: schedule(), update(), the conversion of its result to messages (engine/core.py), and the
-client's side that takes the messages in. `aligned`: all prompts have 128 tokens, so all rows enter a
-new block in the same steps, which the median does not see but the mean does. `spread`: lengths of
-113 to 128, so a sixteenth of the rows enters a new block in every step.
+client's side that takes the messages in. `aligned`: all prompts have 128 tokens, so that all rows
+enter a new block in the same steps, which the median does not see but the mean does. `spread`:
+lengths of 113 to 128, so a sixteenth of the rows enters a new block in every step.
 
 Beside them: vLLM 0.32's schedule() and update_from_output(), which makes its messages as well.
 """
 
+import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ def steady_decode(num_rows: int, num_steps: int, caching: bool, spread: bool) ->
         client.add(request.request_id, None, prompt, request.params, None, 0.0)
     for _ in range(16):  # the first one computes all prompts
         _step(scheduler, executor, client, Times())
+    gc.collect()  # what earlier runs left behind is not this run's
     times = Times()
     for _ in range(num_steps):
         _step(scheduler, executor, client, times)

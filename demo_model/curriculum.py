@@ -16,8 +16,8 @@ SYSTEMS = [
     "You are a tool user. Use the tools if they help.", "Answer in plain English.",
 ]
 KINDS = {
-    "stories": 5, "questions": 27, "copying": 19, "addition": 8, "json": 13, "tools": 20,
-    "small talk": 8,
+    "stories": 4, "questions": 21, "copying": 22, "addition": 8, "json": 12, "tools": 26,
+    "small talk": 7,
 }
 # At first mostly short copies: they teach the model to look back, which all other tasks need.
 EARLY_KINDS = {

@@ -1,4 +1,4 @@
-"""`LLM` as its users see it: vLLM's quickstart, kinds of prompts, chat, streams, ends and errors."""
+"""`LLM` as its users see it: vLLM's quickstart, prompts, chat, streams, its end and errors."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -80,7 +80,8 @@ def test_fields_of_an_output(llm: LLM) -> None:
     assert completion.stop_reason is None and completion.logprobs is None
     assert completion.cumulative_logprob is None and completion.finished()
     assert len(completion.token_ids) == 8
-    assert completion.text == tokenizer.decode(ids + completion.token_ids)[len(output.prompt) :]
+    whole = tokenizer.decode(ids + completion.token_ids, skip_special_tokens=True)
+    assert output.prompt + completion.text == whole
     metrics = output.metrics
     assert metrics is not None and metrics.num_preemptions == 0
     times = (metrics.arrival_s, metrics.first_token_s, metrics.finished_s)

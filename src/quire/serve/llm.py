@@ -221,7 +221,8 @@ class LLM:
     ) -> list[SamplingParams]:
         """One copy per request, asking for the final output only."""
         listed = []
-        for params in _each(given or self.get_default_sampling_params(), count, "sampling_params"):
+        wanted = self.get_default_sampling_params() if given is None else given
+        for params in _each(wanted, count, "sampling_params"):
             own = params.clone()
             own.output_kind = RequestOutputKind.FINAL_ONLY
             listed.append(own)

@@ -81,9 +81,7 @@ class Run:
 
 def greedy(output_len: int) -> SamplingParams:
     """Exactly `output_len` tokens, the most probable ones."""
-    return SamplingParams(
-        temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
-    )
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
 
 def run_once(llm: LLM, times: StepTimes, prompts: list[list[int]], output_len: int) -> Run:
@@ -194,6 +192,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="shape:qwen3-0.6b")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
@@ -212,6 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.model,
         dtype=options.dtype,
         device=options.device,
+        load_format=options.load_format,
         max_model_len=options.input_len + options.output_len,
         max_num_seqs=options.num_prompts,
         disable_log_stats=True,

@@ -7,6 +7,7 @@ reading its weights once at the memory's speed: the larger of the two is the lim
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -72,7 +73,7 @@ def gemm_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
     weights = [weight_NK]
     if device.type == "cpu":
         weights.append(pack_weight(weight_NK))
-    fastest = min(_best_s(lambda w=w: linear(x_TK, w), device) for w in weights)
+    fastest = min(_best_s(partial(linear, x_TK, weight), device) for weight in weights)
     return 2 * tokens * size * size / fastest
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark says beside its numbers: on which machine, with what, when, of which commit."""
+"""What every benchmark says beside its numbers: the machine, the versions, the date, the commit."""
 
 import argparse
 import json

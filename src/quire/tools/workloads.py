@@ -1,7 +1,7 @@
 """Workloads of the benchmarks: lengths after public data sets, prompts of random tokens.
 
 Lengths are clipped log-normals whose mean, after clipping, is the one that the paper gives for the
-data set (P fig. 11). It does not give their spread: `sigma` is ours, as wide as its histograms look.
+data set (P fig. 11). It does not give their spread: `sigma` is ours, as wide as its histograms.
 Everything is drawn from the seed that is given, and from nothing else.
 """
 
@@ -16,7 +16,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens: a log-normal of spread `sigma`, clipped to [low, high], with this mean after clipping."""
+    """Tokens: a log-normal of spread `sigma`, clipped to [low, high]; `mean` is after clipping."""
 
     mean: float
     sigma: float
@@ -30,7 +30,7 @@ class Lengths:
 
     @property
     def mu(self) -> float:
-        """Mean of the logarithm before clipping: found by bisection, the clipped mean grows with it."""
+        """Mean of the logarithm before clipping, by bisection: the clipped mean grows with it."""
         low, high = math.log(self.low), math.log(self.high)
         for _ in range(60):
             middle = (low + high) / 2
@@ -65,9 +65,7 @@ class Workload:
         return self.inputs.sample(num, rng), self.outputs.sample(num, rng)
 
 
-SHAREGPT = Workload(
-    "ShareGPT-like", Lengths(161.31, 1.2, 4, 1024), Lengths(337.99, 0.9, 4, 1024)
-)
+SHAREGPT = Workload("ShareGPT-like", Lengths(161.31, 1.2, 4, 1024), Lengths(337.99, 0.9, 4, 1024))
 ALPACA = Workload("Alpaca-like", Lengths(19.31, 0.5, 4, 256), Lengths(58.45, 0.9, 4, 512))
 
 

@@ -1,0 +1,28 @@
+"""How many tokens a step may have on a CPU, so that nobody who decodes waits long for a prefill.
+
+Derived from shapes and the number of threads alone, not measured: chunks are cut in the same places
+in every run, so rounding is the same too.
+"""
+
+import torch
+
+from quire.base.model_spec import ModelSpec
+
+STEP_S = 0.25
+MOST_TOKENS = 256
+FEWEST_TOKENS = 64  # below this, matrix products lose more than latency gains
+GEMM_FLOPS_PER_THREAD = {torch.bfloat16: 5e11, torch.float32: 1e11, torch.float64: 5e10}
+
+
+def cpu_token_budget(spec: ModelSpec, dtype: torch.dtype, num_threads: int) -> int:
+    """Tokens that this many threads compute in about a quarter of a second: a multiple of 16
+    between 64 and 256."""
+    rate = GEMM_FLOPS_PER_THREAD.get(dtype, 1e11) * num_threads
+    tokens = int(STEP_S * rate / (2 * linear_parameters(spec)))
+    return min(MOST_TOKENS, max(FEWEST_TOKENS, tokens // 16 * 16))
+
+
+def linear_parameters(spec: ModelSpec) -> int:
+    """Weights that each token is multiplied with, head and embedding aside."""
+    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)

@@ -1,0 +1,98 @@
+"""Blocks per group from bytes: never more than the budget, and one more would be."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.base.errors import OutOfMemory
+from quire.base.model_spec import CacheGroup
+from quire.kv.manager import KVManager
+from quire.kv.sizing import MIB, MemoryPlan, size_pools
+
+FULL = CacheGroup("full", (0, 1, 2), 2, 8)
+WINDOW = CacheGroup("window", (3, 4), 2, 8, window=20)
+WIDE = CacheGroup("window", (5,), 2, 8, window=70)
+GROUPS = [(FULL,), (WINDOW,), (FULL, WINDOW), (FULL, WINDOW, WIDE)]
+
+
+def bytes_of(groups: tuple[CacheGroup, ...], block_size: int) -> list[int]:
+    return [group.block_bytes(block_size, 4) for group in groups]
+
+
+def most_in_window(group: CacheGroup, block_size: int, rows: int, chunk: int) -> int:
+    """Blocks that all rows hold at once: their windows, each cut by blocks, and the new tokens."""
+    assert group.window is not None
+    return rows * (-(-group.window // block_size) + 2) + -(-chunk // block_size)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    groups=st.sampled_from(GROUPS),
+    budget=st.integers(0, 3_000_000),
+    block_size=st.sampled_from([1, 4, 7, 16]),
+    length=st.integers(2, 200),
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 64),
+)
+def test_as_many_blocks_as_fit(
+    groups: tuple[CacheGroup, ...],
+    budget: int,
+    block_size: int,
+    length: int,
+    rows: int,
+    chunk: int,
+) -> None:
+    costs = bytes_of(groups, block_size)
+    per_sequence = -(-length // block_size) + 1
+
+    def cost(blocks: int) -> int:
+        """Of pools of so many blocks, none larger than the group can use."""
+        return sum(min(blocks, most) * c for most, c in zip(caps, costs, strict=True))
+
+    caps = [
+        1 << 40 if g.window is None else most_in_window(g, block_size, rows, chunk) for g in groups
+    ]
+    try:
+        pools = size_pools(groups, costs, budget, block_size, length, rows, chunk)
+    except OutOfMemory:
+        assert cost(per_sequence) > budget
+        return
+    assert sum(n * c for n, c in zip(pools, costs, strict=True)) <= budget
+    level = max(pools) if any(n < cap for n, cap in zip(pools, caps, strict=True)) else None
+    assert all(n <= cap for n, cap in zip(pools, caps, strict=True))
+    assert max(pools) <= per_sequence * rows
+    if level is not None:
+        assert pools == tuple(min(level, cap) for cap in caps)
+        assert level == per_sequence * rows or cost(level + 1) > budget
+    manager = KVManager(groups, pools, block_size)
+    assert manager.fits_alone(length, min(chunk, length))
+
+
+def test_a_window_group_leaves_the_rest_to_the_others() -> None:
+    costs = bytes_of((FULL, WINDOW), 4)
+    full, window = size_pools((FULL, WINDOW), costs, 500_000, 4, 1000, 2, 8)
+    assert window == most_in_window(WINDOW, 4, 2, 8) == 16
+    assert full == (500_000 - 16 * costs[1]) // costs[0]
+
+
+def test_a_budget_that_is_exactly_enough() -> None:
+    (cost,) = bytes_of((FULL,), 4)
+    for budget, blocks in ((11 * cost - 1, 10), (11 * cost, 11), (11 * cost + 1, 11)):
+        assert size_pools((FULL,), [cost], budget, 4, 20, 2, 8) == (blocks,)
+
+
+def test_not_even_one_sequence() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        size_pools((FULL,), bytes_of((FULL,), 16), 2 * MIB, 16, 100_000, 4, 256)
+    message = str(caught.value)
+    assert "KV pool of 2 MiB" in message and "max_model_len=100,000" in message
+    assert "Lower max_model_len" in message and "kv_cache_memory_bytes" in message
+
+
+def test_description() -> None:
+    plan = MemoryPlan(100 * MIB, 5 * MIB, 2 * MIB, 30 * MIB, (1000, 50), 16, 4000)
+    assert plan.num_slots == 16_000
+    assert plan.describe() == (
+        "memory: weights 5 MiB, workspace 2 MiB, KV pool 30 MiB = 16,000 tokens in 1,000 blocks of"
+        " 16 (4.0 sequences of 4,000)"
+    )

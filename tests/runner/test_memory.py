@@ -1,0 +1,218 @@
+"""What there is, what a step takes, what is left: dtype, workspace and the plan of the pool."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.model_spec import ModelSpec, load_spec
+from quire.kv.sizing import MIB
+from quire.models.loading import load_model, model_bytes
+from quire.models.source import resolve_model
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention.select import make_backend
+from quire.runner import memory
+from quire.runner.build import build_runner, derive_config, worst_case_plan
+from quire.runner.memory import choose_device, choose_dtype, plan_cpu_memory, workspace_bytes
+from quire.runner.model_runner import ModelRunner
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler
+from tests.serve.checkpoints import checkpoint
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+GIB = 1 << 30
+
+
+def shape(name: str) -> ModelSpec:
+    return load_spec(resolve_model(f"shape:{name}").directory)
+
+
+def config_for(spec: ModelSpec, **settings: Any) -> EngineConfig:
+    return derive_config(config_from_flat(**settings), spec, CPU)
+
+
+# ---- dtype and device ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "device", "expected"),
+    [
+        ("fpu avx2", "auto", CPU, torch.float32),
+        ("fpu avx512_bf16 avx2", "auto", CPU, torch.bfloat16),
+        ("fpu amx_bf16", "auto", CPU, torch.bfloat16),
+        ("fpu avx2", "auto", CUDA, torch.bfloat16),
+        ("fpu avx2", "bfloat16", CPU, torch.bfloat16),
+        ("fpu avx512_bf16", "float32", CPU, torch.float32),
+        ("fpu", "float64", CPU, torch.float64),
+    ],
+)
+def test_choose_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    name: str,
+    device: torch.device,
+    expected: torch.dtype,
+) -> None:
+    """What is asked for is taken; auto is the checkpoint's where this machine multiplies it."""
+    monkeypatch.setattr(memory, "has_native_bfloat16", lambda: "bf16" in flags)
+    spec = shape("qwen3-0.6b")
+    assert spec.dtype == "bfloat16"
+    assert choose_dtype(name, spec, device) == expected
+
+
+def test_float16_is_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "has_native_bfloat16", lambda: True)
+    spec = shape("opt-125m")
+    assert spec.dtype == "float16"
+    assert choose_dtype("auto", spec, CPU) == torch.float32
+    assert choose_dtype("auto", spec, CUDA) == torch.float16
+
+
+def test_choose_device() -> None:
+    assert choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert choose_device("auto") == CPU
+        with pytest.raises(ConfigError, match="use device='cpu'"):
+            choose_device("cuda")
+
+
+def test_limits_of_a_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its limit, less what it uses, where that is less than the machine has."""
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    system = memory.available_cpu_bytes()
+    assert system > 0
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.available_cpu_bytes() > 100_000
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert memory.available_cpu_bytes() == 4000
+    (tmp_path / "memory.max").unlink()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("7000\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("8000\n")
+    assert memory.available_cpu_bytes() == 0
+
+
+def test_derived_settings() -> None:
+    spec = shape("qwen3-0.6b")
+    config = config_for(spec)
+    assert config.model.max_model_len == spec.max_position
+    scheduler = config.scheduler
+    assert scheduler.max_num_seqs == 64 and 64 <= (scheduler.max_num_batched_tokens or 0) <= 256
+    given = config_for(spec, max_model_len=100, max_num_seqs=3, max_num_batched_tokens=5)
+    assert (given.model.max_model_len, given.scheduler.max_num_seqs) == (100, 3)
+    assert given.scheduler.max_num_batched_tokens == 5
+    with pytest.raises(ConfigError, match=f"is more than .*{spec.max_position}"):
+        config_for(spec, max_model_len=spec.max_position + 1)
+
+
+# ---- the plan on a CPU -----------------------------------------------------------------------
+
+
+def plan_for(spec: ModelSpec, weights: int, free: int, **settings: Any) -> memory.MemoryPlan:
+    config = config_for(spec, **({"max_num_batched_tokens": 256} | settings))
+    return plan_cpu_memory(config, spec, torch.float32, weights, free)
+
+
+def test_a_quarter_of_the_free_memory() -> None:
+    spec = shape("qwen3-0.6b")
+    plan = plan_for(spec, GIB, 16 * GIB, max_model_len=8192)
+    block = spec.kv_bytes_per_token(4) * 16
+    assert plan.num_blocks == (4 * GIB // block,)
+    assert plan.pool_bytes == plan.num_blocks[0] * block
+    assert (plan.weights_bytes, plan.total_bytes) == (GIB, 16 * GIB)
+    assert plan.workspace_bytes == workspace_bytes(spec, 4, 256, 64)
+
+
+def test_less_than_a_quarter_if_the_weights_leave_less() -> None:
+    spec = shape("qwen3-0.6b")
+    workspace = workspace_bytes(spec, 4, 256, 64)
+    plan = plan_for(spec, 7 * GIB - workspace, 8 * GIB, max_model_len=2048)
+    block = spec.kv_bytes_per_token(4) * 16
+    assert plan.num_blocks == (GIB // block,)
+
+
+def test_no_more_than_all_sequences_need() -> None:
+    spec = shape("qwen3-0.6b")
+    plan = plan_for(spec, GIB, 64 * GIB, max_model_len=100, max_num_seqs=3)
+    assert plan.num_blocks == (3 * 8,)  # 7 blocks for 100 tokens, and one to write into
+
+
+def test_a_given_pool_size_wins() -> None:
+    """Over the quarter, in both directions, but not over what is of use."""
+    spec = shape("qwen3-0.6b")
+    block = spec.kv_bytes_per_token(4) * 16
+    settings = {"max_model_len": 160, "max_num_seqs": 1000}
+    for blocks in (11, 400):
+        size = blocks * block + block // 2
+        plan = plan_for(spec, MIB, 8 * GIB, kv_cache_memory_bytes=size, **settings)
+        assert plan.num_blocks == (blocks,)
+    large = plan_for(spec, MIB, 8 * GIB, kv_cache_memory_bytes=999 * GIB, max_model_len=160)
+    assert large.num_blocks == (64 * 11,)
+
+
+def test_errors_say_what_to_do() -> None:
+    spec = shape("qwen3-0.6b")
+    with pytest.raises(OutOfMemory) as caught:
+        plan_for(spec, 3 * GIB, 3 * GIB)
+    message = str(caught.value)
+    assert "weights (3,072 MiB)" in message and "free memory (3,072 MiB)" in message
+    assert "smaller model or dtype" in message
+    with pytest.raises(OutOfMemory, match=r"Lower max_model_len.*kv_cache_memory_bytes"):
+        plan_for(spec, GIB, 4 * GIB)
+    with pytest.raises(OutOfMemory, match="holds 160 tokens, less than one sequence"):
+        plan_for(spec, 0, GIB, kv_cache_memory_bytes=10 * 16 * spec.kv_bytes_per_token(4))
+
+
+# ---- the largest step ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("seqs", "batched", "share"), [(3, 40, 13), (8, 5, 1), (1, 100, 63), (2, 1, 1)]
+)
+def test_the_worst_step_can_be_carried_out(
+    architecture: str, seqs: int, batched: int, share: int
+) -> None:
+    """All rows sample, with every filter on, and no row is longer than it may be."""
+    folder = checkpoint(architecture)
+    spec = load_spec(folder)
+    config = config_for(spec, max_num_seqs=seqs, max_num_batched_tokens=batched, max_model_len=64)
+    plan, num_blocks = worst_case_plan(config, len(spec.cache_groups), spec.vocab_size)
+    rows = min(seqs, batched)
+    assert plan.num_tokens.tolist() == [share] * rows
+    assert plan.sample_rows.tolist() == list(range(rows))
+    layout = KVLayout(spec.cache_groups, num_blocks, 16, torch.float32, CPU)
+    runner = ModelRunner(
+        load_model(folder, spec, torch.float32, CPU),
+        make_backend("torch", layout),
+        DeviceRows(seqs, 64, len(spec.cache_groups), 16, CPU),
+        Sampler(seqs, spec.vocab_size, CPU),
+    )
+    result = runner.run(plan)
+    assert result.token_ids.shape == (rows, 1) and not result.row_errors
+
+
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2"])
+def test_the_workspace_is_an_upper_bound_of_the_large_tensors(architecture: str) -> None:
+    """The feed-forward layer's activations and the logits in float32 are within it."""
+    spec = load_spec(checkpoint(architecture))
+    for tokens, seqs in ((256, 64), (1, 1), (1, 500)):
+        least = 4 * (tokens * spec.intermediate_size * 2 + seqs * spec.vocab_size * 2)
+        assert workspace_bytes(spec, 4, tokens, seqs) >= least
+
+
+def test_build_runner_keeps_to_its_plan() -> None:
+    folder = checkpoint("mistral")
+    config = config_from_flat(model=str(folder), dtype="float64", max_model_len=64, max_num_seqs=2)
+    built = build_runner(config, resolve_model(str(folder)))
+    assert built.config.model.max_model_len == 64
+    assert (built.dtype, built.device) == (torch.float64, CPU)
+    loaded = load_model(folder, built.spec, torch.float64, CPU)
+    assert built.memory.weights_bytes == model_bytes(loaded)
+    assert built.memory.num_blocks == (2 * 5,)
+    assert built.memory.pool_bytes == 10 * 16 * built.spec.kv_bytes_per_token(8)
