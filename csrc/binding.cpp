@@ -6,6 +6,8 @@
 #include <array>
 #include <cstdint>
 
+#include "attention.h"
+#include "parallel.h"
 #include "philox.h"
 #include "sampling.h"
 
@@ -14,7 +16,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 2;
+constexpr int kInterfaceVersion = 3;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -80,11 +82,39 @@ void choose(Address ids, Address logits, Address temperatures, Address top_k, Ad
                   num_threads);
 }
 
+// gomp_parallel: address of that function in the OpenMP library to share threads with, or 0.
+void share_threads(Address gomp_parallel) {
+    quire::parallel_region = as<quire::ParallelRegion>(gomp_parallel);
+}
+
+// The addresses and numbers of PagedRows (attention.h), in its order. element_bytes tells float32
+// (4) from bfloat16 (2).
+void paged_attention(std::array<Address, 8> addresses, std::array<int64_t, 9> numbers, float scale,
+                     int element_bytes, int num_threads) {
+    const auto [out, q, keys, values, tables, query_starts, context_lens, rows] = addresses;
+    const auto [num_rows, kv_heads, group, head_dim, block_size, num_blocks, table_stride, q_stride,
+                window] = numbers;
+    const quire::PagedRows step{
+        as<const int32_t*>(tables), as<const int32_t*>(query_starts),
+        as<const int32_t*>(context_lens), as<const int32_t*>(rows), num_rows, kv_heads, group,
+        head_dim, block_size, num_blocks, table_stride, q_stride, window, scale};
+    if (element_bytes == 4) {
+        quire::paged_attention(as<Floats>(out), as<ConstFloats>(q), as<ConstFloats>(keys),
+                               as<ConstFloats>(values), step, num_threads);
+    } else {
+        using Half = uint16_t;
+        quire::paged_attention(as<Half*>(out), as<const Half*>(q), as<const Half*>(keys),
+                               as<const Half*>(values), step, num_threads);
+    }
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     m.def("version", [] { return kInterfaceVersion; });
+    m.def("share_threads", &share_threads);
+    m.def("paged_attention", &paged_attention, Unlocked());
     m.def("philox_words", &philox_words);
     m.def("philox_uniform", &philox_uniform, Unlocked());
     m.def("philox_uniform_at", &philox_uniform_at, Unlocked());

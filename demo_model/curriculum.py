@@ -16,8 +16,8 @@ SYSTEMS = [
     "You are a tool user. Use the tools if they help.", "Answer in plain English.",
 ]
 KINDS = {
-    "stories": 4, "questions": 21, "copying": 22, "addition": 8, "json": 12, "tools": 26,
-    "small talk": 7,
+    "stories": 3, "questions": 22, "copying": 20, "addition": 6, "json": 10, "tools": 33,
+    "small talk": 6,
 }
 # At first mostly short copies: they teach the model to look back, which all other tasks need.
 EARLY_KINDS = {

@@ -140,4 +140,4 @@ def needless(rng: random.Random) -> Item:
 
 def make(rng: random.Random) -> Item:
     """Return an item of kind `tools`."""
-    return rng.choices((calling, lacking, needless), (55, 25, 20))[0](rng)
+    return rng.choices((calling, lacking, needless), (65, 20, 15))[0](rng)

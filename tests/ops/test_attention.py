@@ -6,10 +6,14 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import CacheGroup
+from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import BACKENDS, kv_block_bytes, make_backend
+from quire.ops.native import core
 from tests.models.paged import RowPart, make_step
 from tests.ops.attention_cases import (
+    HEAD_DIM,
     Case,
+    Contents,
     attend_contiguous,
     make_contents,
     run_backend,
@@ -36,9 +40,25 @@ CASES = {
     "window_larger": Case(MIXED, window=1000),
     "very_uneven": Case([(3, 1), (900, 1), (4, 1), (5, 1), (700, 1)], block_size=16),
     "several_new": Case([(20, 3), (25, 3), (7, 3), (9, 2)], block_size=3),
+    "long": Case([(600, 1), (255, 1), (256, 1), (511, 8), (300, 2)], block_size=16),
+    "long_window": Case([(600, 1), (255, 8), (511, 3)], block_size=16, window=290),
     "one": Case([(0, 1)]),
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+# In which each backend is compared most closely.
+EXACT = {"reference": torch.float64, "torch": torch.float64, "cpu": torch.float32}
+
+
+@pytest.fixture(params=BACKENDS)
+def name(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu" and core() is None:
+        pytest.skip("the C++ core was not built")
+    return str(request.param)
+
+
+def check(name: str, got: torch.Tensor, case: Case, contents: Contents) -> None:
+    wanted = attend_contiguous(case, contents)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[EXACT[name]])
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -58,7 +78,31 @@ def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cpu_is_softmax(case: Case, dtype: torch.dtype) -> None:
+    wanted = attend_contiguous(case, make_contents(case))
+    got = run_named("cpu", case, dtype)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cpu_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    together = Case([(600, 1), (31, 1), (300, 1)], block_size=16)
+    contents = make_contents(together)
+    backend = make_backend("cpu", together.layout(dtype))
+    got = run_backend(backend, together, contents, together.tables(), dtype)
+    for row, size in enumerate(together.rows):
+        alone = Case([size], block_size=16)
+        own = Contents(*([values[row]] for values in (contents.q, contents.k, contents.v)))
+        backend = make_backend("cpu", together.layout(dtype))
+        single = run_backend(backend, alone, own, [together.tables(seed=1)[row]], dtype)
+        assert torch.equal(single[0], got[row])
+
+
 def test_rows_that_share_blocks(name: str) -> None:
     """Two rows read a prefix that a third writes in the same step."""
     case = Case([(0, 11), (8, 3), (8, 1)])
@@ -69,12 +113,11 @@ def test_rows_that_share_blocks(name: str) -> None:
     tables = case.tables()
     tables[1][:2] = tables[0][:2]
     tables[2][:2] = tables[0][:2]
-    backend = make_backend(name, case.layout(torch.float64))
-    got = run_step(backend, case, contents, steps_of(case, tables)[1], torch.float64)
-    torch.testing.assert_close(got, attend_contiguous(case, contents), rtol=0, atol=1e-12)
+    backend = make_backend(name, case.layout(EXACT[name]))
+    got = run_step(backend, case, contents, steps_of(case, tables)[1], EXACT[name])
+    check(name, got, case, contents)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 def test_queries_may_be_views(name: str) -> None:
     """Heads of queries, keys and values stand side by side in one tensor."""
     case = Case([(0, 5), (0, 3)])
@@ -82,28 +125,26 @@ def test_queries_may_be_views(name: str) -> None:
     q, k, v = torch.cat(
         [torch.cat(values) for values in (contents.q, contents.k, contents.v)], dim=1
     ).split([4, 2, 2], dim=1)
-    backend = make_backend(name, case.layout(torch.float64))
+    backend = make_backend(name, case.layout(EXACT[name]))
     backend.prepare(steps_of(case, case.tables())[1])
-    backend.write(1, k, v)
-    got = backend.run(1, q, q.shape[-1] ** -0.5)
-    torch.testing.assert_close(got, attend_contiguous(case, contents), rtol=0, atol=1e-12)
+    backend.write(1, k.to(EXACT[name]), v.to(EXACT[name]))
+    got = backend.run(1, q.to(EXACT[name]), q.shape[-1] ** -0.5)
+    check(name, got, case, contents)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("junk", [-1, 0])
 def test_blocks_that_left_the_window_do_not_count(name: str, junk: int) -> None:
     case = Case([(37, 1), (21, 5)], window=6)
     contents, tables = make_contents(case), case.tables()
-    backend = make_backend(name, case.layout(torch.float64))
-    run_backend(backend, case, contents, tables, torch.float64)
+    backend = make_backend(name, case.layout(EXACT[name]))
+    run_backend(backend, case, contents, tables, EXACT[name])
     for table, (before, _) in zip(tables, case.rows, strict=True):
         first = (before - 6 + 1) // case.block_size
         table[:first] = [junk] * first
-    got = run_step(backend, case, contents, steps_of(case, tables)[1], torch.float64)
-    torch.testing.assert_close(got, attend_contiguous(case, contents), rtol=0, atol=1e-12)
+    got = run_step(backend, case, contents, steps_of(case, tables)[1], EXACT[name])
+    check(name, got, case, contents)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_of_an_earlier_owner_stays_away(name: str, dtype: torch.dtype) -> None:
     """A row that computed NaN must not spoil the rows that get its blocks later."""
@@ -112,7 +153,7 @@ def test_nan_of_an_earlier_owner_stays_away(name: str, dtype: torch.dtype) -> No
     backend = make_backend(name, spoiled.layout(dtype))
     backend.prepare(steps_of(spoiled, spoiled.tables())[1])
     for layer in (0, 1):
-        nan = torch.full((48, 2, 8), torch.nan, dtype=dtype)
+        nan = torch.full((48, 2, HEAD_DIM), torch.nan, dtype=dtype)
         backend.write(layer, nan, nan)
     contents, tables = make_contents(case), [t[:3] for t in spoiled.tables()]
     got = run_backend(backend, case, contents, tables, dtype)
@@ -121,25 +162,35 @@ def test_nan_of_an_earlier_owner_stays_away(name: str, dtype: torch.dtype) -> No
     )
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 def test_copied_blocks_give_the_same(name: str) -> None:
     case = Case([(0, 10)])
     contents, tables = make_contents(case), [[0, 1, 2]]
-    backend = make_backend(name, Case([(0, 30)]).layout(torch.float64))
-    wanted = run_backend(backend, case, contents, tables, torch.float64)
+    backend = make_backend(name, Case([(0, 30)]).layout(EXACT[name]))
+    wanted = run_backend(backend, case, contents, tables, EXACT[name])
     backend.copy_blocks(0, np.array([0, 1, 2], np.int32), np.array([5, 3, 4], np.int32))
     backend.prepare(make_step([RowPart(9, 10, ([5, 3, 4],))], case.block_size))
-    got = backend.run(1, contents.q[0][9:], 8**-0.5)
-    torch.testing.assert_close(got, wanted[9:], rtol=0, atol=1e-14)
+    got = backend.run(1, contents.q[0][9:].to(EXACT[name]), HEAD_DIM**-0.5)
+    tolerance = TOLERANCE[EXACT[name]]
+    torch.testing.assert_close(got, wanted[9:], rtol=0, atol=tolerance)
 
 
 def test_selection() -> None:
     layout = Case([(0, 1)]).layout
-    assert make_backend("auto", layout(torch.float32)).name == "torch"
-    assert make_backend("auto", layout(torch.bfloat16)).name == "torch"
+    fast = "torch" if core() is None else "cpu"
+    assert make_backend("auto", layout(torch.float32)).name == fast
+    assert make_backend("auto", layout(torch.bfloat16)).name == fast
+    assert make_backend("auto", layout(torch.float16)).name == "torch"
     assert make_backend("auto", layout(torch.float64)).name == "reference"
-    with pytest.raises(ConfigError, match="attention_backend must be one of auto, torch"):
+    with pytest.raises(ConfigError, match="attention_backend must be one of auto, cpu, torch"):
         make_backend("magic", layout(torch.float32))
+    with pytest.raises(ConfigError, match="float32 and bfloat16, not torch.float64"):
+        make_backend("cpu", layout(torch.float64))
+
+
+def test_head_sizes_that_the_core_does_not_have_go_to_torch() -> None:
+    group = CacheGroup("full", (0,), 1, head_dim=24)
+    layout = KVLayout((group,), (2,), 4, torch.float32, torch.device("cpu"))
+    assert make_backend("auto", layout).name == "torch"
 
 
 def test_block_bytes() -> None:

@@ -6,9 +6,7 @@ import numpy as np
 import torch
 
 
-def lazy_zeros(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU the operating system hands out each page when it is first written, so a
     KV pool costs neither time nor memory before it is used."""
     if device.type != "cpu":

@@ -7,10 +7,12 @@ import torch
 from quire.base.errors import ConfigError
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
+from quire.ops.attention.cpu import CpuBackend, why_not
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 
 BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
+    "cpu": CpuBackend,
     "torch": TorchBackend,
     "reference": ReferenceBackend,
 }
@@ -19,14 +21,20 @@ BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
 def make_backend(name: str, layout: KVLayout) -> AttentionBackend:
     """The backend of that name, with its KV tensors. `auto` takes the fastest one for the layout.
 
-    Raises ConfigError for a name that does not exist.
+    Raises ConfigError for a name that does not exist, or that cannot serve this layout.
     """
     if name == "auto":
-        name = "reference" if layout.dtype == torch.float64 else "torch"
+        name = _fastest(layout)
     if name not in BACKENDS:
         known = ", ".join(("auto", *BACKENDS))
         raise ConfigError(f"attention_backend must be one of {known}, got {name!r}.")
     return BACKENDS[name](layout)
+
+
+def _fastest(layout: KVLayout) -> str:
+    if layout.dtype == torch.float64:
+        return "reference"
+    return "cpu" if why_not(layout) is None else "torch"
 
 
 def kv_block_bytes(group: CacheGroup, block_size: int, dtype: torch.dtype) -> int:

@@ -28,6 +28,7 @@ class TorchBackend:
     """Gathers blocks, then multiplies."""
 
     name = "torch"
+    longest_left_out = 0  # rows with at most so many new tokens are somebody else's
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
@@ -42,7 +43,9 @@ class TorchBackend:
             for g, group in enumerate(layout.groups)
             for index, layer in enumerate(group.layers)
         }
-        self._builders = [BatchBuilder(group, layout) for group in layout.groups]
+        self._builders = [
+            BatchBuilder(group, layout, self.longest_left_out) for group in layout.groups
+        ]
         self._batches: list[list[Batch]] = []
         self._slots_T: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0, dtype=layout.dtype, device=layout.device)
@@ -72,13 +75,19 @@ class TorchBackend:
     @op("attention")
     def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention batch by batch, [T, N, H]."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        self._run_batches(layer, q_TNH, scale, out_TNH)
+        return out_TNH
+
+    def _run_batches(
+        self, layer: int, q_TNH: torch.Tensor, scale: float, out_TNH: torch.Tensor
+    ) -> None:
+        """Write the attention of all batches' tokens to `out`."""
         g, index = self._place_of_layer[layer]
         kv = self._kv[g][:, index]
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
             _attend(batch, q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
-        return out_TNH
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""

@@ -1,0 +1,7 @@
+#include "parallel.h"
+
+namespace quire {
+
+ParallelRegion parallel_region = nullptr;
+
+}  // namespace quire
