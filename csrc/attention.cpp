@@ -12,6 +12,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t kLanes = 16;  // floats of a vector
+constexpr int64_t kChunk = 2 * kLanes;
 constexpr int64_t kTokens = 8;  // tokens of which one call of `dots` takes the scores
 constexpr int64_t kAhead = 16;  // tokens between those that are read and those that are fetched
 constexpr int64_t kNear = 32;   // tokens whose values are in the cache for all queries
@@ -19,21 +20,34 @@ constexpr int64_t kSpan = 256;  // tokens between two updates of the running sof
 
 using Half = uint16_t;
 using Vector = float __attribute__((vector_size(kLanes * sizeof(float))));
-using Bits = int32_t __attribute__((vector_size(kLanes * sizeof(int32_t))));
-using Halves = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+using Bits = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
 // Vectors live inside of functions that are compiled per instruction set, never in a signature that
 // is called across them; so they go in and out by reference.
-QUIRE_INLINE void load(Vector& out, const float* in) { std::memcpy(&out, in, sizeof out); }
-
-QUIRE_INLINE void load(Vector& out, const Half* in) {
-    Halves halves;
-    std::memcpy(&halves, in, sizeof halves);
-    const Bits bits = __builtin_convertvector(halves, Bits) << 16;
-    std::memcpy(&out, &bits, sizeof out);
+//
+// A chunk is two vectors. Of bfloat16 they are the even and the odd elements, which are the upper and
+// lower halves of 32-bit words: widening them so needs no shuffles. Queries and sums of values are
+// kept in the same order (`place_in_chunk`), so products never notice.
+QUIRE_INLINE void load_chunk(Vector& even, Vector& odd, const Half* in) {
+    Bits words;
+    std::memcpy(&words, in, sizeof words);
+    const Bits low = words << 16, high = words & 0xFFFF0000u;
+    std::memcpy(&even, &low, sizeof even);
+    std::memcpy(&odd, &high, sizeof odd);
 }
+
+QUIRE_INLINE void load_chunk(Vector& first, Vector& second, const float* in) {
+    std::memcpy(&first, in, sizeof first);
+    std::memcpy(&second, in + kLanes, sizeof second);
+}
+
+// Where element h of a head stands in a chunk-ordered head.
+int64_t place_in_chunk(int64_t h, Half) {
+    return h / kChunk * kChunk + h % 2 * kLanes + h % kChunk / 2;
+}
+int64_t place_in_chunk(int64_t h, float) { return h; }
 
 // To the nearest, ties to even.
 Half narrow(float value, Half) {
@@ -59,16 +73,18 @@ template <class Element>
 QUIRE_INLINE void dots(float* scores, const float* q0, const float* q1,
                        const Element* const* k, int64_t size) {
     Vector sums[2 * kTokens] = {};
-    for (int64_t h = 0; h < size; h += kLanes) {
-        Vector first, second;
-        load(first, q0 + h);
-        load(second, q1 + h);
+    for (int64_t h = 0; h < size; h += kChunk) {
+        Vector a0, b0, a1, b1;
+        load_chunk(a0, b0, q0 + h);
+        load_chunk(a1, b1, q1 + h);
 #pragma GCC unroll 8
         for (int64_t t = 0; t < kTokens; ++t) {
-            Vector key;
-            load(key, k[t] + h);
-            sums[t] += first * key;
-            sums[kTokens + t] += second * key;
+            Vector a, b;
+            load_chunk(a, b, k[t] + h);
+            sums[t] += a0 * a;
+            sums[kTokens + t] += a1 * a;
+            sums[t] += b0 * b;
+            sums[kTokens + t] += b1 * b;
         }
     }
 #pragma GCC unroll 4
@@ -79,21 +95,23 @@ QUIRE_INLINE void dots(float* scores, const float* q0, const float* q1,
     std::memcpy(scores, &sums[0], sizeof sums[0]);
 }
 
-// acc[h] += sum over t of weights[t] * v[t][h], for two queries and kWidth vectors of h.
+// acc[h] += sum over t of weights[t] * v[t][h], for two queries and kWidth chunks of h.
 template <int kWidth, class Element>
 QUIRE_INLINE void add_weighted(float* acc0, float* acc1, const float* weights0,
                                const float* weights1, const Element* const* v, int64_t tokens,
                                int64_t h) {
-    Vector sums0[kWidth], sums1[kWidth];
+    Vector sums0[2 * kWidth], sums1[2 * kWidth];
     std::memcpy(sums0, acc0 + h, sizeof sums0);
     std::memcpy(sums1, acc1 + h, sizeof sums1);
     for (int64_t t = 0; t < tokens; ++t) {
 #pragma GCC unroll 4
         for (int i = 0; i < kWidth; ++i) {
-            Vector value;
-            load(value, v[t] + h + i * kLanes);
-            sums0[i] += weights0[t] * value;
-            sums1[i] += weights1[t] * value;
+            Vector a, b;
+            load_chunk(a, b, v[t] + h + i * kChunk);
+            sums0[2 * i] += weights0[t] * a;
+            sums1[2 * i] += weights1[t] * a;
+            sums0[2 * i + 1] += weights0[t] * b;
+            sums1[2 * i + 1] += weights1[t] * b;
         }
     }
     std::memcpy(acc0 + h, sums0, sizeof sums0);
@@ -145,10 +163,10 @@ QUIRE_INLINE void weigh_all(float* acc, float* unused, const float* weights, int
             float* acc0 = acc + m * size;
             float* acc1 = pair ? acc0 + size : unused;
             int64_t h = 0;
-            for (; h + 4 * kLanes <= size; h += 4 * kLanes) {
+            for (; h + 4 * kChunk <= size; h += 4 * kChunk) {
                 add_weighted<4>(acc0, acc1, weights0, weights1, v + first, count, h);
             }
-            for (; h < size; h += kLanes) {
+            for (; h < size; h += kChunk) {
                 add_weighted<1>(acc0, acc1, weights0, weights1, v + first, count, h);
             }
         }
@@ -255,7 +273,9 @@ class RowHead {
         for (int64_t m = 0; m < queries_; ++m) {
             const Element* from = q + place(m, step_.q_stride);
             float* mine = q_ + m * step_.head_dim;
-            for (int64_t h = 0; h < step_.head_dim; ++h) mine[h] = widen(from[h]) * step_.scale;
+            for (int64_t h = 0; h < step_.head_dim; ++h) {
+                mine[place_in_chunk(h, Element{})] = widen(from[h]) * step_.scale;
+            }
         }
     }
 
@@ -298,7 +318,9 @@ class RowHead {
             const float* acc = acc_ + m * step_.head_dim;
             const float scale = 1.0f / running_[static_cast<size_t>(m)].sum;
             Element* mine = out + place(m, stride);
-            for (int64_t h = 0; h < step_.head_dim; ++h) mine[h] = narrow(acc[h] * scale, Element{});
+            for (int64_t h = 0; h < step_.head_dim; ++h) {
+                mine[h] = narrow(acc[place_in_chunk(h, Element{})] * scale, Element{});
+            }
         }
     }
 

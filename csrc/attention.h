@@ -9,7 +9,7 @@ namespace quire {
 
 // tables[S, L]: block ids (row stride table_stride); query_starts[S + 1], context_lens[S]: as the
 // step has them; rows[num_rows]: which of its S rows to compute. window: 0 is none. H must be a
-// multiple of 16. Token stride of q is q_stride elements, its heads are contiguous.
+// multiple of 32. Token stride of q is q_stride elements, its heads are contiguous.
 struct PagedRows {
     const int32_t* tables;
     const int32_t* query_starts;

@@ -16,8 +16,8 @@ SYSTEMS = [
     "You are a tool user. Use the tools if they help.", "Answer in plain English.",
 ]
 KINDS = {
-    "stories": 3, "questions": 22, "copying": 20, "addition": 6, "json": 10, "tools": 33,
-    "small talk": 6,
+    "stories": 2, "questions": 21, "copying": 20, "addition": 4, "json": 9, "tools": 40,
+    "small talk": 4,
 }
 # At first mostly short copies: they teach the model to look back, which all other tasks need.
 EARLY_KINDS = {

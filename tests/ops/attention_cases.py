@@ -11,7 +11,7 @@ from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
 from quire.ops.attention.select import make_backend
 from tests.models.paged import CPU, RowPart, make_step
 
-HEAD_DIM = 16
+HEAD_DIM = 32
 
 
 @dataclass(frozen=True)

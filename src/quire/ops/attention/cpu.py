@@ -15,7 +15,7 @@ from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.native import address, core, num_threads
 from quire.ops.registry import op
 
-LANES = 16  # the core's vectors: head sizes must be multiples
+LANES = 32  # a chunk of the core's vectors: head sizes must be multiples
 
 
 def why_not(layout: KVLayout) -> str | None:
