@@ -41,6 +41,15 @@ def test_defaults_are_vllms() -> None:
         ("bad_words", [""], "non-empty"),
         ("allowed_token_ids", [], "non-empty"),
         ("stop_token_ids", ["a"], "integers"),
+        ("stop_token_ids", [[1]], "integers"),
+        ("stop_token_ids", 5, "a list"),
+        ("allowed_token_ids", 5, "a list"),
+        ("stop", 5, "a list"),
+        ("bad_words", "dog", "a list"),
+        ("logit_bias", [1], "a dictionary"),
+        ("logit_bias", {"a": 1}, "token ids"),
+        ("logit_bias", {1: None}, "finite"),
+        ("logit_bias", {1: float("nan")}, "finite"),
     ],
 )
 def test_bad_values_are_named(name: str, value: object, says: str) -> None:

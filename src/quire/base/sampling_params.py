@@ -130,6 +130,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
+        self._check_kinds()
         if self.seed == -1:
             self.seed = None
         if self.logprobs is True:
@@ -143,6 +144,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.stop_token_ids is not None:
             self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
+
+    def _check_kinds(self) -> None:
+        """Lists must be lists and the bias a dictionary, before anything looks into them."""
+        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+            value = getattr(self, name)
+            _require(value is None or isinstance(value, list | tuple), name, value, "a list")
+        bias = self.logit_bias
+        _require(bias is None or isinstance(bias, dict), "logit_bias", bias, "a dictionary")
+        for token_id, value in (bias or {}).items():
+            known = _is_int(token_id) or (isinstance(token_id, str) and token_id.isdecimal())
+            _require(known, "logit_bias", token_id, "a dictionary from token ids")
+            _require(_is_number(value), "logit_bias", value, "a dictionary to finite numbers")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _require(_is_int(token_id), name, token_id, "a list of integers")
 
     def _check_numbers(self) -> None:
         n = self.n
@@ -192,9 +208,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         if self.allowed_token_ids is not None:
             ok = len(self.allowed_token_ids) > 0
             _require(ok, "allowed_token_ids", self.allowed_token_ids, "None or a non-empty list")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                _require(_is_int(token_id), name, token_id, "a list of integers")
         if self.logit_bias is not None:
             self.logit_bias = {
                 int(token_id): max(-LOGIT_BIAS_LIMIT, min(LOGIT_BIAS_LIMIT, float(bias)))

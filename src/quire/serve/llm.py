@@ -241,9 +241,7 @@ def _as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
-    if not listed:
-        raise RequestError("prompts is empty; give at least one prompt.")
-    return [listed] if isinstance(listed[0], int) else listed
+    return [listed] if listed and isinstance(listed[0], int) else listed
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:
