@@ -37,6 +37,7 @@ test-long: $(VENV)/.installed-test ## the tests, with those that take minutes ea
 
 check: $(VENV)/.installed-test ## linter, types, and the house's rules on size and imports
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/structure
 

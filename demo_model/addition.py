@@ -7,10 +7,21 @@ import random
 from .item import Item, assistant, user
 
 ASKS = [
-    "What is {0} + {1}?", "{0} + {1}", "{0} + {1} =", "{0}+{1}", "What is {0} plus {1}?",
-    "Add {0} and {1}.", "Calculate {0} + {1}.", "How much is {0} + {1}?", "{0} plus {1}",
-    "Please add {0} and {1}", "What is the sum of {0} and {1}?", "What's {0} + {1}?",
-    "How much is {0} plus {1}?", "what is {0}+{1}?", "Can you add {0} and {1}?",
+    "What is {0} + {1}?",
+    "{0} + {1}",
+    "{0} + {1} =",
+    "{0}+{1}",
+    "What is {0} plus {1}?",
+    "Add {0} and {1}.",
+    "Calculate {0} + {1}.",
+    "How much is {0} + {1}?",
+    "{0} plus {1}",
+    "Please add {0} and {1}",
+    "What is the sum of {0} and {1}?",
+    "What's {0} + {1}?",
+    "How much is {0} plus {1}?",
+    "what is {0}+{1}?",
+    "Can you add {0} and {1}?",
 ]
 
 

@@ -10,16 +10,31 @@ from .item import Item, assistant, user
 from .words import ALL_WORDS, CITIES, COLOURS, NAMES, OBJECTS, invented_word
 
 ASKS = [
-    "Repeat this: {0}", "Repeat: {0}", "Copy this text: {0}", "Copy this text:\n{0}",
-    "Repeat the following text exactly:\n\n{0}", "Say exactly: {0}", "Repeat after me: {0}",
-    "Please repeat this text:\n{0}", "Write this again: {0}", "Copy: {0}", "Echo: {0}",
-    "Copy the following text.\n\n{0}", "Say this: {0}", "Please copy this: {0}",
+    "Repeat this: {0}",
+    "Repeat: {0}",
+    "Copy this text: {0}",
+    "Copy this text:\n{0}",
+    "Repeat the following text exactly:\n\n{0}",
+    "Say exactly: {0}",
+    "Repeat after me: {0}",
+    "Please repeat this text:\n{0}",
+    "Write this again: {0}",
+    "Copy: {0}",
+    "Echo: {0}",
+    "Copy the following text.\n\n{0}",
+    "Say this: {0}",
+    "Please copy this: {0}",
 ]
 SIGNS = "!\"#$%&'()*+,-./:;<=>?@[]^_`{|}~"
 FOREIGN = [
-    "äöüßéèêçñøåœíóúâîô", "абвгдежзийклмнопрстуфхцчшщыэюя", "αβγδεζηθικλμνξοπρστυφχψω",
-    "日本語中文字大小山川水火木金土人口手", "あいうえおかきくけこさしすせそたちつてと",
-    "한국어글말나라사람", "العربيةكتابقلم", "😀🎉🚀🐱🌍❤✨👍",
+    "äöüßéèêçñøåœíóúâîô",
+    "абвгдежзийклмнопрстуфхцчшщыэюя",
+    "αβγδεζηθικλμνξοπρστυφχψω",
+    "日本語中文字大小山川水火木金土人口手",
+    "あいうえおかきくけこさしすせそたちつてと",
+    "한국어글말나라사람",
+    "العربيةكتابقلم",
+    "😀🎉🚀🐱🌍❤✨👍",
 ]
 
 
@@ -27,8 +42,7 @@ def _words(rng: random.Random, size: int) -> str:
     """Random words of the vocabulary, some made up."""
     made_up = rng.choice((0.0, 0.0, 0.1, 0.3))
     return " ".join(
-        invented_word(rng) if rng.random() < made_up else rng.choice(ALL_WORDS)
-        for _ in range(size)
+        invented_word(rng) if rng.random() < made_up else rng.choice(ALL_WORDS) for _ in range(size)
     )
 
 
@@ -76,14 +90,26 @@ def _record(rng: random.Random, size: int) -> str:
     lines = []
     for _ in range(max(1, size // 6)):
         key = rng.choice(("name", "city", "colour", "object", "number", invented_word(rng)))
-        value = rng.choice((rng.choice(NAMES), rng.choice(CITIES), rng.choice(COLOURS),
-                            rng.choice(OBJECTS), str(rng.randrange(100))))
+        value = rng.choice(
+            (
+                rng.choice(NAMES),
+                rng.choice(CITIES),
+                rng.choice(COLOURS),
+                rng.choice(OBJECTS),
+                str(rng.randrange(100)),
+            )
+        )
         lines.append(f"{key}: {value}")
     return "\n".join(lines)
 
 
 TEXTS: list[tuple[Callable[[random.Random, int], str], float]] = [
-    (_words, 4), (_sentences, 4), (_numbers, 1), (_signs, 1), (_foreign, 0.7), (_record, 0.8),
+    (_words, 4),
+    (_sentences, 4),
+    (_numbers, 1),
+    (_signs, 1),
+    (_foreign, 0.7),
+    (_record, 0.8),
 ]
 
 

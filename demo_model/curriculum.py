@@ -10,18 +10,35 @@ from .item import Item, assistant, draw, user
 from .words import TRAITS, pick
 
 SYSTEMS = [
-    "You are a helpful assistant.", "You are a friendly helper.", "You are a chat model.",
-    "Answer the questions of the user.", "Be short and friendly.", "You help children to read.",
-    "You are Quire, a small model.", "You are a helpful AI assistant.", "Be polite.",
-    "You are a tool user. Use the tools if they help.", "Answer in plain English.",
+    "You are a helpful assistant.",
+    "You are a friendly helper.",
+    "You are a chat model.",
+    "Answer the questions of the user.",
+    "Be short and friendly.",
+    "You help children to read.",
+    "You are Quire, a small model.",
+    "You are a helpful AI assistant.",
+    "Be polite.",
+    "You are a tool user. Use the tools if they help.",
+    "Answer in plain English.",
 ]
 KINDS = {
-    "stories": 2, "questions": 21, "copying": 20, "addition": 4, "json": 9, "tools": 40,
-    "small talk": 4,
+    "stories": 2,
+    "questions": 16,
+    "copying": 25,
+    "addition": 3,
+    "json": 10,
+    "tools": 41,
+    "small talk": 3,
 }
 # At first mostly short copies: they teach the model to look back, which all other tasks need.
 EARLY_KINDS = {
-    "stories": 1, "questions": 14, "copying": 60, "addition": 3, "json": 12, "tools": 8,
+    "stories": 1,
+    "questions": 14,
+    "copying": 60,
+    "addition": 3,
+    "json": 12,
+    "tools": 8,
     "small talk": 2,
 }
 EARLY_LONGEST = 20
@@ -41,16 +58,24 @@ def told_story(rng: random.Random) -> Item:
     request, story = questions.requested_story(rng)
     about = request.partition(" about ")[2].strip(".?")
     wanted = [word for word in about.split() if word not in ("a", "an", "and", "named", "called")]
-    return Item("stories", [user(request), assistant(story.text)], story.text,
-                check=lambda text: valid_story(text, wanted))
+    return Item(
+        "stories",
+        [user(request), assistant(story.text)],
+        story.text,
+        check=lambda text: valid_story(text, wanted),
+    )
 
 
 def one(kind: str, rng: random.Random, test: bool, longest: int = 200) -> Item:
     """Return one item of the kind, from the training or the held-out side."""
     makers = {
-        "stories": told_story, "questions": questions.make, "addition": addition.make,
-        "copying": lambda r: copying.make(r, longest), "json": listing.make,
-        "tools": tools.make, "small talk": smalltalk.make,
+        "stories": told_story,
+        "questions": questions.make,
+        "addition": addition.make,
+        "copying": lambda r: copying.make(r, longest),
+        "json": listing.make,
+        "tools": tools.make,
+        "small talk": smalltalk.make,
     }
     return draw(makers[kind], rng, test)
 

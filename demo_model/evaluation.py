@@ -65,11 +65,14 @@ def measure(
             good[item.part] += 1
         elif show > 0:
             show -= 1
-            print(f"  WRONG {chat.render_prompt(item)!r}\n    wanted "
-                  f"{chat.content_of(item.answer)!r}\n    got    {answer!r}")
+            print(
+                f"  WRONG {chat.render_prompt(item)!r}\n    wanted "
+                f"{chat.content_of(item.answer)!r}\n    got    {answer!r}"
+            )
     parts = {part: round(good[part] / total[part], 4) for part in sorted(total)}
     return {
-        "items": len(items), "accuracy": round(sum(good.values()) / len(items), 4),
+        "items": len(items),
+        "accuracy": round(sum(good.values()) / len(items), 4),
         "parts": parts if len(parts) > 1 else {},
         "part_items": {part: total[part] for part in parts} if len(parts) > 1 else {},
     }

@@ -19,7 +19,10 @@ from torch import Tensor
 from .tokenizer import DEFAULT_FOLDER
 
 GENERATION = {
-    "bos_token_id": None, "do_sample": False, "eos_token_id": [2, 0], "pad_token_id": 0,
+    "bos_token_id": None,
+    "do_sample": False,
+    "eos_token_id": [2, 0],
+    "pad_token_id": 0,
     "max_new_tokens": 1024,
 }
 

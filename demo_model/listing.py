@@ -9,20 +9,29 @@ from .item import Item, assistant, user
 from .words import CATEGORIES, COLOURS, NAMES, OBJECTS, article, joined, pick
 
 GIVEN = [
-    "List the {what} {items} as JSON.", "List the {what} {items} as a JSON array.",
-    "Write the {what} {items} as JSON.", "Give me the {what} {items} as JSON",
-    "List these {what} as JSON: {items}", "Make a JSON list of the {what} {items}.",
-    "{items}\n\nList the {what} as JSON.", "Here are some {what}: {items}. List them as JSON.",
-    "The {what} are {items}. List the {what} as JSON.", "Turn these {what} into JSON: {items}",
+    "List the {what} {items} as JSON.",
+    "List the {what} {items} as a JSON array.",
+    "Write the {what} {items} as JSON.",
+    "Give me the {what} {items} as JSON",
+    "List these {what} as JSON: {items}",
+    "Make a JSON list of the {what} {items}.",
+    "{items}\n\nList the {what} as JSON.",
+    "Here are some {what}: {items}. List them as JSON.",
+    "The {what} are {items}. List the {what} as JSON.",
+    "Turn these {what} into JSON: {items}",
 ]
 FOUND = [
-    "{text}\n\nList the {what} as JSON.", "{text} List the {what} as JSON.",
-    "List the {what} in this text as JSON: {text}", "List the {what} as a JSON array.\n\n{text}",
+    "{text}\n\nList the {what} as JSON.",
+    "{text} List the {what} as JSON.",
+    "List the {what} in this text as JSON: {text}",
+    "List the {what} as a JSON array.\n\n{text}",
     "Which {what} are in this text? Answer in JSON.\n{text}",
 ]
 KNOWN = [
-    "List {count} {what} as JSON.", "Give me {count} {what} as JSON.",
-    "Write {count} {what} as a JSON array.", "Name {count} {what} in JSON.",
+    "List {count} {what} as JSON.",
+    "Give me {count} {what} as JSON.",
+    "Write {count} {what} as a JSON array.",
+    "Name {count} {what} in JSON.",
 ]
 NUMBER_WORDS = ["two", "three", "four", "five", "six"]
 
@@ -91,8 +100,11 @@ def _known(rng: random.Random) -> Item:
     word = rng.choice((NUMBER_WORDS[count - 2], str(count)))
     content, answer = _answer(rng, rng.choice(KNOWN).format(what=what, count=word), what, items)
     return Item(
-        "json", [user(content), assistant(answer)], content,
-        check=lambda text: valid_list(text, what, count), part="items of its own",
+        "json",
+        [user(content), assistant(answer)],
+        content,
+        check=lambda text: valid_list(text, what, count),
+        part="items of its own",
     )
 
 

@@ -177,7 +177,10 @@ class Llama(nn.Module):
         self.register_buffer("frequencies", shape.rope_theta**-half, persistent=False)
 
     def hidden(
-        self, tokens: Tensor, mask: Tensor | None = None, positions: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
         past: list[Any] | None = None,
     ) -> Tensor:
         """Return the normed last hidden state [batch, time, size] of the tokens [batch, time]."""

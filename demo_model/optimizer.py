@@ -28,7 +28,10 @@ class Muon(torch.optim.Optimizer):
     """Orthogonal-momentum optimizer; one parameter group per matrix shape."""
 
     def __init__(
-        self, matrices: Iterable[Tensor], lr: float = 0.02, momentum: float = 0.95,
+        self,
+        matrices: Iterable[Tensor],
+        lr: float = 0.02,
+        momentum: float = 0.95,
         decay: float = 0.01,
     ) -> None:
         shapes: dict[torch.Size, list[Tensor]] = {}

@@ -15,36 +15,56 @@ UNTOLD = "The story does not say."
 # Story part -> question wordings and the answer.
 STORY_QUESTIONS: dict[str, list[tuple[list[str], str]]] = {
     "": [
-        (["What was the name of the {kind}?", "What was the {kind} called?"],
-         "The {kind} was called {name}."),
-        (["Who was {name}?", "What kind of animal or person was {name}?"],
-         "{name} was {a_trait} {kind}."),
+        (
+            ["What was the name of the {kind}?", "What was the {kind} called?"],
+            "The {kind} was called {name}.",
+        ),
+        (
+            ["Who was {name}?", "What kind of animal or person was {name}?"],
+            "{name} was {a_trait} {kind}.",
+        ),
         (["Where did {name} go?", "Where did {name} walk to?"], "{name} went to the {place}."),
         (["When did {name} go to the {place}?"], "{name} went there one {time}."),
-        (["Who is the story about?", "What is the story about?"],
-         "The story is about {a_trait} {kind} called {name}."),
+        (
+            ["Who is the story about?", "What is the story about?"],
+            "The story is about {a_trait} {kind} called {name}.",
+        ),
     ],
     "home": [
-        (["Where did {name} live?", "Where was the home of {name}?"],
-         "{name} lived in a {home} near the {place2}."),
+        (
+            ["Where did {name} live?", "Where was the home of {name}?"],
+            "{name} lived in a {home} near the {place2}.",
+        ),
     ],
     "find": [
         (["What did {name} find?", "What did {name} see?"], "{name} found {a_colour} {thing}."),
-        (["What colour was the {thing}?", "Which colour did the {thing} have?"],
-         "The {thing} was {colour}."),
-        (["Where was the {thing}?", "Where did {name} find the {thing}?"],
-         "The {thing} was {where} a {spot}."),
+        (
+            ["What colour was the {thing}?", "Which colour did the {thing} have?"],
+            "The {thing} was {colour}.",
+        ),
+        (
+            ["Where was the {thing}?", "Where did {name} find the {thing}?"],
+            "The {thing} was {where} a {spot}.",
+        ),
     ],
     "friend": [
-        (["Who did {name} meet?", "Whom did {name} meet?"],
-         "{name} met {a_kind2} called {friend}."),
+        (
+            ["Who did {name} meet?", "Whom did {name} meet?"],
+            "{name} met {a_kind2} called {friend}.",
+        ),
         (["Who was {friend}?"], "{friend} was {a_kind2}."),
-        (["What did {friend} lose?", "What was {friend} looking for?"],
-         "{friend} had lost {a_colour2} {thing2}."),
-        (["What colour was the {thing2}?", "Which colour did the {thing2} have?"],
-         "The {thing2} was {colour2}."),
-        (["Who lost the {thing2}?", "Who was looking for the {thing2}?"],
-         "{friend} had lost the {thing2}."),
+        (
+            ["What did {friend} lose?", "What was {friend} looking for?"],
+            "{friend} had lost {a_colour2} {thing2}.",
+        ),
+        (
+            ["What colour was the {thing2}?", "Which colour did the {thing2} have?"],
+            "The {thing2} was {colour2}.",
+        ),
+        (
+            ["Who lost the {thing2}?", "Who was looking for the {thing2}?"],
+            "{friend} had lost the {thing2}.",
+        ),
     ],
     "food": [(["What did {eater} eat?"], "{Eater} ate {food}.")],
     "feel": [
@@ -122,13 +142,21 @@ def requested_story(rng: random.Random) -> tuple[str, Story]:
     story = stories.build(rng, given)
     if not given:
         wording = [
-            "Tell me a story.", "Tell me a short story", "Write a story.", "A story, please.",
+            "Tell me a story.",
+            "Tell me a short story",
+            "Write a story.",
+            "A story, please.",
         ]
         return rng.choice(wording), story
     wording = [
-        "Tell me a story about {0}.", "Tell me a story about {0}", "Write a short story about {0}.",
-        "Please tell me a short story about {0}.", "Can you tell me a story about {0}?",
-        "I want a story about {0}.", "Write a story about {0}", "tell me a story about {0}",
+        "Tell me a story about {0}.",
+        "Tell me a story about {0}",
+        "Write a short story about {0}.",
+        "Please tell me a short story about {0}.",
+        "Can you tell me a story about {0}?",
+        "I want a story about {0}.",
+        "Write a story about {0}",
+        "tell me a story about {0}",
     ]
     return rng.choice(wording).format(about), story
 
@@ -179,7 +207,11 @@ def _fact_number(rng: random.Random, who: str, thing: str) -> Fact:
 
 
 FACTS: list[Callable[[random.Random, str, str], Fact]] = [
-    _fact_have, _fact_place, _fact_colour, _fact_like, _fact_number,
+    _fact_have,
+    _fact_place,
+    _fact_colour,
+    _fact_like,
+    _fact_number,
 ]
 
 

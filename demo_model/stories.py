@@ -69,13 +69,27 @@ def new_slots(rng: random.Random) -> dict[str, str]:
         kind = pick(rng, KINDS, 1.0)
     trait, trait2 = rng.sample(TRAITS, 2)
     return {
-        "name": name, "friend": friend, "kind": kind, "a_kind2": article(kind2), "kind2": kind2,
-        "trait": trait, "a_trait": article(trait), "trait2": trait2,
-        "thing": thing, "colour": rng.choice(COLOURS), "thing2": thing2,
-        "colour2": rng.choice(COLOURS), "place": rng.choice(PLACES), "home": rng.choice(HOMES),
-        "place2": rng.choice(PLACES), "spot": rng.choice(SPOTS), "time": rng.choice(TIMES),
-        "where": rng.choice(PREPOSITIONS), "food": rng.choice(FOODS),
-        "feeling": rng.choice(FEELINGS), "feeling2": rng.choice(FEELINGS),
+        "name": name,
+        "friend": friend,
+        "kind": kind,
+        "a_kind2": article(kind2),
+        "kind2": kind2,
+        "trait": trait,
+        "a_trait": article(trait),
+        "trait2": trait2,
+        "thing": thing,
+        "colour": rng.choice(COLOURS),
+        "thing2": thing2,
+        "colour2": rng.choice(COLOURS),
+        "place": rng.choice(PLACES),
+        "home": rng.choice(HOMES),
+        "place2": rng.choice(PLACES),
+        "spot": rng.choice(SPOTS),
+        "time": rng.choice(TIMES),
+        "where": rng.choice(PREPOSITIONS),
+        "food": rng.choice(FOODS),
+        "feeling": rng.choice(FEELINGS),
+        "feeling2": rng.choice(FEELINGS),
     }
 
 
@@ -123,7 +137,8 @@ def _opening(story: Story, rng: random.Random, told: set[str]) -> None:
     )
     if "home" in told:
         story.tell(
-            rng, "{name} lived in a {home} near the {place2}.",
+            rng,
+            "{name} lived in a {home} near the {place2}.",
             "{name} had a {home} near the {place2}.",
         )
 
@@ -143,17 +158,19 @@ def _middle(story: Story, rng: random.Random, told: set[str]) -> None:
         )
     if "friend" in told:
         story.tell(
-            rng, "Then {name} met {a_kind2} named {friend}.",
+            rng,
+            "Then {name} met {a_kind2} named {friend}.",
             "Soon {a_kind2} called {friend} came along.",
         )
         story.tell(
-            rng, "{friend} had lost {a_colour2} {thing2}.",
+            rng,
+            "{friend} had lost {a_colour2} {thing2}.",
             "{friend} was looking for {a_colour2} {thing2}.",
         )
         story.tell(
             rng,
             "{name} wanted to help, so they looked everywhere.",
-            "\"Can you help me?\" said {friend}. \"Yes,\" said {name}.",
+            '"Can you help me?" said {friend}. "Yes," said {name}.',
             "{name} helped {friend}, and they found it.",
         )
 
@@ -166,9 +183,7 @@ def _ending(story: Story, rng: random.Random, told: set[str]) -> None:
         else:
             story.tell(rng, "Then {name} ate some {food}.", "After that {name} ate {food}.")
     if "feel" in told:
-        story.tell(
-            rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}."
-        )
+        story.tell(rng, "In the end {name} felt {feeling}.", "{name} went home and was {feeling}.")
     if "friend" in told:
         story.tell(rng, *ENDINGS)
     else:

@@ -33,10 +33,12 @@ def corpus(texts: int, seed: int) -> Iterator[str]:
 def train(texts: int = 30_000, seed: int = 1) -> Tokenizer:
     """Return a trained tokenizer: each digit its own token, every byte encodable."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tags = [chat.CALL_OPEN, chat.CALL_CLOSE]
     trainer = trainers.BpeTrainer(
@@ -58,8 +60,12 @@ def write(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     added = {
         str(tokenizer.token_to_id(token)): {
-            "content": token, "lstrip": False, "rstrip": False, "normalized": False,
-            "single_word": False, "special": token in SPECIAL,
+            "content": token,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "single_word": False,
+            "special": token in SPECIAL,
         }
         for token in [*SPECIAL, chat.CALL_OPEN, chat.CALL_CLOSE]
     }

@@ -68,17 +68,28 @@ def _result(rng: random.Random) -> tuple[str, str]:
     """Return the content of a tool result and the answer that reports it."""
     if rng.random() < 0.5:
         sky = rng.choice(("sunny", "cloudy", "rainy", "windy", "cold", "warm"))
-        text = rng.choice((
-            sky, f"{rng.randint(-9, 35)} degrees", f"{rng.randint(1, 9999)}",
-            f"{sky}, {rng.randint(-9, 35)} degrees", "done", "ok",
-            f"{rng.randint(0, 23)}:{rng.randint(10, 59)}", pick(rng, COLOURS, 0.5),
-        ))
+        text = rng.choice(
+            (
+                sky,
+                f"{rng.randint(-9, 35)} degrees",
+                f"{rng.randint(1, 9999)}",
+                f"{sky}, {rng.randint(-9, 35)} degrees",
+                "done",
+                "ok",
+                f"{rng.randint(0, 23)}:{rng.randint(10, 59)}",
+                pick(rng, COLOURS, 0.5),
+            )
+        )
         return text, f"The tool says: {text}"
     values: dict[str, Any] = {
-        "temperature": rng.randint(-9, 35), "sky": rng.choice(("sunny", "cloudy", "rainy")),
-        "price": rng.randint(1, 999), "time": f"{rng.randint(0, 23)}:{rng.randint(10, 59)}",
-        "result": rng.randint(1, 99999), "status": rng.choice(("ok", "done", "sent")),
-        "colour": rng.choice(COLOURS), "name": pick(rng, COLOURS, 1.0),
+        "temperature": rng.randint(-9, 35),
+        "sky": rng.choice(("sunny", "cloudy", "rainy")),
+        "price": rng.randint(1, 999),
+        "time": f"{rng.randint(0, 23)}:{rng.randint(10, 59)}",
+        "result": rng.randint(1, 99999),
+        "status": rng.choice(("ok", "done", "sent")),
+        "colour": rng.choice(COLOURS),
+        "name": pick(rng, COLOURS, 1.0),
     }
     keys = rng.sample(sorted(values), rng.randint(1, 3))
     content = json.dumps({key: values[key] for key in keys})
@@ -134,8 +145,9 @@ def needless(rng: random.Random) -> Item:
     item = rng.choice(makers)(rng)
     families = [f for f in _families(rng, rng.randint(1, 3)) if not f.names.startswith("add|")]
     tools = [offered(rng, family) for family in families or [FAMILIES[0]]]
-    return Item("tools", item.messages, item.key, tools=tools, check=item.check,
-                part="tool not needed")
+    return Item(
+        "tools", item.messages, item.key, tools=tools, check=item.check, part="tool not needed"
+    )
 
 
 def make(rng: random.Random) -> Item:

@@ -95,9 +95,13 @@ class Trainer:
         """Write the state in one move, so that a reader never sees half of it."""
         names = [name for name, _ in self.model.named_parameters()]
         state = {
-            "model": self.model.state_dict(), "muon": self.muon.state_dict(),
-            "adam": self.adam.state_dict(), "average": self.average, "names": names,
-            "counters": self.counters, "shape": self.model.shape,
+            "model": self.model.state_dict(),
+            "muon": self.muon.state_dict(),
+            "adam": self.adam.state_dict(),
+            "average": self.average,
+            "names": names,
+            "counters": self.counters,
+            "shape": self.model.shape,
         }
         new = self.options.folder / (name + ".new")
         torch.save(state, new)
@@ -190,9 +194,12 @@ class Trainer:
             self.counters["seconds"] += now - began
             if self.options.rank == 0 and self.counters["step"] % 10 == 0:
                 speed = self.options.tokens * self.options.passes * self.options.processes
-                print(f"step {self.counters['step']} loss {loss:.4f} rate {self.rate():.3f} "
-                      f"{speed / (now - began):.0f} tokens/s "
-                      f"{self.counters['tokens'] / 1e6:.2f} M", flush=True)
+                print(
+                    f"step {self.counters['step']} loss {loss:.4f} rate {self.rate():.3f} "
+                    f"{speed / (now - began):.0f} tokens/s "
+                    f"{self.counters['tokens'] / 1e6:.2f} M",
+                    flush=True,
+                )
             began = now
             if self.options.rank == 0 and now - saved > self.options.save_seconds:
                 self.save()
@@ -214,8 +221,11 @@ def main() -> None:
                 module = [sys.executable, "-m", "demo_model.training"]
                 subprocess.Popen([*module, *sys.argv[1:], "--rank", str(rank)])
         dist.init_process_group(
-            "gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=options.rank,
-            world_size=options.processes, timeout=datetime.timedelta(hours=6),
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{options.port}",
+            rank=options.rank,
+            world_size=options.processes,
+            timeout=datetime.timedelta(hours=6),
         )
     Trainer(options).run()
 

@@ -88,7 +88,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     device: str = setting("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     attention_backend: str = setting(
-        "auto", "auto picks the fastest for the device", choices=("auto", "cpu", "torch", "reference")
+        "auto",
+        "cpu (C++ core), torch or reference; auto picks the fastest that can serve the model",
+        choices=("auto", "cpu", "torch", "reference"),
     )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
     disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
