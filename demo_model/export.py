@@ -20,7 +20,9 @@ from .tokenizer import DEFAULT_FOLDER
 
 GENERATION = {
     "bos_token_id": None,
-    "do_sample": False,
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_p": 0.95,
     "eos_token_id": [2, 0],
     "pad_token_id": 0,
     "max_new_tokens": 1024,
@@ -52,6 +54,7 @@ def main() -> None:
     state = torch.load(options.checkpoint, map_location="cpu", weights_only=False)
     new = options.folder / "model.safetensors.new"
     save_file(weights(state), new, metadata={"format": "pt"})
+    new.chmod(0o644)
     os.replace(new, options.folder / "model.safetensors")
     write_json(options.folder / "config.json", state["shape"].config())
     write_json(options.folder / "generation_config.json", GENERATION)
