@@ -23,13 +23,13 @@ SYSTEMS = [
     "Answer in plain English.",
 ]
 KINDS = {
-    "stories": 2,
-    "questions": 16,
-    "copying": 25,
-    "addition": 3,
-    "json": 10,
-    "tools": 41,
-    "small talk": 3,
+    "stories": 1,
+    "questions": 10,
+    "copying": 29,
+    "addition": 2,
+    "json": 8,
+    "tools": 48,
+    "small talk": 2,
 }
 # At first mostly short copies: they teach the model to look back, which all other tasks need.
 EARLY_KINDS = {

@@ -112,6 +112,45 @@ class EngineConfig:
         _check_choices(self, self.model, self.scheduler)
 
 
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP server and its processes (`quire serve`)."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network")
+    port: int = setting(8000, "TCP port; 0 takes a free one")
+    served_model_name: tuple[str, ...] = setting(
+        (), "names that requests may give as model; the first one is shown; the model's if absent"
+    )
+    api_key: tuple[str, ...] = setting(
+        (), "keys of which requests must bring one (Authorization: Bearer ...); none: open to all"
+    )
+    api_server_count: int = setting(1, "processes that answer HTTP")
+    shutdown_timeout: float = setting(
+        30.0, "how long requests may go on after SIGTERM; 0 ends them at once", unit="seconds"
+    )
+    restart_engine: bool = setting(
+        False, "start the engine's process anew when it dies, instead of ending"
+    )
+    max_body_bytes: int = setting(16 << 20, "largest body of a request", unit="bytes")
+    allowed_origins: tuple[str, ...] = setting(
+        (), "web origins that may call from a browser (CORS); * is all"
+    )
+    trust_request_chat_template: bool = setting(
+        False, "let requests bring a chat template of their own"
+    )
+    ssl_keyfile: str | None = setting(None, "private key for HTTPS")
+    ssl_certfile: str | None = setting(None, "certificate for HTTPS")
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
+        _check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
+        timeout = self.shutdown_timeout
+        _check(timeout >= 0, "shutdown_timeout", timeout, "at least 0")
+        _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
+        pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
+        _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
+
+
 def _check(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
         raise ConfigError(f"{name} must be {rule}, got {value!r}.")

@@ -8,6 +8,7 @@ QuireError
  +-- OutOfMemory          weights, workspace or KV pool do not fit
  +-- MissingDependency    an optional package is needed; the message holds the pip command
  +-- EngineError          the engine failed while it worked on requests
+      +-- EngineDead      the core's process has ended or does not answer
       +-- StepFailed      one step raised; the plan's rows went back
 
 Every message says what was wrong, the value, and what to do.
@@ -48,3 +49,7 @@ class EngineError(QuireError):
 
 class StepFailed(EngineError):
     """A step raised an exception; its effects were taken back."""
+
+
+class EngineDead(EngineError):
+    """The process of the core has ended, or it does not answer any more."""

@@ -6,6 +6,8 @@ nothing but decoding happened is one event, `Planned`.
 
 from dataclasses import dataclass
 
+from quire.base.plan import Int32
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -21,8 +23,12 @@ class Planned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Queued(Event):
+    """received_s: when the front end got the request; 0.0 is not known."""
+
     request_id: str
     num_prompt_tokens: int
+    max_tokens: int | None = None
+    received_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +50,17 @@ class Finished(Event):
     request_id: str
     reason: str
     num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped(Event):
+    """A result was taken. rows: [N] those that got a token, in the numbering of `Admitted.row`, also
+    of sequences which this very step ended. duration_s: of the step on the device side."""
+
+    step_id: int
+    rows: Int32
+    num_tokens: int
+    duration_s: float
 
 
 @dataclass(frozen=True, slots=True)

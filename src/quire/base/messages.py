@@ -3,15 +3,18 @@
 Every message names its client and its core, so that many clients can speak to many cores.
 """
 
+from typing import Any
+
 import msgspec
 
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
 
 
-class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """A prompt in tokens and how to continue it. The first of the four doors takes these.
 
+    received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.
     cache_salt: only requests with an equal salt share cached blocks.
@@ -28,6 +31,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""
     adapter_id: str = ""
     media_ids: tuple[str, ...] = ()
+    received_s: float = 0.0
     client_id: int = 0
     core_id: int = 0
 
@@ -62,3 +66,52 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+
+
+class AskMetrics(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: send the metrics, in Prometheus' text format. Answered by `Metrics`."""
+
+    ask_id: int
+
+
+ToCore = Request | Abort | ResetPrefixCache | AskMetrics
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Core to client, first on every connection: what this engine is and what it can serve.
+
+    settings: the effective configuration, flat (`quire.base.config`). memory: the memory plan as one
+    line.
+    """
+
+    client_id: int
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int
+    settings: dict[str, Any]
+    memory: str
+
+
+class StepMessage(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: what one step gave this client's requests, and how busy the core is."""
+
+    outputs: list[SequenceOutput]
+    num_running: int
+    num_waiting: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: a request that was not queued, and why."""
+
+    request_id: str
+    message: str
+
+
+class Metrics(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the answer to `AskMetrics`."""
+
+    ask_id: int
+    text: str
+
+
+FromCore = Ready | StepMessage | Refused | Metrics
