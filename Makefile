@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PROMPT ?= Once upon a time
+MODEL ?= demo
+ARGS ?=
 
 BIN := $(VENV)/bin
 RESULTS := benchmarks/results
@@ -14,17 +16,28 @@ PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-long check format bench bench-all gpu-check clean
+.PHONY: help install serve chat doctor run test test-long check format bench bench-all gpu-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
+	@echo '  MODEL=...         what `make serve` and `make chat` run: a directory, a Hugging Face id'
+	@echo '  ARGS="..."        their other flags, such as ARGS="--port 8123"'
 	@echo '  PROMPT="..."      what `make run` continues'
 	@echo '  PYTHON=python3.12 the Python that the environment is made with (3.11 or newer)'
 	@echo '  TORCH_INDEX=URL   another package index for torch, such as'
 	@echo '                    https://download.pytorch.org/whl/cpu (no CUDA, a tenth of the size)'
 
 install: $(VENV)/.installed-test ## make .venv and install quire and the test tools into it
+
+serve: $(VENV)/.installed ## serve MODEL through OpenAI's HTTP API on 127.0.0.1:8000
+	@exec $(BIN)/quire serve "$(MODEL)" $(ARGS)
+
+chat: $(VENV)/.installed ## talk with MODEL in this terminal
+	@exec $(BIN)/quire chat "$(MODEL)" $(ARGS)
+
+doctor: $(VENV)/.installed ## what this machine has, and what quire would use
+	@$(BIN)/quire doctor "$(MODEL)" $(ARGS)
 
 run: $(VENV)/.installed ## generate text from PROMPT with the model that comes with quire
 	@$(BIN)/quire generate "$$PROMPT"
@@ -46,12 +59,12 @@ format: $(VENV)/.installed-test ## let ruff lay out the code
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed ## throughput and the scheduler's speed on this machine; minutes
-	$(BIN)/python -m quire.tools.bench
+	$(BIN)/quire bench throughput
 	$(BIN)/python benchmarks/scheduler_steps.py --rows 256 1024
 	$(BIN)/python benchmarks/block_pool.py
 
 bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/results
-	$(BIN)/python -m quire.tools.bench --rounds 3 --output-json $(RESULTS)/throughput.json
+	$(BIN)/quire bench throughput --rounds 3 --output-json $(RESULTS)/throughput.json
 	$(BIN)/python benchmarks/against_transformers.py --dtype bfloat16 \
 		--output-json $(RESULTS)/against_transformers_bfloat16.json
 	$(BIN)/python benchmarks/against_transformers.py --dtype float32 \

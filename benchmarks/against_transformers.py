@@ -22,7 +22,7 @@ import torch
 
 from quire.models.source import resolve_model
 from quire.serve.llm import LLM
-from quire.tools.bench import StepTimes, run_once
+from quire.tools.bench.throughput import StepTimes, run_once
 from quire.tools.limits import measure_limits, step_cost
 from quire.tools.report import benchmark_parser, print_head, write_report
 from quire.tools.workloads import random_prompts

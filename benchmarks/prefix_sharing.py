@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.serve.llm import LLM
-from quire.tools.bench import Run, StepTimes, run_once
+from quire.tools.bench.throughput import Run, StepTimes, run_once
 from quire.tools.report import benchmark_parser, print_head, write_report
 from quire.tools.workloads import shared_prefix_prompts
 

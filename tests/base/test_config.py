@@ -4,7 +4,13 @@ import dataclasses
 
 import pytest
 
-from quire.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.config import (
+    AUTO_LENGTH,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from quire.base.config import config_from_flat as make
 from quire.base.errors import ConfigError
 
@@ -13,6 +19,11 @@ def test_flat_names_reach_their_part() -> None:
     config = make(model="m", block_size=8, max_num_seqs=3, device="cpu")
     assert (config.model.model, config.cache.block_size) == ("m", 8)
     assert (config.scheduler.max_num_seqs, config.device) == (3, "cpu")
+
+
+def test_auto_is_a_number() -> None:
+    for auto in ("auto", -1):
+        assert make(max_model_len=auto).model.max_model_len == AUTO_LENGTH == -1
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
@@ -32,6 +43,8 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
         {"max_num_seqs": 0},
         {"max_num_batched_tokens": 0},
         {"max_model_len": 0},
+        {"max_model_len": -2},
+        {"max_model_len": "long"},
         {"kv_cache_memory_bytes": 0},
         {"dtype": "int3"},
         {"load_format": "pt"},

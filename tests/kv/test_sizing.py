@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
-from quire.kv.sizing import MIB, MemoryPlan, size_pools
+from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
 
 FULL = CacheGroup("full", (0, 1, 2), 2, 8)
 WINDOW = CacheGroup("window", (3, 4), 2, 8, window=20)
@@ -96,3 +96,39 @@ def test_description() -> None:
         "memory: weights 5 MiB, workspace 2 MiB, KV pool 30 MiB = 16,000 tokens in 1,000 blocks of"
         " 16 (4.0 sequences of 4,000)"
     )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.sampled_from(GROUPS),
+    budget=st.integers(0, 3_000_000),
+    block_size=st.sampled_from([1, 4, 7, 16]),
+    limit=st.integers(2, 3000),
+    rows=st.integers(1, 9),
+    chunk=st.integers(1, 64),
+)
+def test_the_longest_sequence_that_fits(
+    groups: tuple[CacheGroup, ...], budget: int, block_size: int, limit: int, rows: int, chunk: int
+) -> None:
+    """Pools for it can be made, and none for one more block of tokens."""
+    costs = bytes_of(groups, block_size)
+
+    def fits(length: int) -> bool:
+        try:
+            size_pools(groups, costs, budget, block_size, length, rows, chunk)
+        except OutOfMemory:
+            return False
+        return True
+
+    try:
+        length = longest_sequence(groups, costs, budget, block_size, limit, rows, chunk)
+    except OutOfMemory:
+        assert not fits(max(2, block_size))
+        return
+    assert 2 <= length <= limit and fits(length)
+    assert length == limit or (length % block_size == 0 and not fits(length + 1))
+
+
+def test_no_sequence_at_all() -> None:
+    with pytest.raises(OutOfMemory, match=r"holds 1 blocks of 16 .*kv_cache_memory_bytes"):
+        longest_sequence((FULL,), [MIB], MIB, 16, 100, 4, 256)

@@ -104,6 +104,8 @@ def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not any(p.endswith((".bin", ".py", "*")) for p in options["allow_patterns"])
     with options["tqdm_class"](total=3) as bar:
         assert bar.disable
+    resolve_model("owner/some-model", only_config=True)
+    assert calls[1][1]["allow_patterns"] == ["config.json"]
 
 
 def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,39 @@ def test_errors_say_what_to_do() -> None:
         plan_for(spec, 0, GIB, kv_cache_memory_bytes=10 * 16 * spec.kv_bytes_per_token(4))
 
 
+# ---- max_model_len auto ----------------------------------------------------------------------
+
+
+def test_auto_is_what_fits_a_small_pool() -> None:
+    """Ten blocks: nine for tokens, one to write into. Without auto the model's limit is too long,
+    and the error says what would help."""
+    folder = checkpoint("llama")
+    spec = load_spec(folder)
+    pool = 10 * 8 * spec.kv_bytes_per_token(4)
+    settings: dict[str, Any] = {
+        "model": str(folder), "dtype": "float32", "device": "cpu", "block_size": 8,
+        "kv_cache_memory_bytes": pool, "max_num_seqs": 2,
+    }  # fmt: skip
+    assert spec.max_position > 72
+    with pytest.raises(OutOfMemory, match="max_model_len=auto takes the longest that fits"):
+        build_runner(config_from_flat(**settings), resolve_model(str(folder)))
+    for auto in ("auto", -1):
+        config = config_from_flat(**settings, max_model_len=auto)
+        built = build_runner(config, resolve_model(str(folder)))
+        assert built.config.model.max_model_len == built.memory.max_model_len == 72
+        assert built.memory.num_blocks == (10,)
+
+
+def test_auto_is_the_models_limit_where_that_fits() -> None:
+    spec = shape("qwen3-0.6b")
+    plan = plan_for(spec, GIB, 64 * GIB, max_model_len="auto", max_num_seqs=1)
+    assert plan.max_model_len == spec.max_position
+    tight = plan_for(spec, GIB, 4 * GIB, max_model_len="auto")
+    block = spec.kv_bytes_per_token(4) * 16
+    assert tight.num_blocks == (GIB // block,)
+    assert tight.max_model_len == (GIB // block - 1) * 16
+
+
 # ---- the largest step ------------------------------------------------------------------------
 
 

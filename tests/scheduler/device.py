@@ -4,9 +4,15 @@ Every scheduled token is written, as a checksum of its prefix, into the slot tha
 names; the first and the last token of each row then read their whole visible context back through
 the table. So a block that was freed, shared or overwritten wrongly is noticed, and
 `expected_tokens`, which knows no blocks, says what the text must be.
+
+Requests can be cursed: a step raises that computes their token at a position, or one after it; or,
+if it samples, all that it computes is garbage, as is what is computed from that (as with NaN).
+Sampling from garbage is an error of the row. Rows are told apart by their request's seed.
 """
 
 import zlib
+from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,8 +20,22 @@ from quire.base.messages import Request
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
+from quire.engine.executor import failed_step
 
 VOCAB = 50
+GARBAGE = -2
+
+
+@dataclass
+class Curse:
+    """raises: the step; otherwise what the row computes in a step that samples is garbage."""
+
+    position: int
+    raises: bool
+
+
+class CursedStep(Exception):
+    """A step with a cursed row in it."""
 
 
 def next_token(context: list[int]) -> int:
@@ -46,28 +66,35 @@ class FakeDevice:
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.tables: list[dict[tuple[int, int], int]] = [{} for _ in groups]
-        self.num_computed = 0
+        self.seeds: dict[int, int] = {}
+        self.curses: dict[int, Curse] = {}  # by seed
+        self.num_raised = 0
 
     def run(self, plan: Plan) -> StepResult:
         self._apply(plan)
-        starts = {int(row): self.computed[int(row)] for row in plan.rows}
-        for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
-            for position in range(starts[row], starts[row] + count):
-                for g in range(len(self.groups)):
-                    self.slots[g][self._slot(g, row, position)] = self._content(row, position)
-            self.computed[row] = starts[row] + count
-            self.num_computed += count
-        for row, start in starts.items():
-            self._read(row, start)
-            self._read(row, self.computed[row] - 1)
-        sampled = [self._sample(row) for row in plan.sample_rows.tolist()]
+        spans = [
+            (row, self.computed[row], self.computed[row] + count)
+            for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)
+        ]
+        assert [start for _, start, _ in spans] == plan.computed_bound.tolist(), "wrong bounds"
+        for span in spans:
+            self._write(*span, span[0] in plan.sample_rows)
+        garbled = {row for row, start, end in spans if self._is_garbled(row, start, end)}
+        self._raise_if_cursed(spans)
+        sampled, errors = self._sample(
+            plan.sample_rows.tolist(), garbled, {row: end for row, _, end in spans}
+        )
+        for row, _, end in spans:
+            self.computed[row] = end
         token_ids = np.asarray(sampled, np.int32).reshape(-1, 1)
-        return StepResult(plan.step_id, token_ids, np.ones(len(sampled), np.int32))
+        accepted = np.ones(len(sampled), np.int32)
+        return StepResult(plan.step_id, token_ids, accepted, row_errors=errors)
 
     def _apply(self, plan: Plan) -> None:
         for start in plan.started:
             self.tokens[start.row] = start.token_ids.tolist()
             self.computed[start.row] = start.num_computed_tokens
+            self.seeds[start.row] = start.seed
         writes = plan.block_writes
         columns = (writes.group, writes.row, writes.index, writes.block_id)
         for group, row, index, block_id in zip(*(c.tolist() for c in columns), strict=True):
@@ -84,28 +111,95 @@ class FakeDevice:
     def _content(self, row: int, position: int) -> int:
         return zlib.crc32(np.asarray(self.tokens[row][: position + 1], np.int32).tobytes())
 
-    def _read(self, row: int, position: int) -> None:
-        """What the token at `position` sees in each group must be its own prefix."""
+    def _write(self, row: int, start: int, end: int, samples: bool) -> None:
+        curse = self.curses.get(self.seeds[row])
+        is_cursed = curse is not None and end > curse.position and (curse.raises or samples)
+        for position in range(start, end):
+            content = GARBAGE if is_cursed else self._content(row, position)
+            for g in range(len(self.groups)):
+                self.slots[g][self._slot(g, row, position)] = content
+
+    def _is_garbled(self, row: int, start: int, end: int) -> bool:
+        """Whether the row's new tokens see garbage; then they are garbage too."""
+        sees = [self._sees_garbage(row, position) for position in (start, end - 1)]
+        if any(sees):
+            for g in range(len(self.groups)):
+                for position in range(start, end):
+                    self.slots[g][self._slot(g, row, position)] = GARBAGE
+        return any(sees)
+
+    def _sees_garbage(self, row: int, position: int) -> bool:
+        """What the token at `position` sees in each group is its own prefix, or garbage."""
+        sees = False
         for g, group in enumerate(self.groups):
             first = max(0, position - group.window + 1) if group.window else 0
             for p in range(first, position + 1):
                 found = self.slots[g][self._slot(g, row, p)]
-                assert found == self._content(row, p), f"group {g}, row {row}, position {p}"
+                sees |= found == GARBAGE
+                own = self._content(row, p)
+                assert found in (GARBAGE, own), f"group {g}, row {row}, position {p}"
+        return sees
 
-    def _sample(self, row: int) -> int:
-        token = next_token(self.tokens[row][: self.computed[row]])
-        self.tokens[row].append(token)
-        return token
+    def _raise_if_cursed(self, spans: list[tuple[int, int, int]]) -> None:
+        for row, _, end in spans:
+            curse = self.curses.get(self.seeds[row])
+            if curse is not None and curse.raises and end > curse.position:
+                self.num_raised += 1
+                raise CursedStep(f"row {row}")
+
+    def _sample(
+        self, rows: list[int], garbled: set[int], ends: dict[int, int]
+    ) -> tuple[list[int], dict[int, str]]:
+        sampled = []
+        for row in rows:
+            token = 0 if row in garbled else next_token(self.tokens[row][: ends[row]])
+            sampled.append(token)
+            self.tokens[row] = [*self.tokens[row][: ends[row]], token]
+        return sampled, {row: "garbage" for row in rows if row in garbled}
+
+
+class FakeExecutor:
+    """Carries out plans when they are submitted, or only when their result is asked for."""
+
+    def __init__(self, device: FakeDevice, is_lazy: bool) -> None:
+        self.device, self.is_lazy = device, is_lazy
+        self._queue: deque[Plan | StepResult] = deque()
+        self.has_failed = False
+
+    def start(self) -> None:
+        pass
+
+    def submit(self, plan: Plan) -> None:
+        self.has_failed &= len(self._queue) > 0
+        self._queue.append(plan if self.is_lazy else self._run(plan))
+
+    def next_result(self) -> StepResult:
+        oldest = self._queue.popleft()
+        return self._run(oldest) if isinstance(oldest, Plan) else oldest
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, plan: Plan) -> StepResult:
+        """Plans behind one that failed are answered without being carried out."""
+        if self.has_failed:
+            return failed_step(plan, "a step before it failed")
+        try:
+            return self.device.run(plan)
+        except CursedStep as error:
+            self.has_failed = True
+            return failed_step(plan, str(error))
 
 
 def make_request(name: str, prompt: list[int], **params: object) -> Request:
     stops = tuple(params.pop("stops", ()))  # type: ignore[arg-type]
     salt = str(params.pop("salt", ""))
+    seed = int(params.pop("seed", 0))  # type: ignore[call-overload]
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
         params=SamplingParams(**params),  # type: ignore[arg-type]
-        seed=0,
+        seed=seed,
         stop_token_ids=stops,
         cache_salt=salt,
     )

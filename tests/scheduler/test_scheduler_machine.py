@@ -1,10 +1,10 @@
 """The scheduler under random programs, against a plain model of what each request's tokens must be.
 
 Depth 1, 2 and 3; full, window and both cache groups; pools so small that preemption is common;
-aborts and failing steps anywhere. Invariants are checked after every operation.
+aborts anywhere; requests that make their step raise, or whose rows compute garbage, at any point.
+Plans are carried out when they are made or when they are asked for. Invariants are checked after
+every operation.
 """
-
-from collections import deque
 
 import numpy as np
 import pytest
@@ -12,14 +12,23 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
+from quire.base.events import Finished, Stepped
 from quire.base.messages import Abort, Request
 from quire.base.model_spec import CacheGroup
-from quire.base.plan import Plan, StepResult
+from quire.base.validation import RequestLimits
+from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import FakeDevice, expected_tokens, make_request
+from tests.scheduler.device import (
+    Curse,
+    FakeDevice,
+    FakeExecutor,
+    expected_tokens,
+    make_request,
+)
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
@@ -32,12 +41,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         depth=st.integers(1, 3),
-        budget=st.integers(1, 24),
+        budget=st.one_of(st.integers(1, 24), st.integers(25, 60)),
         rows=st.integers(1, 5),
         spare=st.integers(0, 12),
         caching=st.booleans(),
+        lazy=st.booleans(),
     )
-    def start(self, depth: int, budget: int, rows: int, spare: int, caching: bool) -> None:
+    def start(self, depth, budget, rows, spare, caching, lazy) -> None:
         num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
         self.kv = KVManager(self.groups, num_blocks, BLOCK, caching)
         config = SchedulerConfig(
@@ -45,46 +55,62 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1)
         self.device = FakeDevice(self.groups, num_blocks, BLOCK)
-        self.in_flight: deque[Plan] = deque()
+        self.core = EngineCore(
+            self.scheduler,
+            FakeExecutor(self.device, lazy),  # type: ignore[arg-type]
+            FakeClock(),
+            RequestLimits(50, MAX_LEN, 0),
+        )
         self.requests: dict[str, Request] = {}
         self.output: dict[str, list[int]] = {}
         self.reason: dict[str, str] = {}
-        self.now = 0.0
 
     @rule(
-        seed=st.integers(0, 5),
+        seed=st.integers(0, 3),
         length=st.integers(1, 30),
         max_tokens=st.one_of(st.none(), st.integers(1, 12)),
         stops=st.lists(st.integers(0, 49), max_size=10),
         min_tokens=st.integers(0, 1),
         salt=st.sampled_from(["", "", "other"]),
+        curse=st.one_of(
+            st.none(),
+            st.none(),
+            st.builds(Curse, position=st.integers(0, 35), raises=st.booleans()),
+        ),
     )
-    def add(self, seed, length, max_tokens, stops, min_tokens, salt) -> None:
+    def add(self, seed, length, max_tokens, stops, min_tokens, salt, curse) -> None:
         """Prompts with equal seeds share a prefix; those of odd seeds repeat one block."""
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
         if seed % 2:
             tokens[BLOCK:] = np.tile(tokens[:BLOCK], 7)
         prompt = tokens[:length].tolist()
         name = f"r{len(self.requests)}"
+        number = len(self.requests)
         request = make_request(
-            name, prompt, max_tokens=max_tokens, stops=stops, min_tokens=min_tokens, salt=salt
+            name,
+            prompt,
+            max_tokens=max_tokens,
+            stops=stops,
+            min_tokens=min_tokens,
+            salt=salt,
+            seed=number,
         )
-        self.scheduler.add(request, self.now)
+        if curse is not None:
+            self.device.curses[number] = curse
+        self.core.add(request)
         self.requests[name], self.output[name] = request, []
 
     @rule()
     def plan(self) -> None:
-        plan = self.scheduler.schedule(self.now)
+        plan = self.core.plan()
         if plan is not None:
             assert 0 < plan.num_scheduled_tokens <= self.scheduler.token_budget
             assert len(set(plan.rows.tolist())) == len(plan.rows)
-            self.in_flight.append(plan)
-        self.now += 1
 
     @rule()
     def deliver(self) -> None:
-        if self.in_flight:
-            self._take(self.device.run(self.in_flight.popleft()))
+        if self.scheduler.flights:
+            self._take()
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
@@ -101,17 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         alive = [name for name in self.requests if name not in self.reason]
         if alive:
             name = alive[pick % len(alive)]
-            self.scheduler.control(Abort(name), self.now)
+            self.core.control(Abort(name))
             self.reason[name] = "abort"
-
-    @rule()
-    def fail(self) -> None:
-        """The oldest step raises; those after it are drained and their results dropped."""
-        if self.in_flight:
-            none = np.empty((0, 1), np.int32)
-            step_id = self.in_flight.popleft().step_id
-            self.in_flight.clear()
-            self._take(StepResult(step_id, none, none[:, 0], error="made to fail"))
 
     @invariant()
     def closes(self) -> None:
@@ -142,22 +159,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(pool.num_used == 0 for pool in self.kv.pools), "blocks leak"
         for name, request in self.requests.items():
             expected = expected_tokens(request, MAX_LEN)
-            if self.reason[name] == "abort":
+            if self.reason[name] == "error":
+                curse = self.device.curses[request.seed]
+                length = len(request.prompt_token_ids) + len(self.output[name])
+                assert length > curse.position, "an error before the token that is cursed"
+            if self.reason[name] in ("abort", "error"):
                 assert self.output[name] == expected[: len(self.output[name])]
             else:
                 assert self.output[name] == expected, name
                 hit_stop = expected[-1] in request.stop_token_ids
                 assert self.reason[name] == ("stop" if hit_stop else "length")
 
-    def _take(self, result: StepResult) -> None:
-        outputs = self.scheduler.update(result, self.now)
+    def _take(self) -> None:
+        outputs = self.core.take()
+        self._check_events(len(outputs.sequences))
         for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
             name = sequence.request.request_id
             assert name not in self.reason, "a token after the end"
             self.output[name].append(token)
-        for sequence in outputs.sequences:
+        for sequence in [*outputs.sequences, *outputs.others]:
             if ending := outputs.endings.get(sequence.arrival):
                 self.reason[sequence.request.request_id] = ending.reason
+
+    def _check_events(self, num_tokens: int) -> None:
+        """The step comes before what it ended, with the rows that got a token."""
+        events = self.scheduler.events
+        at = [i for i, event in enumerate(events) if isinstance(event, Stepped)]
+        assert len(at) == 1
+        assert len(events[at[0]].rows) == num_tokens
+        ends = [e.reason for e in events[: at[0]] if isinstance(e, Finished)]
+        assert set(ends) <= {"abort"}
+        events.clear()
 
 
 class WindowMachine(SchedulerMachine):

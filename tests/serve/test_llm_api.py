@@ -298,6 +298,17 @@ def test_settings() -> None:
     assert issubclass(ConfigError, QuireError) and issubclass(ConfigError, ValueError)
 
 
+def test_the_longest_length_that_fits() -> None:
+    """A prompt of all of it but one token is answered."""
+    with open_llm() as llm:
+        token_bytes = llm.engine.memory.pool_bytes // llm.engine.memory.num_slots
+    small: dict[str, Any] = {"kv_cache_memory_bytes": 11 * 4 * token_bytes, "max_num_seqs": 1}
+    with open_llm(max_model_len="auto", **small) as llm:
+        assert llm.engine.config.model.max_model_len == 40
+        (output,) = llm.generate({"prompt_token_ids": [5] * 39}, GREEDY)
+        assert len(output.outputs[0].token_ids) == 1
+
+
 def test_neutral_settings_of_vllm() -> None:
     neutral: dict[str, Any] = {
         "trust_remote_code": False,

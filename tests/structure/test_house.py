@@ -22,7 +22,7 @@ LAYERS = {
     "engine": 4,
     "serve": 5,
     "tools": 6,
-    "cli": 6,
+    "cli": 7,
 }
 # Third-party packages that a room may import; None is anything.
 PURE = {"numpy"}
@@ -34,9 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "torch", "safetensors", "huggingface_hub"},
     "runner": {"numpy", "torch"},
-    "engine": {"numpy", "msgspec", "zmq"},
-    "serve": {"rich"},
-    "cli": {"rich"},
+    "engine": {"numpy", "msgspec", "prometheus_client", "torch"},
+    "serve": {"fastapi", "msgspec", "pydantic", "rich", "starlette", "uvicorn"},
+    "cli": {"rich", "yaml"},
 }
 IMPURE_MODULES = {"time", "random", "os", "io", "socket", "threading", "subprocess", "asyncio"}
 IMPURE_CALLS = {"open", "print", "input", "hash"}

@@ -10,10 +10,23 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 
+AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
-def setting(default: Any, help: str, *, unit: str = "", choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field with what the command line needs to know about it."""
-    return field(default=default, metadata={"help": help, "unit": unit, "choices": choices})
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    words: dict[str, int] | None = None,
+) -> Any:
+    """A dataclass field with what the command line needs to know about it.
+
+    words: what may be written in place of certain numbers.
+    """
+    known = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
+    return field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
@@ -33,8 +46,10 @@ class ModelConfig:
     )
     max_model_len: int | None = setting(
         None,
-        "longest sequence, prompt and output together; the model's limit if absent",
+        "longest sequence, prompt and output together; the model's limit if absent, and with auto"
+        " (or -1) what of it fits the memory",
         unit="tokens",
+        words={"auto": AUTO_LENGTH},
     )
     load_format: str = setting(
         "auto",
@@ -106,7 +121,8 @@ class EngineConfig:
             value = getattr(scheduler, name)
             _check(value is None or value >= 1, name, value, "at least 1")
         length = self.model.max_model_len
-        _check(length is None or length >= 1, "max_model_len", length, "at least 1")
+        fits = length is None or length >= 1 or length == AUTO_LENGTH
+        _check(fits, "max_model_len", length, "at least 1, or auto (-1)")
         pool = cache.kv_cache_memory_bytes
         _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         _check_choices(self, self.model, self.scheduler)
@@ -167,6 +183,15 @@ def _check_choices(*configs: Any) -> None:
                 )
 
 
+def _number_of(name: str, value: Any, words: dict[str, int]) -> Any:
+    """The number that a word stands for."""
+    if not isinstance(value, str):
+        return value
+    if value not in words:
+        raise ConfigError(f"{name} must be a number or {' or '.join(words)}, got {value!r}.")
+    return words[value]
+
+
 def config_from_flat(**settings: Any) -> EngineConfig:
     """Build an EngineConfig from flat names, as `LLM(model, max_model_len=...)` gives them.
 
@@ -174,7 +199,7 @@ def config_from_flat(**settings: Any) -> EngineConfig:
     """
     parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "": {}}
     owners = {
-        item.name: part
+        item.name: (part, item.metadata["words"])
         for part, cls in (
             ("model", ModelConfig),
             ("cache", CacheConfig),
@@ -185,7 +210,8 @@ def config_from_flat(**settings: Any) -> EngineConfig:
     top = {item.name for item in dataclasses.fields(EngineConfig)} - {"model", "cache", "scheduler"}
     for name, value in settings.items():
         if name in owners:
-            parts[owners[name]][name] = value
+            part, words = owners[name]
+            parts[part][name] = _number_of(name, value, words) if words else value
         elif name in top:
             parts[""][name] = value
         else:

@@ -54,16 +54,10 @@ class Finished(Event):
 
 @dataclass(frozen=True, slots=True)
 class Stepped(Event):
-    """A result was taken. rows: [N] those that got a token, in the numbering of `Admitted.row`, also
-    of sequences which this very step ended. duration_s: of the step on the device side."""
+    """A result was taken. rows: [N] those that got a token, in the numbering of `Admitted.row`,
+    also of sequences which this very step ended. duration_s: of the step on the device side."""
 
     step_id: int
     rows: Int32
     num_tokens: int
     duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepWasUndone(Event):
-    step_id: int
-    error: str

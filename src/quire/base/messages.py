@@ -50,7 +50,7 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 Control = Abort | ResetPrefixCache
 
 
-class SequenceOutput(msgspec.Struct, frozen=True, gc=False):
+class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one step gave one request.
 
     One is made per request and step, and none can be part of a cycle: the garbage collector need
@@ -80,8 +80,8 @@ ToCore = Request | Abort | ResetPrefixCache | AskMetrics
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Core to client, first on every connection: what this engine is and what it can serve.
 
-    settings: the effective configuration, flat (`quire.base.config`). memory: the memory plan as one
-    line.
+    settings: the effective configuration, flat (`quire.base.config`). memory: the memory plan as
+    one line.
     """
 
     client_id: int

@@ -5,20 +5,35 @@ Exit status: 0 done, 1 the engine said no (its message is on standard error), 2 
 """
 
 import argparse
+import difflib
 import logging
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quire import __version__
 from quire.base.errors import QuireError
-from quire.cli import generate
+from quire.cli import bench, chat, doctor, generate, serve
+from quire.cli.config_file import describe, resolve
+
+logger = logging.getLogger("quire")
+
+COMMANDS = (serve, chat, generate, bench, doctor)
+LONG_FLAG = re.compile(r"--[A-Za-z][\w-]*(?==|$)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    arguments = _parser().parse_args(argv)
-    logging.basicConfig(level=arguments.log_level.upper(), format="%(message)s", stream=sys.stderr)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
+        notes = resolve(arguments)
+        logging.basicConfig(
+            level=arguments.log_level.upper(), format="%(message)s", stream=sys.stderr
+        )
+        for note in notes:
+            logger.warning("%s", note)
+        for line in describe(arguments.settings):
+            logger.debug("%s", line)
         status: int = arguments.run(arguments)
         return status
     except QuireError as error:
@@ -32,16 +47,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser, words = _parser(), list(with_dashes(argv))
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        command = _command(parser, words)
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], command)}")
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="quire",
         description="An LLM inference engine on paged KV memory.",
         epilog="`quire COMMAND --help` explains a command.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
-    generate.add_command(commands)
+    for command in COMMANDS:
+        command.add_command(commands)
     return parser
+
+
+def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command, or of its kind, that these words name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for index, word in enumerate(words):
+                if word in action.choices:
+                    return _command(action.choices[word], words[index + 1 :])
+    return parser
+
+
+def with_dashes(argv: Iterable[str]) -> Iterable[str]:
+    """--max_model_len is --max-model-len."""
+    is_text = False
+    for argument in argv:
+        is_text = is_text or argument == "--"
+        flag = None if is_text else LONG_FLAG.match(argument)
+        if flag is None:
+            yield argument
+        else:
+            yield flag[0].replace("_", "-") + argument[flag.end() :]
+
+
+def _hint(unknown: str, command: argparse.ArgumentParser) -> str:
+    """The flag that comes closest to an unknown one."""
+    flags = list(command._option_string_actions)
+    close = difflib.get_close_matches(unknown.split("=")[0], flags, n=1)
+    return f" (did you mean {close[0]}?)" if close and unknown.startswith("-") else ""
 
 
 if __name__ == "__main__":

@@ -1,37 +1,162 @@
-"""Command line options made from the configuration's dataclasses: name, help, unit, default."""
+"""Command line options made from the configuration's dataclasses: name, help, unit, default.
+
+The same table of options tells `--config FILE` which keys there are and what they may hold.
+"""
 
 import argparse
 import dataclasses
 import types
 import typing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from quire.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    setting,
+)
 from quire.base.errors import ConfigError
+from quire.serve.foreign import FOREIGN
 
-GROUPS = (
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
+SECRETS = {"api_key"}
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What the command itself tells."""
+
+    log_level: str = setting("info", "what is told on standard error", choices=LOG_LEVELS)
+
+
+ENGINE: tuple[tuple[str, type], ...] = (
     ("model", ModelConfig),
     ("cache", CacheConfig),
     ("scheduler", SchedulerConfig),
     ("engine", EngineConfig),
 )
-SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+SERVER: tuple[tuple[str, type], ...] = (("server", ServerConfig),)
+LOG: tuple[tuple[str, type], ...] = (("log", LogConfig),)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One option per field, in one group per dataclass."""
-    for title, config in GROUPS:
-        group = parser.add_argument_group(f"{title} settings")
+@dataclass(frozen=True)
+class Option:
+    """A setting as a person may write it. several: any number of values, kept as a tuple."""
+
+    name: str
+    kind: type
+    several: bool
+    optional: bool
+    default: Any
+    help: str
+    unit: str
+    choices: tuple[str, ...]
+    words: dict[str, int]
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def parse(self, text: str) -> Any:
+        """The value that a text stands for; one of them where there are several.
+
+        Raises ArgumentTypeError.
+        """
+        if text in self.words:
+            return self.words[text]
+        if self.kind is int:
+            return human_integer(text)
+        if self.kind is float:
+            return _number(text)
+        return text
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value, and who gave it: `flag`, or a file's name."""
+
+    value: Any
+    origin: str
+
+
+def options_of(groups: tuple[tuple[str, type], ...]) -> dict[str, Option]:
+    """The options of these dataclasses, by name."""
+    found = {}
+    for _, config in groups:
         kinds = typing.get_type_hints(config)
         for item in dataclasses.fields(config):
             if "help" in item.metadata:
-                _add_option(group, item, kinds[item.name])
+                found[item.name] = _option(item, kinds[item.name])
+    return found
+
+
+def all_options() -> dict[str, Option]:
+    """What a configuration file may hold, whatever command reads it."""
+    return options_of(ENGINE + SERVER + LOG)
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, *more: tuple[str, type], model_first: bool = False
+) -> None:
+    """--config, and one option per field in one group per dataclass. None has a default here: what
+    is in the parsed arguments was given.
+
+    more: dataclasses beside the engine's. model_first: MODEL may also be given without a flag.
+    `quire.cli.config_file.resolve` puts it all together.
+    """
+    parser.set_defaults(has_settings=True)
+    if model_first:
+        parser.add_argument(
+            "given_model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS,
+            help="as --model",
+        )  # fmt: skip
+    parser.add_argument(
+        "--config", metavar="FILE", default=argparse.SUPPRESS,
+        help="YAML with settings: `max-model-len: 4k`; flags win over it",
+    )  # fmt: skip
+    _add_option(parser, options_of(LOG)["log_level"])
+    for title, config in (*more, *ENGINE):
+        group = parser.add_argument_group(f"{title} settings")
+        for option in options_of(((title, config),)).values():
+            _add_option(group, option)
+    _add_foreign(parser)
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options' values by setting, as `LLM` and `config_from_flat` take them."""
-    names = {i.name for _, config in GROUPS for i in dataclasses.fields(config) if i.metadata}
-    return {name: value for name, value in vars(arguments).items() if name in names}
+    """The engine's settings that were given, as `LLM` and `config_from_flat` take them."""
+    return _given(arguments, ENGINE)
+
+
+def given_server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The server's settings that were given, as `ServerConfig` takes them."""
+    return _given(arguments, SERVER)
+
+
+def check_several(settings: dict[str, Given]) -> None:
+    """An option that takes several values takes a MODEL that follows it, too. Raises ConfigError
+    where that has happened, so that no model becomes a key."""
+    if "model" in settings:
+        return
+    for name in (n for n, option in options_of(SERVER).items() if option.several):
+        given = settings.get(name)
+        last = given.value[-1] if given is not None and given.value else ""
+        if last.startswith("shape:") or Path(last, "config.json").is_file():
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} took the model {last!r} for one of its values; give the model first, or as"
+                " --model."
+            )
+
+
+def _given(arguments: argparse.Namespace, groups: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+    settings: dict[str, Given] = arguments.settings
+    return {name: settings[name].value for name in options_of(groups) if name in settings}
 
 
 def human_integer(text: str) -> int:
@@ -41,42 +166,84 @@ def human_integer(text: str) -> int:
         number, factor = text[:-1], SUFFIXES[text[-1]]
     try:
         value = float(number) * factor
-    except ValueError as error:
+        whole = int(value)
+    except (ValueError, OverflowError) as error:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a number such as 4096, 4k or 2G"
         ) from error
-    if value != int(value):
+    if value != whole:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
+    return whole
 
 
-def _add_option(group: argparse._ArgumentGroup, item: "dataclasses.Field[Any]", kind: Any) -> None:
-    flag = "--" + item.name.replace("_", "-")
-    unit = item.metadata["unit"]
-    text = item.metadata["help"].replace("%", "%%") + (f" [{unit}]" if unit else "")
-    if item.default is not None:
-        text += " (default: %(default)s)"
-    kind = _plain(kind)
-    if kind is bool:
-        group.add_argument(
-            flag, action=argparse.BooleanOptionalAction, default=item.default, help=text
-        )
-        return
-    group.add_argument(
-        flag,
-        type=human_integer if kind is int else kind,
-        default=item.default,
-        choices=item.metadata["choices"] or None,
-        metavar=None if item.metadata["choices"] else (unit or kind.__name__).upper(),
-        help=text,
-    )
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 0.9") from error
 
 
-def _plain(kind: Any) -> Any:
-    """X of `X | None`."""
+def _option(item: "dataclasses.Field[Any]", hint: Any) -> Option:
+    kind, optional = _plain(hint)
+    several = typing.get_origin(kind) is tuple
+    if several:
+        kind = typing.get_args(kind)[0]
+    if kind not in (int, float, bool, str):
+        raise ConfigError(f"a setting of type {hint} has no command line option.")
+    known = item.metadata
+    return Option(
+        item.name, kind, several, optional, item.default,
+        known["help"], known["unit"], known["choices"], known["words"],
+    )  # fmt: skip
+
+
+def _plain(kind: Any) -> tuple[Any, bool]:
+    """X, and whether it may be None, of `X | None`."""
     if isinstance(kind, types.UnionType):
         kinds = [k for k in typing.get_args(kind) if k is not type(None)]
-        if len(kinds) != 1:
-            raise ConfigError(f"a setting of type {kind} has no command line option.")
-        return kinds[0]
-    return kind
+        return (kinds[0], True) if len(kinds) == 1 else (kind, True)
+    return kind, False
+
+
+def _add_option(group: argparse._ActionsContainer, option: Option) -> None:
+    known: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": _help(option).replace("%", "%%"),
+    }
+    same = [alias for alias, name in ALIASES.items() if name == option.name]
+    flags = [option.flag, *("--" + alias.replace("_", "-") for alias in same)]
+    if option.kind is bool:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, **known)
+        return
+    names = {int: "NUMBER", float: "NUMBER", str: "TEXT"}
+    known["metavar"] = None if option.choices else (option.unit or names[option.kind]).upper()
+    known["type"] = option.parse
+    if option.several:
+        group.add_argument(*flags, nargs="+", action="extend", **known)
+    else:
+        group.add_argument(*flags, choices=option.choices or None, **known)
+
+
+def _help(option: Option) -> str:
+    text = option.help + (f" [{option.unit}]" if option.unit else "")
+    if option.default is None or option.default == ():
+        return text
+    default = option.default
+    if option.kind is bool:
+        default = "on" if default else "off"
+    return f"{text} (default: {default})"
+
+
+def _add_foreign(parser: argparse.ArgumentParser) -> None:
+    """vLLM's flags without a counterpart: known, so that they are answered, but not in the help."""
+    for name, foreign in FOREIGN.items():
+        flag = "--" + name.replace("_", "-")
+        known: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": argparse.SUPPRESS,
+        }
+        if foreign.is_switch:
+            known["action"] = argparse.BooleanOptionalAction
+        parser.add_argument(flag, *foreign.short, **known)

@@ -2,23 +2,21 @@
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig
 from quire.base.model_spec import ModelSpec
 from quire.base.validation import RequestLimits
-from quire.engine.client import InProcessClient, RequestMaker
+from quire.engine.client import InProcessClient
 from quire.engine.core import EngineCore
 from quire.engine.executor import InProcessExecutor
+from quire.engine.requests import RequestMaker
+from quire.engine.text import build_text_side
 from quire.kv.digest import cache_fingerprint
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model
-from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
-from quire.render.tokenizer import Tokenizer
-from quire.render.tokenizer_files import has_tokenizer
 from quire.runner.build import BuiltRunner, Progress, build_runner
 from quire.scheduler.scheduler import Scheduler
 
@@ -37,13 +35,32 @@ class Engine:
     memory: MemoryPlan
 
 
+@dataclass(frozen=True)
+class BuiltCore:
+    """A core with its model loaded. config: with all derived values filled in."""
+
+    core: EngineCore
+    config: EngineConfig
+    spec: ModelSpec
+    memory: MemoryPlan
+
+
 def build_engine(
     config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None
 ) -> Engine:
     """Resolve, load, plan memory, connect. Raises ModelError, ConfigError, OutOfMemory."""
     clock = clock or MonotonicClock()
     source = resolve_model(config.model.model, config.model.revision)
-    renderer, tokenizer = _text_side(config, source)
+    text = build_text_side(config.model, source)
+    built = build_core(config, source, clock, progress)
+    client = InProcessClient(built.core, text.tokenizer, clock)
+    return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
+
+
+def build_core(
+    config: EngineConfig, source: ModelSource, clock: Clock, progress: Progress | None = None
+) -> BuiltCore:
+    """Load the model, plan memory, connect scheduler and executor."""
     built = build_runner(config, source, progress)
     config = built.config
     if not config.disable_log_stats:
@@ -54,12 +71,7 @@ def build_engine(
         clock,
         RequestLimits(built.spec.vocab_size, config.model.max_model_len or 0, config.max_logprobs),
     )
-    eos = None if tokenizer is None else tokenizer.eos_token_id
-    use_sampling = config.model.generation_config == "auto"
-    defaults = read_generation_defaults(source.directory, eos, use_sampling)
-    maker = RequestMaker(tokenizer, defaults, config.model.seed)
-    client = InProcessClient(core, tokenizer, clock)
-    return Engine(client, renderer, maker, config, built.spec, built.memory)
+    return BuiltCore(core, config, built.spec, built.memory)
 
 
 def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
@@ -82,14 +94,6 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
         config.cache.watermark,
         fingerprint,
     )
-
-
-def _text_side(config: EngineConfig, source: ModelSource) -> tuple[Renderer, Tokenizer | None]:
-    directory: Path = source.directory
-    if config.model.tokenizer is not None:
-        directory = resolve_model(config.model.tokenizer, None).directory
-    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
-    return Renderer(tokenizer, config.model.chat_template), tokenizer
 
 
 def _log_start(built: BuiltRunner, source: ModelSource) -> None:

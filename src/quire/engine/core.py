@@ -2,17 +2,24 @@
 
 Requests and control messages come in through `add` and `control`; each `step` plans as far ahead as
 the pipeline depth allows, takes the oldest result, and returns what it gave each request. A step
-that raises is taken back; the requests of that step end with an error, all others go on.
+that raises is repeated in parts (`engine/bisect.py`): the requests whose rows fail alone end with
+an error, all others get what they would have got.
 """
 
+import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from quire.base.clock import Clock
-from quire.base.errors import StepFailed
+from quire.base.errors import EngineError
 from quire.base.events import Event
-from quire.base.messages import Abort, Control, Request, SequenceOutput
+from quire.base.messages import Control, Request, SequenceOutput
+from quire.base.plan import Int32, Plan, StepResult
 from quire.base.validation import RequestLimits
+from quire.engine.bisect import bisect_step, combine, leave_out
 from quire.engine.executor import Executor
 from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
@@ -34,6 +41,9 @@ class EngineCore:
         self.limits = limits
         self._clock = clock
         self._subscribers: list[Subscriber] = []
+        self._submitted: deque[Plan] = deque()  # the plans in flight, as the executor got them
+        self._unreleased: Int32 = np.empty(0, np.int32)  # rows that the next plan must release
+        self._death: str | None = None
         executor.start()
 
     @property
@@ -53,35 +63,84 @@ class EngineCore:
         self.scheduler.control(message, self._clock.now())
 
     def step(self) -> list[SequenceOutput]:
-        """Plan, execute, take one result. Returns at once if there is nothing to do."""
-        scheduler = self.scheduler
-        while (plan := scheduler.schedule(self._clock.now())) is not None:
-            self.executor.submit(plan)
-        if not scheduler.flights:
-            return []
-        result = self.executor.next_result()
-        if result.error is None:
-            outputs = _messages(scheduler.update(result, self._clock.now()))
-        else:
-            for _ in range(len(scheduler.flights) - 1):
-                self.executor.next_result()  # of plans built on the failed one
-            outputs = self._fail(scheduler.update(result, self._clock.now()), result.error)
+        """Plan, execute, take one result. Returns at once if there is nothing to do. Raises
+        EngineError, then and ever after, if the core cannot go on."""
+        if self._death is not None:
+            raise EngineError(f"the engine has stopped: {self._death}")
+        try:
+            while self.plan() is not None:
+                pass
+            outputs = _messages(self.take()) if self.scheduler.flights else []
+        except EngineError as error:
+            self._death = str(error)
+            raise
+        except Exception as error:
+            self._death = f"{type(error).__name__}: {error}"
+            raise EngineError(f"the engine cannot go on: {self._death}") from error
         self._publish()
         return outputs
+
+    def plan(self) -> Plan | None:
+        """Plan one step and hand it over, if there is something to plan."""
+        plan = self.scheduler.schedule(self._clock.now())
+        if plan is not None:
+            self._submit(plan)
+        return plan
+
+    def take(self) -> StepOutputs:
+        """Take the result of the oldest plan in flight."""
+        flight, submitted = self.scheduler.flights[0], self._submitted[0]
+        has_run = len(submitted.rows) > 0
+        result = self.executor.next_result() if has_run else combine(submitted, [])
+        self._submitted.popleft()
+        if result.error is not None:
+            return self._recover(submitted, result.error)
+        if submitted is not flight.plan:
+            result = combine(flight.plan, [(submitted, result)])
+        return self._update(result)
 
     def close(self) -> None:
         self.executor.close()
 
-    def _fail(self, undone: StepOutputs, error: str) -> list[SequenceOutput]:
-        """End the requests of a step that raised."""
-        logger.error("%s", StepFailed(f"a step failed and was taken back: {error}"))
-        outputs = []
-        for sequence in undone.others:
-            request_id = sequence.request.request_id
-            self.scheduler.control(Abort(request_id, "error"), self._clock.now())
-            outputs.append(
-                SequenceOutput(request_id, [], "error", error=f"the step failed: {error}")
-            )
+    def _submit(self, plan: Plan) -> None:
+        """Hand over a plan. One that has lost all rows is not carried out."""
+        if len(self._unreleased):
+            released = np.concatenate([self._unreleased, plan.released])
+            plan = dataclasses.replace(plan, released=released)
+        self._submitted.append(plan)
+        if len(plan.rows):
+            self._unreleased = plan.released[:0]
+            self.executor.submit(plan)
+        else:
+            self._unreleased = plan.released
+
+    def _recover(self, failed: Plan, error: str) -> StepOutputs:
+        """The oldest plan raised: repeat it in parts, then carry out the later ones without the
+        rows of sequences that this ended or sent back (their block tables may be out of date)."""
+        later = list(self._submitted)
+        for plan in later:
+            if len(plan.rows):
+                self.executor.next_result()
+        self._submitted.clear()
+        self._death = "it was interrupted while it repeated a step that had failed"
+        logger.warning("step %d failed and is repeated in parts: %s", failed.step_id, error)
+        flight = self.scheduler.flights[0]
+        part = leave_out(failed, flight.left_out)
+        result = bisect_step(self.executor, part)
+        if len(result.row_errors) == len(part.rows):
+            self._unreleased = part.released  # perhaps no part of the plan was carried out
+        outputs = self._update(combine(flight.plan, [(part, result)]))
+        for plan, in_flight in zip(later, self.scheduler.flights, strict=True):
+            self._submit(leave_out(plan, in_flight.left_out))
+        self._death = None
+        return outputs
+
+    def _update(self, result: StepResult) -> StepOutputs:
+        outputs = self.scheduler.update(result, self._clock.now())
+        for sequence in outputs.others:
+            ending = outputs.endings.get(sequence.arrival)
+            if ending is not None and ending.error is not None:
+                logger.error("request %s failed: %s", sequence.request.request_id, ending.error)
         return outputs
 
     def _publish(self) -> None:

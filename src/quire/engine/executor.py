@@ -1,13 +1,22 @@
 """Executors carry out plans in the order in which they were submitted, and hand back results."""
 
+import logging
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from quire.base.errors import EngineError
 from quire.base.plan import Plan, StepResult
 from quire.kv.sizing import MemoryPlan
-from quire.runner.build import BuiltRunner
+
+if TYPE_CHECKING:  # clients of a core elsewhere import this file, and no torch
+    import torch
+
+    from quire.runner.build import BuiltRunner
+
+logger = logging.getLogger("quire")
 
 
 class Executor(Protocol):
@@ -18,7 +27,8 @@ class Executor(Protocol):
     def memory(self) -> MemoryPlan: ...
 
     def submit(self, plan: Plan) -> None:
-        """Hand over a plan. Whatever goes wrong comes back as the result's error."""
+        """Hand over a plan. What goes wrong with it comes back as the result's error. Raises
+        EngineError if no plan can be carried out any more."""
         ...
 
     def next_result(self) -> StepResult:
@@ -29,11 +39,18 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """Runs each plan in the calling thread, when it is submitted."""
+    """Runs each plan in the calling thread, when it is submitted.
 
-    def __init__(self, built: BuiltRunner) -> None:
+    check_device: raises if the device cannot be used any more; asked after a step that raised.
+    """
+
+    def __init__(
+        self, built: "BuiltRunner", check_device: Callable[[], None] | None = None
+    ) -> None:
         self._built: BuiltRunner | None = built
+        self._check_device = check_device or (lambda: _synchronize(built.device))
         self._results: deque[StepResult] = deque()
+        self._last_error = ""
 
     def start(self) -> None:
         pass
@@ -51,9 +68,14 @@ class InProcessExecutor:
         try:
             self._results.append(self._built.runner.run(plan))
         except BaseException as error:
-            self._results.append(failed_step(plan, f"{type(error).__name__}: {error}"))
+            message = f"{type(error).__name__}: {error}"
+            self._results.append(failed_step(plan, message))
             if not isinstance(error, Exception):
                 raise  # an interrupt is the caller's; anything else fails requests, not the engine
+            if message != self._last_error:  # not again for each part in which it is repeated
+                logger.debug("step %d raised", plan.step_id, exc_info=error)
+            self._last_error = message
+            self._give_up_if_lost(message)
 
     def next_result(self) -> StepResult:
         return self._results.popleft()
@@ -61,6 +83,24 @@ class InProcessExecutor:
     def close(self) -> None:
         self._results.clear()
         self._built = None
+
+    def _give_up_if_lost(self, message: str) -> None:
+        try:
+            self._check_device()
+        except Exception as error:
+            raise EngineError(
+                f"a step raised {message} and the device cannot be used any more ({error});"
+                " the process must be started again."
+            ) from error
+
+
+def _synchronize(device: "torch.device") -> None:
+    """An error that poisons a device (an illegal access, an assertion in a kernel) is raised by
+    every later call; one that does not (out of memory, a wrong argument) leaves it usable."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def failed_step(plan: Plan, error: str) -> StepResult:

@@ -69,6 +69,10 @@ class OutputProcessor:
                 ready.append(request.output())
         return ready, aborts
 
+    def drop(self, request_id: str) -> None:
+        """Follow a request no longer; nobody wants its output."""
+        self._requests.pop(request_id, None)
+
     def abort(
         self, request_ids: Iterable[str], now_s: float, finish_reason: str = "abort"
     ) -> list[RequestOutput]:

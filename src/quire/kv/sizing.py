@@ -54,32 +54,66 @@ def size_pools(
 
     Raises OutOfMemory if not even one sequence of max_model_len tokens fits.
     """
-
-    def blocks(tokens_in_blocks: int) -> tuple[int, ...]:
-        return tuple(
-            min(tokens_in_blocks, _window_need(group, block_size, max_num_seqs, chunk))
-            for group in groups
+    caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
+    per_sequence = blocks_per_sequence(max_model_len, block_size)
+    most = _most_blocks(caps, block_bytes, budget_bytes, per_sequence * max_num_seqs)
+    if most < per_sequence:
+        raise OutOfMemory(
+            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {most * block_size:,} tokens, less"
+            f" than one sequence of max_model_len={max_model_len:,} needs"
+            f" ({_cost(caps, block_bytes, per_sequence) / MIB:,.0f} MiB). Lower max_model_len"
+            " (max_model_len=auto takes the longest that fits), or give the pool more memory"
+            " (kv_cache_memory_bytes, gpu_memory_utilization)."
         )
+    return tuple(min(most, cap) for cap in caps)
 
-    def cost(tokens_in_blocks: int) -> int:
-        return sum(n * b for n, b in zip(blocks(tokens_in_blocks), block_bytes, strict=True))
 
-    per_sequence = -(-max_model_len // block_size) + 1
-    low, high = 0, per_sequence * max_num_seqs
+def longest_sequence(
+    groups: Sequence[CacheGroup],
+    block_bytes: Sequence[int],
+    budget_bytes: int,
+    block_size: int,
+    limit: int,
+    max_num_seqs: int,
+    chunk: int,
+) -> int:
+    """The max_model_len up to `limit` with which `size_pools` finds room for one sequence: the
+    limit, or the largest multiple of the block size that fits.
+
+    Raises OutOfMemory if not even a prompt of one token and its answer fit.
+    """
+    caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
+    most = _most_blocks(caps, block_bytes, budget_bytes, blocks_per_sequence(limit, block_size))
+    length = min(limit, (most - 1) * block_size)
+    if length < 2:
+        raise OutOfMemory(
+            f"the KV pool of {budget_bytes / MIB:,.1f} MiB holds {most} blocks of {block_size}"
+            " tokens, too few for any sequence. Give it more memory (kv_cache_memory_bytes,"
+            " gpu_memory_utilization), or take a smaller model."
+        )
+    return length
+
+
+def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
+    """Blocks that the longest sequence holds, with one to write into."""
+    return -(-max_model_len // block_size) + 1
+
+
+def _most_blocks(caps: list[int], block_bytes: Sequence[int], budget: int, limit: int) -> int:
+    """The largest number up to `limit` of blocks per group, none above its cap, in the budget."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        if cost(middle) <= budget_bytes:
+        if _cost(caps, block_bytes, middle) <= budget:
             low = middle
         else:
             high = middle - 1
-    if low < per_sequence:
-        raise OutOfMemory(
-            f"the KV pool of {budget_bytes / MIB:,.0f} MiB holds {low * block_size:,} tokens, less "
-            f"than one sequence of max_model_len={max_model_len:,} needs "
-            f"({cost(per_sequence) / MIB:,.0f} MiB). Lower max_model_len, or give the pool more "
-            "memory (kv_cache_memory_bytes, gpu_memory_utilization)."
-        )
-    return blocks(low)
+    return low
+
+
+def _cost(caps: list[int], block_bytes: Sequence[int], num_blocks: int) -> int:
+    """Bytes of pools of so many blocks each, none above its cap."""
+    return sum(min(num_blocks, cap) * b for cap, b in zip(caps, block_bytes, strict=True))
 
 
 def _window_need(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:

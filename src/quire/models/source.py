@@ -33,8 +33,11 @@ class ModelSource:
     name: str
 
 
-def resolve_model(name: str, revision: str | None = None, *, progress: bool = True) -> ModelSource:
-    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without).
+def resolve_model(
+    name: str, revision: str | None = None, *, progress: bool = True, only_config: bool = False
+) -> ModelSource:
+    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without),
+    or of it only what tells its shape.
 
     Raises ModelNotFound if it is nowhere, ModelError for an unknown shape.
     """
@@ -49,7 +52,8 @@ def resolve_model(name: str, revision: str | None = None, *, progress: bool = Tr
         raise ModelNotFound(f"{name} is a file; a model is a directory with a config.json.")
     if not _looks_like_hub_id(name):
         raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
-    return ModelSource(_download(name, revision, progress), "auto", name)
+    patterns = ["config.json"] if only_config else FILE_PATTERNS
+    return ModelSource(_download(name, revision, progress, patterns), "auto", name)
 
 
 def shape_names() -> list[str]:
@@ -75,7 +79,7 @@ def _looks_like_hub_id(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
 
 
-def _download(name: str, revision: str | None, progress: bool) -> Path:
+def _download(name: str, revision: str | None, progress: bool, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import tqdm
@@ -89,7 +93,7 @@ def _download(name: str, revision: str | None, progress: bool) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=FILE_PATTERNS,
+                allow_patterns=patterns,
                 ignore_patterns=UNUSED_PATTERNS,
                 tqdm_class=None if progress else NoBar,
             )

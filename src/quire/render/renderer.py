@@ -4,8 +4,9 @@ The thesis calls this step render_prompt (T 4.3.2): from here on the engine know
 prompt is never cut here; one that is too long is refused by the engine, which knows the limit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,18 @@ class RenderedPrompt:
 class Renderer:
     """tokenizer: None for a model without one, which takes token ids only.
 
-    template: used for every conversation in place of the model's own templates.
+    template: used for every conversation in place of the model's own templates. now: the clock of
+    templates that tell the model the date.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        template: str | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._now = now
         self._template = None if template is None else load_template(template)
         self._compiled: dict[str, ChatTemplate] = {}
 
@@ -127,7 +135,7 @@ class Renderer:
         found = self._compiled.get(source)
         if found is None:
             variables = {} if self.tokenizer is None else self.tokenizer.named_tokens
-            found = ChatTemplate(source, variables)
+            found = ChatTemplate(source, variables, self._now)
             if len(self._compiled) >= MAX_KEPT_TEMPLATES:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[source] = found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.base.config import EngineConfig
+from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import BlockWrites, Plan, RowStart
@@ -47,12 +47,14 @@ class BuiltRunner:
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
-    """Fill in what was left to be derived. Raises ConfigError for what the model cannot do."""
+    """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
+    memory plan finds that. Raises ConfigError for what the model cannot do."""
     on_cpu = device.type == "cpu"
     length = config.model.max_model_len or spec.max_position
     if length > spec.max_position:
         raise ConfigError(
-            f"max_model_len={length} is more than the model was made for ({spec.max_position})."
+            f"max_model_len={length} is more than the model was made for ({spec.max_position});"
+            " leave it out for that, or give auto for what fits the memory."
         )
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = cpu_token_budget(spec, dtype, torch.get_num_threads()) if on_cpu else 8192
@@ -86,8 +88,14 @@ def build_runner(
         memory = plan_cpu_memory(config, spec, dtype, model_bytes(model), free)
     else:
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
+    config = _with_length(config, memory.max_model_len)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks)
     return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name)
+
+
+def _with_length(config: EngineConfig, length: int) -> EngineConfig:
+    model = dataclasses.replace(config.model, max_model_len=length)
+    return dataclasses.replace(config, model=model)
 
 
 def _assemble(
@@ -117,9 +125,11 @@ def _plan_gpu_memory(
     """Run the largest step once and see what it takes; the pool gets what is left of our share."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
+    is_auto = config.model.max_model_len == AUTO_LENGTH
+    largest = _with_length(config, spec.max_position) if is_auto else config
     try:
-        plan, num_blocks = worst_case_plan(config, len(spec.cache_groups), spec.vocab_size)
-        _assemble(config, spec, dtype, device, model, num_blocks).run(plan)
+        plan, num_blocks = worst_case_plan(largest, len(spec.cache_groups), spec.vocab_size)
+        _assemble(largest, spec, dtype, device, model, num_blocks).run(plan)
     except torch.cuda.OutOfMemoryError as error:
         raise OutOfMemory(
             f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit beside the "

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from quire.base.config import EngineConfig
+from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.kv.sizing import MIB, MemoryPlan, size_pools
+from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
@@ -115,20 +115,19 @@ def make_plan(
     budget: int,
     total_bytes: int,
 ) -> MemoryPlan:
-    """Cut the budget (or kv_cache_memory_bytes, if given) into blocks."""
+    """Cut the budget (or kv_cache_memory_bytes, if given) into blocks.
+
+    The plan's max_model_len is the config's, and if that is to be what fits, what does.
+    """
     cache, scheduler = config.cache, config.scheduler
-    assert config.model.max_model_len
-    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+    length = config.model.max_model_len
+    assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     block_bytes = [g.block_bytes(cache.block_size, dtype.itemsize) for g in spec.cache_groups]
-    num_blocks = size_pools(
-        spec.cache_groups,
-        block_bytes,
-        cache.kv_cache_memory_bytes or budget,
-        cache.block_size,
-        config.model.max_model_len,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-    )
+    pool = (spec.cache_groups, block_bytes, cache.kv_cache_memory_bytes or budget, cache.block_size)
+    rows = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    if length == AUTO_LENGTH:
+        length = longest_sequence(*pool, spec.max_position, *rows)
+    num_blocks = size_pools(*pool, length, *rows)
     return MemoryPlan(
         total_bytes=total_bytes,
         weights_bytes=weights_bytes,
@@ -136,5 +135,5 @@ def make_plan(
         pool_bytes=sum(n * b for n, b in zip(num_blocks, block_bytes, strict=True)),
         num_blocks=num_blocks,
         block_size=cache.block_size,
-        max_model_len=config.model.max_model_len,
+        max_model_len=length,
     )

@@ -1,5 +1,6 @@
 """Plans in the making and plans in flight."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,20 +10,32 @@ from quire.base.plan import BlockWrites, Move, Plan, RowStart
 from quire.kv.table import Appended
 from quire.scheduler.sequence import Int32, Int64, Sequence
 
+Blocks = Seq[Seq[int]]  # by group
+Line = tuple[int, int]  # a row and its epoch: one sequence's stay there
+
 
 @dataclass(frozen=True, slots=True)
 class Flight:
     """What the scheduler remembers of a plan until its result is in.
 
-    row_epochs: of plan.rows when planned; epochs and sequences: of plan.sample_rows, and whose they
-    were; named: blocks that entered the index with this plan, by group, once per sequence.
+    row_epochs and row_sequences: of plan.rows when planned, and whose they were; epochs and
+    sequences: the same of plan.sample_rows. shared: row, blocks that it found in the index and
+    blocks that it entered there with this plan, in the order of planning. left_out: rows of
+    sequences that an earlier plan's result ended or sent back; what this plan gives them is void.
     """
 
     plan: Plan
     row_epochs: Int64
+    row_sequences: npt.NDArray[np.object_]
     epochs: Int64
     sequences: npt.NDArray[np.object_]
-    named: list[list[list[int]]]
+    shared: list[tuple[int, Blocks, Blocks]]
+    left_out: set[int] = field(default_factory=set)
+
+    @property
+    def lines(self) -> list[Line]:
+        """Of plan.rows."""
+        return list(zip(self.plan.rows.tolist(), self.row_epochs.tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -35,7 +48,7 @@ class Draft:
     started: list[RowStart] = field(default_factory=list)
     writes: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
-    named: list[list[list[int]]] = field(default_factory=list)
+    shared: list[tuple[int, Blocks, Blocks]] = field(default_factory=list)
     has_preempted: bool = False
 
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.events import Stepped
 from quire.base.plan import Candidates, StepResult
+from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
 from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
 
@@ -58,20 +60,21 @@ def take_result(
     assert result.step_id == flight.plan.step_id, "results must come in the order of plans"
     table, rows = scheduler.table, flight.plan.sample_rows
     outputs = StepOutputs.empty()
-    _take_prompt_candidates(scheduler, flight, result, outputs)
+    first_event = len(scheduler.events)
     if result.row_errors:
-        _take_errors(scheduler, flight, result, outputs, now)
+        _take_errors(scheduler, flight, result.row_errors, outputs, now)
+    _take_prompt_candidates(scheduler, flight, result, outputs)
     token_ids = result.token_ids[:, 0]
     live = table.epoch[rows] == flight.epochs
-    sequences = flight.sequences
+    sequences, got_token = flight.sequences, rows
     if not live.all():
-        kept = [
-            _take_late(scheduler, s, int(t), outputs, now)
-            for s, t in zip(sequences[~live], token_ids[~live], strict=True)
-        ]
         order = np.ones(len(rows), bool)
-        order[~live] = kept
+        order[~live] = [
+            _take_late(scheduler, s, int(t), r in flight.left_out, outputs, now)
+            for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
+        ]
         outputs.sequences, outputs.token_ids = sequences[order], token_ids[order]
+        got_token = rows[order]
         rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
     else:
         outputs.sequences, outputs.token_ids = sequences, token_ids
@@ -84,7 +87,12 @@ def take_result(
     for i in ends:
         _end(scheduler, sequences[i], int(token_ids[i]), outputs, now)
     _check_long_stop_lists(scheduler, sequences, token_ids, outputs, now)
+    num_tokens = flight.plan.num_scheduled_tokens
+    stepped = Stepped(now, result.step_id, got_token, num_tokens, result.duration_s)
+    scheduler.events.insert(first_event, stepped)  # before the endings that came with it
     for row, candidates in result.candidates.items():
+        if row in flight.left_out:
+            continue
         at = np.flatnonzero(flight.plan.sample_rows == row)
         outputs.candidates[flight.sequences[at[0]].arrival] = candidates
     return outputs
@@ -104,12 +112,20 @@ def _end(
 
 
 def _take_late(
-    scheduler: "Scheduler", sequence: Sequence, token_id: int, outputs: StepOutputs, now: float
+    scheduler: "Scheduler",
+    sequence: Sequence,
+    token_id: int,
+    is_void: bool,
+    outputs: StepOutputs,
+    now: float,
 ) -> bool:
-    """A token for a sequence that lost its row: kept if it was preempted, dropped if it ended."""
+    """A token for a sequence that lost its row: kept if it was preempted, dropped if it ended or
+    if the token is void. Until it came, the sequence was not to get a row again."""
     if sequence.finish_reason is not None or sequence.num_pending_lost == 0:
         return False
     sequence.num_pending_lost -= 1
+    if is_void:
+        return False
     sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
     if sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit:
         _end(scheduler, sequence, token_id, outputs, now)
@@ -133,18 +149,46 @@ def _check_long_stop_lists(
 
 
 def _take_errors(
-    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs, now: float
+    scheduler: "Scheduler", flight: Flight, errors: dict[int, str], outputs: StepOutputs, now: float
 ) -> None:
-    """Rows that failed alone end with an error; their tokens of this step do not count, and what
-    their blocks hold cannot be relied on. Also a sequence that has lost its row meanwhile ends."""
-    rows = flight.plan.sample_rows.tolist()
-    for row, message in result.row_errors.items():
-        sequence = flight.sequences[rows.index(row)]
-        if sequence.finish_reason is None:
-            outputs.endings[sequence.arrival] = Ending("error", error=message)
-            outputs.others.append(sequence)
-            scheduler.kv.unindex_blocks([table.live_blocks for table in sequence.blocks.tables])
-            scheduler.finish(sequence, "error", now)
+    """Sequences whose rows failed end with an error, also if they lost the row meanwhile; those
+    that share what such a row was to compute go back to the queue."""
+    errors = {row: message for row, message in errors.items() if row not in flight.left_out}
+    if not errors:
+        return
+    flights = [flight, *scheduler.flights]
+    broken = find_broken(flights, errors, len(scheduler.kv.pools))
+    scheduler.kv.unindex_blocks(broken.blocks)
+    for later in flights:
+        later.left_out.update(line[0] for line in later.lines if line in broken)
+    for sequence, message in broken.failed.values():
+        _fail(scheduler, sequence, message, outputs, now)
+    cause = next(iter(broken.failed.values()))[0].request.request_id
+    for (row, epoch), sequence in broken.dependants.items():
+        if sequence.row == row and scheduler.table.epoch[row] == epoch:
+            scheduler.preempt(sequence, cause, now)
+
+
+def _fail(
+    scheduler: "Scheduler", sequence: Sequence, message: str, outputs: StepOutputs, now: float
+) -> None:
+    """End with an error. All that the index has of the sequence's tokens goes: an error that shows
+    in a sampled token may have come with any of them."""
+    if sequence.finish_reason is not None:
+        return
+    outputs.endings[sequence.arrival] = Ending("error", error=message)
+    outputs.others.append(sequence)
+    scheduler.kv.unindex_blocks(_indexed_blocks(scheduler, sequence))
+    scheduler.finish(sequence, "error", now)
+
+
+def _indexed_blocks(scheduler: "Scheduler", sequence: Sequence) -> list[list[int]]:
+    """What the index has of the sequence's tokens, by group; also what it holds no more."""
+    by_group = []
+    for pool in scheduler.kv.pools:
+        found = (pool.lookup(digest) for digest in sequence.digests)
+        by_group.append([block_id for block_id in found if block_id is not None])
+    return by_group
 
 
 def _take_prompt_candidates(

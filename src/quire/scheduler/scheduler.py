@@ -17,13 +17,13 @@ import numpy as np
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, StepWasUndone
+from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
 from quire.base.messages import Control, Request, ResetPrefixCache
 from quire.base.plan import Plan, RowStart, StepResult
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.fifo import Fifo
-from quire.scheduler.flight import Draft, Flight
+from quire.scheduler.flight import Blocks, Draft, Flight
 from quire.scheduler.policy import Policy
 from quire.scheduler.results import StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, RowTable, Sequence
@@ -115,7 +115,11 @@ class Scheduler:
         self.num_long_stop_lists += len(request.stop_token_ids) > NUM_STOP_IDS
         self.sequences[request.request_id] = sequence
         self.policy.push(sequence)
-        self.events.append(Queued(now, request.request_id, num_prompt))
+        self.events.append(
+            Queued(
+                now, request.request_id, num_prompt, request.params.max_tokens, request.received_s
+            )
+        )
         return sequence
 
     # ---- door 2: control ---------------------------------------------------------------------
@@ -174,20 +178,20 @@ class Scheduler:
         num_new = target - num_computed
         while (appended := self.kv.allocate_slots(sequence.blocks, num_new)) is None:
             victim = self.table.sequences[self._running[-1]]
-            self._preempt(victim, sequence, now)
+            self.preempt(victim, sequence.request.request_id, now)
             draft.has_preempted = True
             if victim is sequence:
                 return
         self.table.capacity[sequence.row] = sequence.blocks.capacity
         draft.add_blocks(sequence.row, appended)
 
-    def _preempt(self, victim: Sequence, sequence: Sequence, now: float) -> None:
+    def preempt(self, victim: Sequence, for_request_id: str, now: float) -> None:
         """Take the victim's row and blocks; it will recompute prompt and known output."""
         request_id, lost = victim.request.request_id, victim.num_computed_tokens
         self._leave_row(victim)
         victim.num_preemptions += 1
         self.policy.requeue(victim)
-        self.events.append(Preempted(now, request_id, sequence.request.request_id, lost))
+        self.events.append(Preempted(now, request_id, for_request_id, lost))
 
     def _admit(self, draft: Draft, budget: int, now: float) -> None:
         """Give rows to waiting sequences while budget, rows and blocks last."""
@@ -210,7 +214,7 @@ class Scheduler:
             draft.add_blocks(sequence.row, appended)
             self.table.computed[sequence.row] += num_new
             draft.add_rows(np.array([sequence.row]), np.array([num_new]))
-            self._index(sequence, draft)
+            self._index(sequence, draft, hit.blocks)
             budget -= num_new
 
     def _find_hit(self, sequence: Sequence) -> KVBlocks:
@@ -227,16 +231,15 @@ class Scheduler:
         known = sequence.known_tokens
         extend_digests(sequence.digests, sequence.root, known, size, num_tokens // size)
 
-    def _index(self, sequence: Sequence, draft: Draft) -> None:
+    def _index(self, sequence: Sequence, draft: Draft, hit: Blocks = ()) -> None:
         """Name the full blocks of known tokens that are computed once this plan has run."""
         row, size = sequence.row, self.kv.block_size
         if not self.kv.enable_prefix_caching:
             return
         num_ready = min(int(self.table.computed[row]), int(self.table.known[row]))
         self._digest(sequence, num_ready)
-        draft.named.append(
-            self.kv.index_blocks(sequence.blocks, sequence.digests[: num_ready // size])
-        )
+        named = self.kv.index_blocks(sequence.blocks, sequence.digests[: num_ready // size])
+        draft.shared.append((row, hit, named))
         self.table.index_at[row] = (num_ready // size + 1) * size
 
     def _close(self, draft: Draft, now: float) -> Plan | None:
@@ -245,7 +248,8 @@ class Scheduler:
         rows, num_tokens = draft.all_rows()
         if len(rows) == 0:
             return None
-        samples = rows[table.computed[rows] == table.total[rows]]
+        is_sampling = table.computed[rows] == table.total[rows]
+        samples = rows[is_sampling]
         table.total[samples] += 1
         plan = Plan(
             step_id=draft.step_id,
@@ -261,10 +265,13 @@ class Scheduler:
         )
         self._released = []
         self._next_step_id += 1
-        flight = Flight(
-            plan, table.epoch[rows], table.epoch[samples], table.sequences[samples], draft.named
+        row_epochs, row_sequences = table.epoch[rows], table.sequences[rows]
+        epochs, sequences = row_epochs, row_sequences
+        if len(samples) < len(rows):
+            epochs, sequences = row_epochs[is_sampling], row_sequences[is_sampling]
+        self.flights.append(
+            Flight(plan, row_epochs, row_sequences, epochs, sequences, draft.shared)
         )
-        self.flights.append(flight)
         self.events.append(Planned(now, plan.step_id, len(rows), int(num_tokens.sum())))
         return plan
 
@@ -272,32 +279,8 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> StepOutputs:
         """Take the result of the oldest plan in flight: pending tokens become known."""
-        if result.error is not None:
-            return self._undo(result, now)
+        assert result.error is None, "a step that failed is to be repeated row by row first"
         return take_result(self, self.flights.popleft(), result, now)
-
-    def _undo(self, result: StepResult, now: float) -> StepOutputs:
-        """A step failed, and with it all that came after: their blocks leave the index, and their
-        sequences go back to their known tokens. Results of the later plans must not be given.
-        The failed plan's sequences are returned as `others`; they wait again."""
-        assert result.error is not None and self.flights[0].plan.step_id == result.step_id
-        outputs = StepOutputs.empty()
-        for flight in self.flights:
-            for named in flight.named:
-                self.kv.unindex_blocks(named)
-            rows = flight.plan.rows
-            sequences = self.table.sequences[rows[self.table.epoch[rows] == flight.row_epochs]]
-            for sequence in sequences:
-                self._leave_row(sequence)
-                self.policy.requeue(sequence)
-            if flight is self.flights[0]:
-                outputs.others = list(sequences)
-            self._released += flight.plan.released.tolist()
-            self.events.append(StepWasUndone(now, flight.plan.step_id, result.error))
-        self.flights.clear()
-        for sequence in self.policy.waiting():
-            sequence.num_pending_lost = 0
-        return outputs
 
     # ---- rows --------------------------------------------------------------------------------
 

@@ -13,23 +13,8 @@ from quire.engine.build import Engine, build_engine
 from quire.render.chat import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokenizer import Tokenizer
+from quire.serve.foreign import FOREIGN, ignore_foreign
 from quire.serve.progress import LoadBar, RequestBar
-
-# Settings of vLLM that mean nothing here as long as they have one of these values.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "trust_remote_code": (False,),
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "enforce_eager": (True, False),
-    "enable_chunked_prefill": (True, None),
-    "swap_space": (0, 4),
-    "cpu_offload_gb": (0,),
-    "tokenizer_mode": ("auto",),
-    "skip_tokenizer_init": (False,),
-    "quantization": (None,),
-    "task": ("auto", "generate"),
-    "runner": ("auto", "generate"),
-}
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -48,10 +33,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
-        for name in [name for name in settings if name in NEUTRAL]:
-            value = settings.pop(name)
-            if value not in NEUTRAL[name]:
-                raise ConfigError(f"{name}={value!r} is not supported.")
+        for name in [name for name in settings if name in FOREIGN]:
+            ignore_foreign(name, settings.pop(name))
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:

@@ -5,11 +5,10 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import torch
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
@@ -23,13 +22,21 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 def machine_facts() -> dict[str, Any]:
     """The machine and the software, for the head of a report."""
+    import torch
+
+    return plain_facts() | {
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+    }
+
+
+def plain_facts() -> dict[str, Any]:
+    """What can be said without loading torch, for what only asks a server."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
     }
@@ -47,11 +54,15 @@ def print_head(title: str) -> None:
     )
 
 
-def write_report(path: Path | None, results: dict[str, Any]) -> None:
-    """Write results and machine facts as JSON, if a path was given."""
+def write_report(
+    path: Path | None,
+    results: dict[str, Any],
+    facts: Callable[[], dict[str, Any]] = machine_facts,
+) -> None:
+    """Write results and the machine's facts as JSON, if a path was given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(results | {"machine": machine_facts()}, indent=1)
+        text = json.dumps(results | {"machine": facts()}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -1,15 +1,15 @@
 """Throughput of a model on this machine, and how far that is from what the machine can do.
 
-    python -m quire.tools.bench --model shape:qwen3-0.6b --num-prompts 16 --input-len 128
+    quire bench throughput --model shape:qwen3-0.6b --num-prompts 16 --input-len 128
 
-All requests arrive at once, with prompts of random token ids that share no prefix; none ends before
-its last token. The lines and the JSON keys are those of `vllm bench throughput`.
+All requests arrive at once, and none ends before its last token. The lines and the JSON keys are
+those of `vllm bench throughput`.
 """
 
 import argparse
 import statistics
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from quire.base.events import Event, Planned
 from quire.base.sampling_params import SamplingParams
 from quire.engine.build import Engine
 from quire.serve.llm import LLM
+from quire.tools.bench.datasets import BenchRequest, make_requests
+from quire.tools.bench.tokens import LocalTokens
 from quire.tools.limits import Limits, StepCost, measure_limits, step_cost
-from quire.tools.report import benchmark_parser, print_head, write_report
-from quire.tools.workloads import random_prompts
+from quire.tools.report import print_head, write_report
 
 MIB = 1 << 20
+MOST_ROWS = 64  # with no more requests than this, all of them run at once
 
 
 @dataclass(frozen=True)
@@ -85,19 +87,26 @@ def greedy(output_len: int) -> SamplingParams:
 
 
 def run_once(llm: LLM, times: StepTimes, prompts: list[list[int]], output_len: int) -> Run:
+    """`run_requests` with outputs of one length."""
+    return run_requests(llm, times, [BenchRequest(p, len(p), output_len) for p in prompts])
+
+
+def run_requests(llm: LLM, times: StepTimes, requests: list[BenchRequest]) -> Run:
     """Continue the prompts from an empty prefix cache. times: listens to this LLM."""
     llm.reset_prefix_cache()
     times.plans.clear()
     began = time.monotonic()  # the engine's clock
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], greedy(output_len), use_tqdm=False
+        [request.prompt for request in requests],
+        [greedy(request.output_len) for request in requests],
+        use_tqdm=False,
     )
     ended = time.monotonic()
     token_ids = [list(output.outputs[0].token_ids) for output in outputs]
     return Run(
         elapsed_s=ended - began,
-        num_requests=len(prompts),
-        num_prompt_tokens=sum(map(len, prompts)),
+        num_requests=len(requests),
+        num_prompt_tokens=sum(request.prompt_len for request in requests),
         num_output_tokens=sum(map(len, token_ids)),
         steps=times.steps(ended),
         token_ids=token_ids,
@@ -187,48 +196,45 @@ def median_run(runs: list[Run]) -> Run:
     return sorted(runs, key=lambda run: run.elapsed_s)[len(runs) // 2]
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--model", default="shape:qwen3-0.6b")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
-    parser.add_argument("--num-prompts", type=int, default=16)
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=1, help="runs; the median one is shown")
-    return parser.parse_args(arguments)
+def settings_for(requests: list[BenchRequest], given: dict[str, Any]) -> dict[str, Any]:
+    """The engine's settings: as given, and where nothing was, large enough for these requests."""
+    longest = max(request.prompt_len + request.output_len for request in requests)
+    settings = {"model": "demo", "max_model_len": longest} | given
+    if len(requests) <= MOST_ROWS:
+        settings.setdefault("max_num_seqs", len(requests))
+    return settings
 
 
-def main(arguments: list[str] | None = None) -> None:
-    options = parse_arguments(arguments)
+def measure_rounds(
+    llm: LLM, requests: list[BenchRequest], options: argparse.Namespace
+) -> list[Run]:
+    """Short runs that warm up, then those that count."""
+    times = StepTimes.of(llm)
+    for _ in range(options.num_warmups):
+        run_requests(llm, times, [replace(request, output_len=4) for request in requests])
+    return [run_requests(llm, times, requests) for _ in range(options.rounds)]
+
+
+def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
+    """The command. given: the engine's settings that were given. Returns the exit status."""
+    model, revision = given.get("model", "demo"), given.get("revision")
+    tokens = LocalTokens(model, given.get("tokenizer"), revision)
+    requests = make_requests(options, tokens, given.get("seed", 0))
+    num_prompt = sum(request.prompt_len for request in requests)
+    num_output = sum(request.output_len for request in requests)
     print_head(
-        f"{options.model}: {options.num_prompts} requests of {options.input_len} + "
-        f"{options.output_len} tokens"
+        f"{model}: {len(requests)} requests ({options.dataset_name}), {num_prompt:,} prompt and"
+        f" {num_output:,} output tokens"
     )
-    with LLM(
-        options.model,
-        dtype=options.dtype,
-        device=options.device,
-        load_format=options.load_format,
-        max_model_len=options.input_len + options.output_len,
-        max_num_seqs=options.num_prompts,
-        disable_log_stats=True,
-    ) as llm:
+    with LLM(**settings_for(requests, given)) as llm:
         engine = llm.engine
-        vocab_size = engine.spec.vocab_size
-        prompts = random_prompts(options.num_prompts, options.input_len, vocab_size, options.seed)
-        times = StepTimes.of(llm)
-        run_once(llm, times, prompts, min(4, options.output_len))  # warms up
-        runs = [run_once(llm, times, prompts, options.output_len) for _ in range(options.rounds)]
         dtype = getattr(torch, engine.config.model.dtype)
-        limits = measure_limits(dtype, torch.device(engine.config.device))
+        device = torch.device(engine.config.device)
+        limits = measure_limits(dtype, device)
+        runs = measure_rounds(llm, requests, options)
+        limits = limits.better(measure_limits(dtype, device))
         cost = step_cost(engine.spec, dtype)
         print_run(median_run(runs))
         print_share(share_of_limits(median_run(runs), cost, limits), cost, limits)
-        write_report(options.output_json, results(options.model, runs, cost, limits, engine))
-
-
-if __name__ == "__main__":
-    main()
+        write_report(options.output_json, results(model, runs, cost, limits, engine))
+    return 0

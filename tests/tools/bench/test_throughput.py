@@ -1,19 +1,20 @@
 """The benchmark's functions on a tiny model. Nothing here depends on how long anything takes."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from quire.base.config import SchedulerConfig
+from quire.base.errors import ConfigError
 from quire.base.events import Planned
 from quire.base.model_spec import parse_spec
 from quire.serve.llm import LLM
-from quire.tools import bench
-from quire.tools.dry_run import dry_request, dry_run
-from quire.tools.limits import Limits, StepCost, step_cost
-from quire.tools.report import write_report
+from quire.tools.bench import throughput as bench
+from quire.tools.bench.arguments import add_throughput_arguments
+from quire.tools.bench.datasets import BenchRequest
+from quire.tools.limits import Limits, StepCost, read_bytes_per_s, step_cost
 
 CONFIG = {
     "model_type": "qwen3",
@@ -85,43 +86,68 @@ def test_share_of_limits() -> None:
     assert share.of_limit == pytest.approx((1.8 + 0.6 + 0.6) / 5.0)
 
 
-def test_main_prints_and_writes(
-    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench, "measure_limits", lambda dtype, device: Limits(1e9, 1e9))
+def options(line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_throughput_arguments(parser)
+    return parser.parse_args(line.split())
+
+
+@pytest.fixture
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured before and after: the better of each counts."""
+    measured = iter([Limits(1e9, 4e9), Limits(2e9, 3e9)])
+    monkeypatch.setattr(bench, "measure_limits", lambda dtype, device: next(measured))
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_run_prints_and_writes(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = directory / "out" / "bench.json"
-    arguments = f"--model {directory} --load-format dummy --device cpu"
-    sizes = "--num-prompts 3 --input-len 6 --output-len 4"
-    bench.main([*arguments.split(), *sizes.split(), "--output-json", str(path)])
+    given = {"model": str(directory), "load_format": "dummy", "device": "cpu", "seed": 3}
+    sizes = "--num-prompts 3 --input-len 6 --output-len 4 --rounds 2"
+    assert bench.run(options(f"{sizes} --output-json {path}"), given) == 0
     printed = capsys.readouterr().out
     assert "Throughput: " in printed and " output tokens/s\n" in printed
     assert "Total num prompt tokens:  18\nTotal num output tokens:  12\n" in printed
+    assert "of the 2.0 of a large matrix product" in printed
+    assert "of the 4.0 of a long read" in printed
     written = json.loads(path.read_text(encoding="utf-8"))
     assert (written["num_requests"], written["total_num_tokens"]) == (3, 30)
-    assert written["elapsed_time"] > 0
+    assert len(written["elapsed_times"]) == 2 and written["elapsed_time"] > 0
     assert written["requests_per_second"] > 0 and written["tokens_per_second"] > 0
     assert {"cpu", "cores", "torch", "date", "commit"} <= written["machine"].keys()
+
+
+@pytest.mark.usefixtures("quick_limits")
+def test_texts_need_a_tokenizer(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "hello"}\n', encoding="utf-8")
+    line = f"--dataset-name custom --dataset-path {path} --num-prompts 2 --output-len 3"
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        bench.run(options(line), {"model": str(directory), "load_format": "dummy"})
+    assert bench.run(options(line), {"model": "demo", "device": "cpu"}) == 0
+
+
+def test_requests_of_different_lengths(llm: LLM) -> None:
+    requests = [BenchRequest([1, 2, 3], 3, 5), BenchRequest([4] * 9, 9, 2)]
+    run = bench.run_requests(llm, bench.StepTimes.of(llm), requests)
+    assert [len(ids) for ids in run.token_ids] == [5, 2]
+    assert (run.num_prompt_tokens, run.num_output_tokens) == (12, 7)
+
+
+def test_settings_fit_the_requests() -> None:
+    requests = [BenchRequest([1], 1, 9), BenchRequest([1] * 5, 5, 8)]
+    assert bench.settings_for(requests, {"block_size": 8}) == {
+        "model": "demo", "max_model_len": 13, "max_num_seqs": 2, "block_size": 8,
+    }  # fmt: skip
+    given = {"max_model_len": 99, "max_num_seqs": 7, "model": "x"}
+    assert bench.settings_for(requests, given) == given
+    assert "max_num_seqs" not in bench.settings_for(requests * 40, {})
+
+
+def test_a_read_is_measured() -> None:
+    assert 1e8 < read_bytes_per_s(torch.device("cpu"), cpu_bytes=1 << 24) < 1e13
 
 
 def test_median_run() -> None:
     runs = [bench.Run(seconds, 1, 1, 1, [], [], []) for seconds in (3.0, 1.0, 2.0)]
     assert bench.median_run(runs).elapsed_s == 2.0
-
-
-def test_report_without_a_path_writes_nothing(tmp_path: Path) -> None:
-    write_report(None, {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_dry_run_serves_requests_to_their_ends() -> None:
-    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16)
-    scheduler, executor = dry_run(16, 4, config, 32, enable_prefix_caching=True)
-    for i in range(5):
-        scheduler.add(dry_request(str(i), [i] * 6, max_tokens=4), 0.0)
-    ended: list[str] = []
-    while (plan := scheduler.schedule(0.0)) is not None:
-        executor.submit(plan)
-        outputs = scheduler.update(executor.next_result(), 0.0)
-        ended += [ending.reason for ending in outputs.endings.values()]
-        scheduler.check_invariants()
-    assert ended == ["length"] * 5

@@ -1,0 +1,212 @@
+"""`quire chat [MODEL]`: a conversation in the terminal, with a model of one's own or a server's.
+
+Ctrl-C ends an answer, not the chat. What is piped in is one turn per line. Answers go to standard
+output, all else to standard error.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
+
+from quire.base.errors import ConfigError, EngineDead, QuireError
+from quire.cli.config_file import FLAG
+from quire.cli.sampling import add_sampling, given_sampling, sampling_params
+from quire.cli.settings import add_settings, given_settings
+from quire.cli.talkers import Messages, ModelTalker, ServerTalker, Talker
+
+PROMPT = "> "
+ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
+HELP = """/help   this list
+/reset  forget the conversation
+/exit   leave (so does Ctrl-D)
+Ctrl-C stops an answer."""
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "chat",
+        usage="quire chat [MODEL] [option ...]",
+        help="talk with a model",
+        description="Talk with MODEL (the demo model if absent), or with a server's model.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    add_sampling(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
+    parser.add_argument(
+        "--url", help="talk with this server, such as http://127.0.0.1:8000, and load no model"
+    )
+    parser.add_argument(
+        "--api-key", dest="server_key", metavar="TEXT",
+        help="the server's key (default: the environment's OPENAI_API_KEY)",
+    )  # fmt: skip
+    add_settings(parser, model_first=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status: 1 if a turn that was piped in had no answer."""
+    if arguments.server_key and not arguments.url:
+        raise ConfigError("--api-key is for a server; give its address as --url.")
+    talker = _talker(arguments)
+    try:
+        return Chat(talker, Conversation(arguments.system), arguments.max_tokens).run()
+    finally:
+        talker.close()
+
+
+def _talker(arguments: argparse.Namespace) -> Talker:
+    settings = given_settings(arguments)
+    if arguments.url:
+        key = arguments.server_key or os.environ.get("OPENAI_API_KEY")
+        model = settings.pop("model", None)
+        flags = [name for name in settings if arguments.settings[name].origin == FLAG]
+        if flags:
+            raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
+        return ServerTalker(arguments.url, key, model, given_sampling(arguments))
+    from quire.serve.llm import LLM
+
+    llm = LLM(**({"max_num_seqs": 1} | settings))
+    try:
+        return ModelTalker(llm, sampling_params(arguments, llm.get_default_sampling_params()))
+    except BaseException:
+        llm.close()
+        raise
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join("--" + name.replace("_", "-") for name in names)
+
+
+@dataclass
+class Conversation:
+    """What was said: an optional system message, then turns of a question and an answer."""
+
+    system: str | None = None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def messages(self, question: str) -> Messages:
+        said = [{"role": "system", "content": self.system}] if self.system else []
+        for asked, answered in self.turns:
+            said.append({"role": "user", "content": asked})
+            said.append({"role": "assistant", "content": answered})
+        return [*said, {"role": "user", "content": question}]
+
+    def fit(self, question: str, talker: Talker, max_tokens: int | None) -> int:
+        """Drop the oldest turns until there is room for an answer; returns how many went."""
+        dropped = 0
+        while self.turns and (size := talker.size(self.messages(question))) is not None:
+            num_tokens, limit = size
+            if num_tokens + min(max_tokens or ANSWER_TOKENS, limit // 4) < limit:
+                break
+            del self.turns[0]
+            dropped += 1
+        return dropped
+
+
+class Chat:
+    """Reads turns, prints answers."""
+
+    def __init__(self, talker: Talker, conversation: Conversation, max_tokens: int | None) -> None:
+        self._talker = talker
+        self._conversation = conversation
+        self._max_tokens = max_tokens
+        self._is_terminal = sys.stdin.isatty()
+
+    def run(self) -> int:
+        if self._is_terminal:
+            tell("Ctrl-C stops an answer, Ctrl-D leaves, /help lists the rest.")
+        failed = False
+        for line in self._lines():
+            command = line.strip()
+            if command == "/exit":
+                break
+            if command.startswith("/"):
+                self._command(command)
+            elif command:
+                failed = not self._turn(line) or failed
+        return int(failed and not self._is_terminal)
+
+    def _lines(self) -> Iterator[str]:
+        if not self._is_terminal:
+            yield from (line.rstrip("\n") for line in sys.stdin)
+            return
+        import readline  # noqa: F401  (input() edits lines with it)
+
+        while True:
+            try:
+                yield input(PROMPT)
+            except KeyboardInterrupt:
+                tell("\n[Ctrl-D or /exit leaves]")
+            except EOFError:
+                tell("")
+                return
+
+    def _command(self, command: str) -> None:
+        if command == "/reset":
+            self._conversation.turns.clear()
+            tell("[a new conversation]")
+        elif command == "/help":
+            tell(HELP)
+        else:
+            tell(f"there is no command {command}\n{HELP}")
+
+    def _turn(self, question: str) -> bool:
+        """Answer one question; whether that went well."""
+        text, note, well = "", "", True
+        try:
+            dropped = self._conversation.fit(question, self._talker, self._max_tokens)
+            if dropped:
+                tell(f"[the context is full: forgot the oldest {dropped} turn(s)]")
+            messages = self._conversation.messages(question)
+            with Interrupts() as interrupts:
+                for piece in self._talker.answer(messages, lambda: interrupts.is_asked):
+                    print(piece.text, end="", flush=True)
+                    text += piece.text
+                    if piece.finish_reason == "length":
+                        note = "[the answer was cut at its longest length]"
+            note = "[stopped]" if interrupts.is_asked else note
+        except EngineDead:
+            raise
+        except QuireError as error:
+            note, well = f"quire: {error}", False
+        if text:
+            print(flush=True)
+            self._conversation.turns.append((question, text))
+        if note:
+            tell(note)
+        return well
+
+
+class Interrupts:
+    """Ctrl-C, for a while, is a wish that an answer can look at; a second one is as ever."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> "Interrupts":
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
+
+def tell(text: str) -> None:
+    """To the person, not into the answer."""
+    print(text, file=sys.stderr, flush=True)

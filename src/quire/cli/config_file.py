@@ -1,0 +1,143 @@
+"""`--config FILE`: settings in YAML, and where each setting came from.
+
+    model: demo
+    max-model-len: 4k          # a flag's name, with - or _
+    served-model-name: [a, b]
+    enable-prefix-caching: false
+
+A file may hold settings of all commands; each takes its own. Flags win over the file, the file over
+defaults. What is derived when the engine starts is the engine's to tell.
+"""
+
+import argparse
+import difflib
+import math
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ConfigError
+from quire.cli.settings import ALIASES, SECRETS, Given, Option, all_options
+from quire.serve.foreign import FOREIGN, ignore_foreign
+
+FLAG = "flag"
+KINDS = {
+    int: "a whole number such as 4096 or 4k",
+    float: "a number such as 0.9",
+    bool: "true or false",
+    str: "text (in quotes if it looks like a number)",
+}
+
+
+def resolve(arguments: argparse.Namespace) -> list[str]:
+    """Set `arguments.settings` (by name, each with its origin) and `arguments.log_level`.
+
+    Returns what a person should hear of. Raises ConfigError.
+    """
+    flags = vars(arguments)
+    has_settings = flags.pop("has_settings", False)
+    settings: dict[str, Given] = {}
+    if has_settings:
+        _take_model(flags)
+        known = all_options()
+        if "config" in flags:
+            settings |= read_config_file(Path(flags.pop("config")))
+        for name in [name for name in flags if name in known or name in FOREIGN]:
+            value = flags.pop(name)
+            settings[name] = Given(tuple(value) if isinstance(value, list) else value, FLAG)
+    notes = [_ignored(name, settings.pop(name)) for name in [n for n in settings if n in FOREIGN]]
+    arguments.settings = settings
+    if has_settings or "log_level" not in flags:
+        given = settings.get("log_level")
+        arguments.log_level = "info" if given is None else given.value
+    return notes
+
+
+def describe(settings: dict[str, Given]) -> list[str]:
+    """One line per setting that was given: its value and its origin. Keys are not shown."""
+    shown = {n: f"{len(g.value)} given" if n in SECRETS else g.value for n, g in settings.items()}
+    return [f"{name} = {shown[name]} ({given.origin})" for name, given in sorted(settings.items())]
+
+
+def read_config_file(path: Path) -> dict[str, Given]:
+    """The settings of a file. Raises ConfigError, naming the file, the key and the value."""
+    import yaml  # type: ignore[import-untyped]  # by those who need it only
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold lines such as `max-model-len: 4k`, got {content!r}.")
+    options = all_options()
+    settings: dict[str, Given] = {}
+    for key, value in content.items():
+        name = _name_of(path, key, options)
+        if name in settings:
+            raise ConfigError(f"{path}: {name} is there twice (as {key!r} the second time).")
+        checked = value if name in FOREIGN else _checked(path, key, value, options[name])
+        settings[name] = Given(checked, str(path))
+    return settings
+
+
+def _take_model(flags: dict[str, Any]) -> None:
+    """MODEL and --model are the same thing."""
+    if "given_model" not in flags:
+        return
+    first = flags.pop("given_model")
+    if flags.setdefault("model", first) != first:
+        raise ConfigError(f"there are two models, {first!r} and --model {flags['model']!r}.")
+
+
+def _ignored(name: str, given: Given) -> str:
+    """What is said about a setting of vLLM that asks for nothing. Raises ConfigError for others."""
+    return f"{name} ({given.origin}) is ignored: {ignore_foreign(name, given.value)}."
+
+
+def _name_of(path: Path, key: object, options: dict[str, Option]) -> str:
+    name = str(key).replace("-", "_")
+    name = ALIASES.get(name, name)
+    if name in options or name in FOREIGN:
+        return name
+    close = difflib.get_close_matches(name, options, n=1)
+    hint = f" Did you mean {close[0].replace('_', '-')}?" if close else ""
+    raise ConfigError(
+        f"{path}: there is no setting {key!r}.{hint} `quire serve --help` lists the settings."
+    )
+
+
+def _checked(path: Path, key: str, value: Any, option: Option) -> Any:
+    if option.several:
+        values = value if isinstance(value, list) else [value]
+        return tuple(_single(path, key, item, option) for item in values)
+    if value is None and option.optional:
+        return None
+    return _single(path, key, value, option)
+
+
+def _single(path: Path, key: str, value: Any, option: Option) -> Any:
+    """One value, as its setting has it."""
+    wanted = KINDS[option.kind]
+    if option.choices:
+        wanted = f"one of {', '.join(option.choices)}"
+    elif option.words:
+        wanted += f" or {', '.join(option.words)}"
+    shown = "something else" if option.name in SECRETS else repr(value)
+    wrong = ConfigError(f"{path}: {key} must be {wanted}, got {shown}.")
+    is_text, is_bool = isinstance(value, str), isinstance(value, bool)
+    if option.kind is bool or option.kind is str:
+        if not isinstance(value, option.kind) or (option.choices and value not in option.choices):
+            raise wrong
+        return value
+    if is_text:  # 4k, auto
+        try:
+            return option.parse(value)
+        except argparse.ArgumentTypeError as error:
+            raise wrong from error
+    is_number = isinstance(value, int | float) and not is_bool and math.isfinite(value)
+    if not is_number or option.kind(value) != value:
+        raise wrong
+    return option.kind(value)

@@ -1,0 +1,100 @@
+"""What this machine has, read from /proc, /sys and nvidia-smi. No torch."""
+
+import os
+import platform
+import re
+import subprocess
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+# Those that decide which code runs: vectors, and products in bfloat16 (x86, then Arm).
+FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "bf16")
+GPU_FIELDS = ("name", "memory.total", "driver_version", "compute_cap")
+NAME = re.compile(r"[A-Za-z0-9._-]+")
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """num_usable: cores that this process may run on. quota: cores' worth of time that its control
+    group has; None is no limit."""
+
+    name: str
+    num_cores: int
+    num_usable: int
+    quota: float | None
+    features: tuple[str, ...]
+
+
+def cpu() -> Cpu:
+    text = _read(CPUINFO) or ""
+    names = re.findall(r"^(?:model name|Model|Hardware)\s*:\s*(.+)$", text, re.MULTILINE)
+    flags = re.findall(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
+    present = set(flags[0].split()) if flags else set()
+    return Cpu(
+        name=names[0].strip() if names else platform.machine(),
+        num_cores=os.cpu_count() or 1,
+        num_usable=len(os.sched_getaffinity(0)),
+        quota=cpu_quota(CGROUP),
+        features=tuple(name for name in FEATURES if name in present),
+    )
+
+
+def cpu_quota(cgroup: Path) -> float | None:
+    """Cores' worth of time under a version 2 or version 1 control group."""
+    pair = (_read(cgroup / "cpu.max") or "").split()
+    if len(pair) != 2:
+        pair = [_read(cgroup / "cpu" / f"cpu.cfs_{part}_us") or "" for part in ("quota", "period")]
+    try:
+        quota, period = (int(number) for number in pair)
+    except ValueError:  # no such group, or "max"
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def memory_bytes(cgroup: Path = CGROUP) -> int:
+    """What the machine has, or its control group allows if that is less."""
+    found = re.search(r"^MemTotal:\s+(\d+)", _read(MEMINFO) or "", re.MULTILINE)
+    sizes = [int(found[1]) * 1024] if found else []
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        text = (_read(cgroup / name) or "").strip()
+        sizes += [int(text)] if text.isdigit() else []
+    return min(sizes, default=0)
+
+
+def gpus() -> list[dict[str, str]]:
+    """Name, memory, driver and compute capability of each GPU, as nvidia-smi tells them."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    return [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(GPU_FIELDS)]
+
+
+def dependencies() -> dict[str, str | None]:
+    """Version of each package that quire needs; None for one that is not installed."""
+    try:
+        wanted = metadata.requires("quire") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        wanted = []
+    found = [NAME.match(line) for line in wanted if "extra ==" not in line]
+    return {match[0]: _version(match[0]) for match in found if match}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None

@@ -1,0 +1,46 @@
+"""The options that choose how tokens are sampled, shared by all commands that ask a model."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.base.sampling_params import SamplingParams
+
+# Option -> field of SamplingParams, type, what it does.
+SAMPLING: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 is greedy; higher is more random"),
+    "top_p": (float, "keep the most probable tokens that make up this much probability"),
+    "top_k": (int, "keep this many most probable tokens"),
+    "min_p": (float, "keep tokens at least this probable, relative to the most probable one"),
+    "presence_penalty": (float, "subtracted from tokens that were generated already"),
+    "frequency_penalty": (float, "subtracted per time that a token was generated"),
+    "repetition_penalty": (float, "divides the logits of tokens seen before"),
+    "max_tokens": (int, "most tokens to generate; the rest of the context if absent"),
+    "min_tokens": (int, "no end before this many tokens"),
+}
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling (defaults: the model's)")
+    for name, (kind, text) in SAMPLING.items():
+        flag = "--" + name.replace("_", "-")
+        group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after end of sequence")
+    group.add_argument(
+        "--sampling-seed", type=int, metavar="INT", help="the same seed gives the same answer"
+    )
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was given, by field of SamplingParams, which are also the fields of the HTTP API."""
+    fields = {name: getattr(arguments, name) for name in SAMPLING}
+    fields |= {"stop": arguments.stop, "seed": arguments.sampling_seed}
+    fields |= {"ignore_eos": arguments.ignore_eos or None}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def sampling_params(arguments: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
+    """The model's defaults, with what was given in their place. Raises RequestError."""
+    fields = {name: getattr(defaults, name) for name in SAMPLING} | {"max_tokens": None}
+    return type(defaults)(**(fields | given_sampling(arguments)))

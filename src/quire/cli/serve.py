@@ -1,0 +1,35 @@
+"""`quire serve [MODEL]`: the OpenAI-compatible HTTP server. Neither torch nor FastAPI is imported
+here: the processes that need them are children of this one."""
+
+import argparse
+
+from quire.base.config import ServerConfig, config_from_flat
+from quire.cli.settings import (
+    SERVER,
+    add_settings,
+    check_several,
+    given_server_settings,
+    given_settings,
+)
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        usage="quire serve [MODEL] [option ...]",
+        help="answer OpenAI's HTTP API",
+        description="Serve MODEL (the demo model if absent) through OpenAI's HTTP API.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    add_settings(parser, *SERVER, model_first=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status, when the server has ended."""
+    from quire.serve.supervisor import serve
+
+    check_several(arguments.settings)
+    engine = config_from_flat(**given_settings(arguments))
+    server = ServerConfig(**given_server_settings(arguments))
+    return serve(engine, server, arguments.log_level)

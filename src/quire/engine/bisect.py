@@ -1,0 +1,128 @@
+"""Finding the rows that make a step fail, by running it again in parts.
+
+Row counters change last in a step, so a step that failed can be run again, and a part of it is a
+plan of its own: some of the rows, with what they start with and their block-table entries. Parts
+that fail are halved until single rows fail. Parts run in the order of the plan's rows: a row may
+use blocks which rows before it compute in the same step.
+
+What a plan does beside its rows (released, forked, truncated, host tokens, moves) goes with every
+part until the first one succeeds, and with none after that. Until then nothing counts and it can be
+done again; so a copy's source must not be among the blocks that the same plan's rows write.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.base.plan import BlockWrites, Int32, Plan, StepResult
+
+if TYPE_CHECKING:
+    from quire.engine.executor import Executor
+
+Part = tuple[Plan, StepResult]
+
+
+def bisect_step(executor: "Executor", plan: Plan) -> StepResult:
+    """Repeat a plan that failed; the executor has answered all plans that it was given.
+
+    Rows that fail alone are in the result's row_errors, also those that do not sample. Halves come
+    first: a step that fails by chance, or only as a whole, does not fail again and costs nobody.
+    """
+    bisection = _Bisection(executor, plan)
+    num_rows = len(plan.rows)
+    if num_rows == 1:
+        bisection.run(0, 1)
+    else:
+        bisection.halve(0, num_rows)
+    return combine(plan, bisection.done, bisection.errors)
+
+
+class _Bisection:
+    """done: parts that succeeded, with their results. errors: of rows that failed alone."""
+
+    def __init__(self, executor: "Executor", plan: Plan) -> None:
+        self.executor = executor
+        self.plan = plan
+        self.done: list[Part] = []
+        self.errors: dict[int, str] = {}
+
+    def run(self, first: int, last: int) -> None:
+        """The rows first..last-1 of the plan, in halves if they fail."""
+        part = restrict(self.plan, self.plan.rows[first:last])
+        if self.done:
+            part = _rows_alone(part)
+        self.executor.submit(part)
+        result = self.executor.next_result()
+        if result.error is None:
+            self.done.append((part, result))
+        elif last - first == 1:
+            self.errors[int(part.rows[0])] = f"the step failed: {result.error}"
+        else:
+            self.halve(first, last)
+
+    def halve(self, first: int, last: int) -> None:
+        if last > first:
+            middle = (first + last) // 2
+            self.run(first, middle)
+            self.run(middle, last)
+
+
+def restrict(plan: Plan, rows: Int32) -> Plan:
+    """The plan with only these of its rows, and all that it does beside them."""
+    if len(rows) == len(plan.rows):
+        return plan
+    kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_rows, rows)
+    writes, row_set = plan.block_writes, set(rows.tolist())
+    written = np.isin(writes.row, rows)
+    return dataclasses.replace(
+        plan,
+        rows=plan.rows[kept],
+        num_tokens=plan.num_tokens[kept],
+        computed_bound=plan.computed_bound[kept],
+        sample_rows=plan.sample_rows[samples],
+        num_candidates=plan.num_candidates[samples],
+        started=tuple(start for start in plan.started if start.row in row_set),
+        block_writes=BlockWrites(
+            writes.group[written],
+            writes.row[written],
+            writes.index[written],
+            writes.block_id[written],
+        ),
+    )
+
+
+def leave_out(plan: Plan, rows: set[int]) -> Plan:
+    """The plan without these rows."""
+    if not rows:
+        return plan
+    return restrict(plan, plan.rows[~np.isin(plan.rows, list(rows))])
+
+
+def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None) -> StepResult:
+    """The parts' results as one of the whole plan. Rows that no part sampled get token 0."""
+    width = max((result.token_ids.shape[1] for _, result in parts), default=1)
+    token_ids = np.zeros((len(plan.sample_rows), width), np.int32)
+    num_accepted = np.ones(len(plan.sample_rows), np.int32)
+    whole = StepResult(plan.step_id, token_ids, num_accepted)
+    place = {row: i for i, row in enumerate(plan.sample_rows.tolist())}
+    moves: tuple[int, ...] = ()
+    for part, result in parts:
+        at = [place[row] for row in part.sample_rows.tolist()]
+        token_ids[at, : result.token_ids.shape[1]] = result.token_ids
+        num_accepted[at] = result.num_accepted
+        whole.candidates.update(result.candidates)
+        whole.prompt_candidates.update(result.prompt_candidates)
+        whole.row_errors.update(result.row_errors)
+        moves += result.completed_moves
+    whole.row_errors.update(errors or {})
+    duration_s = sum(result.duration_s for _, result in parts)
+    return dataclasses.replace(whole, completed_moves=moves, duration_s=duration_s)
+
+
+def _rows_alone(plan: Plan) -> Plan:
+    """The plan without what it does beside its rows."""
+    nothing = np.empty(0, np.int32)
+    return dataclasses.replace(
+        plan, released=nothing, forked=(), truncated=(), host_tokens=(), moves=()
+    )

@@ -1,0 +1,67 @@
+"""A sign of life that another process can read while this one is busy, or stuck.
+
+Sixteen bytes in a file of the private directory, mapped by the core, who writes, and by whoever
+watches it: when the present step must be over (seconds of the monotonic clock, which all processes
+of a machine share; 0.0 while idle), and how many steps there were.
+"""
+
+import mmap
+import struct
+from pathlib import Path
+
+FIELDS = struct.Struct("<dq")
+LEAST_S = 10.0
+TOLERANCE = 10.0
+FORGET = 0.999  # per step: how fast the longest step is forgotten
+
+
+class Heartbeat:
+    """Written by the core. expected_s: what a large step takes, as long as none was measured."""
+
+    def __init__(self, path: Path, expected_s: float) -> None:
+        path.write_bytes(bytes(FIELDS.size))
+        self._memory = _map(path, mmap.ACCESS_WRITE)
+        self._expected_s = expected_s
+        self._num_steps = 0
+        self._began_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A step begins: it must end within ten times the expected time, at least 10 s."""
+        self._began_s = now_s
+        limit_s = max(LEAST_S, TOLERANCE * self._expected_s)
+        FIELDS.pack_into(self._memory, 0, now_s + limit_s, self._num_steps)
+
+    def end(self, now_s: float) -> None:
+        """The step has ended. The expected time follows the longest step, and slowly forgets it."""
+        self._expected_s = max(now_s - self._began_s, FORGET * self._expected_s)
+        self._num_steps += 1
+        FIELDS.pack_into(self._memory, 0, 0.0, self._num_steps)
+
+
+class HeartbeatReader:
+    """Read by the watcher. The file need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._memory: mmap.mmap | None = None
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether the present step should have been over by now."""
+        if self._memory is None:
+            if not self._path.exists() or self._path.stat().st_size < FIELDS.size:
+                return False
+            self._memory = _map(self._path, mmap.ACCESS_READ)
+        deadline_s, _ = FIELDS.unpack_from(self._memory, 0)
+        return bool(0.0 < deadline_s < now_s)
+
+    def forget(self) -> None:
+        """The core has ended; another one will write the file anew."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        self._path.unlink(missing_ok=True)
+
+
+def _map(path: Path, access: int) -> mmap.mmap:
+    with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
+        return mmap.mmap(file.fileno(), FIELDS.size, access=access)

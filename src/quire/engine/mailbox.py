@@ -1,0 +1,77 @@
+"""Outputs of one request on their way to one reader, who may be slower than the engine."""
+
+import asyncio
+
+from quire.base.outputs import CompletionOutput, RequestOutput
+
+
+class Mailbox:
+    """Holds what the reader has not taken; several outputs become one.
+
+    deltas: whether each output holds only what is new; otherwise the last one says everything.
+    """
+
+    __slots__ = ("_deltas", "_error", "_outputs", "_waiter")
+
+    def __init__(self, deltas: bool) -> None:
+        self._deltas = deltas
+        self._outputs: list[RequestOutput] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """The reader gets what is there, then the error."""
+        self._error = error
+        self._wake()
+
+    async def take(self) -> RequestOutput:
+        """All that has come since the last time, as one output; waits if there is nothing."""
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return merged(outputs) if self._deltas and len(outputs) > 1 else outputs[-1]
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def merged(outputs: list[RequestOutput]) -> RequestOutput:
+    """Outputs that each hold what is new, as one."""
+    last = outputs[-1]
+    parts = [output.outputs[0] for output in outputs]
+    final = parts[-1]
+    logprobs = None
+    if final.logprobs is not None:
+        logprobs = [position for part in parts for position in part.logprobs or ()]
+    completion = CompletionOutput(
+        final.index,
+        "".join(part.text for part in parts),
+        [token_id for part in parts for token_id in part.token_ids],
+        final.cumulative_logprob,
+        logprobs,
+        final.finish_reason,
+        final.stop_reason,
+    )
+    scored = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    return RequestOutput(
+        last.request_id,
+        last.prompt,
+        last.prompt_token_ids,
+        scored[0] if scored else None,
+        [completion],
+        last.finished,
+        last.metrics,
+        last.num_cached_tokens,
+    )

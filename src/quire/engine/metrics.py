@@ -1,0 +1,234 @@
+"""What the engine counts of its work, learned from the core's events alone.
+
+A number is counted when what it speaks of happens: the time in the queue when a request gets its
+first row, the time to the first token with that token. What describes a whole request is counted
+when it ends by itself (`stop`, `length`): the times of an aborted one say when its client left.
+
+Per step and token there is only array arithmetic, on the time of each row's last token. Rows pass
+from request to request; what must outlast that is in a request's `Timeline`, which is dropped when
+the request ends.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+
+from quire.base.config import CacheConfig
+from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, Stepped
+from quire.engine.histogram import (
+    REQUEST_S,
+    STEP_TOKENS,
+    TIMES,
+    TOKEN_S,
+    Histogram,
+    tokens_up_to,
+)
+from quire.scheduler.scheduler import Scheduler
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
+HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
+    {
+        "time_to_first_token_seconds": (REQUEST_S, "From the arrival to the first token."),
+        "inter_token_latency_seconds": (TOKEN_S, "Between two tokens of a request."),
+        "request_time_per_output_token_seconds": (
+            TOKEN_S,
+            "Mean time between the tokens of a request that had at least two.",
+        ),
+        "e2e_request_latency_seconds": (REQUEST_S, "From the arrival to the end."),
+        "request_queue_time_seconds": (REQUEST_S, "From the queue to the first admission."),
+        "request_inference_time_seconds": (REQUEST_S, "First admission to last token."),
+        "request_prefill_time_seconds": (REQUEST_S, "First admission to first token."),
+        "request_decode_time_seconds": (REQUEST_S, "First token to last token."),
+        "request_prompt_tokens": (TOKENS, "Tokens of the prompt."),
+        "request_generation_tokens": (TOKENS, "Tokens written."),
+        "request_params_max_tokens": (TOKENS, "max_tokens of requests that gave it."),
+        "request_num_preemptions": (TIMES, "How often a request lost its row and blocks."),
+        "iteration_tokens_total": (STEP_TOKENS, "Tokens computed in a step."),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """What is known of a request that has not ended. Times in seconds, NaN: not yet.
+
+    last_token_s: while the request holds `row`, the time is in `EngineMetrics.last_token_s[row]`.
+    row: that it holds or held last, -1 if another request has it now.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int | None
+    received_s: float
+    queued_s: float
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    admitted_s: float = math.nan
+    first_token_s: float = math.nan
+    last_token_s: float = math.nan
+    row: int = -1
+
+
+class EngineMetrics:
+    """Subscriber of a core's events. `text` gives all of it to Prometheus.
+
+    num_computed_prompt_tokens: tokens computed for the first token of a request, or after a
+    preemption again: the rate at which prompts are worked on, also in the middle of a long one.
+    idle_s: time without any request between the first and the last one.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, model_name: str, cache: CacheConfig, max_model_len: int
+    ) -> None:
+        self.scheduler = scheduler
+        self.model_name = model_name
+        self.cache = cache
+        self.num_prompt_tokens = 0
+        self.num_prompt_tokens_cached = 0
+        self.num_generation_tokens = 0
+        self.num_computed_prompt_tokens = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_preemptions = 0
+        self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.idle_s = 0.0
+        tokens = tokens_up_to(max_model_len)
+        self.histograms = {
+            name: Histogram(bounds or tokens) for name, (bounds, _) in HISTOGRAMS.items()
+        }
+        num_rows = scheduler.table.num_rows
+        self.timelines: dict[str, Timeline] = {}
+        self._idle_since_s = math.nan
+        self._owners: list[Timeline | None] = [None] * num_rows
+        self._last_token_s = np.full(num_rows, math.nan)
+        self._since_step = np.zeros(num_rows, np.int64)  # first plan with the row's owner in it
+        self._next_step_id = 0
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case Planned():
+                self._next_step_id = event.step_id + 1
+            case Stepped():
+                self._step(event)
+            case Queued():
+                self._queue(event)
+            case Admitted():
+                self._admit(event)
+            case Preempted():
+                self._preempt(event)
+            case Finished():
+                self._finish(event)
+
+    def text(self) -> str:
+        """All metrics, in Prometheus' text format."""
+        from quire.engine.exposition import to_text  # the offline engine does without the package
+
+        return to_text(self)
+
+    # ---- events ------------------------------------------------------------------------------
+
+    def _step(self, event: Stepped) -> None:
+        """Rows without a last token have got their first one; for the others an interval ends."""
+        rows, now = event.rows, event.at_s
+        self.num_generation_tokens += len(rows)
+        self.histograms["iteration_tokens_total"].observe(event.num_tokens)
+        rows = rows[self._since_step[rows] <= event.step_id]  # others' tokens are a former owner's
+        last_token_s = self._last_token_s[rows]
+        self._last_token_s[rows] = now
+        is_first = np.isnan(last_token_s)
+        if is_first.any():
+            for row in rows[is_first].tolist():
+                self._take_first_token(row, now)
+            last_token_s = last_token_s[~is_first]
+        self.histograms["inter_token_latency_seconds"].observe_all(now - last_token_s)
+        self.num_computed_prompt_tokens += event.num_tokens - len(last_token_s)
+
+    def _take_first_token(self, row: int, now: float) -> None:
+        timeline = self._owners[row]
+        if timeline is None:
+            return
+        timeline.first_token_s = now
+        self.num_prompt_tokens += timeline.num_prompt_tokens
+        self.num_prompt_tokens_cached += timeline.num_cached_tokens
+        self._observe_s("time_to_first_token_seconds", timeline.received_s, now)
+        self._observe_s("request_prefill_time_seconds", timeline.admitted_s, now)
+
+    def _queue(self, event: Queued) -> None:
+        if not self.timelines and not math.isnan(self._idle_since_s):
+            self.idle_s += max(0.0, event.at_s - self._idle_since_s)
+        self.timelines[event.request_id] = Timeline(
+            num_prompt_tokens=event.num_prompt_tokens,
+            max_tokens=event.max_tokens,
+            received_s=event.received_s or event.at_s,
+            queued_s=event.at_s,
+        )
+
+    def _admit(self, event: Admitted) -> None:
+        """A request takes over a row, and with it the place where its last token's time is kept.
+
+        Its former row may still be its own, be another one's, or be this very one.
+        """
+        timeline, row = self.timelines.get(event.request_id), event.row
+        if timeline is None:
+            return
+        self._give_up_row(self._owners[row])
+        self._give_up_row(timeline)
+        self._owners[row], timeline.row = timeline, row
+        self._last_token_s[row] = timeline.last_token_s
+        self._since_step[row] = self._next_step_id
+        if math.isnan(timeline.admitted_s):
+            timeline.admitted_s = event.at_s
+            timeline.num_cached_tokens = event.num_cached_tokens
+            self._observe_s("request_queue_time_seconds", timeline.queued_s, event.at_s)
+            if self.cache.enable_prefix_caching:
+                self.num_prefix_queries += timeline.num_prompt_tokens
+                self.num_prefix_hits += event.num_cached_tokens
+
+    def _give_up_row(self, timeline: Timeline | None) -> None:
+        """Keep what the row's arrays hold of a request. Its tokens may come in until here, long
+        after it lost the row: those of plans that were in flight."""
+        if timeline is not None and timeline.row >= 0:
+            timeline.last_token_s = float(self._last_token_s[timeline.row])
+            self._owners[timeline.row] = None
+            timeline.row = -1
+
+    def _preempt(self, event: Preempted) -> None:
+        self.num_preemptions += 1
+        if (timeline := self.timelines.get(event.request_id)) is not None:
+            timeline.num_preemptions += 1
+
+    def _finish(self, event: Finished) -> None:
+        self.num_finished[event.reason] = self.num_finished.get(event.reason, 0) + 1
+        timeline = self.timelines.pop(event.request_id, None)
+        if timeline is None:
+            return
+        self._give_up_row(timeline)
+        if not self.timelines:
+            self._idle_since_s = event.at_s
+        if event.reason in ("stop", "length"):
+            self._observe_request(timeline, event)
+
+    def _observe_request(self, timeline: Timeline, event: Finished) -> None:
+        """Count a request that has run to its end."""
+        first_s, last_s = timeline.first_token_s, timeline.last_token_s
+        num_tokens, histograms = event.num_output_tokens, self.histograms
+        histograms["request_prompt_tokens"].observe(timeline.num_prompt_tokens)
+        histograms["request_generation_tokens"].observe(num_tokens)
+        histograms["request_num_preemptions"].observe(timeline.num_preemptions)
+        if timeline.max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(timeline.max_tokens)
+        self._observe_s("e2e_request_latency_seconds", timeline.received_s, event.at_s)
+        self._observe_s("request_inference_time_seconds", timeline.admitted_s, last_s)
+        self._observe_s("request_decode_time_seconds", first_s, last_s)
+        if num_tokens > 1:
+            mean_s = (last_s - first_s) / (num_tokens - 1)
+            self._observe_s("request_time_per_output_token_seconds", 0.0, mean_s)
+
+    def _observe_s(self, name: str, start_s: float, end_s: float) -> None:
+        """Count a duration, if it both began and ended."""
+        duration_s = end_s - start_s
+        if not math.isnan(duration_s):
+            self.histograms[name].observe(max(0.0, duration_s))

@@ -1,0 +1,208 @@
+"""A core that serves clients over a Unix socket: one thread, one plain loop.
+
+Between two steps it takes in what clients sent; without work it waits in `select` and uses no
+processor time. It sends each client one message per step. When a client is gone, its requests end.
+"""
+
+import logging
+import selectors
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.base.clock import Clock
+from quire.base.errors import EngineError, RequestError
+from quire.base.messages import (
+    Abort,
+    AskMetrics,
+    Metrics,
+    Ready,
+    Refused,
+    Request,
+    SequenceOutput,
+    StepMessage,
+    ToCore,
+)
+from quire.engine.core import EngineCore
+from quire.engine.heartbeat import Heartbeat
+from quire.engine.wire import CoreConnection, core_codec
+
+logger = logging.getLogger("quire")
+
+
+class StatusSource(Protocol):
+    def line(self, now_s: float) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class CoreReports:
+    """What the core tells of itself: to Prometheus, to the log (None: nothing), to its watcher."""
+
+    metrics_text: Callable[[], str]
+    status: StatusSource | None = None
+    heartbeat: Heartbeat | None = None
+
+
+class CoreServer:
+    """Serves an `EngineCore` to the clients that connect to `listener` (listening, Unix)."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        listener: socket.socket,
+        ready: Ready,
+        reports: CoreReports,
+        clock: Clock,
+    ) -> None:
+        self.core = core
+        self._listener = listener
+        self._ready = ready
+        self._reports = reports
+        self._clock = clock
+        self._codec = core_codec()
+        self._clients: dict[int, CoreConnection] = {}
+        self._owners: dict[str, int] = {}  # request id -> client
+        self._num_clients = 0
+        self._stopping = False
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises EngineError if the core cannot go on."""
+        try:
+            while not self._stopping:
+                self._poll(0.0 if self.core.has_work else None)
+                if self.core.has_work:
+                    self._step()
+        finally:
+            for client in list(self._clients.values()):
+                client.close()
+            self._listener.close()
+            self._selector.close()
+
+    def stop(self) -> None:
+        """End `run` after the present step; from a signal handler or another thread."""
+        self._stopping = True
+        self._wake_in.send(b"x")
+
+    def _step(self) -> None:
+        heartbeat, status = self._reports.heartbeat, self._reports.status
+        if heartbeat is not None:
+            heartbeat.begin(self._clock.now())
+        outputs = self.core.step()
+        now = self._clock.now()
+        if heartbeat is not None:
+            heartbeat.end(now)
+        self._send(outputs)
+        if status is not None and (line := status.line(now)) is not None:
+            logger.info("%s", line)
+
+    # ---- messages out ------------------------------------------------------------------------
+
+    def _send(self, outputs: Iterable[SequenceOutput]) -> None:
+        """One message per client that has news."""
+        parts: dict[int, list[SequenceOutput]] = {}
+        for output in outputs:
+            owner = self._owners.get(output.request_id)
+            if owner is None:
+                continue
+            parts.setdefault(owner, []).append(output)
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+        scheduler = self.core.scheduler
+        for client_id, part in parts.items():
+            client = self._clients[client_id]
+            client.send(StepMessage(part, scheduler.num_running, scheduler.num_waiting))
+            self._watch(client)
+
+    def _watch(self, client: CoreConnection) -> None:
+        """Wait for room in the socket only while something could not be sent."""
+        wanted = selectors.EVENT_READ
+        if client.has_unsent:
+            wanted |= selectors.EVENT_WRITE
+        if self._selector.get_key(client.socket).events != wanted:
+            self._selector.modify(client.socket, wanted, client)
+
+    # ---- messages in -------------------------------------------------------------------------
+
+    def _poll(self, timeout_s: float | None) -> None:
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_out:
+                self._wake_out.recv(64)
+            else:
+                self._serve(key.data, events)
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        client = CoreConnection(sock, self._num_clients, self._codec)
+        self._num_clients += 1
+        self._clients[client.client_id] = client
+        self._selector.register(sock, selectors.EVENT_READ, client)
+        client.send(_with_client(self._ready, client.client_id))
+        self._watch(client)
+
+    def _serve(self, client: CoreConnection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            client.flush()
+            self._watch(client)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            messages = client.receive()
+        except EngineError as error:
+            logger.error("client %d is cut off: %s", client.client_id, error)
+            messages = None
+        if messages is None:
+            self._drop(client)
+            return
+        for message in messages:
+            self._take(client, message)
+        self._watch(client)
+
+    def _take(self, client: CoreConnection, message: ToCore) -> None:
+        if isinstance(message, Request):
+            self._add(client, message)
+        elif isinstance(message, AskMetrics):
+            client.send(Metrics(message.ask_id, self._reports.metrics_text()))
+        elif isinstance(message, Abort):
+            if self._owners.get(message.request_id) == client.client_id:
+                del self._owners[message.request_id]
+                self.core.control(message)
+        else:
+            self.core.control(message)
+
+    def _add(self, client: CoreConnection, request: Request) -> None:
+        try:
+            self.core.add(request)
+        except RequestError as error:
+            client.send(Refused(request.request_id, str(error)))
+        else:
+            self._owners[request.request_id] = client.client_id
+
+    def _drop(self, client: CoreConnection) -> None:
+        """The client is gone: nobody waits for its requests."""
+        self._selector.unregister(client.socket)
+        client.close()
+        del self._clients[client.client_id]
+        mine = [name for name, owner in self._owners.items() if owner == client.client_id]
+        for request_id in mine:
+            del self._owners[request_id]
+            self.core.control(Abort(request_id))
+
+
+def _with_client(ready: Ready, client_id: int) -> Ready:
+    return Ready(
+        client_id,
+        ready.vocab_size,
+        ready.max_model_len,
+        ready.max_logprobs,
+        ready.settings,
+        ready.memory,
+    )

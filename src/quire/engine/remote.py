@@ -1,0 +1,270 @@
+"""Clients of a core in another process, for asyncio: tokens in, `RequestOutput`s out (seeds C4).
+
+`AsyncClient` is what servers are written against, `RemoteClient` speaks the wire. Text is made
+here, on the client's side, so that the core's thread never does.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from quire.base.clock import Clock, MonotonicClock
+from quire.base.errors import EngineDead, EngineError, RequestError
+from quire.base.messages import (
+    Abort,
+    AskMetrics,
+    FromCore,
+    Metrics,
+    Ready,
+    Refused,
+    Request,
+    ResetPrefixCache,
+    StepMessage,
+    ToCore,
+)
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import RequestOutputKind
+from quire.base.validation import RequestLimits
+from quire.engine.mailbox import Mailbox
+from quire.engine.output import OutputProcessor
+from quire.engine.wire import LENGTH, body_length, client_codec
+from quire.render.tokenizer import Tokenizer
+
+logger = logging.getLogger("quire")
+
+_GONE = "the engine's process has ended; try again when it has been started anew."
+
+
+class AsyncClient(Protocol):
+    """What a server needs of an engine."""
+
+    @property
+    def ready(self) -> Ready:
+        """What the engine is. Raises EngineDead before it was there for the first time."""
+        ...
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    @property
+    def num_unfinished(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if the engine can never serve this request."""
+        ...
+
+    def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """What is due by the request's output_kind, until its output is finished.
+
+        A slow reader gets several steps in one output. Leaving early ends the request. Raises
+        RequestError if the core refuses it, EngineDead if the core is gone.
+        """
+        ...
+
+    async def metrics(self) -> str: ...
+
+    async def reset_prefix_cache(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class RemoteClient:
+    """One connection to the core behind a Unix socket; a new one when the core was started anew."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer | None, clock: Clock | None = None) -> None:
+        self._path = path
+        self._tokenizer = tokenizer
+        self._clock = clock or MonotonicClock()
+        self._codec = client_codec()
+        self._outputs = OutputProcessor()
+        self._boxes: dict[str, Mailbox] = {}
+        self._asked: dict[int, asyncio.Future[str]] = {}
+        self._num_asked = 0
+        self._writer: asyncio.StreamWriter | None = None
+        self._ready: Ready | None = None
+        self._is_alive = False
+        self._changed = asyncio.Event()  # set when the core has come or gone
+        self._news = StepMessage([], 0, 0)
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(
+        cls, path: Path, tokenizer: Tokenizer | None, clock: Clock | None = None
+    ) -> "RemoteClient":
+        """Connect, and wait until the core is ready, however long it loads."""
+        client = cls(path, tokenizer, clock)
+        client.start()
+        await client.wait_until_ready()
+        return client
+
+    def start(self) -> None:
+        """Begin to connect, in the running event loop."""
+        self._task = asyncio.create_task(self._run())
+
+    async def wait_until_ready(self) -> None:
+        """Raises EngineDead if the connection can never come."""
+        while not self._is_alive:
+            if self._task is None or self._task.done():
+                raise EngineDead(_GONE)
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def ready(self) -> Ready:
+        if self._ready is None:
+            raise EngineDead("the engine is not ready yet; try again in a moment.")
+        return self._ready
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._boxes)
+
+    @property
+    def num_running(self) -> int:
+        return self._news.num_running if self._boxes else 0
+
+    @property
+    def num_waiting(self) -> int:
+        return self._news.num_waiting if self._boxes else 0
+
+    def check(self, request: Request) -> None:
+        ready = self.ready
+        RequestLimits(ready.vocab_size, ready.max_model_len, ready.max_logprobs).check(request)
+
+    async def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        self.check(request)
+        now, request_id = self._clock.now(), request.request_id
+        if not request.received_s:
+            request = msgspec.structs.replace(request, received_s=now)
+        self._outputs.add(
+            request_id, prompt_text, request.prompt_token_ids, request.params, self._tokenizer, now
+        )
+        deltas = request.params.output_kind is RequestOutputKind.DELTA
+        box = self._boxes[request_id] = Mailbox(deltas)
+        finished = False
+        try:
+            self._send(request)
+            while not finished:
+                output = await box.take()
+                finished = output.finished
+                yield output
+        finally:
+            del self._boxes[request_id]
+            self._outputs.drop(request_id)
+            if not finished and not box.failed and self._is_alive:
+                self._send(Abort(request_id))
+
+    async def metrics(self) -> str:
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(AskMetrics(number))
+            return await answer
+        finally:
+            del self._asked[number]
+
+    async def reset_prefix_cache(self) -> None:
+        self._send(ResetPrefixCache())
+
+    def fail_all(self, error: Exception) -> None:
+        """End all requests on this side with an error, and in the core."""
+        for request_id, box in self._boxes.items():
+            if self._is_alive and not box.failed:
+                self._send(Abort(request_id))
+            box.fail(error)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def _send(self, message: ToCore) -> None:
+        if self._writer is None or not self._is_alive:
+            raise EngineDead(_GONE)
+        self._writer.write(self._codec.encode(message))
+
+    # ---- the connection ----------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Follow one core after the other, until there is no socket to connect to."""
+        try:
+            while True:
+                try:
+                    reader, writer = await asyncio.open_unix_connection(str(self._path))
+                except OSError:
+                    return
+                self._writer = writer
+                try:
+                    await self._follow(reader)
+                except EngineError as error:
+                    logger.error("the core is cut off: %s", error)
+                finally:
+                    writer.close()
+                    self._lose()
+        finally:
+            self._changed.set()
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        """Take messages until the stream ends."""
+        try:
+            while True:
+                head = await reader.readexactly(LENGTH.size)
+                body = await reader.readexactly(body_length(head))
+                self._take(self._codec.decode(body))
+        except (asyncio.IncompleteReadError, OSError):
+            return
+
+    def _lose(self) -> None:
+        """The core has gone, and with it all that it was working on."""
+        self._is_alive = False
+        self._writer = None
+        for box in self._boxes.values():
+            box.fail(EngineDead(_GONE))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineDead(_GONE))
+        self._changed.set()
+
+    def _take(self, message: FromCore) -> None:
+        if isinstance(message, StepMessage):
+            self._take_step(message)
+        elif isinstance(message, Refused):
+            box = self._boxes.get(message.request_id)
+            if box is not None:
+                box.fail(RequestError(message.message))
+        elif isinstance(message, Metrics):
+            answer = self._asked.get(message.ask_id)
+            if answer is not None and not answer.done():
+                answer.set_result(message.text)
+        else:
+            self._ready = message
+            self._is_alive = True
+            self._changed.set()
+
+    def _take_step(self, message: StepMessage) -> None:
+        self._news = message
+        outputs, aborts = self._outputs.process(message.outputs, self._clock.now())
+        for output in outputs:
+            self._boxes[output.request_id].put(output)
+        for abort in aborts:
+            self._send(abort)

@@ -1,0 +1,40 @@
+"""The text side of an engine: what turns text into requests. It needs no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.config import ModelConfig
+from quire.engine.requests import RequestMaker
+from quire.models.source import ModelSource, resolve_model
+from quire.render.generation import read_generation_defaults
+from quire.render.renderer import Renderer
+from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer_files import has_tokenizer
+
+
+@dataclass(frozen=True)
+class TextSide:
+    """tokenizer: None for a model without one, which takes token ids only."""
+
+    renderer: Renderer
+    tokenizer: Tokenizer | None
+    requests: RequestMaker
+
+
+def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0) -> TextSide:
+    """Read tokenizer, chat template and generation defaults. Raises ModelError, ConfigError.
+
+    maker_id: tells the front ends of one engine apart, so that their seeds differ.
+    """
+    directory: Path = source.directory
+    if config.tokenizer is not None:
+        directory = resolve_model(config.tokenizer, None).directory
+    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    use_sampling = config.generation_config == "auto"
+    defaults = read_generation_defaults(source.directory, eos, use_sampling)
+    return TextSide(
+        Renderer(tokenizer, config.chat_template),
+        tokenizer,
+        RequestMaker(tokenizer, defaults, config.seed, maker_id),
+    )

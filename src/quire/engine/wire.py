@@ -1,0 +1,151 @@
+"""The wire between clients and a core: typed messages as msgpack, each behind its length.
+
+    | length, 4 bytes, little endian | msgpack of one struct of base/messages.py |
+
+One Unix stream socket, so that the end of the stream says at once that the other side has died.
+Nothing is pickled, and what is not one of the structs is refused.
+"""
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from quire.base.errors import EngineError
+from quire.base.messages import FromCore, ToCore
+from quire.base.plan import Int32
+
+LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 1 << 30
+READ_BYTES = 1 << 18
+
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """Encodes any message; decodes those of one direction."""
+
+    def __init__(self, incoming: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_bytes)
+        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_bytes_to_array)
+
+    def encode(self, message: ToCore | FromCore) -> bytes:
+        """The message behind its length."""
+        body = self._encoder.encode(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
+        return LENGTH.pack(len(body)) + body
+
+    def decode(self, body: bytes | memoryview) -> T:
+        """The message in a body without its length. Raises EngineError for anything else."""
+        try:
+            message: T = self._decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise EngineError(f"a message that is not one of ours: {error}") from error
+        return message
+
+
+def core_codec() -> Codec[ToCore]:
+    """What a core uses: it receives `ToCore`."""
+    return Codec(ToCore)
+
+
+def client_codec() -> Codec[FromCore]:
+    """What a client uses: it receives `FromCore`."""
+    return Codec(FromCore)
+
+
+def body_length(head: bytes) -> int:
+    """The length that a head of four bytes announces. Raises EngineError if it is absurd."""
+    length: int = LENGTH.unpack(head)[0]
+    if length > MAX_MESSAGE_BYTES:
+        raise EngineError(f"a message of {length} bytes is longer than the wire allows.")
+    return length
+
+
+class Frames:
+    """Cuts a stream of bytes into the bodies of messages, wherever the reads were cut."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The bodies that are complete with this data."""
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= LENGTH.size:
+            start = at + LENGTH.size
+            end = start + body_length(bytes(self._buffer[at:start]))
+            if len(self._buffer) < end:
+                break
+            yield bytes(self._buffer[start:end])
+            at = end
+        del self._buffer[:at]
+
+
+class CoreConnection:
+    """The core's end of one client's connection: never waits for the client."""
+
+    def __init__(self, sock: socket.socket, client_id: int, codec: Codec[ToCore]) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.client_id = client_id
+        self._codec = codec
+        self._frames = Frames()
+        self._unsent = bytearray()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def receive(self) -> list[ToCore] | None:
+        """Messages that have come in; None when the client is gone.
+
+        One that cannot be read is EngineError: the stream is of no use any more.
+        """
+        messages: list[ToCore] = []
+        while True:
+            try:
+                data = self.socket.recv(READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return messages
+            except OSError:
+                return None
+            if not data:
+                return None
+            messages += [self._codec.decode(body) for body in self._frames.feed(data)]
+            if len(data) < READ_BYTES:
+                return messages
+
+    def send(self, message: FromCore) -> None:
+        """Send what the socket takes now; the rest goes with `flush`."""
+        self._unsent += self._codec.encode(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send more of what has not been sent. A client that is gone is noticed by `receive`."""
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self._unsent.clear()
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _array_to_bytes(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, np.integer):
+        return int(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+
+
+def _bytes_to_array(kind: Any, value: Any) -> Any:
+    return np.frombuffer(value, np.int32 if kind == Int32 else np.float32)

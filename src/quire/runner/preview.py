@@ -1,0 +1,62 @@
+"""What a runner would be made with, found out without loading weights (`quire doctor`)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.base.config import EngineConfig
+from quire.base.model_spec import load_spec
+from quire.kv.sizing import MemoryPlan
+from quire.models.loading import model_bytes
+from quire.models.registry import make_model
+from quire.models.source import ModelSource
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention.select import make_backend
+from quire.runner.build import derive_config
+from quire.runner.memory import available_cpu_bytes, choose_device, choose_dtype, plan_cpu_memory
+
+
+@dataclass(frozen=True)
+class Preview:
+    """config: with all derived values filled in. memory: None on a GPU, where it is measured when
+    the engine starts."""
+
+    config: EngineConfig
+    attention_backend: str
+    weights_bytes: int
+    memory: MemoryPlan | None
+
+
+def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
+    """Raises ModelError, ConfigError, OutOfMemory, as `build_runner` would."""
+    spec = load_spec(source.directory)
+    device = choose_device(config.device)
+    config = derive_config(config, spec, device)
+    dtype = choose_dtype(config.model.dtype, spec, device)
+    weights = model_bytes(make_model(spec, dtype, torch.device("meta")))
+    memory = None
+    if device.type == "cpu":
+        memory = plan_cpu_memory(config, spec, dtype, weights, available_cpu_bytes())
+    smallest = (1,) * len(spec.cache_groups)
+    layout = KVLayout(spec.cache_groups, smallest, config.cache.block_size, dtype, device)
+    backend = make_backend(config.attention_backend, layout)
+    return Preview(config, backend.name, weights, memory)
+
+
+@dataclass(frozen=True)
+class TorchFacts:
+    """num_threads: of one operation. gpus: (name, bytes, compute capability) as torch sees them."""
+
+    version: str
+    cuda: str | None
+    num_threads: int
+    gpus: tuple[tuple[str, int, str], ...]
+
+
+def torch_facts() -> TorchFacts:
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        known = torch.cuda.get_device_properties(index)
+        gpus.append((known.name, known.total_memory, f"{known.major}.{known.minor}"))
+    version = str(torch.__version__)
+    return TorchFacts(version, torch.version.cuda, torch.get_num_threads(), tuple(gpus))

@@ -1,0 +1,60 @@
+"""Whom a failed row takes along: those that share blocks which it was to compute.
+
+A full block of known tokens enters the index when the plan that computes it is made, so later
+requests, also of the same plan, may hold it before it is computed. If its row fails, what it holds
+cannot be relied on, nor can what others computed on top of it. Blocks that were indexed by plans
+before the failed one are complete; to share them makes nobody a dependant.
+
+All is told from what plans in flight found in the index and entered there, in the order of
+planning; tables are of no use, because a sequence may have lost its blocks since then. A block that
+has got another owner meanwhile counts for the former one: somebody may go back without need.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from quire.scheduler.flight import Blocks, Flight, Line
+from quire.scheduler.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Broken:
+    """failed: rows that failed by themselves, with the error; dependants: rows that hold what a
+    failed row, or another dependant, was to compute. blocks: by group, which must not be used."""
+
+    blocks: list[set[int]]
+    failed: dict[Line, tuple[Sequence, str]] = field(default_factory=dict)
+    dependants: dict[Line, Sequence] = field(default_factory=dict)
+
+    def __contains__(self, line: Line) -> bool:
+        return line in self.failed or line in self.dependants
+
+
+def find_broken(flights: Iterable[Flight], errors: dict[int, str], num_groups: int) -> Broken:
+    """What the errors of rows of the first of these plans break in all of them.
+
+    A row with an error that is a dependant counts as one: its context was no good, so nothing is
+    known of the row itself.
+    """
+    broken = Broken([set() for _ in range(num_groups)])
+    for i, flight in enumerate(flights):
+        lines = flight.lines
+        owners = dict(zip(lines, flight.row_sequences, strict=True))
+        if i == 0:
+            for line in lines:
+                if line[0] in errors:
+                    broken.failed[line] = owners[line], errors[line[0]]
+        line_of_row = dict(lines)
+        for row, found, named in flight.shared:
+            line = row, line_of_row[row]
+            if _holds_any(found, broken.blocks):
+                broken.dependants[line] = owners[line]
+                broken.failed.pop(line, None)
+            if line in broken:
+                for mine, bad in zip(named, broken.blocks, strict=True):
+                    bad.update(mine)
+    return broken
+
+
+def _holds_any(found: Blocks, blocks: list[set[int]]) -> bool:
+    return any(not bad.isdisjoint(mine) for mine, bad in zip(found, blocks, strict=False))

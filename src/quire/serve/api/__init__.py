@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server: FastAPI over a client of the core. Never imports torch."""

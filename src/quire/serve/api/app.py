@@ -1,0 +1,47 @@
+"""The app: which routes there are, who may call them, and what stands around all of them."""
+
+from fastapi import Depends, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+import quire
+from quire.serve.api import chat, completions, utility
+from quire.serve.api.auth import authorised
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import install_error_handlers
+from quire.serve.api.limits import BodyLimit, generating
+from quire.serve.api.request_ids import HEADER, RequestIds
+
+
+def create_app(context: ApiContext) -> FastAPI:
+    """An ASGI app over this context. Every route needs a key except those of `utility.public`."""
+    app = FastAPI(
+        title="quire",
+        version=quire.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # it would redirect to what the Host header says
+        openapi_url=None,  # a route of our own shows it, to key holders
+    )
+    app.state.context = context
+    protected = Depends(authorised)
+    app.include_router(utility.public)
+    app.include_router(utility.router, dependencies=[protected])
+    for router in (completions.router, chat.router):
+        app.include_router(router, dependencies=[protected, Depends(generating)])
+    install_error_handlers(app)
+    _add_middleware(app, context)
+    return app
+
+
+def _add_middleware(app: FastAPI, context: ApiContext) -> None:
+    """The last one added is the outermost."""
+    app.add_middleware(BodyLimit, context=context)
+    if context.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(context.config.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER.decode()],
+        )
+    app.add_middleware(RequestIds)

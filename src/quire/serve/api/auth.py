@@ -1,0 +1,53 @@
+"""API keys: who may call what.
+
+The decision hangs on the route that was matched, as a dependency of its router, never on the text
+of the path: what a client writes into URL or Host header cannot move a request past it. Only the
+routers that `create_app` includes as public do without.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+import fastapi
+from starlette.types import Scope
+
+from quire.serve.api.context import Api
+from quire.serve.api.errors import ApiError
+
+SCHEME = b"bearer "
+
+
+async def authorised(request: fastapi.Request, api: Api) -> None:
+    """Dependency of the protected routers. Raises ApiError 401."""
+    if not has_key(request.scope, api.config.api_key):
+        raise wrong_key()
+
+
+def has_key(scope: Scope, keys: Iterable[str]) -> bool:
+    """Whether a request brings one of the keys in its one Authorization header, or none is needed.
+
+    Takes as long for a wrong key as for a right one: digests are compared, with all of the keys.
+    """
+    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    if not digests:
+        return True
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(given) != 1 or given[0][: len(SCHEME)].lower() != SCHEME:
+        return False
+    digest = hashlib.sha256(given[0][len(SCHEME) :].strip()).digest()
+    found = False
+    for known in digests:
+        found |= hmac.compare_digest(digest, known)
+    return found
+
+
+def wrong_key() -> ApiError:
+    """The same text for a missing and for a wrong key; it never shows what was sent."""
+    return ApiError(
+        401,
+        "this server needs an API key; send one of its keys as Authorization: Bearer <key>.",
+        "authentication_error",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )

@@ -1,0 +1,183 @@
+"""POST /v1/completions: prompts as texts or token ids, continued."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+import fastapi
+from starlette.responses import Response
+
+from quire.base.errors import RequestError
+from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.answers import Answer, Json, Tally
+from quire.serve.api.context import Api, ApiContext, new_id
+from quire.serve.api.errors import bad_request
+from quire.serve.api.jobs import Job, make_job
+from quire.serve.api.logprobs import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
+from quire.serve.api.neutral import check_neutral
+from quire.serve.api.params import (
+    check_stream_options,
+    completion_params,
+    room_beside,
+    truncated,
+)
+from quire.serve.api.protocol import MAX_PROMPTS, CompletionRequest
+from quire.serve.api.rendering import check_model, render_prompt
+
+router = fastapi.APIRouter()
+
+
+@router.post("/v1/completions")
+async def create_completion(
+    body: CompletionRequest, request: fastapi.Request, api: Api
+) -> Response:
+    """Continue each prompt; choices in the order of the prompts."""
+    model = check_model(api, body.model)
+    check_neutral(body)
+    check_stream_options(body)
+    answer_id = new_id("cmpl")
+    prompts = [await _render(api, body, prompt) for prompt in split_prompts(body.prompt)]
+    jobs = [_job(api, body, prompt, f"{answer_id}-{index}") for index, prompt in enumerate(prompts)]
+    names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
+    choices = [
+        CompletionChoice(index, body, job, _echo(api, body, job), names)
+        for index, job in enumerate(jobs)
+    ]
+    head = {
+        "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,
+    }  # fmt: skip
+    return await Answer(api.client, body, head, jobs, choices).respond(request)
+
+
+def split_prompts(value: object) -> list[object]:
+    """The prompts of the field `prompt`, each a text or a list of token ids. Raises ApiError."""
+    if value is None:
+        raise bad_request("prompt is required; add a text or a list of token ids.", "prompt")
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping) or not isinstance(value, Sequence):
+        raise _wrong_prompt(type(value).__name__)
+    if not value:
+        raise bad_request("prompt must not be an empty list; give at least one prompt.", "prompt")
+    if isinstance(value[0], int):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise bad_request(
+            f"prompt has {len(value)} prompts; at most {MAX_PROMPTS} are possible in one request."
+            " Send several requests.",
+            "prompt",
+        )
+    for item in value:
+        if not isinstance(item, str | list):
+            raise _wrong_prompt(f"a list with {type(item).__name__}")
+    return list(value)
+
+
+class CompletionChoice:
+    """One prompt's continuation, in one piece or in several.
+
+    echo: the prompt's text, which the first piece begins with; None if it is not shown.
+    """
+
+    def __init__(
+        self, index: int, body: CompletionRequest, job: Job, echo: str | None, names: TokenNames
+    ) -> None:
+        self.tally = Tally(len(job.token_ids))
+        self._index = index
+        self._body = body
+        self._job = job
+        self._echo = echo
+        self._begun = False
+        self._logprobs = None
+        if body.logprobs is not None:
+            self._logprobs = LegacyLogprobs(names, body.logprobs)
+        # Everything that makes a chunk worth sending although it has no text
+        self._always = body.logprobs is not None or body.return_token_ids or (
+            body.wants_running_usage
+        )  # fmt: skip
+
+    def chunks(self, output: RequestOutput) -> list[Json]:
+        begun, choice = self._begun, self._take(output)
+        if choice["text"] or choice["finish_reason"] or self._always or not begun:
+            return [{"choices": [choice]}]
+        return []
+
+    def whole(self, output: RequestOutput) -> Json:
+        return {"choices": [self._take(output)]}
+
+    def _take(self, output: RequestOutput) -> Json:
+        completion = output.outputs[0]
+        if self._body.max_tokens == 0:
+            completion = _without_tokens(completion)
+        self.tally.count(len(completion.token_ids), output)
+        choice: Json = {
+            "index": self._index,
+            "text": completion.text,
+            "logprobs": None,
+            "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason,
+        }
+        if self._logprobs is not None:
+            positions: list[Position] = list(completion.logprobs or ())
+            choice["logprobs"] = self._block(output, completion.token_ids, positions)
+        if self._body.return_token_ids:
+            choice["token_ids"] = completion.token_ids
+        if not self._begun:
+            self._begun = True
+            self._add_prompt(choice, output)
+        return choice
+
+    def _block(self, output: RequestOutput, token_ids: list[int], after: list[Position]) -> Json:
+        assert self._logprobs is not None
+        if self._begun or self._echo is None:
+            return self._logprobs.block(token_ids, after)
+        before = output.prompt_logprobs or [None]
+        return self._logprobs.block(self._job.token_ids + token_ids, before + after)
+
+    def _add_prompt(self, choice: Json, output: RequestOutput) -> None:
+        """What only the first piece holds."""
+        if self._echo is not None:
+            choice["text"] = self._echo + choice["text"]
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = self._job.token_ids
+        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
+
+
+def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
+    """max_tokens 0: the engine makes one token, which nobody asked for."""
+    reason = completion.finish_reason
+    reason = "length" if reason == "stop" else reason
+    return CompletionOutput(completion.index, "", [], None, None, reason)
+
+
+async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> RenderedPrompt:
+    special = body.add_special_tokens is not False
+    try:
+        rendered = await render_prompt(api, prompt, add_special_tokens=special)
+    except RequestError as error:
+        raise bad_request(str(error), "prompt") from error
+    return truncated(rendered, body, api.client.ready.max_model_len)
+
+
+def _job(api: ApiContext, body: CompletionRequest, prompt: RenderedPrompt, job_id: str) -> Job:
+    room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
+    return make_job(api, body, prompt, completion_params(body, api.requests.defaults, room), job_id)
+
+
+def _echo(api: ApiContext, body: CompletionRequest, job: Job) -> str | None:
+    """The prompt's text if it is to be shown; without a tokenizer there is none."""
+    if not body.echo:
+        return None
+    if job.prompt.text is not None:
+        return job.prompt.text
+    tokenizer = api.renderer.tokenizer
+    return "" if tokenizer is None else tokenizer.decode(job.token_ids)
+
+
+def _wrong_prompt(kind: str) -> Exception:
+    return bad_request(
+        "prompt must be a text, a list of texts, a list of token ids or a list of such lists,"
+        f" got {kind}.",
+        "prompt",
+    )

@@ -1,0 +1,47 @@
+"""What every handler of one API process shares: the way to the core, and the text side."""
+
+import uuid
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import fastapi
+
+from quire.base.config import ServerConfig
+from quire.engine.requests import RequestMaker
+from quire.render.renderer import Renderer
+
+if TYPE_CHECKING:
+    from quire.engine.remote import AsyncClient
+
+
+@dataclass
+class ApiContext:
+    """model_names: what requests may call the model; the first one is shown. started_s: unix time.
+
+    draining: set when the process is asked to end: new work is refused, open work goes on.
+    num_open: HTTP requests that generate and are being answered; the drain ends when it is 0.
+    """
+
+    client: "AsyncClient"
+    renderer: Renderer
+    requests: RequestMaker
+    model_names: tuple[str, ...]
+    config: ServerConfig
+    started_s: int
+    draining: bool = False
+    num_open: int = 0
+
+
+async def context(request: fastapi.Request) -> ApiContext:
+    """The context of the app that answers this request. Async, so that no thread is needed."""
+    found: ApiContext = request.app.state.context
+    return found
+
+
+# For handlers: `async def show(api: Api) -> ...`
+Api = Annotated[ApiContext, fastapi.Depends(context)]
+
+
+def new_id(prefix: str) -> str:
+    """A unique id such as cmpl-3f2a...; ids are never taken from what a client sends."""
+    return f"{prefix}-{uuid.uuid4().hex}"

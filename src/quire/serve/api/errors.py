@@ -1,0 +1,160 @@
+"""Errors as clients see them: {"error": {"message", "type", "param", "code"}}, as OpenAI's.
+
+Whatever a handler raises ends here. Texts are our own: an exception of a library is never shown,
+because it may hold paths or addresses; the log has it with its traceback.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import fastapi
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.base.errors import EngineDead, EngineError, QuireError, RequestError
+
+logger = logging.getLogger("quire")
+
+RETRY_AFTER_S = 1
+# The field that a RequestError speaks of, from the beginning of its message.
+NAMED = re.compile(r"([a-z][a-z_]*(?:\[\d+\])?)(?:=.*?)?(?:,| must | is | needs )", re.DOTALL)
+
+
+class ApiError(Exception):
+    """An answer that is an error. param: the request's field; code: what programs may look at."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class ApiHttpError(fastapi.HTTPException):
+    """An ApiError to raise while a body is read: there FastAPI lets only its own kind through."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
+
+
+class ErrorResponse(Response):
+    """JSON that can hold any text a client sent, also halves of surrogate pairs."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400 to raise."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
+    """What a client is told about an exception. One that nobody expected goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        named = NAMED.match(str(error))
+        return bad_request(str(error), named[1] if named else None)
+    if isinstance(error, EngineDead):
+        text = "the engine has ended or does not answer; try again when /health answers 200."
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(503, text, "server_error", code="engine_dead", headers=headers)
+    if isinstance(error, RecursionError):
+        return bad_request("the request is nested too deeply.")
+    if isinstance(error, EngineError):
+        logger.error("request %s: %s", request_id, error)
+        text = "the engine failed while it worked on this request; its log says why."
+        return ApiError(500, text, "server_error", code="engine_error")
+    logger.error("request %s failed unexpectedly", request_id, exc_info=error)
+    where = f" under request id {request_id}" if request_id else ""
+    text = f"an error inside the server; its log has the details{where}."
+    return ApiError(500, text, "server_error", code="internal_error")
+
+
+def error_body(error: BaseException, request_id: str = "") -> tuple[int, dict[str, Any]]:
+    """Status and body for an exception; for streams that have begun, the body is an event."""
+    shown = as_api_error(error, request_id)
+    return shown.status, shown.body()
+
+
+def error_response(error: BaseException, request_id: str = "") -> Response:
+    shown = as_api_error(error, request_id)
+    return ErrorResponse(shown.body(), shown.status, shown.headers)
+
+
+def request_id_of(request: fastapi.Request) -> str:
+    """The id that the answer's X-Request-Id shows, to be found again in the log."""
+    return str(request.scope.get("state", {}).get("request_id", ""))
+
+
+async def answer(request: fastapi.Request, error: Exception) -> Response:
+    """The handler of all exceptions, of the app's own and of Starlette's and FastAPI's."""
+    if isinstance(error, RequestValidationError):
+        from quire.serve.api.invalid import invalid_request
+
+        return error_response(invalid_request(error, request))
+    if isinstance(error, ApiHttpError):
+        return error_response(error.error)
+    if isinstance(error, HTTPException):
+        return error_response(_of_http(request, error))
+    return error_response(error, request_id_of(request))
+
+
+def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
+    """Routes and methods that do not exist, and bodies that FastAPI could not read."""
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        path = request.scope["path"][:200]  # request.url is made from the Host header
+        text = f"there is nothing at {path!r}; see /openapi.json."
+        return ApiError(404, text, code="not_found")
+    if error.status_code == 405:
+        allowed = headers.get("Allow") or headers.get("allow") or "another method"
+        text = f"{request.method[:20]} is not possible here; use {allowed}."
+        return ApiError(405, text, code="method_not_allowed", headers=headers)
+    cause = error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        return bad_request(f"the body is not UTF-8: byte {cause.start} cannot be decoded.")
+    if isinstance(cause, RecursionError):
+        return bad_request("the body is not usable: its JSON is nested too deeply.")
+    if error.status_code == 400:
+        return bad_request("the body cannot be read as JSON; send one JSON object in UTF-8.")
+    text = f"the server refuses this request (status {error.status_code})."
+    return ApiError(error.status_code, text, headers=headers)
+
+
+def install_error_handlers(app: fastapi.FastAPI) -> None:
+    """Every exception that a route may raise is answered by `answer`."""
+    kinds: tuple[type[Exception], ...] = (
+        ApiError, QuireError, RecursionError, RequestValidationError, HTTPException,
+    )  # fmt: skip
+    for kind in kinds:
+        app.add_exception_handler(kind, answer)

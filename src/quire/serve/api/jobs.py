@@ -1,0 +1,115 @@
+"""The prompts of one HTTP request on their way through the engine, together.
+
+All of them end when the reader leaves, or when one of them fails.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+from quire.base.messages import Request
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.engine.remote import AsyncClient
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import bad_request
+from quire.serve.api.protocol import GenerationRequest
+
+Indexed = tuple[int, RequestOutput]
+Outputs = AsyncGenerator[RequestOutput, None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt, and the request that the engine gets for it."""
+
+    prompt: RenderedPrompt
+    request: Request
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids
+
+
+def make_job(
+    api: ApiContext,
+    body: GenerationRequest,
+    prompt: RenderedPrompt,
+    params: SamplingParams,
+    request_id: str,
+) -> Job:
+    """Raises RequestError for what the engine can never serve."""
+    salt, priority = body.cache_salt or "", body.priority or 0
+    request = api.requests.make(prompt, params, request_id, salt, priority)
+    api.client.check(request)
+    return Job(prompt, request)
+
+
+async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, None]:
+    """(index of the job, output) as they come. Raises ApiError for a request that failed."""
+    outputs = _run_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs)
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            completion = output.outputs[0]
+            if completion.finish_reason == "error":
+                raise bad_request(
+                    f"the request failed: {completion.stop_reason}", code="request_failed"
+                )
+            yield index, output
+
+
+async def collect(client: AsyncClient, jobs: list[Job]) -> list[RequestOutput]:
+    """The last output of each job."""
+    found: dict[int, RequestOutput] = {}
+    outputs = run(client, jobs)
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            found[index] = output
+    return [found[index] for index in range(len(jobs))]
+
+
+def _generate(client: AsyncClient, job: Job) -> Outputs:
+    return cast(Outputs, client.generate(job.request, job.prompt.text))
+
+
+async def _run_one(client: AsyncClient, job: Job) -> AsyncGenerator[Indexed, None]:
+    async with aclosing(_generate(client, job)) as outputs:
+        async for output in outputs:
+            yield 0, output
+
+
+async def _run_many(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, None]:
+    """One task per job. The queue is short, so that a slow reader makes the engine's side merge."""
+    queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(jobs))
+    tasks = [
+        asyncio.create_task(_pump(client, job, index, queue)) for index, job in enumerate(jobs)
+    ]
+    num_open = len(jobs)
+    try:
+        while num_open:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            num_open -= item.finished
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    client: AsyncClient,
+    job: Job,
+    index: int,
+    queue: "asyncio.Queue[tuple[int, RequestOutput | Exception]]",
+) -> None:
+    try:
+        async with aclosing(_generate(client, job)) as outputs:
+            async for output in outputs:
+                await queue.put((index, output))
+    except Exception as error:
+        await queue.put((index, error))

@@ -1,0 +1,158 @@
+"""A request's fields to SamplingParams: what it sets, else what the model's files say, else ours.
+
+How long an answer may be is always a number here: what fits beside the prompt, if not less.
+"""
+
+from typing import Any
+
+from quire.base.messages import Ready
+from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.render.generation import GenerationDefaults
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
+
+# Fields that SamplingParams has by the same name.
+SAME = (
+    "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
+    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
+    "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
+
+
+def completion_params(
+    request: CompletionRequest, defaults: GenerationDefaults, room: int
+) -> SamplingParams:
+    """room: tokens that fit beside the prompt. max_tokens 0 gives one token, to be dropped."""
+    name, given = "max_tokens", request.max_tokens
+    if given is None:
+        length = min(DEFAULT_MAX_TOKENS, room)
+    else:
+        length = max(1, _fitting(name, given, 0, room))
+    if given == 0 and request.min_tokens:
+        raise bad_request(
+            f"min_tokens={request.min_tokens} is more than max_tokens=0; raise max_tokens.",
+            "min_tokens",
+        )
+    prompt_logprobs = request.prompt_logprobs
+    if request.echo and request.logprobs is not None:
+        prompt_logprobs = _more(request.logprobs, prompt_logprobs)
+    return _params(request, defaults, length, request.logprobs, prompt_logprobs)
+
+
+def chat_params(
+    request: ChatCompletionRequest, defaults: GenerationDefaults, room: int
+) -> SamplingParams:
+    """room: tokens that fit beside the prompt, which an answer without a limit may take."""
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    given = getattr(request, name)
+    length = room if given is None else _fitting(name, given, 1, room)
+    logprobs = (request.top_logprobs or 0) if request.logprobs else None
+    return _params(request, defaults, length, logprobs, request.prompt_logprobs)
+
+
+def check_top_logprobs(request: ChatCompletionRequest, ready: Ready) -> None:
+    """Here, because the engine knows the number by another name."""
+    top = request.top_logprobs
+    if top is None:
+        return
+    if not request.logprobs and top > 0:
+        raise bad_request(f"top_logprobs={top} needs logprobs=true; set it.", "top_logprobs")
+    if 0 <= ready.max_logprobs < top:
+        raise bad_request(
+            f"top_logprobs={top} is more than max_logprobs={ready.max_logprobs}; ask for fewer or"
+            " raise max_logprobs.",
+            "top_logprobs",
+        )
+
+
+def check_stream_options(request: GenerationRequest) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream=true; set it, or leave the options out.",
+                          "stream_options")  # fmt: skip
+
+
+def room_beside(prompt: RenderedPrompt, max_model_len: int, param: str) -> int:
+    """How many tokens fit beside a prompt. param: the field that a 400 names."""
+    room = max_model_len - len(prompt.token_ids)
+    if room >= 1:
+        return room
+    raise ApiError(
+        400,
+        f"{param}: the prompt has {len(prompt.token_ids)} tokens, and max_model_len is"
+        f" {max_model_len}, which must hold the answer as well. Shorten the prompt, or set"
+        " truncate_prompt_tokens=-1.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def truncated(
+    prompt: RenderedPrompt, request: GenerationRequest, max_model_len: int
+) -> RenderedPrompt:
+    """The prompt, cut to truncate_prompt_tokens; -1 is what fits beside max_tokens."""
+    keep = request.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if keep == 0:
+        raise bad_request(
+            "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0.",
+            "truncate_prompt_tokens",
+        )
+    if keep < 0:
+        keep = max(1, max_model_len - max(1, _asked_length(request)))
+    token_ids = prompt.token_ids
+    if len(token_ids) <= keep:
+        return prompt
+    right = request.truncation_side == "right"
+    return RenderedPrompt(token_ids[:keep] if right else token_ids[-keep:])
+
+
+def _asked_length(request: GenerationRequest) -> int:
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    if request.max_tokens is not None:
+        return request.max_tokens
+    return DEFAULT_MAX_TOKENS if isinstance(request, CompletionRequest) else 1
+
+
+def _params(
+    request: GenerationRequest,
+    defaults: GenerationDefaults,
+    length: int,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """Raises RequestError, whose text begins with the field's name."""
+    values: dict[str, Any] = dict(defaults.sampling)
+    for name in SAME:
+        value = getattr(request, name)
+        if value is not None:
+            values[name] = value
+    values["max_tokens"] = length
+    values["logprobs"] = logprobs
+    values["prompt_logprobs"] = prompt_logprobs
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(**values, output_kind=kind)
+
+
+def _fitting(name: str, value: int, least: int, room: int) -> int:
+    if value < least:
+        raise bad_request(f"{name} must be at least {least}, got {value}.", name)
+    if value <= room:
+        return value
+    raise ApiError(
+        400,
+        f"{name}={value} is too large: max_model_len minus the tokens of the prompt leaves {room}."
+        f" Ask for at most {room}, shorten the prompt, or leave {name} out.",
+        param=name,
+        code="context_length_exceeded",
+    )
+
+
+def _more(first: int, second: int | None) -> int:
+    """The larger of two numbers of candidates; -1 is all."""
+    return -1 if -1 in (first, second) else max(first, second or 0)

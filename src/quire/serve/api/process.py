@@ -1,0 +1,149 @@
+"""An API process: python -m quire.serve.api.process, started by the supervisor. It needs no torch.
+
+Its configuration comes as JSON on standard input; it answers HTTP on the bound socket that it
+inherits, and writes one byte to `--ready` when it does. SIGTERM drains: new work is refused, open
+requests go on for up to --shutdown-timeout, then end with an error.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from quire.base.config import ModelConfig, ServerConfig
+from quire.base.errors import EngineDead, QuireError
+from quire.engine.remote import RemoteClient
+from quire.engine.text import build_text_side
+from quire.models.source import ModelSource, resolve_model
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from quire.serve.child import NO_START, begin_child
+
+logger = logging.getLogger("quire")
+
+POLL_S = 0.05
+CLOSE_S = 2.0
+
+
+class ApiConfig(msgspec.Struct, frozen=True):
+    """What an API process is told."""
+
+    model: ModelConfig
+    server: ServerConfig
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main() -> int:
+    """Serve until told to end."""
+    options = _arguments()
+    begin_child(options.parent, options.log_level)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
+    try:
+        source = resolve_model(config.model.model, config.model.revision, progress=False)
+        return asyncio.run(_serve(config, source, options))
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return NO_START
+
+
+async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Namespace) -> int:
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, asked.set)
+    text = build_text_side(config.model, source, options.index)
+    client = RemoteClient(options.core, text.tokenizer)
+    client.start()
+    names = config.server.served_model_name or (source.name,)
+    context = ApiContext(
+        client, text.renderer, text.requests, names, config.server, started_s=int(time.time())
+    )
+    server = ApiServer(_uvicorn_config(context, options.log_level))
+    ready = asyncio.create_task(client.wait_until_ready())
+    ending = asyncio.create_task(asked.wait())
+    await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
+    if not ready.done():
+        ready.cancel()
+        await client.close()
+        return 0
+    await ready  # EngineDead, if the core will never come
+    serving = asyncio.create_task(server.serve([socket.socket(fileno=options.socket)]))
+    await _until(lambda: server.started or serving.done())
+    os.write(options.ready, b"r")
+    await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
+    if not serving.done():
+        await _drain(context, client)
+        server.should_exit = True
+    await serving
+    await client.close()
+    return 0
+
+
+async def _drain(context: ApiContext, client: RemoteClient) -> None:
+    """Let open requests finish, then end those that are left with an error."""
+    context.draining = True
+    end_s = time.monotonic() + context.config.shutdown_timeout
+    if context.num_open:
+        logger.info(
+            "waiting up to %g s for %d open requests; stop once more to end them now",
+            context.config.shutdown_timeout, context.num_open,
+        )  # fmt: skip
+    await _until(lambda: context.num_open == 0 or time.monotonic() > end_s)
+    if context.num_open:
+        client.fail_all(EngineDead("the server is shutting down."))
+        end_s = time.monotonic() + CLOSE_S
+        await _until(lambda: context.num_open == 0 or time.monotonic() > end_s)
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    while not done():
+        await asyncio.sleep(POLL_S)
+
+
+def _uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
+    """h11, because it limits the size of headers."""
+    server = context.config
+    return uvicorn.Config(
+        create_app(context),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        access_log=log_level == "debug",
+        log_level="info" if log_level == "debug" else "warning",
+        log_config=None,
+        server_header=False,
+        timeout_graceful_shutdown=int(CLOSE_S),
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+    )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", type=int, required=True, help="descriptor of the bound socket")
+    parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
+    parser.add_argument("--core", type=Path, required=True, help="the core's Unix socket")
+    parser.add_argument("--index", type=int, required=True, help="which of the API processes")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""What clients may send to /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's.
+
+A field that does not exist is refused. Fields that mean nothing here are taken and ignored; fields
+that cannot be served are taken at their neutral value only (`quire.serve.api.neutral`). `None` is
+"not given": then the model's own default counts. Sizes are capped here, values are checked by
+SamplingParams, token ids by the client.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 512
+MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_WORD_CHARS = 512
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_SALT_CHARS = 1024
+MAX_LABEL_CHARS = 256
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 1 << 19
+INT32 = 2**31
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
+    ]
+}
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Ignored = Annotated[Any, Field(default=None, description="accepted and ignored")]
+NeutralOnly = Annotated[Any, Field(default=None, description="only at its neutral value")]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
+Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+
+
+class StreamOptions(BaseModel):
+    """include_usage: a last chunk with the usage. continuous_usage_stats: in every chunk."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored
+
+
+class GenerationRequest(BaseModel):
+    """The fields that both endpoints have."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Label | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # How tokens are chosen, and when a text ends
+    max_tokens: Int32 | None = None
+    min_tokens: Int32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int32 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    seed: int | None = None
+    stop: StopStrings | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+
+    # The prompt, and what is shown
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    echo: bool | None = None
+    prompt_logprobs: Int32 | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # Scheduling
+    priority: Int32 | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+
+    # Labels and hints of clients
+    request_id: Label | None = None
+    session_id: Ignored
+    user: Ignored
+    metadata: Ignored
+    store: Ignored
+    service_tier: Ignored
+    safety_identifier: Ignored
+    prompt_cache_key: Ignored
+    prompt_cache_retention: Ignored
+
+    n: NeutralOnly
+    use_beam_search: NeutralOnly
+    length_penalty: NeutralOnly
+    response_format: NeutralOnly
+    structured_outputs: NeutralOnly
+    logits_processors: NeutralOnly
+    logprob_token_ids: NeutralOnly
+    return_token_offsets: NeutralOnly
+    repetition_detection: NeutralOnly
+    thinking_token_budget: NeutralOnly
+    stream_interval: NeutralOnly
+    watermarking: NeutralOnly
+    kv_transfer_params: NeutralOnly
+    ec_transfer_params: NeutralOnly
+    vllm_xargs: NeutralOnly
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationRequest):
+    """logprobs: how many candidates are shown per token, beside the chosen one."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    logprobs: Int32 | None = None
+
+    best_of: NeutralOnly
+    suffix: NeutralOnly
+    prompt_embeds: NeutralOnly
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """messages and tools: plain objects, checked where they are rendered."""
+
+    messages: Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Int32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: NeutralOnly
+    parallel_tool_calls: Ignored
+    documents: Annotated[Objects, Field(max_length=MAX_DOCUMENTS)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
+    include_reasoning: Ignored
+    verbosity: Ignored
+    prediction: Ignored
+
+    functions: NeutralOnly
+    function_call: NeutralOnly
+    modalities: NeutralOnly
+    audio: NeutralOnly
+    web_search_options: NeutralOnly
+    media_io_kwargs: NeutralOnly
+    mm_processor_kwargs: NeutralOnly
+    return_prompt_text: NeutralOnly
+
+    @property
+    def parses_tools(self) -> bool:
+        """Whether calls in the answer's text are taken out of it."""
+        return bool(self.tools) and self.tool_choice != "none"

@@ -1,0 +1,86 @@
+"""Server-sent events: chunks as bytes, and the response that sends them while the client listens.
+
+Once a stream has begun its status is fixed: what fails later becomes an event with the error's
+body. So the first event is awaited before the response starts.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import fastapi
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.serve.api.disconnect import disconnected, unless_disconnected
+from quire.serve.api.errors import error_body, request_id_of
+
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+DONE = b"data: [DONE]\n\n"
+
+Events = AsyncGenerator[bytes, None]
+encode = msgspec.json.Encoder().encode
+
+
+def event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + encode(chunk) + b"\n\n"
+
+
+def error_event(error: BaseException, request_id: str = "") -> bytes:
+    """The end of a stream that fails."""
+    body = error_body(error, request_id)[1]
+    return b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
+
+
+async def start_stream(request: fastapi.Request, events: Events) -> Response:
+    """Waits for the first event; what goes wrong until then is raised, for a status of its own."""
+    first = await unless_disconnected(request.receive, _first(events))
+    return EventStream(first, events, request_id_of(request))
+
+
+async def _first(events: Events) -> bytes:
+    return await anext(events)
+
+
+class EventStream(Response):
+    """Sends events until they end or the client goes; either way the events' generator is closed,
+    which ends what it generates."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, rest: Events, request_id: str) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._first = first
+        self._rest = rest
+        self._request_id = request_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            sending.cancel()
+            gone.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+            await self._rest.aclose()
+
+    async def _send(self, send: Send) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _send_body(send, self._first)
+        try:
+            async for data in self._rest:
+                await _send_body(send, data)
+        except Exception as error:
+            await _send_body(send, error_event(error, self._request_id))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_body(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,0 +1,174 @@
+"""Everything beside generating: models, tokens, health, load, version, metrics.
+
+`public` answers whoever asks: a load balancer has no key. `router` is for key holders.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import fastapi
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, FailFast
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+import quire
+from quire.render.chat import ChatOptions
+from quire.serve.api.context import Api, ApiContext
+from quire.serve.api.errors import bad_request
+from quire.serve.api.rendering import (
+    check_model,
+    decode,
+    render_prompt,
+    tokenizer_of,
+)
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+public = APIRouter()
+router = APIRouter()
+
+
+class TokenizeBody(BaseModel):
+    """A prompt, or messages as chat completions take them; vLLM's fields and defaults."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]] | None, FailFast()] = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class DetokenizeBody(BaseModel):
+    """Token ids of one text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast()]
+
+
+@public.get("/health")
+async def health(api: Api) -> Response:
+    """200 while the engine lives, also during a drain: what must not be is a restart."""
+    return Response(status_code=200 if api.client.is_alive else 503)
+
+
+@public.get("/ready")
+async def ready(api: Api) -> Response:
+    """200 while new work is welcome."""
+    return Response(status_code=200 if api.client.is_alive and not api.draining else 503)
+
+
+@public.get("/ping")
+async def ping(api: Api) -> Response:
+    return await health(api)
+
+
+@public.post("/ping")
+async def post_ping(api: Api) -> Response:
+    return await health(api)
+
+
+@router.get("/load")
+async def load(api: Api) -> dict[str, int]:
+    """Requests that generate and are being answered by this process."""
+    return {"server_load": api.num_open}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": quire.__version__}
+
+
+@router.get("/metrics")
+async def metrics(api: Api) -> Response:
+    return PlainTextResponse(await api.client.metrics(), media_type=METRICS_TYPE)
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def schema(request: fastapi.Request) -> Response:
+    """What every route takes and gives."""
+    return JSONResponse(request.app.openapi())
+
+
+@router.get("/v1/models")
+async def list_models(api: Api) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(api, name) for name in api.model_names]}
+
+
+@router.get("/v1/models/{name:path}")
+async def show_model(name: str, api: Api) -> dict[str, Any]:
+    return _card(api, check_model(api, name)) if name else await list_models(api)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, api: Api) -> dict[str, Any]:
+    """Token ids of a text or a conversation, as a request with it would be served."""
+    check_model(api, body.model)
+    tokenizer = tokenizer_of(api)
+    token_ids = await _token_ids(body, api)
+    return {
+        "count": len(token_ids),
+        "max_model_len": api.client.ready.max_model_len,
+        "tokens": token_ids,
+        "token_strs": tokenizer.tokens(token_ids) if body.return_token_strs else None,
+    }
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, api: Api) -> dict[str, str]:
+    """The text of token ids, special tokens included."""
+    check_model(api, body.model)
+    _check_ids(api, body.tokens)
+    return {"prompt": await decode(api, body.tokens)}
+
+
+async def _token_ids(body: TokenizeBody, api: ApiContext) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt (a text) or messages (a conversation).", "prompt")
+    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    if body.prompt == "":
+        return tokenizer_of(api).encode("", special)  # no prompt to generate from, but countable
+    if body.messages is None:
+        prompt = await render_prompt(api, body.prompt, add_special_tokens=special)
+        return prompt.token_ids
+    if not body.messages:
+        raise bad_request("messages is empty; give at least one message.", "messages")
+    options = ChatOptions(
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        tools=body.tools,
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+    prompt = await render_prompt(api, body.messages, options, body.chat_template)
+    if not special:
+        return prompt.token_ids
+    again = await render_prompt(api, prompt.text, add_special_tokens=True)
+    return again.token_ids
+
+
+def _check_ids(api: ApiContext, token_ids: Sequence[int]) -> None:
+    size = api.client.ready.vocab_size
+    for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= token_id < size:
+            text = f"tokens must be ids from 0 to {size - 1}, got {str(token_id)[:40]}."
+            raise bad_request(text, "tokens")
+
+
+def _card(api: ApiContext, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": api.started_s,
+        "owned_by": "quire",
+        "root": api.client.ready.settings.get("model", name),
+        "parent": None,
+        "max_model_len": api.client.ready.max_model_len,
+    }

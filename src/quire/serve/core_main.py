@@ -1,0 +1,115 @@
+"""The core's process: python -m quire.serve.core_main, started by the supervisor.
+
+Its configuration comes as JSON on standard input; clients come through the listening Unix socket
+that it inherits. Exit status: 0 asked to stop, 3 could not start, 1 the core cannot go on.
+"""
+
+import argparse
+import gc
+import importlib
+import logging
+import signal
+import socket
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from quire.base.clock import MonotonicClock
+from quire.base.config import EngineConfig
+from quire.base.errors import QuireError
+from quire.base.messages import Ready
+from quire.engine.build import BuiltCore, build_core
+from quire.engine.heartbeat import Heartbeat
+from quire.engine.metrics import EngineMetrics
+from quire.engine.process import CoreReports, CoreServer
+from quire.engine.status import StatusLine
+from quire.models.source import resolve_model
+from quire.serve.child import NO_START, begin_child
+from quire.serve.progress import LoadBar
+
+logger = logging.getLogger("quire")
+
+# A careful guess at what any machine reaches, for the time of a step as long as none was measured.
+CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
+
+
+def main() -> int:
+    """Load, serve, end."""
+    options = _arguments()
+    begin_child(options.parent, options.log_level)
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    try:
+        source = resolve_model(config.model.model, config.model.revision, progress=False)
+        clock = MonotonicClock()
+        with LoadBar(enabled=True) as bar:
+            built = build_core(config, source, clock, bar.update)
+        server = _make_server(built, options, source.name)
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return NO_START
+    signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    # What is loaded now stays: a full collection must not walk through it while requests wait.
+    gc.collect()
+    gc.freeze()
+    try:
+        server.run()
+    except Exception as error:
+        logger.critical("the engine cannot go on: %s", error, exc_info=error)
+        return 1
+    finally:
+        built.core.close()
+    return 0
+
+
+def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> CoreServer:
+    config, clock = built.config, MonotonicClock()
+    length = config.model.max_model_len or 0
+    importlib.import_module("quire.engine.exposition")  # now, not while requests wait
+    metrics = EngineMetrics(built.core.scheduler, name, config.cache, length)
+    built.core.subscribe(metrics)
+    status = None
+    if not config.disable_log_stats:
+        status = StatusLine(metrics)
+    ready = Ready(
+        client_id=0,
+        vocab_size=built.spec.vocab_size,
+        max_model_len=length,
+        max_logprobs=config.max_logprobs,
+        settings=flat_settings(config),
+        memory=built.memory.describe(),
+    )
+    heartbeat = Heartbeat(options.home / "heartbeat", _expected_step_s(built))
+    listener = socket.socket(fileno=options.listener)
+    reports = CoreReports(metrics.text, status, heartbeat)
+    return CoreServer(built.core, listener, ready, reports, clock)
+
+
+def flat_settings(config: EngineConfig) -> dict[str, Any]:
+    """All settings by name, without the groups."""
+    flat: dict[str, Any] = {}
+    for name, value in asdict(config).items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def _expected_step_s(built: BuiltCore) -> float:
+    """A generous guess: two operations per weight and token of the largest step."""
+    num_tokens = built.config.scheduler.max_num_batched_tokens or 1
+    rate = CPU_FLOPS if built.config.device == "cpu" else GPU_FLOPS
+    return built.memory.weights_bytes * num_tokens / rate
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--listener", type=int, required=True, help="descriptor of the socket")
+    parser.add_argument("--home", type=Path, required=True, help="the private directory")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
+    parser.add_argument("--log-level", default="info")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

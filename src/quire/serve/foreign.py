@@ -1,0 +1,103 @@
+"""vLLM's settings that have no counterpart here, for those who bring their scripts along.
+
+A value that asks for nothing, or for what is so anyway, is accepted and ignored; any other is
+refused with the reason, never taken silently. `LLM` and the command line read this one table.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ForeignSetting:
+    """harmless: values that may be ignored; None is all of them. reason: why, and what to do.
+
+    is_switch: a flag without a value. short: other spellings of the flag.
+    """
+
+    reason: str
+    harmless: tuple[Any, ...] | None = None
+    is_switch: bool = False
+    short: tuple[str, ...] = ()
+
+
+def _switch(reason: str, *harmless: bool) -> ForeignSetting:
+    return ForeignSetting(reason, harmless, is_switch=True)
+
+
+def _value(reason: str, *harmless: Any, short: str = "") -> ForeignSetting:
+    return ForeignSetting(reason, harmless, short=(short,) if short else ())
+
+
+def _ignored(reason: str, is_switch: bool = False) -> ForeignSetting:
+    return ForeignSetting(reason, None, is_switch)
+
+
+FOREIGN: dict[str, ForeignSetting] = {
+    # What is so anyway.
+    "enforce_eager": _ignored("there are no CUDA graphs", is_switch=True),
+    "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
+    "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
+    "disable_log_requests": _ignored("requests are not logged", is_switch=True),
+    "enable_server_load_tracking": _ignored("/load always answers", is_switch=True),
+    "disable_fastapi_docs": _ignored("there are no pages of documentation", is_switch=True),
+    "enable_auto_tool_choice": _ignored("tool calls are always read", is_switch=True),
+    "use_v2_block_manager": _ignored("there is one way to manage blocks", is_switch=True),
+    "disable_custom_all_reduce": _ignored("there is one device", is_switch=True),
+    "uvicorn_log_level": _ignored("--log-level is for everything"),
+    "disable_uvicorn_access_log": _ignored("there is no access log", is_switch=True),
+    "compilation_config": _ignored("models are not compiled"),
+    "optimization_level": _ignored("models are not compiled"),
+    "cudagraph_capture_sizes": _ignored("there are no CUDA graphs"),
+    "max_seq_len_to_capture": _ignored("there are no CUDA graphs"),
+    "max_parallel_loading_workers": _ignored("weights are mapped from their files"),
+    "limit_mm_per_prompt": _ignored("prompts are text"),
+    "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),
+    "distributed_executor_backend": _value("the model runs in one process", "mp", "uni"),
+    "preemption_mode": _value("sequences are preempted by recomputation", "recompute"),
+    # What one might count on and would not get.
+    "trust_remote_code": _switch("code from a model's repository is never run", False),
+    "tensor_parallel_size": _value("a model runs on one device", 1, short="-tp"),
+    "pipeline_parallel_size": _value("a model runs on one device", 1, short="-pp"),
+    "data_parallel_size": _value("start one server per device", 1, short="-dp"),
+    "swap_space": _value("sequences are recomputed, not swapped", 0, 4),
+    "cpu_offload_gb": _value("weights stay on the device", 0),
+    "tokenizer_mode": _value("there is one tokenizer, from tokenizer.json", "auto"),
+    "skip_tokenizer_init": _switch("the tokenizer is loaded if the model has one", False),
+    "quantization": _value("weights are used as they are; see --dtype", short="-q"),
+    "kv_cache_dtype": _value("keys and values have the model's dtype; see --dtype", "auto"),
+    "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
+    "task": _value("models generate text", "auto", "generate"),
+    "runner": _value("models generate text", "auto", "generate"),
+    "model_impl": _value("models have implementations of our own", "auto"),
+    "download_dir": _value("set the environment variable HF_HOME"),
+    "hf_token": _value("set the environment variable HF_TOKEN"),
+    "logprobs_mode": _value("logprobs are those before sampling's changes", "raw_logprobs"),
+    "chat_template_content_format": _value("the template tells it", "auto"),
+    "enable_lora": _switch("adapters are not supported yet", False),
+    "speculative_config": _value("speculative decoding is not supported yet"),
+    "tool_call_parser": _value("tool calls are read as Hermes and Qwen write them", "hermes"),
+    "reasoning_parser": _value("reasoning is not parsed yet"),
+    "guided_decoding_backend": _value("grammars are not supported yet", "auto"),
+    "structured_outputs_config": _value("grammars are not supported yet"),
+    "stream_interval": _value("each token is streamed when it is there", 1),
+    "root_path": _value("let the proxy take the prefix away", ""),
+    "uds": _value("the server listens on --host and --port"),
+    "middleware": _value("put a proxy in front"),
+}
+
+
+def ignore_foreign(name: str, value: Any) -> str:
+    """Why a foreign setting with this value may be ignored. Raises ConfigError if it may not.
+
+    name: a key of FOREIGN. value: as Python has it (None is not given), or as text from a command
+    line.
+    """
+    setting = FOREIGN[name]
+    if value is None or setting.harmless is None:
+        return setting.reason
+    if str(value) not in [str(harmless) for harmless in setting.harmless]:
+        raise ConfigError(f"{name}={value!r} is not supported: {setting.reason}.")
+    return setting.reason

@@ -1,0 +1,1 @@
+"""Benchmarks of an engine in this process (throughput) and of a server (serve)."""

@@ -1,0 +1,73 @@
+"""Tokenizers of the model that is measured: its files on this machine, or the server's routes."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from quire.base.errors import ConfigError
+from quire.base.model_spec import parse_spec
+from quire.models.source import resolve_model
+from quire.render.tokenizer import Tokenizer
+from quire.render.tokenizer_files import has_tokenizer, read_json
+from quire.tools.http_client import HttpClient, HttpError
+
+SAFE_VOCAB_SIZE = 1000
+
+
+class LocalTokens:
+    """Of a model directory, hub id or shape. A shape has no tokenizer, but a vocabulary."""
+
+    def __init__(self, model: str, tokenizer: str | None = None, revision: str | None = None):
+        directory = resolve_model(model, revision).directory
+        config = read_json(directory / "config.json")
+        text_side = directory if tokenizer is None else resolve_model(tokenizer).directory
+        self._name = tokenizer or model
+        self._tokenizer = Tokenizer.from_directory(text_side) if has_tokenizer(text_side) else None
+        if config:
+            self.vocab_size = parse_spec(config).vocab_size
+        else:
+            self.vocab_size = self._known.vocab_size
+
+    def encode(self, text: str) -> list[int]:
+        return self._known.encode(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        return self._known.decode(token_ids)
+
+    @property
+    def _known(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ConfigError(
+                f"{self._name} has no tokenizer, which datasets of texts need; choose a dataset of"
+                " random tokens, or name one with --tokenizer."
+            )
+        return self._tokenizer
+
+
+@dataclass(frozen=True)
+class ServerTokens:
+    """Through /tokenize and /detokenize. runner: of the event loop that the client lives in."""
+
+    runner: asyncio.Runner
+    client: HttpClient
+    model: str
+    vocab_size: int = SAFE_VOCAB_SIZE
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._ask("/tokenize", {"prompt": text}, "tokens")
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        text: str = self._ask("/detokenize", {"tokens": token_ids}, "prompt")
+        return text
+
+    def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
+        asked = self.client.request(path, "POST", {"model": self.model} | body)
+        try:
+            return self.runner.run(asked).json()[key]
+        except HttpError as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(
+                f"the server has no {path}; name the model's tokenizer with --tokenizer."
+            ) from error

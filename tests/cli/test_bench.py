@@ -1,0 +1,100 @@
+"""`quire bench`: help, wrong options, and a small run of each kind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+from quire.tools.bench import throughput
+from quire.tools.limits import Limits
+from tests.tools.bench.fake_openai import FakeOpenAI, running
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    try:
+        status = main(["bench", *arguments])
+    except SystemExit as stopped:  # argparse
+        status = int(stopped.code or 0)
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("throughput", ("--num-prompts", "--input-len", "--rounds", "--block-size", "--dtype")),
+        ("serve", ("--request-rate", "--burstiness", "--goodput", "--save-result", "--base-url")),
+    ],
+)
+def test_help(capsys: pytest.CaptureFixture[str], kind: str, flags: tuple[str, ...]) -> None:
+    status, out, _ = run(capsys, kind, "--help")
+    assert status == 0
+    for flag in (*flags, "--dataset-name", "--output-json", "--seed"):
+        assert flag in out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "KIND"),
+        ("sleep", "invalid choice"),
+        ("throughput --dataset-name nothing", "invalid choice: 'nothing'"),
+        ("throughput --num-prompts 0", "0 is below 1"),
+        ("serve --num-prompts many", "invalid int value: 'many'"),
+        ("serve --request-rate 0", "0 is not above 0"),
+        ("serve --random-range-ratio 1", "1 is not in [0, 1)"),
+        ("serve --backend tgi", "invalid choice: 'tgi'"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
+    status, _, err = run(capsys, *line.split())
+    assert status == 2
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("serve --port 1 --disable-tqdm", "nothing answers at http://127.0.0.1:1"),
+        ("throughput --dataset-name sharegpt", "needs --dataset-path"),
+        ("throughput --model ./nowhere", "there is no directory ./nowhere"),
+    ],
+)
+def test_what_cannot_be_measured(capsys: pytest.CaptureFixture[str], line: str, words: str) -> None:
+    status, _, err = run(capsys, *line.split())
+    assert status == 1
+    assert err.startswith("quire: ") and words in err
+
+
+def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    with running(FakeOpenAI()) as url:
+        status, out, _ = run(capsys, "serve", "--base-url", url, "--num-prompts", "2")
+    assert status == 0
+    assert "Successful requests:                     2         " in out
+
+
+def test_throughput(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(throughput, "measure_limits", lambda dtype, device: Limits(1e9, 1e9))
+    path = tmp_path / "out.json"
+    line = f"--num-prompts 2 --input-len 4 --output-len 3 --block-size 8 --output-json {path}"
+    status, out, _ = run(capsys, "throughput", *line.split(), "--disable-log-stats")
+    assert status == 0
+    assert "Total num output tokens:  6" in out
+    assert json.loads(path.read_text(encoding="utf-8"))["model_id"] == "demo"
+
+
+def test_the_command_loads_nothing_heavy() -> None:
+    code = "import quire.cli.bench, sys; print({'torch', 'numpy', 'h11', 'rich'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_measuring_a_server_needs_no_torch() -> None:
+    code = "import quire.tools.bench.serve, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,122 @@
+"""`quire chat --url`: with `quire serve`, and with servers that are absent, deaf or different."""
+
+import io
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from quire.cli.talkers import ServerTalker
+from tests.cli.commands import run
+from tests.serve.processes import Server, wait_until
+from tests.tools.bench.fake_openai import FakeOpenAI, running
+from tests.tools.http_server import Seen, Send, send_json
+
+KEY = "open-sesame"
+OPTIONS = ("--temperature", "0", "--max-tokens", "12")
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--api-key", KEY, "--max-model-len", "96")
+    yield server
+    assert server.stop() == 0
+
+
+def chat(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    *arguments: str,
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    return run(capsys, "chat", *arguments)
+
+
+def test_a_server_answers_as_a_model_of_ones_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    """Also when turns have to be forgotten; the key may be in the environment."""
+    text = "Hello!\nTell me a story.\nWho are you?\nWhat is 1 + 1?\n"
+    own = chat(capsys, monkeypatch, text, "--max-model-len", "96", *OPTIONS)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    remote = chat(capsys, monkeypatch, text, "--url", server.url, *OPTIONS)
+    assert remote[:2] == own[:2]
+    assert own[0] == 0 and len(own[1].splitlines()) == 4
+    assert "forgot the oldest" in own[2] and "forgot the oldest" in remote[2]
+
+
+def test_a_wrong_key_and_a_wrong_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    status, out, err = chat(capsys, monkeypatch, "Hello!\n", "--url", server.url)
+    assert (status, out) == (1, "") and "needs an API key" in err
+    key = ("--url", server.url + "/v1", "--api-key", KEY)
+    status, out, err = chat(capsys, monkeypatch, "Hello!\n", "nothing", *key)
+    assert (status, out) == (1, "") and "nothing" in err and "404" in err
+    status, out, err = chat(capsys, monkeypatch, "Hello!\n", "demo", *key, "--temperature", "9")
+    assert (status, out) == (1, "") and "temperature" in err and "400" in err
+
+
+def test_leaving_an_answer_ends_it_on_the_server(server: Server) -> None:
+    sampling = {"max_tokens": 80, "ignore_eos": True, "temperature": 0}
+    talker = ServerTalker(server.url, KEY, None, sampling)
+    try:
+        assert talker.model == "demo"
+        assert sum(1 for _ in talker.answer(HELLO, lambda: True)) <= 2
+        (count, limit) = talker.size(HELLO) or (0, 0)
+        assert 1 < count < limit == 96
+        pieces = [*talker.answer(HELLO, lambda: False)]
+        assert pieces[-1].finish_reason == "length"
+    finally:
+        talker.close()
+    wait_until(lambda: _load(server) == 0, "the server has nothing to do")
+
+
+def _load(server: Server) -> int:
+    talker = ServerTalker(server.url, KEY, "demo", {})
+    try:
+        return int(talker._runner.run(talker._client.request("/load")).json()["server_load"])
+    finally:
+        talker.close()
+
+
+def test_a_server_that_does_not_say_a_word() -> None:
+    """Ctrl-C works while nothing comes."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        talker = ServerTalker(f"http://127.0.0.1:{deaf.getsockname()[1]}", None, "any", {})
+        looks = iter([False, False, True, True])
+        assert [*talker.answer(HELLO, lambda: next(looks))] == []
+        talker.close()
+
+
+def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    status, out, err = chat(capsys, monkeypatch, "Hello!\n", "--url", "http://127.0.0.1:9")
+    assert (status, out) == (1, "")
+    assert "nothing answers at http://127.0.0.1:9" in err
+
+
+class WithoutTokenize(FakeOpenAI):
+    async def answer(self, seen: Seen, send: Send) -> None:
+        if seen.path == "/tokenize":
+            await send_json(send, {"detail": "Not Found"}, 404)
+        else:
+            await super().answer(seen, send)
+
+
+def test_a_server_without_tokenize(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenAI's own API has no /tokenize: nothing is forgotten then."""
+    fake = WithoutTokenize()
+    with running(fake) as url:
+        status, out, _ = chat(
+            capsys, monkeypatch, "Hello!\nAgain!\n", "--url", url, "--max-tokens", "4"
+        )
+    assert (status, out) == (0, "abab\nabab\n")
+    assert [len(body["messages"]) for body in fake.bodies] == [1, 3]
+    assert fake.bodies[0]["model"] == "fake" and fake.bodies[0]["max_tokens"] == 4
+    assert "temperature" not in fake.bodies[0]

@@ -1,0 +1,150 @@
+"""`quire doctor`: on this machine, and on machines with something in the way."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli import doctor, machine
+from quire.ops import native
+from tests.cli.commands import run
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status, out, err = run(capsys, "doctor", "--json", *arguments)
+    assert err == ""
+    return json.loads(out) | {"status": status}
+
+
+def problems(found: dict[str, Any]) -> str:
+    return " ".join(f"{p['what']}: {p['advice']}" for p in found["problems"])
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "doctor", "--device", "cpu")
+    assert (status, err) == (0, "")
+    for text in ("python  ", "usable cores", "torch", "C++ core", "attention", "problems"):
+        assert text in out
+    assert "sequences of 2,048)" in out
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, "demo", "--device", "cpu", "--dtype", "float32")
+    assert found["status"] == 0
+    assert found["cpu"]["usable cores"] == len(os.sched_getaffinity(0))
+    assert 0 < found["memory"]["available bytes"] < found["memory"]["total bytes"]
+    assert found["packages"]["torch"] == found["torch"]["version"]
+    model = found["model"]
+    assert (model["name"], model["device"], model["dtype"]) == ("demo", "cpu", "float32")
+    assert (model["sequences at once"], model["max_model_len"]) == (64, 2048)
+    assert 64 <= model["tokens per step"] <= 256
+
+
+def test_settings_change_what_would_be_used(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--max-num-seqs 3 --max-num-batched-tokens 99 --attention-backend torch --device cpu"
+    model = facts(capsys, "shape:qwen3-0.6b", *flags.split(), "--max-model-len", "512")["model"]
+    assert (model["sequences at once"], model["tokens per step"]) == (3, 99)
+    assert (model["attention"], model["max_model_len"]) == ("torch", 512)
+    small = "--kv-cache-memory-bytes 1M --device cpu --max-model-len auto --dtype float32"
+    assert facts(capsys, *small.split())["model"]["max_model_len"] < 2048
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/nowhere", "model /nowhere: there is no directory"),
+        ("--kv-cache-memory-bytes 1M --device cpu --dtype float32", "max_model_len=auto"),
+        ("--block-size 0", "block_size must be from 1 to 256"),
+    ],
+)
+def test_a_model_that_cannot_run(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    found = facts(capsys, *line.split())
+    assert found["status"] == 1
+    assert says in problems(found)
+
+
+def test_what_is_in_the_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = machine.Cpu("Old CPU", 64, 64, 0.5, ("avx2",))
+    gpu = {"name": "H200", "memory.total": "1 MiB", "driver_version": "1", "compute_cap": "9.0"}
+    monkeypatch.setattr(machine, "cpu", lambda: old)
+    monkeypatch.setattr(machine, "gpus", lambda: [gpu])
+    monkeypatch.setattr(native, "INTERFACE_VERSION", -1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    native.core.cache_clear()
+    try:
+        found = facts(capsys, "--device", "cpu")
+    finally:
+        native.core.cache_clear()
+    told = problems(found)
+    assert found["status"] == 0
+    assert "no AVX-512" in told and "does not multiply bfloat16" in told
+    assert "built from other sources" in told and "install g++" in told
+    assert "HF_HUB_OFFLINE is set" in told
+    assert found["gpu"]["0"]["name"] == "H200"
+    if not found["torch"]["gpus"]:
+        assert "there is a GPU, but this torch" in told
+    if found["torch"]["threads"] > 1:
+        assert "set OMP_NUM_THREADS=1" in told
+    assert found["model"]["attention"] == "torch"
+
+
+def test_a_missing_package_is_fatal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "dependencies", lambda: {"torch": None, "numpy": "2.0"})
+    found = facts(capsys)
+    assert found["status"] == 1
+    assert "not installed: torch" in problems(found) and "pip install torch" in problems(found)
+    assert "model" not in found
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "! not installed: torch" in out
+
+
+def test_few_open_files(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (256, 256))
+    assert "only 256 files may be open: run: ulimit -n" in problems(facts(capsys))
+
+
+def test_the_quota_of_a_control_group(tmp_path: Path) -> None:
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("50000\n")
+    assert machine.cpu_quota(tmp_path) == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    assert machine.cpu_quota(tmp_path) == 2.5
+
+
+def test_memory_of_a_control_group(tmp_path: Path) -> None:
+    whole = machine.memory_bytes(tmp_path)
+    assert whole > 1 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.memory_bytes(tmp_path) == whole
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert machine.memory_bytes(tmp_path) == 5000
+
+
+def test_gpus_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.gpus() == []
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 143771 MiB, 570.1, 9.0'\n")
+    tool.chmod(0o755)
+    assert machine.gpus() == [
+        {
+            "name": "NVIDIA H200",
+            "memory.total": "143771 MiB",
+            "driver_version": "570.1",
+            "compute_cap": "9.0",
+        }
+    ]

@@ -1,0 +1,138 @@
+"""All commands: help, wrong usage, and that asking for help costs next to nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quire.cli.main import with_dashes
+from tests.cli.commands import run
+
+SETTINGS = ("--config FILE", "--log-level {debug,info,warning,error}", "--max-model-len TOKENS")
+
+
+@pytest.mark.parametrize(
+    ("command", "lines"),
+    [
+        ("serve", ("--port NUMBER", "TCP port; 0 takes a free one (default: 8000)", *SETTINGS)),
+        ("serve", ("--shutdown-timeout SECONDS", "(default: 30.0)", "--no-restart-engine")),
+        ("serve", ("usage: quire serve [MODEL] [option ...]", "--api-key TEXT [TEXT ...]")),
+        ("chat", ("--system TEXT", "--url URL", "--temperature FLOAT", *SETTINGS)),
+        ("generate", ("--raw", "--temperature FLOAT", "--block-size TOKENS", *SETTINGS)),
+        ("doctor", ("--json", "No weights are loaded", *SETTINGS)),
+        ("bench", ("throughput", "serve")),
+    ],
+)
+def test_help(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    lines: tuple[str, ...],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, err = run(capsys, command, "--help")
+    assert (status, err) == (0, "")
+    assert "tensor-parallel" not in out  # vLLM's own flags are answered, not offered
+    for line in lines:
+        assert line in out
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, "--help")
+    assert status == 0
+    for line in (
+        "serve        answer OpenAI's HTTP API",
+        "chat ",
+        "generate ",
+        "bench ",
+        "doctor ",
+    ):
+        assert line in out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", "COMMAND"),
+        ("sing", "invalid choice: 'sing'"),
+        ("serve --prot 8123", "unrecognized arguments: --prot (did you mean --port?)"),
+        ("bench serve --num-prompt 5", "did you mean --num-prompts?"),
+        ("chat --max-model 5", "did you mean --max-model-len?"),
+        ("serve --port eighty", "'eighty' is not a number such as 4096, 4k or 2G"),
+        ("serve --port 1.5", "'1.5' is not a whole number"),
+        ("serve --shutdown-timeout soon", "'soon' is not a number such as 0.9"),
+        ("serve demo other", "unrecognized arguments: other"),
+        ("doctor --max-model-len inf", "'inf' is not a number"),
+    ],
+)
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    status, out, err = run(capsys, *line.split())
+    assert (status, out) == (2, "")
+    assert says in err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("serve --port 70000", "port must be from 0 to 65535, got 70000"),
+        ("serve one --model two", "there are two models, 'one' and --model 'two'"),
+        ("serve --model /nowhere", "there is no directory /nowhere"),
+        ("serve --ssl-keyfile key", "ssl_certfile must be given together with ssl_keyfile"),
+        ("serve --api-key a shape:gpt2", "--api-key took the model 'shape:gpt2'"),
+        ("serve --max-model-len -5", "max_model_len must be at least 1, or auto (-1), got -5"),
+        ("chat --api-key secret", "--api-key is for a server"),
+        ("chat --url http://127.0.0.1:1 --block-size 8", "leave out --block-size"),
+        ("chat --url nonsense", "'nonsense' is not a server's address"),
+    ],
+)
+def test_what_cannot_be_done(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    status, out, err = run(capsys, *line.split())
+    assert (status, out) == (1, "")
+    assert err.startswith("quire: ") and says in err
+
+
+def test_underscores_in_flags_are_dashes() -> None:
+    given = ["--max_model_len=a_b", "--block_size", "my_value", "-x_y", "--", "--as_is"]
+    expected = ["--max-model-len=a_b", "--block-size", "my_value", "-x_y", "--", "--as_is"]
+    assert list(with_dashes(given)) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["bench", "serve", "--help"], ["serve", "/no"]]
+)
+def test_the_command_line_imports_nothing_heavy(arguments: list[str]) -> None:
+    """`serve` of a model that does not exist goes as far as its supervisor."""
+    code = (
+        "import sys\nfrom quire.cli.main import main\n"
+        f"try:\n    main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "print('loaded:', *{name.split('.')[0] for name in sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split("loaded:")[1].split())
+    assert "argparse" in loaded
+    assert not loaded & {"torch", "fastapi", "uvicorn", "yaml", "transformers", "prometheus_client"}
+
+
+def test_the_server_gets_what_was_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flags end in the dataclasses; lists are tuples; MODEL is the model."""
+    from quire.serve import supervisor
+
+    taken: list = []
+    monkeypatch.setattr(supervisor, "serve", lambda *given: taken.append(given) or 7)
+    line = (
+        "serve my-model --api-key a b --api-key c --served-model-name x y --port 0"
+        " --no-enable-prefix-caching --device-memory-utilization 0.5 --max-model-len auto"
+        " --max_num_seqs 1K --shutdown-timeout 2.5 --restart-engine --log-level warning"
+    )
+    status, _, _ = run(capsys, *line.split())
+    ((engine, server, log_level),) = taken
+    assert (status, log_level) == (7, "warning")
+    assert (engine.model.model, engine.model.max_model_len) == ("my-model", -1)
+    assert (engine.cache.enable_prefix_caching, engine.cache.gpu_memory_utilization) == (False, 0.5)
+    assert engine.scheduler.max_num_seqs == 1024
+    assert (server.api_key, server.served_model_name) == (("a", "b", "c"), ("x", "y"))
+    assert (server.port, server.shutdown_timeout, server.restart_engine) == (0, 2.5, True)
+    assert run(capsys, "serve")[0] == 7
+    assert (taken[1][0].model.model, taken[1][1].port, taken[1][2]) == ("demo", 8000, "info")

@@ -1,0 +1,62 @@
+"""When a step counts as stuck: after ten times the expected time, at least ten seconds."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.engine.heartbeat import Heartbeat, HeartbeatReader
+
+
+def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> None:
+    reader = HeartbeatReader(tmp_path / "beat")
+    assert not reader.is_stuck(1e9)  # nothing there yet
+    beat = Heartbeat(tmp_path / "beat", expected_s=0.01)
+    assert not reader.is_stuck(1e9)  # idle
+    beat.begin(100.0)
+    assert not reader.is_stuck(109.9)
+    assert reader.is_stuck(110.1)
+    beat.end(110.2)
+    assert not reader.is_stuck(1e9)
+
+
+def test_slow_steps_are_given_ten_times_their_time(tmp_path: Path) -> None:
+    beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
+    beat.begin(0.0)
+    beat.end(7.0)
+    beat.begin(100.0)
+    assert not reader.is_stuck(169.0)
+    assert reader.is_stuck(171.0)
+
+
+def test_a_slow_step_is_forgotten_slowly(tmp_path: Path) -> None:
+    beat, reader = Heartbeat(tmp_path / "beat", 0.0), HeartbeatReader(tmp_path / "beat")
+    beat.begin(0.0)
+    beat.end(7.0)
+    for now in range(1000, 11_000):
+        beat.begin(float(now))
+        beat.end(now + 0.01)
+    beat.begin(20_000.0)
+    assert reader.is_stuck(20_010.5)
+
+
+def test_the_guess_counts_until_steps_were_measured(tmp_path: Path) -> None:
+    beat, reader = Heartbeat(tmp_path / "beat", 5.0), HeartbeatReader(tmp_path / "beat")
+    beat.begin(0.5)
+    assert not reader.is_stuck(50.0)
+    assert reader.is_stuck(51.0)
+
+
+def test_a_new_core_writes_a_new_file(tmp_path: Path) -> None:
+    reader = HeartbeatReader(tmp_path / "beat")
+    Heartbeat(tmp_path / "beat", 0.0).begin(1.0)
+    assert reader.is_stuck(50.0)
+    reader.forget()
+    assert not reader.is_stuck(50.0)
+    Heartbeat(tmp_path / "beat", 0.0)
+    assert not reader.is_stuck(50.0)
+
+
+@pytest.mark.parametrize("size", [0, 8])
+def test_a_file_in_the_making_is_not_read(tmp_path: Path, size: int) -> None:
+    (tmp_path / "beat").write_bytes(bytes(size))
+    assert not HeartbeatReader(tmp_path / "beat").is_stuck(1.0)

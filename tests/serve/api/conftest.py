@@ -1,0 +1,107 @@
+"""One engine with the demo model for all tests of the API: in-process clients and a real server.
+
+The contexts share the engine, so only one of them may generate at a time.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from quire.base.config import ServerConfig, config_from_flat
+from quire.engine.build import Engine, build_engine
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.fake_client import FakeClient
+
+MODEL = "demo"
+MakeContext = Callable[..., ApiContext]
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    built = build_engine(
+        config_from_flat(
+            model=MODEL,
+            max_num_seqs=8,
+            max_model_len=512,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=16 << 20,
+            disable_log_stats=True,
+        )
+    )
+    yield built
+    built.client.close()
+
+
+@pytest.fixture(scope="session")
+def make_context(engine: Engine) -> MakeContext:
+    """A context over the shared engine, with a client of its own: make_context(api_key=("k",))."""
+
+    def make(**server: Any) -> ApiContext:
+        names = server.get("served_model_name") or (MODEL,)
+        client = FakeClient(engine)
+        config = ServerConfig(**server)
+        return ApiContext(client, engine.renderer, engine.requests, names, config, 1_700_000_000)
+
+    return make
+
+
+@pytest.fixture
+def api_context(make_context: MakeContext) -> ApiContext:
+    """Of the `api` fixture's app; tests may change it."""
+    return make_context()
+
+
+@pytest.fixture
+def api(api_context: ApiContext) -> Iterator[TestClient]:
+    """An HTTP client (httpx) over an app in this process, with its own context."""
+    with TestClient(create_app(api_context), raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def server_context(make_context: MakeContext) -> ApiContext:
+    """Of the server behind `server_url`; a test that changes it must change it back."""
+    return make_context()
+
+
+@pytest.fixture(scope="session")
+def server_url(server_context: ApiContext) -> Iterator[str]:
+    """http://127.0.0.1:<port> of uvicorn in a thread. No key is needed."""
+    with serving(server_context) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def openai_client(server_url: str) -> Iterator[openai.OpenAI]:
+    """The official client; it does not retry, so that an error is seen at once."""
+    with openai.OpenAI(base_url=f"{server_url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+class serving:
+    """`with serving(context) as url`: uvicorn in a thread, on a free port."""
+
+    def __init__(self, context: ApiContext) -> None:
+        # Listening before the thread starts: early connections wait, and nobody has to poll.
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(context), http="h11", log_level="error", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
+        )
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __exit__(self, *unused: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(timeout=30)
+        self._socket.close()

@@ -1,0 +1,53 @@
+"""What the engine gives without a server, to compare with; and waiting for a condition.
+
+Answers come from a twin of the server's engine: that one is stepped by the server's thread.
+"""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from quire.base.config import config_from_flat
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.engine.build import Engine, build_engine
+from quire.render.chat import ChatOptions
+
+
+@cache
+def twin() -> Engine:
+    return build_engine(
+        config_from_flat(
+            model="demo",
+            max_num_seqs=8,
+            max_model_len=512,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=16 << 20,
+            disable_log_stats=True,
+        )
+    )
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Returns as soon as the condition holds; fails if it does not in time."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "the condition did not come true"
+        time.sleep(0.002)
+
+
+def direct(prompt: object, options: ChatOptions | None = None, **params: Any) -> RequestOutput:
+    """One request, run alone in this thread. Greedy unless told otherwise."""
+    engine = twin()
+    rendered = engine.renderer.render(prompt, options)
+    request = engine.requests.make(rendered, SamplingParams(**{"temperature": 0.0, **params}))
+    engine.client.add(request, rendered.text)
+    while True:
+        for output in engine.client.step():
+            if output.finished:
+                return output
+
+
+def text_of(prompt: object, **params: Any) -> str:
+    return direct(prompt, **params).outputs[0].text

@@ -1,0 +1,199 @@
+"""The AsyncClient of the API, over an engine in this process: no sockets, the same answers.
+
+Steps are taken on the event loop that serves the requests. Tests stop and start them with `hold`
+and `release`, end the engine with `kill`, and let a request fail with `fail`; these may be called
+from any thread.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Callable
+
+from quire.base.errors import EngineDead
+from quire.base.messages import Ready, Request
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import RequestOutputKind
+from quire.engine.build import Engine
+from quire.engine.wire import LENGTH, client_codec, core_codec
+
+Item = RequestOutput | Exception
+
+
+class FakeClient:
+    """outputs of requests wait in `_mail` by request id until their reader takes them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        config = engine.config
+        self.ready = Ready(
+            client_id=0,
+            vocab_size=engine.spec.vocab_size,
+            max_model_len=config.model.max_model_len or 0,
+            max_logprobs=config.max_logprobs,
+            settings={"model": config.model.model},
+            memory=engine.memory.describe(),
+        )
+        self.num_generated = 0  # requests that were queued
+        self.num_aborted = 0  # of those, whose reader left early
+        self._alive = True
+        self._steps_left: int | None = None  # None: no end
+        self._mail: dict[str, list[Item]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()  # replaced by one per loop
+        self._go = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.engine.client.num_unfinished
+
+    @property
+    def num_running(self) -> int:
+        return self.engine.client.num_unfinished
+
+    @property
+    def num_waiting(self) -> int:
+        return 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._alive
+
+    def check(self, request: Request) -> None:
+        self.engine.client.check(request)
+
+    async def generate(
+        self, request: Request, prompt_text: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Queues at the first __anext__; what waits is merged for requests that want deltas."""
+        if not self._alive:
+            raise EngineDead("the core's process has ended.")
+        self.engine.client.add(over_the_wire(request), prompt_text)
+        self.num_generated += 1
+        name, finished = request.request_id, False
+        self._mail[name] = []
+        self._run()
+        merges = request.params.output_kind is RequestOutputKind.DELTA
+        try:
+            while not finished:
+                for item in await self._take(name, merges):
+                    if isinstance(item, Exception):
+                        finished = True
+                        raise item
+                    finished = item.finished
+                    yield item
+        finally:
+            del self._mail[name]
+            if not finished:
+                self.num_aborted += 1
+                self.engine.client.abort([name])
+
+    async def metrics(self) -> str:
+        if not self._alive:
+            raise EngineDead("the core's process has ended.")
+        return "# TYPE quire:num_requests_running gauge\nquire:num_requests_running 0.0\n"
+
+    async def reset_prefix_cache(self) -> None:
+        self.engine.client.reset_prefix_cache()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def hold(self, after_steps: int = 0) -> None:
+        """No step is taken from now on, or after so many more."""
+        self._steps_left = after_steps
+
+    def release(self) -> None:
+        """Steps go on."""
+        self._steps_left = None
+        self._call(lambda: self._go.set())
+
+    def kill(self) -> None:
+        """The engine is gone: open requests end with EngineDead, new ones are refused."""
+        self._alive = False
+        self._call(lambda: self._end_all(EngineDead("the core's process has ended.")))
+
+    def revive(self) -> None:
+        """The opposite of `kill`, for the next test."""
+        self._alive = True
+
+    def fail(self, message: str) -> None:
+        """All open requests end with finish_reason "error"."""
+        self._call(lambda: self._fail_all(message))
+
+    def _call(self, change: Callable[[], object]) -> None:
+        if self._loop is not None and self._loop.is_running():
+            self._loop.call_soon_threadsafe(change)
+
+    def _run(self) -> None:
+        """Begin to take steps on the running loop, if no task does so already."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._task = loop, None
+            self._news, self._go = asyncio.Event(), asyncio.Event()
+        if self._task is None or self._task.done():
+            self._task = loop.create_task(self._step_until_idle())
+
+    async def _step_until_idle(self) -> None:
+        while self.engine.client.num_unfinished:
+            while self._steps_left == 0:
+                self._go.clear()
+                await self._go.wait()
+            if self._steps_left is not None:
+                self._steps_left -= 1
+            for output in self.engine.client.step():
+                self._post(output.request_id, output)
+            await asyncio.sleep(0)  # lets the readers in
+
+    def _post(self, name: str, item: Item) -> None:
+        if name in self._mail:
+            self._mail[name].append(item)
+        self._news.set()
+
+    async def _take(self, name: str, merges: bool) -> list[Item]:
+        while not self._mail[name]:
+            self._news.clear()
+            await self._news.wait()
+        items, self._mail[name] = self._mail[name], []
+        return merged(items) if merges else items
+
+    def _end_all(self, error: Exception) -> None:
+        self.engine.client.abort(list(self._mail))
+        for name in self._mail:
+            self._post(name, error)
+
+    def _fail_all(self, message: str) -> None:
+        for output in self.engine.client.abort(list(self._mail)):
+            output.outputs[0].finish_reason = "error"
+            output.outputs[0].stop_reason = message
+            self._post(output.request_id, output)
+
+
+def over_the_wire(request: Request) -> Request:
+    """The request as the core gets it; what cannot be sent fails here as it would there."""
+    received = core_codec().decode(client_codec().encode(request)[LENGTH.size :])
+    assert isinstance(received, Request)
+    return received
+
+
+def merged(items: list[Item]) -> list[Item]:
+    """Several deltas as one, as the real client gives them to a slow reader."""
+    out: list[Item] = []
+    for item in items:
+        last = out[-1] if out else None
+        if isinstance(item, RequestOutput) and isinstance(last, RequestOutput):
+            out[-1] = _joined(last, item)
+        else:
+            out.append(item)
+    return out
+
+
+def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    a, b = first.outputs[0], second.outputs[0]
+    logprobs = None if b.logprobs is None else (a.logprobs or []) + b.logprobs
+    both = dataclasses.replace(
+        b, text=a.text + b.text, token_ids=a.token_ids + b.token_ids, logprobs=logprobs
+    )
+    prompt = first.prompt_logprobs or second.prompt_logprobs
+    return dataclasses.replace(second, outputs=[both], prompt_logprobs=prompt)

@@ -1,0 +1,52 @@
+"""What stands around all routes: ids, CORS, and what the API process does not load."""
+
+import subprocess
+import sys
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.serve.api.app import create_app
+from tests.serve.api.conftest import MakeContext
+
+
+def test_the_api_does_without_torch() -> None:
+    code = "import quire.serve.api.app, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("value", ["mine-1", "a" * 128, "~!{}"])
+def test_a_clients_request_id_is_echoed(api: TestClient, value: str) -> None:
+    for path in ("/health", "/nothing", "/v1/models"):
+        response = api.get(path, headers={"X-Request-Id": value})
+        assert response.headers.get_list("x-request-id") == [value]
+
+
+@pytest.mark.parametrize("value", ["", "a" * 129, "a b", "a\tb", b"\xff"])
+def test_an_odd_request_id_is_replaced(api: TestClient, value: str | bytes) -> None:
+    first = api.get("/health", headers={"X-Request-Id": value}).headers["x-request-id"]
+    second = api.get("/health", headers={"X-Request-Id": value}).headers["x-request-id"]
+    assert first.startswith("req-") and second.startswith("req-")
+    assert first != second
+
+
+def test_cors_only_for_allowed_origins(api: TestClient, make_context: MakeContext) -> None:
+    origin = {"Origin": "https://chat.example"}
+    assert "access-control-allow-origin" not in api.get("/health", headers=origin).headers
+    context = make_context(allowed_origins=("https://chat.example",), api_key=("k",))
+    open_to_one = TestClient(create_app(context))
+    response = open_to_one.get("/v1/models", headers=origin)
+    assert response.status_code == 401  # and the page may read why
+    assert response.headers["access-control-allow-origin"] == "https://chat.example"
+    asked = open_to_one.options(
+        "/v1/chat/completions",
+        headers=origin
+        | {
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "Authorization",
+        },
+    )
+    assert asked.status_code == 200
+    other = open_to_one.get("/health", headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers

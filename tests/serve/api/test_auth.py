@@ -1,0 +1,146 @@
+"""Who gets in. The decision hangs on the matched route, whatever a client writes around it."""
+
+import http.client
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.serve.api.app import create_app
+from quire.serve.api.auth import has_key
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MakeContext, serving
+
+KEYS = ("first-key", "second-key")
+PUBLIC = {("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")}
+
+
+@pytest.fixture(scope="module")
+def locked_context(make_context: MakeContext) -> ApiContext:
+    return make_context(api_key=KEYS)
+
+
+@pytest.fixture(scope="module")
+def locked(locked_context: ApiContext) -> Iterator[TestClient]:
+    with TestClient(create_app(locked_context), raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def locked_address(locked_context: ApiContext) -> Iterator[str]:
+    """host:port of a real server, for requests that no client library would write."""
+    with serving(locked_context) as url:
+        yield url.removeprefix("http://")
+
+
+def test_without_keys_all_is_open(api: TestClient) -> None:
+    assert api.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_each_key_opens(locked: TestClient, scheme: str, key: str) -> None:
+    headers = {"Authorization": f"{scheme} {key}"}
+    assert locked.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Bearer first-key2",
+        "Bearer first-ke",
+        "Bearer FIRST-KEY",
+        "Bearer first-key,second-key",
+        "Bearer first-key second-key",
+        "first-key",
+        "Basic first-key",
+        "Bearer \u00ff".encode("latin-1"),
+    ],
+)
+def test_anything_else_does_not(locked: TestClient, value: str | bytes | None) -> None:
+    response = locked.get("/v1/models", headers={} if value is None else {"Authorization": value})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    error = response.json()["error"]
+    assert error["type"] == "authentication_error"
+    assert error["code"] == "invalid_api_key"
+    assert "Authorization: Bearer" in error["message"]
+    assert "first" not in error["message"]
+
+
+@pytest.mark.parametrize("place", ["?api_key=first-key", "?key=first-key"])
+def test_a_key_elsewhere_does_not_count(locked: TestClient, place: str) -> None:
+    headers = {"X-Api-Key": "first-key", "Cookie": "api_key=first-key"}
+    assert locked.get(f"/v1/models{place}", headers=headers).status_code == 401
+
+
+def test_every_route_but_the_public_ones_needs_a_key(locked: TestClient) -> None:
+    """Read from the schema, so that a new route cannot be forgotten."""
+    schema = locked.get("/openapi.json", headers={"Authorization": "Bearer first-key"}).json()
+    routes = {
+        (method.upper(), path.replace("{name}", "demo"))
+        for path, methods in schema["paths"].items()
+        for method in methods
+    } | {("GET", "/openapi.json")}
+    assert routes > PUBLIC
+    for method, path in routes:
+        response = locked.request(method, path)
+        expected = 200 if (method, path) in PUBLIC else 401
+        assert response.status_code == expected, (method, path)
+
+
+def test_a_stranger_has_nothing_parsed(locked: TestClient) -> None:
+    """401 and not 400: the body is not looked at."""
+    for body in (b"{", b"[" * 100_000, b'{"promt": 1}'):
+        headers = {"Content-Type": "application/json"}
+        assert locked.post("/tokenize", content=body, headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "//v1/models",
+        "/v1//models",
+        "/health/../v1/models",
+        "/v1/../v1/models",
+        "/health/..%2fv1/models",
+        "/%76%31/models",
+        "/v1%2fmodels",
+        "/V1/MODELS",
+        "/v1/models/",
+        "/v1/models?x=/health",
+        "/v1/models#/health",
+        "/v1/models;/health",
+        "/v1/models%00",
+        "/metrics/../health/../metrics",
+        "http://localhost/health/../v1/models",
+        "http://localhost/v1/models",
+    ],
+)
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost/health?", "a/health#", "", "x@y:1/health"]
+)
+def test_no_spelling_of_the_path_or_the_host_gets_past(
+    locked_address: str, target: str, host: str
+) -> None:
+    connection = http.client.HTTPConnection(locked_address, timeout=30)
+    connection.putrequest("GET", target, skip_host=True)
+    connection.putheader("Host", host)
+    connection.endheaders()
+    response = connection.getresponse()
+    body = response.read()
+    connection.close()
+    assert response.status in (400, 401, 404)
+    assert b"max_model_len" not in body and b"quire:" not in body
+
+
+def test_two_authorization_headers_are_not_a_key() -> None:
+    good = (b"authorization", b"Bearer first-key")
+    assert has_key({"headers": [good]}, KEYS)
+    assert not has_key({"headers": [good, good]}, KEYS)
+    assert not has_key({"headers": [(b"authorization", b"Bearer x"), good]}, KEYS)

@@ -1,0 +1,193 @@
+"""Log-probabilities and echo of /v1/completions, in the shapes that lm-eval relies on."""
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+import transformers
+
+import quire
+from quire.serve.api.logprobs import TokenNames
+from tests.serve.api.direct import direct, twin
+
+PROMPT = "Once upon a time"
+DEMO = Path(quire.__file__).parent / "demo"
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """As lm-eval does it: plain JSON, no client in between."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)
+
+
+@pytest.fixture(scope="module")
+def reference() -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+
+
+def logprobs_by_transformers(
+    model: transformers.PreTrainedModel, token_ids: list[int]
+) -> np.ndarray[Any, Any]:
+    """[tokens - 1]: of each token but the first, given those before it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0]
+    scores = torch.log_softmax(logits.float(), -1)
+    return scores[range(len(token_ids) - 1), token_ids[1:]].numpy()
+
+
+CONTEXTS = [[300, 301, 302, 310], [17, 400, 900], [20, 21, 22, 23, 24, 25, 26, 27, 28]]
+CONTINUATIONS = [[500, 501], [600, 601, 602, 603], [700]]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_loglikelihood_as_lm_eval_asks_for_it(
+    server_url: str,
+    reference: transformers.PreTrainedModel,
+    max_tokens: int,
+) -> None:
+    """lm-eval sums token_logprobs[len(context):-1] and compares them with max(top_logprobs)."""
+    prompts = [a + b for a, b in zip(CONTEXTS, CONTINUATIONS, strict=True)]
+    body = {
+        "model": "demo", "prompt": prompts, "echo": True, "logprobs": 1, "temperature": 0,
+        "max_tokens": max_tokens, "seed": 1234,
+    }  # fmt: skip
+    answer = post(server_url, body)
+    assert answer["usage"]["completion_tokens"] == max_tokens * len(prompts)
+    for index, (choice, prompt) in enumerate(zip(answer["choices"], prompts, strict=True)):
+        logprobs = choice["logprobs"]
+        assert choice["index"] == index
+        assert {len(value) for value in logprobs.values()} == {len(prompt) + max_tokens}
+        assert (logprobs["token_logprobs"][0], logprobs["top_logprobs"][0]) == (None, None)
+        assert "".join(logprobs["tokens"]) == choice["text"]
+        num_prompt = len(prompt)
+        expected = logprobs_by_transformers(reference, prompt)
+        shown = logprobs["token_logprobs"][1:num_prompt]
+        np.testing.assert_allclose(shown, expected, atol=0.2)  # the engine may run in bfloat16
+
+
+def test_the_greedy_continuation_is_seen_as_greedy(server_url: str) -> None:
+    """By equality of floats, as lm-eval does; and another continuation is not."""
+    start = twin().renderer.render_prompt(PROMPT)
+    greedy = direct(PROMPT, max_tokens=6).outputs[0].token_ids
+    for continuation, is_greedy in ((greedy, True), ([*greedy[:3], 900, 901], False)):
+        body = {"prompt": [start + continuation], "echo": True, "logprobs": 1, "max_tokens": 1}
+        logprobs = post(server_url, body)["choices"][0]["logprobs"]
+        chosen = logprobs["token_logprobs"][len(start) : -1]
+        tops = logprobs["top_logprobs"][len(start) : -1]
+        assert len(chosen) == len(continuation)
+        found = all(one == max(top.values()) for one, top in zip(chosen, tops, strict=True))
+        assert found is is_greedy
+        assert all(one in top.values() for one, top in zip(chosen, tops, strict=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_shows_the_prompt_first(openai_client: openai.OpenAI, stream: bool) -> None:
+    expected = direct(PROMPT, max_tokens=9, logprobs=2, prompt_logprobs=2)
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=9, temperature=0, echo=True, logprobs=2,
+        stream=stream,
+    )  # fmt: skip
+    chunks = list(answer) if stream else [answer]
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert "".join(choice.text for choice in choices) == PROMPT + expected.outputs[0].text
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    chosen = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    offsets = [value for choice in choices for value in choice.logprobs.text_offset]
+    tops = [top for choice in choices for top in choice.logprobs.top_logprobs]
+    token_ids = expected.prompt_token_ids + expected.outputs[0].token_ids
+    positions = expected.prompt_logprobs + expected.outputs[0].logprobs
+    assert chosen[0] is None
+    assert chosen[1:] == [p[i].logprob for p, i in zip(positions[1:], token_ids[1:], strict=True)]
+    assert all(2 <= len(top) <= 3 for top in tops[1:])
+    text = PROMPT + expected.outputs[0].text
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert text[offset : offset + len(token)] == token or token == "<|im_end|>"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_and_no_echo(openai_client: openai.OpenAI, stream: bool) -> None:
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=0, logprobs=1, stream=stream,
+        extra_body={"return_token_ids": True},
+    )  # fmt: skip
+    (choice,) = [chunk.choices[0] for chunk in (list(answer) if stream else [answer])]
+    assert (choice.text, choice.finish_reason) == ("", "length")
+    assert choice.model_extra["token_ids"] == []
+    assert choice.logprobs.tokens == []
+
+
+def test_logprobs_of_a_stream_and_of_the_whole_are_the_same(openai_client: openai.OpenAI) -> None:
+    arguments = {
+        "model": "demo", "prompt": PROMPT, "max_tokens": 12, "seed": 4, "temperature": 1.2,
+        "logprobs": 3,
+    }  # fmt: skip
+    whole = openai_client.completions.create(**arguments).choices[0].logprobs
+    blocks = [
+        chunk.choices[0].logprobs
+        for chunk in openai_client.completions.create(**arguments, stream=True)
+    ]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        parts = [item for block in blocks for item in getattr(block, name)]
+        assert parts == getattr(whole, name)
+
+
+def test_logprobs_zero_shows_the_chosen_token_alone(openai_client: openai.OpenAI) -> None:
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=5, temperature=1.5, logprobs=0, seed=1
+    )
+    logprobs = answer.choices[0].logprobs
+    for token, value, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        assert top == {token: value}
+
+
+def test_prompt_logprobs(openai_client: openai.OpenAI) -> None:
+    expected = direct(PROMPT, max_tokens=1, prompt_logprobs=2)
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 2}
+    )
+    shown = answer.choices[0].model_extra["prompt_logprobs"]
+    assert shown[0] is None
+    assert len(shown) == len(expected.prompt_token_ids)
+    for position, theirs in zip(shown[1:], expected.prompt_logprobs[1:], strict=True):
+        assert {int(k): v["logprob"] for k, v in position.items()} == {
+            k: v.logprob for k, v in theirs.items()
+        }
+        assert {v["rank"] for v in position.values()} >= {1, 2}
+
+
+def test_tokens_as_ids(openai_client: openai.OpenAI) -> None:
+    token_ids = direct(PROMPT, max_tokens=4).outputs[0].token_ids
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, temperature=0, logprobs=1,
+        extra_body={"return_tokens_as_token_ids": True},
+    )  # fmt: skip
+    assert answer.choices[0].logprobs.tokens == [f"token_id:{i}" for i in token_ids]
+
+
+def test_tokens_with_the_same_text_do_not_hide_each_other(openai_client: openai.OpenAI) -> None:
+    """All tokens of the vocabulary that are parts of characters show an empty text."""
+    partial = [199, 200, 201, 202, 203]
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=5,
+        extra_body={"allowed_token_ids": partial},
+    )  # fmt: skip
+    logprobs = answer.choices[0].logprobs
+    for value, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) >= 5
+        assert value in top.values()
+
+
+def test_names_without_a_tokenizer_are_ids() -> None:
+    names = TokenNames(None, as_ids=False)
+    assert names.text(7, None) == "token_id:7"
+    assert names.bytes(7, "é") == [0xC3, 0xA9]

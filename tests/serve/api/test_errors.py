@@ -1,0 +1,196 @@
+"""What a client is told when something is wrong: one shape, and never a 500 of its own making."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+from httpx2 import Response
+from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import Request
+from starlette.testclient import TestClient
+
+from quire.base.errors import ConfigError, EngineDead, RequestError, StepFailed
+from quire.serve.api.errors import ApiError, ErrorResponse, as_api_error, error_body
+from quire.serve.api.invalid import invalid_request, shown
+
+JSON = {"Content-Type": "application/json"}
+DEEP = "[" * 900 + "]" * 900
+
+
+def post(api: TestClient, body: str | bytes, path: str = "/tokenize") -> Response:
+    return api.post(path, content=body, headers=JSON)
+
+
+def error_of(response: Response) -> dict[str, Any]:
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ("{", None, "not valid JSON: Expecting property name"),
+        ('{"prompt": "a",}', None, "at character"),
+        (b'{"prompt": "\xff"}', None, "not UTF-8: byte 12"),
+        ("", None, "the body is empty"),
+        ("null", None, "must be a JSON object, got null"),
+        ('"text"', None, 'must be a JSON object, got "text"'),
+        ("[1, 2]", None, "must be a JSON object, got a list of 2"),
+        ("[" * 100_000, None, "nested too deeply"),
+        ('{"prompt": ' + "9" * 5000 + "}", None, "cannot be read as JSON"),
+        ('{"prompt": 5}', "prompt", "prompt must be a string, got 5."),
+        ('{"prompt": NaN}', "prompt", "prompt must be a string, got NaN."),
+        ('{"prompt": DEEP}', "prompt", "got a list of 1"),
+        ('{"promt": "a"}', "promt", "no field 'promt'; did you mean 'prompt'?"),
+        ('{"prompt": "a", "zzz": 1}', "zzz", "no field 'zzz'; remove it."),
+        ('{"\\ud800": 1}', None, "valid Unicode"),
+        ('{"prompt": "a\\ud800"}', None, "valid Unicode"),
+        ("{}", "prompt", "either prompt (a text) or messages"),
+        ('{"prompt": "a", "messages": []}', "prompt", "either prompt"),
+        ('{"messages": []}', "messages", "messages is empty"),
+        ('{"messages": "hello"}', "messages", 'must be a list, got "hello"'),
+        ('{"messages": [1]}', "messages[0]", "messages[0] must be an object, got 1"),
+        ('{"messages": [{"role": 5}]}', "messages[0]", "role"),
+        ('{"messages": [{"role": "user", "content": DEEP}]}', "messages[0]", "nested"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": DEEP}}',
+            "chat_template_kwargs",
+            "nested",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "chat_template": "/etc/passwd"}',
+            "chat_template",
+            "takes no templates from requests",
+        ),
+        ('{"prompt": "a", "add_special_tokens": "perhaps"}', "add_special_tokens", "true or false"),
+    ],
+)
+def test_bad_bodies(api: TestClient, body: str | bytes, param: str | None, message: str) -> None:
+    deep = body.replace("DEEP", DEEP) if isinstance(body, str) else body
+    response = post(api, deep)
+    assert response.status_code == 400
+    error = error_of(response)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"]
+    assert len(error["message"]) < 500
+
+
+def test_all_wrong_fields_are_named_and_the_first_is_param(api: TestClient) -> None:
+    error = error_of(post(api, '{"prompt": 5, "tools": {}, "model": [], "x": 1}'))
+    assert error["param"] == "model"
+    for part in ("model must be", "prompt must be", "tools must be", "no field 'x'"):
+        assert part in error["message"]
+
+
+def test_a_list_of_many_wrong_values_stops_at_the_first(api: TestClient) -> None:
+    error = error_of(post(api, json.dumps({"tokens": ["a"] * 1000}), "/detokenize"))
+    assert error["message"] == 'tokens[0] must be an integer, got "a".'
+
+
+def test_a_body_of_another_type_is_refused(api: TestClient) -> None:
+    response = api.post("/tokenize", data={"prompt": "a"})
+    assert response.status_code == 415
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+def test_nul_is_a_character_like_others(api: TestClient) -> None:
+    tokens = post(api, '{"prompt": "a\\u0000b"}').json()["tokens"]
+    assert post(api, json.dumps({"tokens": tokens}), "/detokenize").json() == {"prompt": "a\0b"}
+
+
+def test_unknown_paths_and_methods(api: TestClient) -> None:
+    response = api.get("/v2/nothing")
+    assert response.status_code == 404
+    assert "/v2/nothing" in error_of(response)["message"]
+    response = api.delete("/tokenize")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert "use POST" in error_of(response)["message"]
+
+
+class Part(BaseModel):
+    text: str
+
+
+class Body(BaseModel):
+    prompt: str | list[str] | list[int] | list[list[int]]
+    parts: list[str | Part] = []
+    count: int = Field(1, ge=1, le=9)
+    share: float = Field(0.5, gt=0, allow_inf_nan=False)
+    kind: str = Field("a", max_length=3)
+
+
+def validation_message(body: dict[str, Any]) -> tuple[str, str | None]:
+    with pytest.raises(ValidationError) as caught:
+        Body.model_validate(body)
+    errors = [{**item, "loc": ("body", *item["loc"])} for item in caught.value.errors()]
+    error = invalid_request(RequestValidationError(errors), Request({"type": "http"}))
+    return error.message, error.param
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt is required; add it."),
+        (
+            {"prompt": {}},
+            "prompt must be a string or a list of strings or a list of integers or a list of lists"
+            " of integers, got an empty object.",
+        ),
+        ({"prompt": "a", "count": 10}, "count must be at most 9, got 10."),
+        ({"prompt": "a", "count": 1.5}, "count must be an integer, got 1.5."),
+        ({"prompt": "a", "share": "x" * 100}, f'share must be a number, got "{"x" * 60}...".'),
+        ({"prompt": "a", "share": float("nan")}, "share must be a finite number, got NaN."),
+        ({"prompt": "a", "kind": "abcd"}, 'kind must be of at most 3 characters, got "abcd".'),
+        ({"prompt": "a", "parts": [{}]}, "parts[0] must be a string, got an empty object."),
+    ],
+)
+def test_wording_of_validation(body: dict[str, Any], message: str) -> None:
+    text, param = validation_message(body)
+    assert text.startswith(message)
+    assert param == message.split(" ")[0]
+
+
+def test_values_are_shortened() -> None:
+    assert shown("é" * 61) == f'"{"é" * 60}..."'
+    assert shown(10**100) == "1" + "0" * 59
+    assert shown({"a": "secret"}) == "an object"
+    assert shown([1] * 1000) == "a list of 1000"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "param"),
+    [
+        (RequestError("temperature must be from 0 to 2, got 9."), 400, "temperature"),
+        (RequestError("n=3, best_of=None: one continuation"), 400, "n"),
+        (RequestError("the prompt has 9 tokens; at most 8 are possible."), 400, None),
+        (EngineDead("gone"), 503, None),
+        (StepFailed("a kernel at 0x7f00"), 500, None),
+        (ConfigError("/etc/secret"), 500, None),
+        (RecursionError(), 400, None),
+        (ApiError(418, "tea", "teapot", "pot", "short"), 418, "pot"),
+    ],
+)
+def test_status_and_field_of_errors(error: Exception, status: int, param: str | None) -> None:
+    found, body = error_body(error)
+    assert (found, body["error"]["param"]) == (status, param)
+
+
+def test_an_unexpected_error_goes_to_the_log_and_not_to_the_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.ERROR, "quire"):
+        error = as_api_error(OSError("/home/someone/key.pem"), "req-1")
+    assert error.status == 500
+    assert "req-1" in error.message and "key.pem" not in error.message
+    assert "key.pem" in caplog.text and "req-1" in caplog.text
+
+
+def test_any_text_can_be_answered() -> None:
+    body = ErrorResponse({"error": "half a pair: \ud800, é"}).body
+    assert json.loads(body) == {"error": "half a pair: \ud800, é"}

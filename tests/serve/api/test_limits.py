@@ -1,0 +1,222 @@
+"""Size of bodies, the count of open requests, and the drain. Against the ASGI app itself, so that
+a test decides what comes in when."""
+
+import asyncio
+import http.client
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from fastapi import Depends, FastAPI
+from starlette.responses import StreamingResponse
+from starlette.testclient import TestClient
+from starlette.types import Message
+
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from quire.serve.api.limits import generating
+from tests.serve.api.conftest import MODEL, MakeContext, serving
+from tests.serve.api.fake_client import FakeClient
+
+LIMIT = 1024
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def small(make_context: MakeContext) -> Iterator[TestClient]:
+    with TestClient(create_app(make_context(max_body_bytes=LIMIT))) as client:
+        yield client
+
+
+def body_of(num_bytes: int) -> bytes:
+    return b'{"prompt": "' + b"a" * (num_bytes - 14) + b'"}'
+
+
+def chunks(body: bytes, size: int = 100) -> Iterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_bodies_up_to_the_limit(small: TestClient, in_chunks: bool) -> None:
+    """With a Content-Length, and counted while it comes in."""
+    for num_bytes, status in ((LIMIT, 200), (LIMIT + 1, 413), (100 * LIMIT, 413)):
+        body = body_of(num_bytes)
+        content: Any = chunks(body) if in_chunks else body
+        response = small.post("/tokenize", content=content, headers=JSON)
+        assert response.status_code == status
+    error = response.json()["error"]
+    assert error["code"] == "body_too_large"
+    assert f"larger than {LIMIT} bytes" in error["message"]
+    assert "x-request-id" in response.headers
+
+
+def test_a_huge_declared_length_is_refused_before_anything_is_sent(
+    make_context: MakeContext,
+) -> None:
+    with serving(make_context(max_body_bytes=LIMIT)) as url:
+        for length in ("9" * 12, "9" * 30):
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+            connection.putrequest("POST", "/tokenize")
+            connection.putheader("Content-Length", length)
+            connection.putheader("Expect", "100-continue")
+            connection.endheaders()
+            assert connection.getresponse().status in (400, 413)
+            connection.close()
+
+
+def test_a_real_client_sees_the_answer_to_a_large_body(make_context: MakeContext) -> None:
+    """It is still writing when the limit is reached; the connection must not be cut off then."""
+    with serving(make_context(max_body_bytes=1 << 20)) as url:
+        for in_chunks in (False, True):
+            body = body_of(3 << 20)
+            connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+            content: Any = chunks(body, 1 << 16) if in_chunks else body
+            connection.request("POST", "/tokenize", content, JSON, encode_chunked=in_chunks)
+            assert connection.getresponse().status == 413
+            connection.close()
+
+
+class Exchange:
+    """One request to an app, with the client's side in the test's hands."""
+
+    def __init__(self, app: FastAPI, path: str) -> None:
+        self.sent: list[Message] = []
+        self.first_chunk = asyncio.Event()
+        self._incoming: asyncio.Queue[Message] = asyncio.Queue()
+        self._incoming.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1", "method": "POST", "path": path, "raw_path": path.encode(),
+            "query_string": b"", "headers": [], "scheme": "http",
+            "server": ("localhost", 80), "client": ("localhost", 1),
+        }  # fmt: skip
+        self.done = asyncio.create_task(app(scope, self._incoming.get, self._send))
+
+    def leave(self) -> None:
+        self._incoming.put_nowait({"type": "http.disconnect"})
+
+    @property
+    def status(self) -> int:
+        return self.sent[0]["status"]
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+        if message.get("body"):
+            self.first_chunk.set()
+
+
+def streaming_app(context: ApiContext, go_on: asyncio.Event) -> FastAPI:
+    """The app with a route that streams, as those that generate do."""
+    app = create_app(context)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"one"
+        await go_on.wait()
+        yield b"two"
+
+    @app.post("/stream", dependencies=[Depends(generating)])
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(pieces())
+
+    @app.post("/fail", dependencies=[Depends(generating)])
+    async def fail() -> None:
+        assert context.num_open == 1
+        raise ZeroDivisionError("0x7f00dead")
+
+    return app
+
+
+@pytest.mark.parametrize("end", ["to its end", "client leaves"])
+def test_a_stream_is_open_until_it_has_ended(
+    context_of: Callable[[], ApiContext], end: str
+) -> None:
+    async def run() -> None:
+        context, go_on = context_of(), asyncio.Event()
+        exchange = Exchange(streaming_app(context, go_on), "/stream")
+        await exchange.first_chunk.wait()
+        assert context.num_open == 1
+        if end == "client leaves":
+            exchange.leave()
+        else:
+            go_on.set()
+        await exchange.done
+        assert context.num_open == 0
+        assert exchange.status == 200
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_a_drain_refuses_new_work_and_lets_open_work_end(
+    context_of: Callable[[], ApiContext],
+) -> None:
+    async def run() -> None:
+        context, go_on = context_of(), asyncio.Event()
+        app = streaming_app(context, go_on)
+        open_one = Exchange(app, "/stream")
+        await open_one.first_chunk.wait()
+        context.draining = True
+        refused = Exchange(app, "/stream")
+        await refused.done
+        assert refused.status == 503
+        assert b"retry-after" in dict(refused.sent[0]["headers"])
+        assert b"shutting down" in refused.sent[1]["body"]
+        assert context.num_open == 1
+        go_on.set()
+        await open_one.done
+        assert b"".join(message.get("body", b"") for message in open_one.sent) == b"onetwo"
+        assert context.num_open == 0
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_the_routes_that_generate_are_counted_and_drained(
+    server_context: ApiContext, server_url: str, openai_client: openai.OpenAI
+) -> None:
+    """With the engine held after the first tokens, so that the request stays open."""
+    client, server = server_context.client, httpx.Client(base_url=server_url)
+    assert isinstance(client, FakeClient)
+    client.hold(after_steps=3)
+    try:
+        stream = openai_client.completions.create(
+            model=MODEL, prompt="Hello", max_tokens=8, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        assert server.get("/load").json() == {"server_load": 1}
+        server_context.draining = True
+        assert server.get("/ready").status_code == 503
+        with pytest.raises(openai.InternalServerError) as caught:
+            openai_client.completions.create(model=MODEL, prompt="Hello")
+        assert caught.value.code == "draining"
+        assert caught.value.response.headers["retry-after"]
+        client.release()
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    finally:
+        server_context.draining = False
+        client.release()
+        server.close()
+
+
+def test_a_handler_that_raises_is_counted_down_and_answered(
+    context_of: Callable[[], ApiContext], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> Exchange:
+        context = context_of()
+        exchange = Exchange(streaming_app(context, asyncio.Event()), "/fail")
+        await exchange.done
+        assert context.num_open == 0
+        return exchange
+
+    exchange = asyncio.run(asyncio.wait_for(run(), 30))
+    assert exchange.status == 500
+    shown = dict(exchange.sent[0]["headers"])[b"x-request-id"]
+    assert shown in exchange.sent[1]["body"]
+    assert b"7f00dead" not in exchange.sent[1]["body"]
+    assert "7f00dead" in caplog.text and shown.decode() in caplog.text
+
+
+@pytest.fixture
+def context_of(make_context: MakeContext) -> Callable[[], ApiContext]:
+    return make_context

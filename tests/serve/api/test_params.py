@@ -1,0 +1,158 @@
+"""From a request's fields to SamplingParams, without a server."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.render.generation import GenerationDefaults
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api import protocol
+from quire.serve.api.errors import ApiError
+from quire.serve.api.neutral import RULES, check_neutral
+from quire.serve.api.params import (
+    SAME,
+    chat_params,
+    completion_params,
+    room_beside,
+    truncated,
+)
+from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+
+DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def completion(room: int = 100, **fields: Any) -> SamplingParams:
+    return completion_params(CompletionRequest(prompt="x", **fields), DEFAULTS, room)
+
+
+def chat(room: int = 100, **fields: Any) -> SamplingParams:
+    return chat_params(ChatCompletionRequest(**CHAT, **fields), DEFAULTS, room)
+
+
+def test_the_request_comes_before_the_models_defaults() -> None:
+    params = completion(temperature=0.1, top_k=7)
+    assert (params.temperature, params.top_p, params.top_k) == (0.1, 0.95, 7)
+    assert completion(temperature=None).temperature == 0.6
+    assert completion(temperature=0).is_greedy
+
+
+@pytest.mark.parametrize(
+    ("given", "room", "length"),
+    [(None, 100, 16), (None, 5, 5), (50, 100, 50), (100, 100, 100), (0, 100, 1), (1, 1, 1)],
+)
+def test_the_length_of_a_completion(given: int | None, room: int, length: int) -> None:
+    assert completion(room, max_tokens=given).max_tokens == length
+
+
+@pytest.mark.parametrize(
+    ("fields", "length"),
+    [({}, 100), ({"max_tokens": 7}, 7), ({"max_completion_tokens": 8}, 8),
+     ({"max_tokens": 7, "max_completion_tokens": 8}, 8)],
+)  # fmt: skip
+def test_the_length_of_an_answer(fields: dict[str, int], length: int) -> None:
+    """The model's own max_new_tokens does not count: absent is the rest of the context."""
+    assert chat(**fields).max_tokens == length
+
+
+def test_lengths_that_do_not_fit() -> None:
+    for make, name in ((completion, "max_tokens"), (chat, "max_completion_tokens")):
+        with pytest.raises(ApiError, match=f"{name}=101 is too large.*leaves 100") as error:
+            make(**{name: 101})
+        assert (error.value.param, error.value.status) == (name, 400)
+    with pytest.raises(ApiError, match="max_tokens must be at least 1, got 0"):
+        chat(max_tokens=0)
+    with pytest.raises(ApiError, match="min_tokens"):
+        completion(max_tokens=0, min_tokens=1)
+    with pytest.raises(RequestError, match="min_tokens must be at most max_tokens=16"):
+        completion(min_tokens=17)
+
+
+def test_the_kind_of_output() -> None:
+    assert completion().output_kind is RequestOutputKind.FINAL_ONLY
+    assert completion(stream=True).output_kind is RequestOutputKind.DELTA
+    assert chat(stream=True).output_kind is RequestOutputKind.DELTA
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs", "prompt_logprobs"),
+    [({}, None, None), ({"logprobs": 2}, 2, None), ({"logprobs": 2, "echo": True}, 2, 2),
+     ({"echo": True}, None, None), ({"prompt_logprobs": 3, "logprobs": 0, "echo": True}, 0, 3),
+     ({"logprobs": -1, "echo": True, "prompt_logprobs": 1}, -1, -1)],
+)  # fmt: skip
+def test_logprobs_of_completions(
+    fields: dict[str, Any], logprobs: int | None, prompt_logprobs: int | None
+) -> None:
+    params = completion(**fields)
+    assert (params.logprobs, params.prompt_logprobs) == (logprobs, prompt_logprobs)
+
+
+def test_logprobs_of_chat() -> None:
+    assert chat().logprobs is None
+    assert chat(logprobs=True).logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).logprobs == 4
+    assert chat(logprobs=False, top_logprobs=0).logprobs is None
+
+
+def test_one_stop_string_is_a_list() -> None:
+    assert completion(stop="a").stop == ["a"]
+    assert completion(stop=["a", "b"]).stop == ["a", "b"]
+
+
+def test_fields_of_the_same_name_exist_on_both_sides() -> None:
+    assert set(SAME) <= set(SamplingParams.__struct_fields__)
+    assert set(SAME) <= set(GenerationRequest.model_fields)
+
+
+def test_neutral_rules_are_about_fields_that_exist() -> None:
+    fields = CompletionRequest.model_fields | ChatCompletionRequest.model_fields
+    assert set(RULES) <= set(fields)
+    neutral = {name for name, f in fields.items() if f.description == "only at its neutral value"}
+    assert neutral == set(RULES)
+
+
+@pytest.mark.parametrize("name", sorted(RULES))
+def test_neutral_values_pass_and_others_do_not(name: str) -> None:
+    text = name in CompletionRequest.model_fields
+    kind: Any = CompletionRequest if text else ChatCompletionRequest
+    base = {} if text else CHAT
+    for value in (None, *RULES[name].values):
+        check_neutral(kind(**base, **{name: value}))
+    with pytest.raises(ApiError) as error:
+        check_neutral(kind(**base, **{name: "something else"}))
+    assert error.value.param == name
+    assert "something else" in error.value.message
+
+
+def test_cutting_prompts() -> None:
+    prompt = RenderedPrompt(list(range(10)), "text")
+
+    def cut(**fields: Any) -> list[int]:
+        return truncated(prompt, CompletionRequest(prompt="x", **fields), 12).token_ids
+
+    assert truncated(prompt, CompletionRequest(prompt="x"), 12) is prompt
+    assert cut(truncate_prompt_tokens=3) == [7, 8, 9]
+    assert cut(truncate_prompt_tokens=3, truncation_side="right") == [0, 1, 2]
+    assert cut(truncate_prompt_tokens=30) == list(range(10))
+    assert cut(truncate_prompt_tokens=-1, max_tokens=5) == list(range(3, 10))
+    assert cut(truncate_prompt_tokens=-1, max_tokens=500) == [9]
+    body = ChatCompletionRequest(**CHAT, truncate_prompt_tokens=-1, max_completion_tokens=4)
+    assert truncated(prompt, body, 12).token_ids == list(range(2, 10))
+
+
+def test_room_beside_a_prompt() -> None:
+    prompt = RenderedPrompt(list(range(10)))
+    assert room_beside(prompt, 11, "prompt") == 1
+    with pytest.raises(ApiError, match="10 tokens, and max_model_len is 10") as error:
+        room_beside(prompt, 10, "messages")
+    assert (error.value.param, error.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_the_caps() -> None:
+    """Numbers that the documentation and clients rely on."""
+    assert (protocol.MAX_STOPS, protocol.MAX_STOP_CHARS) == (16, 512)
+    assert (protocol.MAX_LOGIT_BIAS, protocol.MAX_BAD_WORDS) == (1024, 256)
+    assert (protocol.MAX_PROMPTS, protocol.MAX_MESSAGES, protocol.MAX_TOOLS) == (256, 4096, 128)
+    assert (protocol.MAX_TOP_LOGPROBS, protocol.MAX_SALT_CHARS) == (20, 1024)

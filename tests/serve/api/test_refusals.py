@@ -1,0 +1,121 @@
+"""Bad input of both endpoints: a 400 that names the field; nothing reaches the engine."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.serve.api.context import ApiContext
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+TEXT = {"prompt": "Hi"}
+
+# Field, value: refused by both endpoints.
+BOTH: list[tuple[str, Any]] = [
+    ("n", 2), ("use_beam_search", True), ("response_format", {"type": "json_object"}),
+    ("structured_outputs", {"regex": "a"}), ("logits_processors", ["x"]), ("n", "many"),
+    ("vllm_xargs", {"a": 1}), ("stop", ["x"] * 17), ("stop", "x" * 513), ("stop", [""]),
+    ("stop", 5), ("stop", ["\ud800"]), ("logit_bias", {str(i): 1 for i in range(1025)}),
+    ("logit_bias", {"x": 1}), ("logit_bias", {"1536": 1}), ("logit_bias", [1]),
+    ("bad_words", ["x"] * 257), ("bad_words", [""]), ("cache_salt", ""), ("cache_salt", "x" * 1025),
+    ("temperature", -1), ("temperature", 3), ("temperature", "hot"), ("top_p", 0), ("top_p", 1.5),
+    ("top_k", -2), ("min_p", 2), ("presence_penalty", 3), ("frequency_penalty", -3),
+    ("repetition_penalty", 0), ("seed", 2**63), ("seed", 1.5), ("max_tokens", -1),
+    ("max_tokens", 100_000), ("min_tokens", -1), ("allowed_token_ids", []),
+    ("allowed_token_ids", [-1]), ("stop_token_ids", [1536]), ("stop_token_ids", [1] * 1025),
+    ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", -2), ("logprobs", -5),
+    ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle"),
+    ("priority", 2**40), ("stream_options", {"include_usage": True}), ("stream", "maybe"),
+    ("temprature", 1), ("top_k", 10**30), ("max_tokens", 2**31), ("logprobs", 10**30), ("min_tokens", 600),
+]  # fmt: skip
+
+ONLY_TEXT: list[tuple[str, Any]] = [
+    ("best_of", 2), ("suffix", "end"), ("prompt_embeds", "AAAA"), ("prompt", None), ("prompt", []),
+    ("prompt", ""), ("prompt", 5), ("prompt", {"a": 1}), ("prompt", [[]]), ("prompt", [1, "a"]),
+    ("prompt", ["a", 1]), ("prompt", [1.5]), ("prompt", [-1]), ("prompt", [True, False]),
+    ("prompt", ["x"] * 257), ("prompt", [1] * 512), ("prompt", "word " * 3000),
+    ("prompt", "\ud800"), ("logprobs", 21), ("logprobs", "all"), ("max_tokens", 511),
+]  # fmt: skip
+
+ONLY_CHAT: list[tuple[str, Any]] = [
+    ("max_tokens", 0), ("max_completion_tokens", 0), ("max_completion_tokens", 512),
+    ("messages", []), ("messages", "Hi"), ("messages", [1]), ("messages", [{"content": "x"}]),
+    ("messages", [{"role": "user"}]), ("messages", CHAT["messages"] * 4097),
+    ("messages", [{"role": "user", "content": "word " * 3000}]),
+    ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+    ("messages", [{"role": "user", "content": "\ud800"}]),
+    ("top_logprobs", 21), ("top_logprobs", 2), ("top_logprobs", -1),
+    ("tools", [{"type": "function", "function": {"name": "f"}}] * 129), ("tools", [{}]),
+    ("tools", "f"), ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+    ("functions", [{"name": "f"}]), ("function_call", {"name": "f"}), ("audio", {"voice": "x"}),
+    ("modalities", ["text", "audio"]), ("chat_template", "{{ messages }}"),
+    ("chat_template", "/etc/passwd"), ("web_search_options", {}),
+]  # fmt: skip
+
+
+def cases() -> list[Any]:
+    listed = [("/v1/completions", TEXT, *item) for item in BOTH + ONLY_TEXT]
+    listed += [("/v1/chat/completions", CHAT, *item) for item in BOTH + ONLY_CHAT]
+    return [
+        pytest.param(*case, id=f"{case[0].split('/')[2]}-{case[2]}-{str(case[3])[:20]!a}")
+        for case in listed
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("url", "body", "field", "value"), cases())
+def test_refused(
+    api: TestClient, api_context: ApiContext, url: str, body: Any, field: str, value: Any,
+    stream: bool,
+) -> None:  # fmt: skip
+    if field in ("stream", "stream_options") and stream:
+        return
+    sent = {**body, field: value} | ({"stream": True} if stream else {})
+    answer = api.post(url, content=dumped(sent), headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["type"] == "invalid_request_error"
+    assert re.split(r"[.\[]", error["param"])[0] == field, error
+    assert len(error["message"]) > 15
+    assert api_context.client.num_generated == 0
+    assert api_context.num_open == 0
+
+
+def dumped(value: Any) -> bytes:
+    return json.dumps(value).encode()  # halves of surrogate pairs as escapes
+
+
+def test_an_unknown_field_is_guessed(api: TestClient) -> None:
+    error = api.post("/v1/completions", json=TEXT | {"temprature": 1}).json()["error"]
+    assert "temperature" in error["message"]
+
+
+def test_a_prompt_that_is_too_long_has_a_code(api: TestClient) -> None:
+    for url, body in (
+        ("/v1/completions", {"prompt": [1] * 512}),
+        ("/v1/completions", {"prompt": [1] * 500, "max_tokens": 13}),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 600}),
+    ):
+        error = api.post(url, json=body).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "max_model_len" in error["message"]
+
+
+@pytest.mark.parametrize("url", ["/v1/completions", "/v1/chat/completions"])
+def test_another_model_is_not_found(api: TestClient, url: str) -> None:
+    body = TEXT if url == "/v1/completions" else CHAT
+    answer = api.post(url, json=body | {"model": "gpt-9"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "model"
+
+
+def test_what_is_refused_in_a_batch_stops_all_of_it(
+    api: TestClient, api_context: ApiContext
+) -> None:
+    answer = api.post("/v1/completions", json={"prompt": [[1, 2], [1, 99_999]]})
+    assert answer.status_code == 400
+    assert "99999" in answer.json()["error"]["message"]
+    assert api_context.client.num_generated == 0

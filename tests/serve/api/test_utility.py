@@ -1,0 +1,213 @@
+"""Models, tokens, health and numbers."""
+
+import threading
+import warnings
+from typing import Any
+
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+import quire
+from quire.render.renderer import Renderer
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import ApiError
+from quire.serve.api.rendering import MAX_CHARS_ON_LOOP, check_model, checked_template, size_of
+from tests.serve.api.conftest import MODEL, MakeContext
+from tests.serve.api.fake_client import FakeClient
+
+MESSAGES = [{"role": "user", "content": "Hello there"}]
+
+
+def fake(context: ApiContext) -> FakeClient:
+    assert isinstance(context.client, FakeClient)
+    return context.client
+
+
+def test_models_with_the_official_client(openai_client: openai.OpenAI) -> None:
+    (model,) = openai_client.models.list().data
+    assert (model.id, model.object, model.owned_by) == (MODEL, "model", "quire")
+    assert model.created == 1_700_000_000
+    assert model.model_dump()["max_model_len"] == 512
+    assert openai_client.models.retrieve(MODEL) == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        openai_client.models.retrieve("gpt-9")
+    assert caught.value.code == "model_not_found"
+    assert MODEL in caught.value.message
+
+
+def test_served_names(make_context: MakeContext) -> None:
+    context = make_context(served_model_name=("short", "org/long"))
+    api = TestClient(create_app(context))
+    cards = api.get("/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["short", "org/long"]
+    assert {card["root"] for card in cards} == {MODEL}
+    assert api.get("/v1/models/org/long").json() == cards[1]
+    assert api.get("/v1/models/").json()["data"] == cards
+    assert check_model(context, None) == "short"
+    assert check_model(context, "org/long") == "org/long"
+    with pytest.raises(ApiError) as caught:
+        check_model(context, MODEL)
+    assert (caught.value.status, caught.value.param) == (404, "model")
+    assert "short, org/long" in caught.value.message
+    assert api.post("/tokenize", json={"prompt": "a", "model": MODEL}).status_code == 404
+
+
+def test_tokenize_a_text_and_back(api: TestClient, api_context: ApiContext) -> None:
+    answer = api.post("/tokenize", json={"prompt": "Hello", "return_token_strs": True}).json()
+    tokenizer = api_context.renderer.tokenizer
+    assert tokenizer is not None
+    ids = tokenizer.encode("Hello")
+    assert answer == {
+        "count": len(ids),
+        "max_model_len": 512,
+        "tokens": ids,
+        "token_strs": tokenizer.tokens(ids),
+    }
+    assert api.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello"}
+
+
+def test_tokenize_a_conversation(api: TestClient, api_context: ApiContext) -> None:
+    render = api_context.renderer.render
+    answer = api.post("/tokenize", json={"messages": MESSAGES}).json()
+    assert answer["tokens"] == render(MESSAGES).token_ids
+    assert answer["token_strs"] is None
+    shorter = api.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False})
+    assert 0 < shorter.json()["count"] < answer["count"]
+    text = api.post("/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"]
+    assert text == render(MESSAGES).text
+
+
+def test_tokenize_goes_on_with_the_last_message(api: TestClient) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "Good"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    tokens = api.post("/tokenize", json=body).json()["tokens"]
+    text = api.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert text.endswith("Good")
+    both = api.post("/tokenize", json=body | {"add_generation_prompt": True})
+    assert both.status_code == 400
+
+
+def test_nothing_to_tokenize_is_nothing(api: TestClient) -> None:
+    for special in (True, False):
+        body = {"prompt": "", "add_special_tokens": special}
+        answer = api.post("/tokenize", json=body)
+        assert answer.status_code == 200
+        assert answer.json()["count"] == len(answer.json()["tokens"])
+    assert api.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize("token_id", [-1, 10**6, 10**30])
+def test_ids_outside_of_the_vocabulary_are_refused(api: TestClient, token_id: int) -> None:
+    response = api.post("/detokenize", json={"tokens": [1, token_id]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tokens"
+    assert f"got {token_id}" in response.json()["error"]["message"]
+
+
+def test_a_model_without_tokenizer_says_so(make_context: MakeContext) -> None:
+    context = make_context()
+    context.renderer = Renderer(None)
+    api = TestClient(create_app(context))
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+        response = api.post(path, json=body)
+        assert response.status_code == 400
+        assert "no tokenizer" in response.json()["error"]["message"]
+
+
+def test_long_prompts_are_tokenised_beside_the_loop(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = make_context()
+    threads: list[int] = []
+    render = context.renderer.render
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return render(*arguments)
+
+    monkeypatch.setattr(context.renderer, "render", noted)
+    with TestClient(create_app(context)) as api:
+        for text in ("a", "a " * MAX_CHARS_ON_LOOP, "a"):
+            assert api.post("/tokenize", json={"prompt": text}).status_code == 200
+    assert threads[0] == threads[2] != threads[1]
+
+
+def test_a_prompt_of_absurd_length_is_refused_unread(api: TestClient) -> None:
+    response = api.post("/tokenize", json={"prompt": "a" * 200_000})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_sizes_of_prompts() -> None:
+    assert size_of("abc") == 3
+    assert size_of([1, 2, 3]) == 3
+    assert size_of({"prompt": "abc"}) == 3
+    content = [{"type": "text", "text": "x" * 100}]
+    assert size_of([{"role": "user", "content": content}]) == 1 + 4 + 1 + 4 + 100
+
+
+def test_templates_of_requests(make_context: MakeContext) -> None:
+    """Never a file of the server, even where templates are trusted."""
+    text = "{{ messages[0].content }}"
+    with pytest.raises(ApiError, match="takes no templates"):
+        checked_template(make_context(), text)
+    trusting = make_context(trust_request_chat_template=True)
+    assert checked_template(trusting, text) == text
+    assert checked_template(trusting, None) is None
+    with pytest.raises(ApiError, match="text of a template"):
+        checked_template(trusting, "/etc/passwd")
+    tokenizer = trusting.renderer.tokenizer
+    assert tokenizer is not None
+    name = next(iter(tokenizer.chat_templates))
+    assert checked_template(make_context(), name) == name
+    api = TestClient(create_app(trusting))
+    answer = api.post("/tokenize", json={"messages": MESSAGES, "chat_template": text}).json()
+    assert answer["tokens"] == tokenizer.encode("Hello there", add_special_tokens=False)
+
+
+def statuses(api: TestClient) -> list[int]:
+    return [
+        api.get("/health").status_code,
+        api.get("/ping").status_code,
+        api.post("/ping").status_code,
+        api.get("/ready").status_code,
+    ]
+
+
+def test_health_and_readiness(api: TestClient, api_context: ApiContext) -> None:
+    assert statuses(api) == [200, 200, 200, 200]
+    assert api.get("/health").content == b""
+    api_context.draining = True
+    assert statuses(api) == [200, 200, 200, 503]
+    api_context.draining = False
+    fake(api_context).kill()
+    assert statuses(api) == [503, 503, 503, 503]
+
+
+def test_numbers(api: TestClient, api_context: ApiContext) -> None:
+    assert api.get("/version").json() == {"version": quire.__version__}
+    assert api.get("/load").json() == {"server_load": 0}
+    api_context.num_open = 3
+    assert api.get("/load").json() == {"server_load": 3}
+    response = api.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "quire:num_requests_running 0.0\n" in response.text
+
+
+def test_metrics_of_a_dead_engine(api: TestClient, api_context: ApiContext) -> None:
+    fake(api_context).kill()
+    response = api.get("/metrics")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_dead"
+    assert "retry-after" in response.headers
+
+
+def test_schema_lists_the_routes(api: TestClient) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of names that two routes share
+        paths = api.get("/openapi.json").json()["paths"]
+    assert {"/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"} <= set(paths)
+    for path in ("/docs", "/redoc"):
+        assert api.get(path).status_code == 404

@@ -1,0 +1,236 @@
+"""`quire serve` through its real processes: what it answers, and how it ends."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from quire import LLM, SamplingParams
+from tests.serve.processes import Server, Stream, is_running, kill, wait_until
+
+CHAT = [{"role": "user", "content": "Tell me a story about a fox."}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--api-server-count", "2", "--max-num-seqs", "16")
+    yield server
+    assert server.stop() == 0
+
+
+@contextlib.contextmanager
+def started(*arguments: str) -> Iterator[Server]:
+    """A server of one test's own; nothing of it is left behind."""
+    server = Server(*arguments)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+        wait_until(lambda: not any(map(is_running, server.children)), "no orphan is left")
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def nobody_runs(server: Server) -> bool:
+    return server.metric("quire:num_requests_running") == 0
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_chat_equals_the_offline_answer_streamed_or_not(server: Server) -> None:
+    with LLM("demo", disable_log_stats=True) as llm:
+        [expected] = llm.chat(CHAT, SamplingParams(temperature=0.0, max_tokens=60), False)
+    text = expected.outputs[0].text
+    for _ in range(4):  # reaches both API processes
+        client = client_of(server)
+        answer = client.chat.completions.create(
+            model="demo", messages=CHAT, temperature=0, max_tokens=60
+        )
+        assert answer.choices[0].message.content == text
+        stream = client.chat.completions.create(
+            model="demo", messages=CHAT, temperature=0, max_tokens=60, stream=True
+        )
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
+
+
+def test_many_at_once_are_each_as_alone(server: Server) -> None:
+    client = client_of(server)
+
+    def ask(i: int, into: dict[int, str]) -> None:
+        answer = client.completions.create(
+            model="demo", prompt=f"The number {i} is", temperature=0.8, seed=i, max_tokens=30
+        )
+        into[i] = answer.choices[0].text
+
+    together: dict[int, str] = {}
+    threads = [threading.Thread(target=ask, args=(i, together)) for i in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone: dict[int, str] = {}
+    for i in (0, 7, 23):
+        ask(i, alone)
+        assert alone[i] == together[i]
+
+
+def test_metrics_count_all_api_processes(server: Server) -> None:
+    before = server.metric("quire:generation_tokens_total")
+    for _ in range(6):
+        client_of(server).completions.create(
+            model="demo", prompt="Hi", max_tokens=5, extra_body={"ignore_eos": True}
+        )
+    assert server.metric("quire:generation_tokens_total") == before + 30
+
+
+def test_a_client_that_leaves_frees_its_row_and_blocks(server: Server) -> None:
+    aborted = 'quire:request_success_total{.*finished_reason="abort".*}'
+    before = server.metric(aborted)
+    streams = [Stream(server) for _ in range(8)]
+    for stream in streams:
+        stream.event()
+        stream.close()
+    wait_until(lambda: nobody_runs(server), "all rows are free")
+    assert server.metric("quire:kv_cache_usage_perc") == 0
+    assert server.metric(aborted) > before
+
+
+def test_bad_input_is_refused_and_the_engine_goes_on(server: Server) -> None:
+    client = client_of(server)
+    with pytest.raises(openai.BadRequestError, match="max_model_len|context|tokens"):
+        client.completions.create(model="demo", prompt=[5] * 3000)
+    with pytest.raises(openai.BadRequestError, match="vocabulary"):
+        client.completions.create(model="demo", prompt=[10**8])
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="Hi")
+    assert server.get("/health") == 200
+
+
+def test_only_the_supervisors_children_listen_and_only_where_told(server: Server) -> None:
+    """No port beyond the one that was asked for."""
+    with open("/proc/net/tcp") as file:
+        listening = {line.split()[9]: line.split()[1] for line in file if line.split()[3] == "0A"}
+    from pathlib import Path
+
+    mine = set()
+    for pid in [server.process.pid, *server.children]:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(fd.readlink())
+                if target.startswith("socket:["):
+                    mine.add(target[8:-1])
+    ports = {int(listening[inode].split(":")[1], 16) for inode in mine & listening.keys()}
+    assert ports == {server.port}
+
+
+# ---- ends --------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
+    with started() as server:
+        stream = Stream(server, max_tokens=1900)
+        stream.event()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready") == 503, "it drains")
+        with pytest.raises(openai.APIStatusError) as refused:
+            client_of(server).completions.create(model="demo", prompt="Hi")
+        assert refused.value.status_code == 503
+        assert "retry-after" in refused.value.response.headers
+        events = stream.rest()
+        assert events[-1]["usage"]["completion_tokens"] == 1900
+        assert server.process.wait(30) == 0
+        assert not any(map(is_running, server.children))
+
+
+def test_without_a_drain_open_requests_end_with_an_error_event() -> None:
+    with started("--shutdown-timeout", "0") as server:
+        stream = Stream(server)
+        stream.event()
+        server.process.send_signal(signal.SIGINT)
+        assert "shutting down" in stream.rest()[-1]["error"]["message"]
+        assert server.process.wait(10) == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with started() as server:
+        stream = Stream(server)
+        stream.event()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready") == 503, "it drains")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(10) == 1
+        stream.close()
+
+
+def test_a_killed_core_ends_streams_with_an_error_and_the_server_with_it() -> None:
+    with started() as server:
+        stream = Stream(server)
+        stream.event()
+        kill(server.core)
+        assert "engine" in stream.rest()[-1]["error"]["message"]
+        assert server.process.wait(10) == 1
+        wait_until(lambda: not any(map(is_running, server.children)), "all have ended", 2)
+
+
+def test_a_killed_core_is_started_anew_if_asked() -> None:
+    with started("--restart-engine") as server:
+        stream = Stream(server)
+        stream.event()
+        kill(server.core)
+        took_s = wait_until(lambda: server.get("/health") == 503, "/health says so")
+        assert took_s < 2
+        assert "error" in stream.rest()[-1]
+        wait_until(lambda: server.get("/health") == 200, "it is there again")
+        answer = client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=3)
+        assert answer.choices[0].finish_reason in ("length", "stop")
+        assert server.process.poll() is None
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "api"])
+def test_no_process_survives_another(victim: str) -> None:
+    with started("--api-server-count", "2") as server:
+        stream = Stream(server)
+        stream.event()
+        kill(server.process.pid if victim == "supervisor" else server.api[0])
+        assert server.process.wait(15) == (-signal.SIGKILL if victim == "supervisor" else 1)
+        wait_until(lambda: not any(map(is_running, server.children)), "all have ended", 2)
+        stream.close()
+
+
+@pytest.mark.slow
+def test_a_stuck_core_is_noticed() -> None:
+    with started("--restart-engine") as server:
+        stream = Stream(server)
+        stream.event()
+        kill(server.core, signal.SIGSTOP)
+        server.wait_for_line("makes no progress")
+        assert "error" in stream.rest()[-1]
+        wait_until(lambda: server.get("/health") == 200, "it was started anew")
+
+
+def test_a_port_in_use_is_an_error_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"port {port}" in done.stderr and "--port" in done.stderr
+    assert "memory:" not in done.stderr
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
+    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
+    command += ["--kv-cache-memory-bytes", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3
+    assert "quire: " in done.stderr and "Traceback" not in done.stderr

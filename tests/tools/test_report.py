@@ -1,0 +1,19 @@
+"""What is written beside the numbers."""
+
+import json
+from pathlib import Path
+
+from quire.tools.report import plain_facts, write_report
+
+
+def test_report_without_a_path_writes_nothing(tmp_path: Path) -> None:
+    write_report(None, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_facts_stand_beside_the_results(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "report.json"
+    write_report(path, {"a": 1}, plain_facts)
+    written = json.loads(path.read_text(encoding="utf-8"))
+    assert written["a"] == 1
+    assert {"cpu", "cores", "python", "date", "commit"} == written["machine"].keys()
