@@ -59,17 +59,18 @@ format: $(VENV)/.installed-test ## let ruff lay out the code
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.installed ## throughput and the scheduler's speed on this machine; minutes
-	$(BIN)/quire bench throughput
+	$(BIN)/quire bench throughput --model shape:qwen3-0.6b
 	$(BIN)/python benchmarks/scheduler_steps.py --rows 256 1024
 	$(BIN)/python benchmarks/block_pool.py
 
 bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/results
-	$(BIN)/quire bench throughput --rounds 3 --output-json $(RESULTS)/throughput.json
+	$(BIN)/quire bench throughput --model shape:qwen3-0.6b --rounds 3 --output-json $(RESULTS)/throughput.json
 	$(BIN)/python benchmarks/against_transformers.py --dtype bfloat16 \
 		--output-json $(RESULTS)/against_transformers_bfloat16.json
 	$(BIN)/python benchmarks/against_transformers.py --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
-	for name in prefix_sharing scheduler_steps block_pool live_slots import_time; do \
+	for name in prefix_sharing scheduler_steps block_pool live_slots import_time front_end \
+		startup; do \
 		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
 
 gpu-check: ## tests and benchmark on a GPU, with python3 as it is; installs nothing

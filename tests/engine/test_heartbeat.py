@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.heartbeat import Heartbeat, HeartbeatReader
+from quire.base.clock import FakeClock
+from quire.base.config import SchedulerConfig
+from quire.base.plan import Plan
+from quire.engine.heartbeat import BeatingExecutor, Heartbeat, HeartbeatReader
+from quire.tools.dry_run import dry_run
 
 
 def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> None:
@@ -54,6 +58,21 @@ def test_a_new_core_writes_a_new_file(tmp_path: Path) -> None:
     assert not reader.is_stuck(50.0)
     Heartbeat(tmp_path / "beat", 0.0)
     assert not reader.is_stuck(50.0)
+
+
+def test_each_part_of_a_repeated_step_is_a_sign_of_life(tmp_path: Path) -> None:
+    clock, reader = FakeClock(), HeartbeatReader(tmp_path / "beat")
+    beat = Heartbeat(tmp_path / "beat", 0.0)
+    _, inner = dry_run(8, 4, SchedulerConfig(4, 16), 32, False)
+    executor = BeatingExecutor(inner, beat, clock)
+    beat.begin(clock.now())
+    for _ in range(5):
+        clock.advance(9.0)
+        assert not reader.is_stuck(clock.now())
+        executor.submit(Plan(0))
+        executor.next_result()
+    clock.advance(10.5)
+    assert reader.is_stuck(clock.now())
 
 
 @pytest.mark.parametrize("size", [0, 8])

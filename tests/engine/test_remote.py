@@ -189,7 +189,7 @@ def test_when_the_core_goes_open_requests_fail_and_a_new_core_is_found(tmp_path:
         with contextlib.suppress(EngineDead):
             await asked  # the core may have been quicker
         assert not client.is_alive
-        with pytest.raises(EngineDead, match="started anew"):
+        with pytest.raises(EngineDead, match="has ended"):
             await token_ids(client.generate(request("refused")))
         with pytest.raises(EngineDead):
             await client.metrics()

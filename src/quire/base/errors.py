@@ -9,7 +9,6 @@ QuireError
  +-- MissingDependency    an optional package is needed; the message holds the pip command
  +-- EngineError          the engine failed while it worked on requests
       +-- EngineDead      the core's process has ended or does not answer
-      +-- StepFailed      one step raised; the plan's rows went back
 
 Every message says what was wrong, the value, and what to do.
 """
@@ -45,10 +44,6 @@ class MissingDependency(QuireError, ImportError):
 
 class EngineError(QuireError):
     """The engine failed while working."""
-
-
-class StepFailed(EngineError):
-    """A step raised an exception; its effects were taken back."""
 
 
 class EngineDead(EngineError):

@@ -18,6 +18,7 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_LOGPROBS = 20
 MAX_N = 16384
+LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
 
 
@@ -165,15 +166,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         _require(_is_int(n) and 1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
         _require(0 <= self.temperature <= 2, "temperature", self.temperature, "from 0 to 2")
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(
-            _is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "0 or -1 (off) or >= 1"
-        )
+        ok = _is_int(self.top_k) and -1 <= self.top_k < 2**31
+        _require(ok, "top_k", self.top_k, "0 or -1 (off), or from 1 to 2**31 - 1")
         _require(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _require(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
         value = self.repetition_penalty
-        _require(_is_number(value) and value > 0, "repetition_penalty", value, "finite and above 0")
+        ok = _is_number(value) and LEAST_PENALTY <= value <= 1 / LEAST_PENALTY
+        _require(ok, "repetition_penalty", value, f"from {LEAST_PENALTY} to {1 / LEAST_PENALTY:g}")
         if self.seed is not None:
             ok = _is_int(self.seed) and -(2**63) <= self.seed < 2**63
             _require(ok, "seed", self.seed, "a 64-bit integer")

@@ -20,6 +20,8 @@ from quire.base.plan import BlockWrites, Int32, Plan, StepResult
 if TYPE_CHECKING:
     from quire.engine.executor import Executor
 
+STEP_FAILED = "the step failed"  # how the error of a guilty row begins
+
 Part = tuple[Plan, StepResult]
 
 
@@ -57,7 +59,7 @@ class _Bisection:
         if result.error is None:
             self.done.append((part, result))
         elif last - first == 1:
-            self.errors[int(part.rows[0])] = f"the step failed: {result.error}"
+            self.errors[int(part.rows[0])] = f"{STEP_FAILED}: {result.error}"
         else:
             self.halve(first, last)
 

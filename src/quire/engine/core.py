@@ -77,7 +77,7 @@ class EngineCore:
         except Exception as error:
             self._death = f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine cannot go on: {self._death}") from error
-        self._publish()
+        self.publish()
         return outputs
 
     def plan(self) -> Plan | None:
@@ -143,7 +143,8 @@ class EngineCore:
                 logger.error("request %s failed: %s", sequence.request.request_id, ending.error)
         return outputs
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
+        """Tell the subscribers what has happened since the last step, such as an abort."""
         events, self.scheduler.events = self.scheduler.events, []
         for subscriber in self._subscribers:
             for event in events:

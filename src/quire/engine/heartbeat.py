@@ -9,6 +9,11 @@ import mmap
 import struct
 from pathlib import Path
 
+from quire.base.clock import Clock
+from quire.base.plan import Plan, StepResult
+from quire.engine.executor import Executor
+from quire.kv.sizing import MemoryPlan
+
 FIELDS = struct.Struct("<dq")
 LEAST_S = 10.0
 TOLERANCE = 10.0
@@ -36,6 +41,32 @@ class Heartbeat:
         self._expected_s = max(now_s - self._began_s, FORGET * self._expected_s)
         self._num_steps += 1
         FIELDS.pack_into(self._memory, 0, 0.0, self._num_steps)
+
+
+class BeatingExecutor:
+    """An executor whose every plan is a sign of life: a step that is repeated in parts takes long,
+    and is not stuck."""
+
+    def __init__(self, executor: Executor, heartbeat: Heartbeat, clock: Clock) -> None:
+        self._executor = executor
+        self._heartbeat = heartbeat
+        self._clock = clock
+
+    def start(self) -> None:
+        self._executor.start()
+
+    def memory(self) -> MemoryPlan:
+        return self._executor.memory()
+
+    def submit(self, plan: Plan) -> None:
+        self._heartbeat.begin(self._clock.now())
+        self._executor.submit(plan)
+
+    def next_result(self) -> StepResult:
+        return self._executor.next_result()
+
+    def close(self) -> None:
+        self._executor.close()
 
 
 class HeartbeatReader:

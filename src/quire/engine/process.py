@@ -170,6 +170,7 @@ class CoreServer:
         if isinstance(message, Request):
             self._add(client, message)
         elif isinstance(message, AskMetrics):
+            self.core.publish()
             client.send(Metrics(message.ask_id, self._reports.metrics_text()))
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client.client_id:

@@ -37,7 +37,7 @@ from quire.render.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
 
-_GONE = "the engine's process has ended; try again when it has been started anew."
+_GONE = "the engine's process has ended; try again when /health answers 200."
 
 
 class AsyncClient(Protocol):

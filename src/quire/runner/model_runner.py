@@ -59,8 +59,11 @@ class ModelRunner:
         hidden_TD = self.model(input_ids_T, step.positions_T, self.backend)
         prompt_candidates = self._score_prompts(plan, hidden_TD, input_ids_T)
         sampled, lengths_N = self._sample(plan, hidden_TD)
-        self.rows.advance(plan, sampled.token_ids_N, lengths_N)
-        return self._to_host(plan, sampled, prompt_candidates, began)
+        result = self._to_host(plan, sampled, prompt_candidates, began)
+        self.rows.advance(
+            plan, sampled.token_ids_N, lengths_N
+        )  # last: until here all can be redone
+        return result
 
     def _start_and_release(self, plan: Plan) -> None:
         if len(plan.released):

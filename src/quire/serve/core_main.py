@@ -22,7 +22,7 @@ from quire.base.config import EngineConfig
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
 from quire.engine.build import BuiltCore, build_core
-from quire.engine.heartbeat import Heartbeat
+from quire.engine.heartbeat import BeatingExecutor, Heartbeat
 from quire.engine.metrics import EngineMetrics
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.status import StatusLine
@@ -82,6 +82,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         memory=built.memory.describe(),
     )
     heartbeat = Heartbeat(options.home / "heartbeat", _expected_step_s(built))
+    built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
     reports = CoreReports(metrics.text, status, heartbeat)
     return CoreServer(built.core, listener, ready, reports, clock)

@@ -1,6 +1,6 @@
 """One engine with the demo model for all tests of the API: in-process clients and a real server.
 
-The contexts share the engine, so only one of them may generate at a time.
+Contexts in this thread share one engine, so only one of them may generate at a time.
 """
 
 import socket
@@ -25,7 +25,13 @@ MakeContext = Callable[..., ApiContext]
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    built = build_engine(
+    built = small_engine()
+    yield built
+    built.client.close()
+
+
+def small_engine() -> Engine:
+    return build_engine(
         config_from_flat(
             model=MODEL,
             max_num_seqs=8,
@@ -35,8 +41,6 @@ def engine() -> Iterator[Engine]:
             disable_log_stats=True,
         )
     )
-    yield built
-    built.client.close()
 
 
 @pytest.fixture(scope="session")
@@ -67,8 +71,13 @@ def api(api_context: ApiContext) -> Iterator[TestClient]:
 
 @pytest.fixture(scope="session")
 def server_context(make_context: MakeContext) -> ApiContext:
-    """Of the server behind `server_url`; a test that changes it must change it back."""
-    return make_context()
+    """Of the server behind `server_url`; a test that changes it must change it back.
+
+    It has an engine of its own: its thread may still end a request when the next test begins.
+    """
+    context = make_context()
+    context.client = FakeClient(small_engine())
+    return context
 
 
 @pytest.fixture(scope="session")

@@ -142,7 +142,12 @@ class FakeClient:
                 await self._go.wait()
             if self._steps_left is not None:
                 self._steps_left -= 1
-            for output in self.engine.client.step():
+            try:
+                outputs = self.engine.client.step()
+            except Exception as error:  # a test shall fail then, not wait
+                self._end_all(error)
+                raise
+            for output in outputs:
                 self._post(output.request_id, output)
             await asyncio.sleep(0)  # lets the readers in
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from quire.base.errors import ConfigError, EngineDead, RequestError, StepFailed
+from quire.base.errors import ConfigError, EngineDead, EngineError, RequestError
 from quire.serve.api.errors import ApiError, ErrorResponse, as_api_error, error_body
 from quire.serve.api.invalid import invalid_request, shown
 
@@ -170,7 +170,7 @@ def test_values_are_shortened() -> None:
         (RequestError("n=3, best_of=None: one continuation"), 400, "n"),
         (RequestError("the prompt has 9 tokens; at most 8 are possible."), 400, None),
         (EngineDead("gone"), 503, None),
-        (StepFailed("a kernel at 0x7f00"), 500, None),
+        (EngineError("a kernel at 0x7f00"), 500, None),
         (ConfigError("/etc/secret"), 500, None),
         (RecursionError(), 400, None),
         (ApiError(418, "tea", "teapot", "pot", "short"), 418, "pot"),

@@ -28,7 +28,8 @@ BOTH: list[tuple[str, Any]] = [
     ("prompt_logprobs", 21), ("prompt_logprobs", -1), ("prompt_logprobs", -2), ("logprobs", -5),
     ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle"),
     ("priority", 2**40), ("stream_options", {"include_usage": True}), ("stream", "maybe"),
-    ("temprature", 1), ("top_k", 10**30), ("max_tokens", 2**31), ("logprobs", 10**30), ("min_tokens", 600),
+    ("temprature", 1), ("top_k", 10**30), ("max_tokens", 2**31), ("logprobs", 10**30),
+    ("min_tokens", 600), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-40),
 ]  # fmt: skip
 
 ONLY_TEXT: list[tuple[str, Any]] = [

@@ -85,9 +85,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         named = NAMED.match(str(error))
         return bad_request(str(error), named[1] if named else None)
     if isinstance(error, EngineDead):
-        text = "the engine has ended or does not answer; try again when /health answers 200."
         headers = {"Retry-After": str(RETRY_AFTER_S)}
-        return ApiError(503, text, "server_error", code="engine_dead", headers=headers)
+        return ApiError(503, str(error), "server_error", code="engine_dead", headers=headers)
     if isinstance(error, RecursionError):
         return bad_request("the request is nested too deeply.")
     if isinstance(error, EngineError):

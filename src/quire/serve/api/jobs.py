@@ -12,6 +12,7 @@ from typing import cast
 from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.engine.bisect import STEP_FAILED
 from quire.engine.remote import AsyncClient
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.context import ApiContext
@@ -55,9 +56,7 @@ async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, N
         async for index, output in outputs:
             completion = output.outputs[0]
             if completion.finish_reason == "error":
-                raise bad_request(
-                    f"the request failed: {completion.stop_reason}", code="request_failed"
-                )
+                raise bad_request(_why(str(completion.stop_reason)), code="request_failed")
             yield index, output
 
 
@@ -113,3 +112,10 @@ async def _pump(
                 await queue.put((index, output))
     except Exception as error:
         await queue.put((index, error))
+
+
+def _why(message: str) -> str:
+    """What a client is told of a request that failed; what a library said stays in the log."""
+    if message.startswith(STEP_FAILED):
+        message = "the model raised an error on it; the server's log says which."
+    return f"the request failed: {message}"
