@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 PROMPT ?= Once upon a time
-MODEL ?= demo
+MODEL ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -12,6 +12,9 @@ RESULTS := benchmarks/results
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+# Without MODEL nothing is said, so that a --config file in ARGS may name it.
+GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 
 export PROMPT
 
@@ -21,7 +24,7 @@ export PROMPT
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  MODEL=...         what `make serve` and `make chat` run: a directory, a Hugging Face id'
+	@echo '  MODEL=...         what `make serve`, `chat` and `doctor` use: a directory, a Hugging Face id'
 	@echo '  ARGS="..."        their other flags, such as ARGS="--port 8123"'
 	@echo '  PROMPT="..."      what `make run` continues'
 	@echo '  PYTHON=python3.12 the Python that the environment is made with (3.11 or newer)'
@@ -31,13 +34,13 @@ help: ## this list
 install: $(VENV)/.installed-test ## make .venv and install quire and the test tools into it
 
 serve: $(VENV)/.installed ## serve MODEL through OpenAI's HTTP API on 127.0.0.1:8000
-	@exec $(BIN)/quire serve "$(MODEL)" $(ARGS)
+	@exec $(BIN)/quire serve $(GIVEN_MODEL) $(ARGS)
 
 chat: $(VENV)/.installed ## talk with MODEL in this terminal
-	@exec $(BIN)/quire chat "$(MODEL)" $(ARGS)
+	@exec $(BIN)/quire chat $(GIVEN_MODEL) $(ARGS)
 
 doctor: $(VENV)/.installed ## what this machine has, and what quire would use
-	@$(BIN)/quire doctor "$(MODEL)" $(ARGS)
+	@$(BIN)/quire doctor $(GIVEN_MODEL) $(ARGS)
 
 run: $(VENV)/.installed ## generate text from PROMPT with the model that comes with quire
 	@$(BIN)/quire generate "$$PROMPT"

@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from quire.base.outputs import RequestOutput as RequestOutput
     from quire.base.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.base.sampling_params import SamplingParams as SamplingParams
+    from quire.serve.beam_search import BeamSearchParams as BeamSearchParams
     from quire.serve.llm import LLM as LLM
 
 _HOMES = {
     "LLM": "quire.serve.llm",
     "SamplingParams": "quire.base.sampling_params",
+    "BeamSearchParams": "quire.serve.beam_search",
     "RequestOutputKind": "quire.base.sampling_params",
     "RequestOutput": "quire.base.outputs",
     "CompletionOutput": "quire.base.outputs",

@@ -5,9 +5,10 @@ import pytest
 from quire import SamplingParams
 from quire.base.errors import RequestError
 from quire.base.messages import Request
+from quire.base.sampling_params import RequestOutputKind
 from quire.base.validation import RequestLimits
 
-LIMITS = RequestLimits(vocab_size=100, max_model_len=32, max_logprobs=20)
+LIMITS = RequestLimits(vocab_size=100, max_model_len=32, max_logprobs=20, max_num_seqs=4)
 
 
 def test_defaults_are_vllms() -> None:
@@ -21,6 +22,11 @@ def test_defaults_are_vllms() -> None:
     ("name", "value", "says"),
     [
         ("n", 0, "n must be"),
+        ("n", 16385, "to 16384"),
+        ("best_of", 0, "from n=1"),
+        ("best_of", 16385, "to 16384"),
+        ("best_of", "all", "an integer"),
+        ("best_of", True, "an integer"),
         ("temperature", -0.1, "from 0 to 2"),
         ("temperature", float("nan"), "finite"),
         ("temperature", "hot", "finite"),
@@ -92,7 +98,8 @@ def test_a_clone_is_independent() -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "says"),
     [
-        ([1], {"n": 2}, "one continuation"),
+        ([1], {"n": 5}, "n=5 is more than max_num_seqs=4"),
+        ([1], {"n": 2, "best_of": 5}, "best_of=5 is more than max_num_seqs=4"),
         ([], {}, "0 tokens"),
         ([1] * 32, {}, "max_model_len"),
         ([100], {}, "vocabulary"),
@@ -112,3 +119,41 @@ def test_requests_that_can_never_be_served(prompt: list[int], params: dict, says
 
 def test_requests_at_the_limits_pass() -> None:
     LIMITS.check(Request("r", [99] * 31, SamplingParams(logprobs=20), seed=0))
+    LIMITS.check(Request("r", [1], SamplingParams(n=4, best_of=4), seed=0))
+
+
+def test_how_many_samples_are_made() -> None:
+    counts = [
+        (params.num_samples, params.is_ranked)
+        for params in (
+            SamplingParams(),
+            SamplingParams(n=3),
+            SamplingParams(n=3, best_of=3),
+            SamplingParams(n=2, best_of=3),
+            SamplingParams(temperature=0, best_of=1),
+        )
+    ]
+    assert counts == [(1, False), (3, False), (3, False), (3, True), (1, False)]
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of must be None or an integer from n=3"),
+        ({"n": 2, "temperature": 0}, "n=2 needs sampling.*Raise temperature, or set n to 1"),
+        ({"n": 2, "temperature": 5e-6}, "n=2 needs sampling"),
+        ({"best_of": 2, "temperature": 0}, "best_of=2 needs sampling"),
+        ({"best_of": 2, "output_kind": RequestOutputKind.DELTA}, "best_of=2 needs.*leave best_of"),
+    ],
+)
+def test_samples_that_make_no_sense(params: dict, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**params)
+
+
+def test_parameters_changed_afterwards_are_checked_with_the_request() -> None:
+    params = SamplingParams(n=1, best_of=2)
+    params.output_kind = RequestOutputKind.DELTA
+    with pytest.raises(RequestError, match="best_of=2 needs an answer in one piece"):
+        LIMITS.check(Request("r", [1], params, seed=0))
+    SamplingParams(n=2, best_of=2, output_kind=RequestOutputKind.DELTA)

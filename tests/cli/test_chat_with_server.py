@@ -120,3 +120,24 @@ def test_a_server_without_tokenize(
     assert [len(body["messages"]) for body in fake.bodies] == [1, 3]
     assert fake.bodies[0]["model"] == "fake" and fake.bodies[0]["max_tokens"] == 4
     assert "temperature" not in fake.bodies[0]
+
+
+class OtherTokenize(FakeOpenAI):
+    """Its /tokenize answers as llama.cpp's does; it lists no models."""
+
+    async def answer(self, seen: Seen, send: Send) -> None:
+        if seen.path in ("/tokenize", "/v1/models"):
+            await send_json(send, {"tokens": [1, 2]})
+        else:
+            await super().answer(seen, send)
+
+
+def test_a_server_that_answers_otherwise(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(OtherTokenize()) as url:
+        arguments = ("--url", url, "--max-tokens", "4")
+        status, out, _ = chat(capsys, monkeypatch, "Hello!\nAgain!\n", "some-model", *arguments)
+        assert (status, out) == (0, "abab\nabab\n")
+        status, _, err = chat(capsys, monkeypatch, "Hello!\n", *arguments)
+    assert status == 1 and "lists no model; name one with --model" in err

@@ -9,6 +9,7 @@ import pytest
 
 from quire.cli import doctor, machine
 from quire.ops import native
+from quire.serve.llm import LLM
 from tests.cli.commands import run
 
 
@@ -49,6 +50,14 @@ def test_settings_change_what_would_be_used(capsys: pytest.CaptureFixture[str]) 
     assert (model["attention"], model["max_model_len"]) == ("torch", 512)
     small = "--kv-cache-memory-bytes 1M --device cpu --max-model-len auto --dtype float32"
     assert facts(capsys, *small.split())["model"]["max_model_len"] < 2048
+
+
+def test_the_weights_are_those_that_a_start_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tied head holds a copy once it is packed, which no file and no shape shows."""
+    flags = ("shape:opt-125m", "--device", "cpu")
+    planned = facts(capsys, *flags)["model"]["memory plan"].split(",")[0]
+    with LLM("shape:opt-125m", device="cpu", disable_log_stats=True) as llm:
+        assert llm.engine.memory.describe().startswith(f"memory: {planned},")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,8 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, says: str) -
         ("serve one --model two", "there are two models, 'one' and --model 'two'"),
         ("serve --model /nowhere", "there is no directory /nowhere"),
         ("serve --ssl-keyfile key", "ssl_certfile must be given together with ssl_keyfile"),
+        ("serve --ssl-keyfile /no --ssl-certfile /no", "ssl_certfile='/no' and ssl_keyfile="),
+        ("serve --served-model-name a b/c-1", "--served-model-name took the model 'b/c-1'"),
         ("serve --api-key a shape:gpt2", "--api-key took the model 'shape:gpt2'"),
         ("serve --max-model-len -5", "max_model_len must be at least 1, or auto (-1), got -5"),
         ("chat --api-key secret", "--api-key is for a server"),

@@ -43,6 +43,8 @@ class Troubled:
     def run(self, plan: Plan) -> StepResult:
         for start in plan.started:
             self._tokens[start.row] = start.token_ids.tolist()
+        for fork in plan.forked:
+            self._tokens[fork.child] = self._tokens[fork.parent]
         if not self.raises(plan):
             result: StepResult = self.runner.run(plan)
             return result
@@ -92,7 +94,7 @@ class Bench:
             make_scheduler(built, "tiny"),
             InProcessExecutor(built, check_device),
             FakeClock(),
-            RequestLimits(VOCAB, MAX_LEN, 20),
+            RequestLimits(VOCAB, MAX_LEN, 20, 1 << 20),
         )
         self.folder = folder
         self.requests: dict[str, Request] = {}

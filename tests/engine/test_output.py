@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.messages import Abort, SequenceOutput
+from quire.base.messages import Abort, Request, SequenceOutput
 from quire.base.outputs import Logprob, RequestOutput
 from quire.base.plan import Candidates
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
@@ -23,7 +23,7 @@ class Client:
 
     def __init__(self, params: SamplingParams, tok: Tokenizer | None = TOK) -> None:
         self.processor = OutputProcessor()
-        self.processor.add("a", "Hello", PROMPT, params, tok, arrival_s=1.0)
+        self.processor.add(Request("a", PROMPT, params, seed=0), "Hello", tok, arrival_s=1.0)
         self.now_s = 1.0
         self.aborts: list[Abort] = []
 
@@ -236,4 +236,4 @@ def test_abort_error_and_unknown_requests() -> None:
 def test_request_ids_are_unique() -> None:
     client = Client(SamplingParams())
     with pytest.raises(RequestError, match="in use"):
-        client.processor.add("a", None, PROMPT, SamplingParams(), TOK, 0.0)
+        client.processor.add(Request("a", [1], SamplingParams(), seed=0), None, TOK, 0.0)

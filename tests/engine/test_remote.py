@@ -20,6 +20,7 @@ from quire.engine.core import EngineCore
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.remote import RemoteClient
 from quire.models.source import resolve_model
+from tests.render.tiny import tokenizer
 from tests.serve.checkpoints import checkpoint, reference_tokens
 
 MAX_LEN = 96
@@ -44,7 +45,7 @@ class Served:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(self.path))
         listener.listen(8)
-        ready = Ready(0, self.core.limits.vocab_size, MAX_LEN, 20, {"model": "tiny"}, "memory")
+        ready = Ready(0, self.core.limits.vocab_size, MAX_LEN, 20, 4, {"model": "tiny"}, "memory")
         reports = CoreReports(lambda: "# metrics\n")
         self.server = CoreServer(self.core, listener, ready, reports, MonotonicClock())
         self.thread = threading.Thread(target=self.server.run)
@@ -172,6 +173,51 @@ def test_a_slow_reader_gets_all_in_fewer_pieces(served: Served) -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+def test_samples_end_one_by_one(served: Served) -> None:
+    """The request stays its client's until its last sequence has ended, whoever ends them: the
+    core, by a stop token, or the client, by a stop string."""
+    tok = tokenizer("byte_level")
+
+    def asked(name: str, **more: object) -> Request:
+        params = SamplingParams(n=3, max_tokens=24, output_kind=RequestOutputKind.DELTA, **more)  # type: ignore[arg-type]
+        return Request(name, PROMPT, params, 7, tuple(params.stop_token_ids or ()))
+
+    async def run() -> None:
+        client = await RemoteClient.connect(served.path, tok)
+        free = await samples(client.generate(asked("free")))
+        assert [len(tokens) for tokens in free] == [24] * 3
+        stop_id = next(token for token in free[1][4:] if token not in free[1][:4])
+        by_token = await samples(client.generate(asked("token", stop_token_ids=[stop_id])))
+        assert by_token == [until(tokens, stop_id) for tokens in free]
+        assert len(by_token[1]) < 24, "the test is to end one of them"
+        stop = tok.decode([stop_id])
+        by_string = await samples(client.generate(asked("string", stop=[stop])))
+        for tokens, expected in zip(by_string, free, strict=True):
+            assert tokens == expected[: len(tokens)]
+            assert stop not in tok.decode(tokens[:-1])
+            assert len(tokens) == 24 or stop in tok.decode(tokens)
+        assert len(by_string[1]) < 24
+        await until_idle(served.core)
+        assert not served.server._owners and client.num_unfinished == 0
+        await client.close()
+
+    asyncio.run(run())
+
+
+async def samples(outputs: AsyncIterator[RequestOutput]) -> list[list[int]]:
+    """The token ids of three samples."""
+    found: list[list[int]] = [[], [], []]
+    async for output in outputs:
+        for completion in output.outputs:
+            found[completion.index] += completion.token_ids
+    return found
+
+
+def until(tokens: list[int], stop_id: int) -> list[int]:
+    """The tokens up to the stop token, which is one of them."""
+    return tokens[: tokens.index(stop_id) + 1] if stop_id in tokens else tokens
 
 
 def test_when_the_core_goes_open_requests_fail_and_a_new_core_is_found(tmp_path: Path) -> None:

@@ -24,13 +24,23 @@ PARAMS = SamplingParams(
 )
 TO_CORE = [
     Request("r1", [1, 2, 3], PARAMS, seed=-(2**63), stop_token_ids=(7,), cache_salt="s"),
+    Request("r4", [4], SamplingParams(n=2, best_of=3), seed=1, hides_logprobs=True),
     Abort("r1", "stop"),
+    Abort("r4", "stop", index=1),
     ResetPrefixCache(),
     AskMetrics(4),
 ]
 FROM_CORE = [
-    Ready(1, 100, 64, 20, {"model": "demo", "max_num_seqs": 4, "kv": None}, "memory"),
-    StepMessage([SequenceOutput("r1", [5]), SequenceOutput("r2", [], "error", error="no")], 2, 1),
+    Ready(1, 100, 64, 20, 4, {"model": "demo", "max_num_seqs": 4, "kv": None}, "memory"),
+    StepMessage(
+        [
+            SequenceOutput("r1", [5]),
+            SequenceOutput("r1", [6], index=1),
+            SequenceOutput("r2", [], "error", error="no"),
+        ],
+        2,
+        1,
+    ),
     Refused("r3", "too long"),
     Metrics(4, "# HELP"),
 ]

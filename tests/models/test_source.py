@@ -3,15 +3,19 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from quire.base.config import ModelConfig
 from quire.base.errors import ModelError, ModelNotFound
 from quire.base.model_spec import load_spec
+from quire.engine.text import build_text_side
 from quire.models.registry import check_supported
-from quire.models.source import resolve_model, shape_names
+from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model, shape_names
+from quire.tools.bench.tokens import LocalTokens
 
 
 def test_directory(tmp_path: Path) -> None:
@@ -104,8 +108,27 @@ def test_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert not any(p.endswith((".bin", ".py", "*")) for p in options["allow_patterns"])
     with options["tqdm_class"](total=3) as bar:
         assert bar.disable
-    resolve_model("owner/some-model", only_config=True)
+    resolve_model("owner/some-model", files=CONFIG_ONLY)
     assert calls[1][1]["allow_patterns"] == ["config.json"]
+
+
+def test_a_tokenizer_of_its_own_comes_without_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For a server's front end (--tokenizer) and for `quire bench serve --tokenizer`."""
+    fetched: list[list[str]] = []
+
+    def download(name: str, **options: Any) -> str:
+        fetched.append(options["allow_patterns"])
+        return str(resolve_model("demo").directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    text = build_text_side(ModelConfig(tokenizer="owner/text"), ModelSource(tmp_path, "auto", "m"))
+    assert text.tokenizer is not None
+    assert LocalTokens("owner/text").encode("Hello!") == text.tokenizer.encode("Hello!")
+    assert len(fetched) == 2
+    for patterns in fetched:
+        assert "*.json" in patterns and "*.safetensors" not in patterns
 
 
 def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:

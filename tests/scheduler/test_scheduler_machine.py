@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler,
             FakeExecutor(self.device, lazy),  # type: ignore[arg-type]
             FakeClock(),
-            RequestLimits(50, MAX_LEN, 0),
+            RequestLimits(50, MAX_LEN, 0, 1 << 20),
         )
         self.requests: dict[str, Request] = {}
         self.output: dict[str, list[int]] = {}

@@ -477,8 +477,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("allowed_token_ids", [424], "token ids below 424"),
     ("allowed_token_ids", [-1], "token ids below 424"),
     ("logit_bias", {424: 1.0}, "logit_bias must be token ids below 424"),
-    ("n", 2, "n=2.*send the prompt n times with different seeds"),
-    ("best_of", 2, "best_of=2"),
+    ("n", 16384, "n=16384 is more than max_num_seqs=.*raise max_num_seqs"),
+    ("best_of", 0, "best_of must be None or an integer from n=1"),
+    ("best_of", 16384, "best_of=16384 is more than max_num_seqs="),
 ]
 
 

@@ -137,7 +137,7 @@ def test_only_the_supervisors_children_listen_and_only_where_told(server: Server
 
 
 def test_sigterm_lets_open_requests_finish_and_refuses_new_ones() -> None:
-    with started() as server:
+    with started("--shutdown-timeout", "300") as server:
         stream = Stream(server, max_tokens=1900)
         stream.event()
         server.process.send_signal(signal.SIGTERM)

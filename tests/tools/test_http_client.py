@@ -180,7 +180,10 @@ def test_nobody_listens() -> None:
     assert error.value.status == 0
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", ""])
+@pytest.mark.parametrize(
+    "url",
+    ["127.0.0.1:8000", "ftp://host", "http://", "", "http://a:99999", "http://a:x", "http://[::1"],
+)
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ConfigError, match="http://127.0.0.1:8000"):
         HttpClient(url)

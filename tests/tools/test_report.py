@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from quire.base.errors import ConfigError
 from quire.tools.report import plain_facts, write_report
 
 
@@ -17,3 +20,9 @@ def test_facts_stand_beside_the_results(tmp_path: Path) -> None:
     written = json.loads(path.read_text(encoding="utf-8"))
     assert written["a"] == 1
     assert {"cpu", "cores", "python", "date", "commit"} == written["machine"].keys()
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written to .*report.json"):
+        write_report(tmp_path / "file" / "report.json", {}, plain_facts)

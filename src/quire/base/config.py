@@ -90,7 +90,9 @@ class SchedulerConfig:
         " 64 to 256",
         unit="tokens",
     )
-    scheduling_policy: str = setting("fifo", "order of requests", choices=("fifo",))
+    scheduling_policy: str = setting(
+        "fifo", "order of requests; fcfs is vLLM's name of fifo", choices=("fifo", "fcfs")
+    )
     pipeline_depth: int = setting(1, "plans in flight; 1 waits for each result")
 
 

@@ -33,9 +33,13 @@ class Queued(Event):
 
 @dataclass(frozen=True, slots=True)
 class Admitted(Event):
+    """A sequence got a row. index: which of its request's it is; those above 0 are forked from
+    another row, or come back after a preemption."""
+
     request_id: str
     row: int
     num_cached_tokens: int
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,12 @@ class Preempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
+    """A request ended, with the last of its sequences. num_output_tokens: of all of them."""
+
     request_id: str
     reason: str
     num_output_tokens: int
+    num_sequences: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,13 @@ from quire.base.sampling_params import SamplingParams
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """A prompt in tokens and how to continue it. The first of the four doors takes these.
 
+    The core makes `params.num_samples` sequences of it, told apart by their index.
+
     received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.
     cache_salt: only requests with an equal salt share cached blocks.
+    hides_logprobs: they are there for the order of best_of, the caller wants none.
     """
 
     request_id: str
@@ -32,15 +35,20 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     adapter_id: str = ""
     media_ids: tuple[str, ...] = ()
     received_s: float = 0.0
+    hides_logprobs: bool = False
     client_id: int = 0
     core_id: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Control: end a request now. finish_reason is `abort`, or `stop` for a stop string."""
+    """Control: end a request now. finish_reason is `abort`, or `stop` for a stop string.
+
+    index: the sequence of the request that ends; -1 is all of them.
+    """
 
     request_id: str
     finish_reason: str = "abort"
+    index: int = -1
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
@@ -50,8 +58,20 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
 Control = Abort | ResetPrefixCache
 
 
+class BeamOutput(msgspec.Struct, frozen=True, gc=False):
+    """One result of a beam search; they come best first. score: what they are ordered by."""
+
+    token_ids: list[int]
+    score: float
+    cumulative_logprob: float
+    finish_reason: str
+    stop_reason: int | None = None
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What one step gave one request.
+    """What one step gave one sequence of a request. index: which of the request's n it is.
+
+    beams: all results of a beam search, with which the request has ended.
 
     One is made per request and step, and none can be part of a cycle: the garbage collector need
     not look at them (a quarter less time to make them, and fewer collections).
@@ -66,6 +86,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     error: str | None = None
+    index: int = 0
+    beams: list[BeamOutput] | None = None
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +102,7 @@ ToCore = Request | Abort | ResetPrefixCache | AskMetrics
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Core to client, first on every connection: what this engine is and what it can serve.
 
+    max_num_seqs: sequences that can run at the same time, so also those of one request.
     settings: the effective configuration, flat (`quire.base.config`). memory: the memory plan as
     one line.
     """
@@ -88,6 +111,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     max_model_len: int
     max_logprobs: int
+    max_num_seqs: int
     settings: dict[str, Any]
     memory: str
 

@@ -21,6 +21,7 @@ SampleLogprobs = list[dict[int, Logprob]]
 class CompletionOutput:
     """One continuation. finish_reason: stop, length, abort or error; None while it goes on.
 
+    index: its place among the n of its request.
     stop_reason: the stop string or stop token id that ended it; None for end of sequence.
     """
 
@@ -38,13 +39,17 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of a request on the engine's clock, in seconds; None until they happened."""
+    """Times of a request on the engine's clock, in seconds; None until they happened.
+
+    num_dropped_tokens: output tokens of the continuations that best_of made and did not return.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0
+    num_dropped_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -41,6 +41,19 @@ class RowStart:
 
 
 @dataclass(frozen=True, slots=True)
+class RowFork:
+    """A child takes a row as a copy of its parent's: tokens, counters, block tables, sampling.
+
+    A child that is not among the plan's rows samples from its parent's logits (`Plan.sources`) and
+    has computed what its parent has when the step is over.
+    """
+
+    parent: int
+    child: int
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostTokens:
     """Tokens that the host writes into a row that has already started (streamed input)."""
 
@@ -71,7 +84,8 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step. `rows` are row numbers; the sampling rows are `sample_rows`, a subset of them."""
+    """One step. `rows` are row numbers; the sampling rows are `sample_rows`: some of them, and rows
+    that are forked from some of them."""
 
     step_id: int
     rows: Int32 = field(default_factory=_no_ints)  # [S]
@@ -79,14 +93,29 @@ class Plan:
     computed_bound: Int32 = field(default_factory=_no_ints)  # [S] upper bound before the step
     sample_rows: Int32 = field(default_factory=_no_ints)  # [N]
     num_candidates: Int32 = field(default_factory=_no_ints)  # [N] -1 none, 0.. logprobs wanted
+    sources: Int32 = field(default_factory=_no_ints)  # [N] whose logits; empty: each its own
     needs_mask: bool = False
     started: tuple[RowStart, ...] = ()
-    forked: tuple[tuple[int, int], ...] = ()  # (parent row, child row)
+    forked: tuple[RowFork, ...] = ()
     truncated: tuple[tuple[int, int], ...] = ()  # (row, tokens that remain)
     released: Int32 = field(default_factory=_no_ints)
     host_tokens: tuple[HostTokens, ...] = ()
     block_writes: BlockWrites = field(default_factory=BlockWrites)
     moves: tuple[Move, ...] = ()
+
+    @property
+    def new_forks(self) -> tuple[RowFork, ...]:
+        """Forks whose child is not scheduled but samples: it begins where its parent's step ends.
+        Other forks copy a row as it was before the step."""
+        if not self.forked:
+            return ()
+        new = set(self.sample_rows.tolist()) - set(self.rows.tolist())
+        return tuple(fork for fork in self.forked if fork.child in new)
+
+    @property
+    def sample_sources(self) -> Int32:
+        """[N] the scheduled rows whose logits the sampling rows use."""
+        return self.sources if len(self.sources) else self.sample_rows
 
     @property
     def num_scheduled_tokens(self) -> int:

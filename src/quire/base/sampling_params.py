@@ -18,6 +18,12 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_LOGPROBS = 20
 MAX_N = 16384
+# What beam search cannot honour.
+BENDING = (
+    "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
+    "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
+    "allowed_token_ids",
+)  # fmt: skip
 LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
 
@@ -48,12 +54,21 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
 
     temperature below 1e-5 is greedy; between that and 0.01 it is raised to 0.01.
     top_k 0 or -1, top_p 1.0 and min_p 0.0 switch those filters off.
+    n: continuations of the prompt that are returned. best_of: those that are made; the n with the
+    highest cumulative log-probability are returned, best first. None is n.
     logprobs / prompt_logprobs: number of candidates per token (-1 is the whole vocabulary).
     seed: the same seed gives the same text, whatever else is in the batch.
+    use_beam_search: the n most probable of beam_width (default n) beams, best first; their order is
+    by cumulative log-probability over length ** length_penalty. early_stopping: True, False or
+    "never", as in transformers.
     """
 
     n: int = 1
     best_of: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -84,6 +99,19 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         self._normalise()
         self._check_numbers()
         self._check_lists()
+        self.check_samples()
+
+    @property
+    def num_samples(self) -> int:
+        """Sequences that are made of the prompt."""
+        if self.use_beam_search:
+            return self.beam_width or self.n
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether it is known at the end only which sequences are returned."""
+        return self.use_beam_search or self.num_samples > self.n
 
     @property
     def is_greedy(self) -> bool:
@@ -128,6 +156,49 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
                     0 <= token_id < vocab_size, name, token_id, f"token ids below {vocab_size}"
                 )
 
+    def check_samples(self) -> None:
+        """Raise RequestError if n, best_of, temperature and output_kind do not go together."""
+        n, best_of = self.n, self.best_of
+        _require(_is_int(n) and 1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
+        if best_of is not None:
+            ok = _is_int(best_of) and n <= best_of <= MAX_N
+            rule = f"None or an integer from n={n} to {MAX_N}"
+            _require(ok, "best_of", best_of, rule)
+        if self.use_beam_search:
+            self._check_beams()
+            return
+        name = "n" if n > 1 else "best_of"
+        if self.num_samples > 1 and self.is_greedy:
+            raise RequestError(
+                f"{name}={getattr(self, name)} needs sampling: at temperature={self.temperature}"
+                f" all continuations are the same. Raise temperature, or set {name} to 1."
+            )
+        if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
+            raise RequestError(
+                f"best_of={best_of} needs an answer in one piece: which n={n} are the best is known"
+                " at the end. Do not stream, or leave best_of out."
+            )
+
+    def _check_beams(self) -> None:
+        """Beam search chooses by the model's own probabilities; nothing may bend them."""
+        width, n = self.beam_width, self.n
+        ok = width is None or (_is_int(width) and n <= width <= MAX_N)
+        _require(ok, "beam_width", width, f"None or an integer from n={n} to {MAX_N}")
+        ok = _is_number(self.length_penalty) and abs(self.length_penalty) <= 100
+        _require(ok, "length_penalty", self.length_penalty, "from -100 to 100")
+        ok = self.early_stopping in (True, False, "never")
+        _require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
+        neutral = SamplingParams()
+        for name in BENDING:
+            value = getattr(self, name)
+            if value not in (None, [], getattr(neutral, name)):
+                raise RequestError(f"{name}={value!r} does not go with beam search; leave it out.")
+        if self.output_kind is RequestOutputKind.DELTA:
+            raise RequestError(
+                "use_beam_search needs an answer in one piece: the best beam is known at the end."
+                " Do not stream."
+            )
+
     def _normalise(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
@@ -162,8 +233,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
                 _require(_is_int(token_id), name, token_id, "a list of integers")
 
     def _check_numbers(self) -> None:
-        n = self.n
-        _require(_is_int(n) and 1 <= n <= MAX_N, "n", n, f"an integer from 1 to {MAX_N}")
         _require(0 <= self.temperature <= 2, "temperature", self.temperature, "from 0 to 2")
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         ok = _is_int(self.top_k) and -1 <= self.top_k < 2**31

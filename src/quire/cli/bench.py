@@ -16,11 +16,14 @@ and writes what `vllm bench serve` does; tokens are counted by the server's `usa
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "bench",
+        usage="quire bench KIND [option ...]",
         help="measure throughput or a server",
-        description="Measure speed.",
+        description="Measure speed. `quire bench KIND --help` explains a kind.",
         allow_abbrev=False,
     )
-    kinds = parser.add_subparsers(required=True, metavar="KIND", title="kinds")
+    kinds = parser.add_subparsers(
+        required=True, prog="quire bench", metavar="KIND (throughput, serve)", title="kinds"
+    )
     _add(kinds, "throughput", "an engine in this process", THROUGHPUT, run_throughput)
     _add(kinds, "serve", "a running server", SERVE, run_serve)
 
@@ -32,7 +35,13 @@ def _add(
     description: str,
     run: Any,
 ) -> None:
-    parser = kinds.add_parser(name, help=text, description=description, allow_abbrev=False)
+    parser = kinds.add_parser(
+        name,
+        usage=f"quire bench {name} [option ...]",
+        help=text,
+        description=description,
+        allow_abbrev=False,
+    )
     parser.set_defaults(run=run)
     if name == "throughput":
         add_throughput_arguments(parser)

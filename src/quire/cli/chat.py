@@ -14,9 +14,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineDead, QuireError
-from quire.cli.config_file import FLAG
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
-from quire.cli.settings import add_settings, given_settings
+from quire.cli.settings import FLAG, add_settings, given_settings
 from quire.cli.talkers import Messages, ModelTalker, ServerTalker, Talker
 
 PROMPT = "> "

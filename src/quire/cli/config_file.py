@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.cli.settings import ALIASES, SECRETS, Given, Option, all_options
+from quire.cli.settings import ALIASES, FLAG, SECRETS, Given, Option, all_options
 from quire.serve.foreign import FOREIGN, ignore_foreign
 
-FLAG = "flag"
 KINDS = {
     int: "a whole number such as 4096 or 4k",
     float: "a number such as 0.9",

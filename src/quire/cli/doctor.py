@@ -181,13 +181,13 @@ def _core(report: Report) -> None:
 
 def _model(report: Report, settings: dict[str, Any]) -> None:
     """What the engine would choose."""
-    from quire.models.source import resolve_model
+    from quire.models.source import CONFIG_ONLY, resolve_model
     from quire.runner.preview import preview_runner
 
     try:
         config = config_from_flat(**settings)
         source = resolve_model(
-            config.model.model, config.model.revision, progress=False, only_config=True
+            config.model.model, config.model.revision, progress=False, files=CONFIG_ONLY
         )
         preview = preview_runner(config, source)
     except QuireError as error:

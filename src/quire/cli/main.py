@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser, words = _parser(), list(with_dashes(argv))
+    if not words:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         command = _command(parser, words)

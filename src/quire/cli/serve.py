@@ -4,6 +4,7 @@ here: the processes that need them are children of this one."""
 import argparse
 
 from quire.base.config import ServerConfig, config_from_flat
+from quire.base.errors import ConfigError
 from quire.cli.settings import (
     SERVER,
     add_settings,
@@ -32,4 +33,22 @@ def run(arguments: argparse.Namespace) -> int:
     check_several(arguments.settings)
     engine = config_from_flat(**given_settings(arguments))
     server = ServerConfig(**given_server_settings(arguments))
+    _check_certificate(server)
     return serve(engine, server, arguments.log_level)
+
+
+def _check_certificate(server: ServerConfig) -> None:
+    """Before a model is loaded. Raises ConfigError for files that HTTPS cannot use."""
+    if server.ssl_certfile is None:
+        return
+    import ssl
+
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password="")
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"ssl_certfile={server.ssl_certfile!r} and ssl_keyfile={server.ssl_keyfile!r} cannot be"
+            f" used ({error.strerror or error}); give a certificate and its key, without a"
+            " password, in PEM files."
+        ) from error

@@ -5,6 +5,7 @@ The same table of options tells `--config FILE` which keys there are and what th
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from quire.serve.foreign import FOREIGN
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
 SECRETS = {"api_key"}
+FLAG = "flag"  # where a value came from
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -145,8 +148,11 @@ def check_several(settings: dict[str, Given]) -> None:
         return
     for name in (n for n, option in options_of(SERVER).items() if option.several):
         given = settings.get(name)
-        last = given.value[-1] if given is not None and given.value else ""
-        if last.startswith("shape:") or Path(last, "config.json").is_file():
+        if given is None or given.origin != FLAG or not given.value:
+            continue
+        last = given.value[-1]
+        is_id = len(given.value) > 1 and HUB_ID.fullmatch(last)
+        if last.startswith("shape:") or is_id or Path(last, "config.json").is_file():
             flag = "--" + name.replace("_", "-")
             raise ConfigError(
                 f"{flag} took the model {last!r} for one of its values; give the model first, or as"

@@ -75,7 +75,7 @@ class ServerTalker:
     """
 
     def __init__(self, url: str, key: str | None, model: str | None, sampling: dict[str, Any]):
-        from quire.tools.http_client import HttpClient
+        from quire.tools.http_client import HttpClient, first_model
 
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = HttpClient(url.rstrip("/").removesuffix("/v1"), headers)
@@ -83,7 +83,7 @@ class ServerTalker:
         self._runner = asyncio.Runner()
         self._counts = True
         try:
-            self.model = model or self._first_model()
+            self.model = model or self._runner.run(first_model(self._client))
         except BaseException:
             self.close()
             raise
@@ -106,20 +106,18 @@ class ServerTalker:
         body = {"model": self.model, "messages": messages}
         try:
             answer = self._runner.run(self._client.request("/tokenize", "POST", body)).json()
+            return answer["count"], answer["max_model_len"]
         except HttpError as error:
             if error.status not in (404, 405):
                 raise
-            self._counts = False
-            return None
-        return answer["count"], answer["max_model_len"]
+        except (LookupError, TypeError):  # llama.cpp's /tokenize, for one, answers otherwise
+            pass
+        self._counts = False
+        return None
 
     def close(self) -> None:
         self._runner.run(self._client.close())
         self._runner.close()
-
-    def _first_model(self) -> str:
-        models = self._runner.run(self._client.request("/v1/models")).json()["data"]
-        return str(models[0]["id"])
 
 
 async def _next(events: AsyncGenerator[str, None], is_enough: Callable[[], bool]) -> str | None:

@@ -7,7 +7,9 @@ use blocks which rows before it compute in the same step.
 
 What a plan does beside its rows (released, forked, truncated, host tokens, moves) goes with every
 part until the first one succeeds, and with none after that. Until then nothing counts and it can be
-done again; so a copy's source must not be among the blocks that the same plan's rows write.
+done again. A row forked by the step in which its parent samples goes with its parent. (The source
+of a copy may be written by the same plan, by the last one who shares the block; that is the slot
+which the owner of the copy writes as well, so to copy it once more does no harm.)
 """
 
 import dataclasses
@@ -74,9 +76,11 @@ def restrict(plan: Plan, rows: Int32) -> Plan:
     """The plan with only these of its rows, and all that it does beside them."""
     if len(rows) == len(plan.rows):
         return plan
-    kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_rows, rows)
+    kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
     writes, row_set = plan.block_writes, set(rows.tolist())
-    written = np.isin(writes.row, rows)
+    new = plan.new_forks
+    forked = tuple(f for f in plan.forked if f not in new or f.parent in row_set)
+    written = np.isin(writes.row, [*row_set, *(fork.child for fork in forked)])
     return dataclasses.replace(
         plan,
         rows=plan.rows[kept],
@@ -84,6 +88,8 @@ def restrict(plan: Plan, rows: Int32) -> Plan:
         computed_bound=plan.computed_bound[kept],
         sample_rows=plan.sample_rows[samples],
         num_candidates=plan.num_candidates[samples],
+        sources=plan.sources[samples] if len(plan.sources) else plan.sources,
+        forked=forked,
         started=tuple(start for start in plan.started if start.row in row_set),
         block_writes=BlockWrites(
             writes.group[written],
@@ -126,5 +132,5 @@ def _rows_alone(plan: Plan) -> Plan:
     """The plan without what it does beside its rows."""
     nothing = np.empty(0, np.int32)
     return dataclasses.replace(
-        plan, released=nothing, forked=(), truncated=(), host_tokens=(), moves=()
+        plan, released=nothing, forked=plan.new_forks, truncated=(), host_tokens=(), moves=()
     )

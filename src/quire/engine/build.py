@@ -69,7 +69,12 @@ def build_core(
         make_scheduler(built, source.name),
         InProcessExecutor(built),
         clock,
-        RequestLimits(built.spec.vocab_size, config.model.max_model_len or 0, config.max_logprobs),
+        RequestLimits(
+            built.spec.vocab_size,
+            config.model.max_model_len or 0,
+            config.max_logprobs,
+            config.scheduler.max_num_seqs or 0,
+        ),
     )
     return BuiltCore(core, config, built.spec, built.memory)
 

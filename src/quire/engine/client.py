@@ -34,14 +34,7 @@ class InProcessClient:
     def add(self, request: Request, prompt_text: str | None = None) -> None:
         """Queue a request. Raises RequestError if it cannot be served; then nothing is queued."""
         self.core.add(request)
-        self._outputs.add(
-            request.request_id,
-            prompt_text,
-            request.prompt_token_ids,
-            request.params,
-            self._tokenizer,
-            self._clock.now(),
-        )
+        self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
 
     def step(self) -> list[RequestOutput]:
         """Let the core take one step; what became ready to show."""

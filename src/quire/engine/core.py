@@ -16,11 +16,12 @@ import numpy as np
 from quire.base.clock import Clock
 from quire.base.errors import EngineError
 from quire.base.events import Event
-from quire.base.messages import Control, Request, SequenceOutput
+from quire.base.messages import BeamOutput, Control, Request, SequenceOutput
 from quire.base.plan import Int32, Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out
 from quire.engine.executor import Executor
+from quire.scheduler.beams import Hypothesis
 from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
@@ -155,7 +156,9 @@ def _messages(outputs: StepOutputs) -> list[SequenceOutput]:
     """One message per sequence that has news."""
     if outputs.plain:
         return [
-            SequenceOutput(s.request.request_id, [token], num_cached_tokens=s.num_cached_tokens)
+            SequenceOutput(
+                s.request.request_id, [token], num_cached_tokens=s.num_cached_tokens, index=s.index
+            )
             for s, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True)
         ]
     messages = []
@@ -167,7 +170,31 @@ def _messages(outputs: StepOutputs) -> list[SequenceOutput]:
         if sequence.arrival not in seen:
             seen.add(sequence.arrival)
             messages.append(_message(sequence, tokens.get(sequence.arrival), outputs))
+    for request, hypotheses, sequence in outputs.hypotheses:
+        beams = [_beam(request, hypothesis) for hypothesis in hypotheses]
+        messages.append(
+            SequenceOutput(
+                request.request_id,
+                [],
+                beams[0].finish_reason,
+                num_cached_tokens=max(0, sequence.num_cached_tokens),
+                num_preemptions=sequence.num_preemptions,
+                beams=beams,
+            )
+        )
     return messages
+
+
+def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:
+    last = hypothesis.token_ids[-1]
+    is_named = hypothesis.is_stop and last not in request.eos_token_ids
+    return BeamOutput(
+        list(hypothesis.token_ids),
+        hypothesis.score,
+        hypothesis.cumulative_logprob,
+        "stop" if hypothesis.is_stop else "length",
+        last if is_named else None,
+    )
 
 
 def _message(sequence: Sequence, token: int | None, outputs: StepOutputs) -> SequenceOutput:
@@ -184,4 +211,5 @@ def _message(sequence: Sequence, token: int | None, outputs: StepOutputs) -> Seq
         num_cached_tokens=max(0, sequence.num_cached_tokens),
         num_preemptions=sequence.num_preemptions,
         error=ending.error if ending else None,
+        index=sequence.index,
     )

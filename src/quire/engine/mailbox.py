@@ -48,30 +48,37 @@ class Mailbox:
 
 
 def merged(outputs: list[RequestOutput]) -> RequestOutput:
-    """Outputs that each hold what is new, as one."""
+    """Outputs that each hold what is new, as one; of several continuations by their index."""
     last = outputs[-1]
-    parts = [output.outputs[0] for output in outputs]
-    final = parts[-1]
-    logprobs = None
-    if final.logprobs is not None:
-        logprobs = [position for part in parts for position in part.logprobs or ()]
-    completion = CompletionOutput(
-        final.index,
-        "".join(part.text for part in parts),
-        [token_id for part in parts for token_id in part.token_ids],
-        final.cumulative_logprob,
-        logprobs,
-        final.finish_reason,
-        final.stop_reason,
-    )
+    parts: dict[int, list[CompletionOutput]] = {}
+    for output in outputs:
+        for part in output.outputs:
+            parts.setdefault(part.index, []).append(part)
     scored = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
     return RequestOutput(
         last.request_id,
         last.prompt,
         last.prompt_token_ids,
         scored[0] if scored else None,
-        [completion],
+        [_joined(parts[index]) for index in sorted(parts)],
         last.finished,
         last.metrics,
         last.num_cached_tokens,
+    )
+
+
+def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
+    """What came of one continuation, in order, as one piece."""
+    last = parts[-1]
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = [position for part in parts for position in part.logprobs or ()]
+    return CompletionOutput(
+        last.index,
+        "".join([part.text for part in parts]),
+        [token_id for part in parts for token_id in part.token_ids],
+        last.cumulative_logprob,
+        logprobs,
+        last.finish_reason,
+        last.stop_reason,
     )

@@ -174,6 +174,11 @@ class EngineMetrics:
         timeline, row = self.timelines.get(event.request_id), event.row
         if timeline is None:
             return
+        if event.index > 0:  # the request's times are those of its first sequence
+            self._give_up_row(self._owners[row])
+            self._last_token_s[row] = math.nan
+            self._since_step[row] = self._next_step_id
+            return
         self._give_up_row(self._owners[row])
         self._give_up_row(timeline)
         self._owners[row], timeline.row = timeline, row
@@ -224,7 +229,7 @@ class EngineMetrics:
         self._observe_s("request_inference_time_seconds", timeline.admitted_s, last_s)
         self._observe_s("request_decode_time_seconds", first_s, last_s)
         if num_tokens > 1:
-            mean_s = (last_s - first_s) / (num_tokens - 1)
+            mean_s = (last_s - first_s) / max(1.0, num_tokens / event.num_sequences - 1)
             self._observe_s("request_time_per_output_token_seconds", 0.0, mean_s)
 
     def _observe_s(self, name: str, start_s: float, end_s: float) -> None:

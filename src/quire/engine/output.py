@@ -1,23 +1,17 @@
 """The client's side of a request: what the core's steps gave, to what the user gets.
 
-In: `SequenceOutput`s, in order. Out: `RequestOutput`s, and `Abort`s for requests that a stop string
-ended, which only this side can see; what the core still sends for those is dropped. The token that
-ended a sequence is among its token ids, but not in its text.
+In: `SequenceOutput`s, in order. Out: `RequestOutput`s, and `Abort`s for sequences that a stop
+string ended, which only this side can see; what the core still sends for those is dropped.
 """
 
 from collections.abc import Iterable
 
 from quire.base.errors import RequestError
-from quire.base.messages import Abort, SequenceOutput
-from quire.base.outputs import (
-    CompletionOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-)
+from quire.base.messages import Abort, BeamOutput, Request, SequenceOutput
+from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.engine.logprobs import PromptLogprobCollector, logprobs_of
-from quire.render.detokenizer import IncrementalDetokenizer
+from quire.engine.logprobs import PromptLogprobCollector
+from quire.engine.sample import Sample
 from quire.render.token_stream import open_stream
 from quire.render.tokenizer import Tokenizer
 
@@ -38,35 +32,39 @@ class OutputProcessor:
 
     def add(
         self,
-        request_id: str,
+        request: Request,
         prompt_text: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
         tokenizer: Tokenizer | None,
         arrival_s: float,
     ) -> None:
         """Begin to follow a request. Without a tokenizer its text stays empty."""
-        if request_id in self._requests:
-            raise RequestError(f"request id {request_id!r} is in use; give each request its own.")
-        self._requests[request_id] = _OpenRequest(
-            request_id, prompt_text, prompt_token_ids, params, tokenizer, arrival_s
-        )
+        name = request.request_id
+        if name in self._requests:
+            raise RequestError(f"request id {name!r} is in use; give each request its own.")
+        self._requests[name] = _OpenRequest(request, prompt_text, tokenizer, arrival_s)
 
     def process(self, outputs: Iterable[SequenceOutput], now_s: float) -> Processed:
-        """Take in what a step gave. Outputs of requests that are not followed are dropped."""
+        """Take in what a step gave. Outputs of requests that are not followed are dropped.
+
+        A request gives one output per step, also if several of its sequences have news.
+        """
         ready: list[RequestOutput] = []
         aborts: list[Abort] = []
+        groups: dict[str, _OpenRequest] = {}
         for output in outputs:
             request = self._requests.get(output.request_id)
             if request is None:
                 continue
-            request.take(output, now_s)
-            if request.finish_reason is not None:
+            abort = request.take(output, now_s)
+            if abort is not None:
+                aborts.append(abort)
+            if request.num_open == 0:
                 del self._requests[output.request_id]
-                if output.finish_reason is None and output.error is None:  # the core goes on
-                    aborts.append(Abort(output.request_id, "stop"))
-            if request.has_news():
+            if request.only is None:
+                groups[output.request_id] = request
+            elif request.is_due():
                 ready.append(request.output())
+        ready += [request.output() for request in groups.values() if request.is_due()]
         return ready, aborts
 
     def drop(self, request_id: str) -> None:
@@ -81,138 +79,152 @@ class OutputProcessor:
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                request.take(SequenceOutput(request_id, [], finish_reason), now_s)
+                request.finish(finish_reason, None, now_s)
                 ready.append(request.output())
         return ready
 
 
 class _OpenRequest:
-    """One request: its output so far and how much of it the user has seen."""
+    """One request: its samples, and what they have in common.
+
+    only: the sample of a request that has one; most have, and their way is kept short. num_open:
+    samples that go on.
+    """
 
     __slots__ = (
-        "_cumulative_logprob", "_detokenizer", "_logprobs", "_metrics", "_num_cached_tokens",
-        "_num_sent", "_params", "_prompt", "_prompt_logprobs", "_prompt_token_ids", "_request_id",
-        "_stop_reason", "_text", "_token_ids", "finish_reason",
+        "_kind", "_metrics", "_num_cached_tokens", "_params", "_prompt", "_prompt_logprobs",
+        "_request", "_samples", "num_open", "only",
     )  # fmt: skip
 
     def __init__(
         self,
-        request_id: str,
+        request: Request,
         prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
         tokenizer: Tokenizer | None,
         arrival_s: float,
     ) -> None:
-        self._request_id = request_id
+        self._request = request
         self._prompt = prompt
-        self._prompt_token_ids = prompt_token_ids
-        self._params = params
+        self._params = params = request.params
+        self._kind = RequestOutputKind.FINAL_ONLY if params.is_ranked else params.output_kind
         self._metrics = RequestMetrics(arrival_s)
-        self._token_ids: list[int] = []
-        self._text: list[str] = []  # in pieces; those that were sent are joined or dropped
-        self._num_sent = 0
         self._num_cached_tokens: int | None = None
-        self._logprobs: list[dict[int, Logprob]] | None = None
-        self._cumulative_logprob: float | None = None
-        if params.logprobs is not None:
-            self._logprobs, self._cumulative_logprob = [], 0.0
-        self.finish_reason: str | None = None
-        self._stop_reason: int | str | None = None
-        self._detokenizer: IncrementalDetokenizer | None = None
-        if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
-        self._prompt_logprobs = _prompt_collector(prompt_token_ids, params, tokenizer)
+        self._prompt_logprobs = _prompt_collector(request.prompt_token_ids, params, tokenizer)
+        self._samples = [
+            Sample(index, request.prompt_token_ids, params, tokenizer, request.hides_logprobs)
+            for index in range(params.num_samples)
+        ]
+        self.num_open = len(self._samples)
+        self.only = self._samples[0] if self.num_open == 1 else None
 
-    def take(self, output: SequenceOutput, now_s: float) -> None:
-        """Take in one step's tokens and whether they end the request."""
+    def take(self, output: SequenceOutput, now_s: float) -> Abort | None:
+        """Take in what one step gave one sequence; the abort of one that a stop string ended."""
+        if output.beams is not None:
+            self._take_beams(output, output.beams, now_s)
+            return None
+        sample = self.only
+        if sample is None:
+            sample = self._samples[output.index]
+            if sample.finish_reason is not None:  # by a stop string, which the core hears of later
+                return None
         if output.prompt_candidates and self._prompt_logprobs is not None:
             self._prompt_logprobs.extend(output.prompt_candidates)
         metrics = self._metrics
-        metrics.num_preemptions = output.num_preemptions or metrics.num_preemptions
+        if output.num_preemptions:
+            sample.num_preemptions = output.num_preemptions
+            metrics.num_preemptions = sum([s.num_preemptions for s in self._samples])
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if output.token_ids and metrics.first_token_s is None:
             metrics.first_token_s = now_s
-        self.finish_reason = output.finish_reason
-        self._stop_reason = output.stop_reason if output.error is None else output.error
         if output.error is not None:
-            self.finish_reason = "error"
-        self._take_tokens(output)
-        if self.finish_reason is not None:
+            self.finish("error", output.error, now_s)
+            return None
+        sample.take(output)
+        if sample.finish_reason is None:
+            return None
+        self.num_open -= 1
+        if self.num_open == 0:
             metrics.finished_s = now_s
-            self._flush()
+        if not sample.was_stopped:
+            return None
+        index = -1 if self.only is not None else sample.index
+        return Abort(self._request.request_id, "stop", index)
 
-    def has_news(self) -> bool:
+    def _take_beams(self, output: SequenceOutput, beams: list[BeamOutput], now_s: float) -> None:
+        """All results of a beam search, best first: as many samples, each in one piece."""
+        self._samples = self._samples[: len(beams)]
+        self.only = None
+        for sample, beam in zip(self._samples, beams, strict=True):
+            sample.take(
+                SequenceOutput(
+                    output.request_id, beam.token_ids, beam.finish_reason, beam.stop_reason
+                )
+            )
+            sample.cumulative_logprob = beam.cumulative_logprob
+        self.num_open = 0
+        self._num_cached_tokens = output.num_cached_tokens
+        metrics = self._metrics
+        metrics.num_preemptions = output.num_preemptions
+        metrics.first_token_s = metrics.finished_s = now_s
+
+    def finish(self, reason: str, stop_reason: str | None, now_s: float) -> None:
+        """All samples that go on end with what they have.
+
+        After an error those of best_of all end with it: the best of them would not be the best.
+        """
+        for sample in self._samples:
+            if sample.finish_reason is None or (self._params.is_ranked and reason == "error"):
+                sample.finish(reason, stop_reason)
+        self.num_open = 0
+        self._metrics.finished_s = now_s
+
+    def is_due(self) -> bool:
         """Whether the user's kind of output is due."""
-        if self.finish_reason is not None:
+        if self.num_open == 0:
             return True
-        if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
+        if self._kind is RequestOutputKind.FINAL_ONLY:
             return False
-        return len(self._token_ids) > self._num_sent
+        if self.only is not None:
+            return len(self.only.token_ids) > self.only.num_sent
+        return any(sample.has_news for sample in self._samples)
 
     def output(self) -> RequestOutput:
         """What the user gets now: everything so far, or what is new (DELTA)."""
-        delta = self._params.output_kind is RequestOutputKind.DELTA
-        start = self._num_sent if delta else 0
-        self._num_sent = len(self._token_ids)
-        text = "".join(self._text)
-        self._text = [] if delta else [text]
-        completion = CompletionOutput(
-            0,
-            text,
-            self._token_ids[start:],
-            self._cumulative_logprob,
-            None if self._logprobs is None else self._logprobs[start:],
-            self.finish_reason,
-            self._stop_reason,
-        )
+        delta = self._kind is RequestOutputKind.DELTA
         collector = self._prompt_logprobs
         prompt_logprobs = None if collector is None else collector.logprobs
         if delta:
             self._prompt_logprobs = None  # sent once
+        only, request = self.only, self._request
         return RequestOutput(
-            self._request_id,
+            request.request_id,
             self._prompt,
-            self._prompt_token_ids,
+            request.prompt_token_ids,
             prompt_logprobs,
-            [completion],
-            self.finish_reason is not None,
+            self._completions(delta) if only is None else [only.completion(delta)],
+            self.num_open == 0,
             self._metrics,
             self._num_cached_tokens,
         )
 
-    def _take_tokens(self, output: SequenceOutput) -> None:
-        """Token by token, because a stop string may end the text at any of them."""
-        detokenizer = self._detokenizer
-        hidden = -1
-        if output.finish_reason == "stop" and not self._params.include_stop_str_in_output:
-            hidden = len(output.token_ids) - 1
-        for place, token_id in enumerate(output.token_ids):
-            if self._logprobs is not None and output.candidates is not None:
-                self._take_candidates(output, place, self._logprobs)
-            self._token_ids.append(token_id)
-            if detokenizer is None:
-                continue
-            text = detokenizer.push(token_id, place == hidden)
-            if text:
-                self._text.append(text)
-            if detokenizer.stop_string is not None:
-                self.finish_reason, self._stop_reason = "stop", detokenizer.stop_string
-                return
+    def _completions(self, delta: bool) -> list[CompletionOutput]:
+        if self._params.use_beam_search:
+            return [sample.completion(delta=False) for sample in self._samples]
+        if self._params.is_ranked:
+            return self._best()
+        shown = [sample for sample in self._samples if not delta or sample.has_news]
+        return [sample.completion(delta) for sample in shown]
 
-    def _take_candidates(
-        self, output: SequenceOutput, place: int, logprobs: list[dict[int, Logprob]]
-    ) -> None:
-        assert output.candidates is not None and self._cumulative_logprob is not None
-        stream = None if self._detokenizer is None else self._detokenizer.stream
-        candidates, wanted = output.candidates[place], self._params.logprobs or 0
-        logprobs.append(logprobs_of(candidates, wanted, stream))
-        self._cumulative_logprob += float(candidates.logprobs[0])
-
-    def _flush(self) -> None:
-        if self._detokenizer is not None:
-            self._text.append(self._detokenizer.flush())
+    def _best(self) -> list[CompletionOutput]:
+        """The n with the highest cumulative log-probability, numbered anew."""
+        by_rank = sorted(self._samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
+        num_wanted = self._params.n
+        self._metrics.num_dropped_tokens = sum([len(s.token_ids) for s in by_rank[num_wanted:]])
+        completions = [sample.completion(delta=False) for sample in by_rank[:num_wanted]]
+        for index, completion in enumerate(completions):
+            completion.index = index
+        return completions
 
 
 def _prompt_collector(

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from quire.base.clock import Clock
 from quire.base.errors import EngineError, RequestError
 from quire.base.messages import (
@@ -107,18 +109,26 @@ class CoreServer:
     def _send(self, outputs: Iterable[SequenceOutput]) -> None:
         """One message per client that has news."""
         parts: dict[int, list[SequenceOutput]] = {}
+        ended: list[str] = []
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is None:
                 continue
             parts.setdefault(owner, []).append(output)
             if output.finish_reason is not None:
-                del self._owners[output.request_id]
+                ended.append(output.request_id)
+        for request_id in ended:  # all of its sequences may have ended in this step
+            self._forget(request_id)
         scheduler = self.core.scheduler
         for client_id, part in parts.items():
             client = self._clients[client_id]
             client.send(StepMessage(part, scheduler.num_running, scheduler.num_waiting))
             self._watch(client)
+
+    def _forget(self, request_id: str) -> None:
+        """Whose request it was, once the last of its sequences has ended."""
+        if request_id not in self.core.scheduler.sequences:
+            self._owners.pop(request_id, None)
 
     def _watch(self, client: CoreConnection) -> None:
         """Wait for room in the socket only while something could not be sent."""
@@ -145,7 +155,7 @@ class CoreServer:
         self._num_clients += 1
         self._clients[client.client_id] = client
         self._selector.register(sock, selectors.EVENT_READ, client)
-        client.send(_with_client(self._ready, client.client_id))
+        client.send(msgspec.structs.replace(self._ready, client_id=client.client_id))
         self._watch(client)
 
     def _serve(self, client: CoreConnection, events: int) -> None:
@@ -174,8 +184,11 @@ class CoreServer:
             client.send(Metrics(message.ask_id, self._reports.metrics_text()))
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client.client_id:
-                del self._owners[message.request_id]
                 self.core.control(message)
+                if message.index < 0:
+                    del self._owners[message.request_id]
+                else:
+                    self._forget(message.request_id)
         else:
             self.core.control(message)
 
@@ -196,14 +209,3 @@ class CoreServer:
         for request_id in mine:
             del self._owners[request_id]
             self.core.control(Abort(request_id))
-
-
-def _with_client(ready: Ready, client_id: int) -> Ready:
-    return Ready(
-        client_id,
-        ready.vocab_size,
-        ready.max_model_len,
-        ready.max_logprobs,
-        ready.settings,
-        ready.memory,
-    )

@@ -146,7 +146,10 @@ class RemoteClient:
 
     def check(self, request: Request) -> None:
         ready = self.ready
-        RequestLimits(ready.vocab_size, ready.max_model_len, ready.max_logprobs).check(request)
+        limits = RequestLimits(
+            ready.vocab_size, ready.max_model_len, ready.max_logprobs, ready.max_num_seqs
+        )
+        limits.check(request)
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
@@ -155,9 +158,7 @@ class RemoteClient:
         now, request_id = self._clock.now(), request.request_id
         if not request.received_s:
             request = msgspec.structs.replace(request, received_s=now)
-        self._outputs.add(
-            request_id, prompt_text, request.prompt_token_ids, request.params, self._tokenizer, now
-        )
+        self._outputs.add(request, prompt_text, self._tokenizer, now)
         deltas = request.params.output_kind is RequestOutputKind.DELTA
         box = self._boxes[request_id] = Mailbox(deltas)
         finished = False

@@ -40,7 +40,7 @@ class RequestMaker:
         priority: int = 0,
     ) -> Request:
         """request_id: unique; a running number if absent. Raises RequestError for parameters that
-        mean text where there is no tokenizer."""
+        mean text where there is no tokenizer. best_of needs logprobs, asked for or not."""
         number, self._count = self._count, self._count + 1
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
         own = tuple(params.stop_token_ids or ())
@@ -49,6 +49,11 @@ class RequestMaker:
             _check_textless(params)
         elif params.bad_words:
             bad = bad_words_token_ids(params.bad_words, self.tokenizer)
+        needs_logprobs = params.is_ranked and not params.use_beam_search
+        hides_logprobs = needs_logprobs and params.logprobs is None
+        if hides_logprobs:
+            params = params.clone()
+            params.logprobs = 0
         return Request(
             request_id=str(number) if request_id is None else request_id,
             prompt_token_ids=prompt.token_ids,
@@ -59,6 +64,7 @@ class RequestMaker:
             bad_words_token_ids=bad,
             priority=priority,
             cache_salt=cache_salt,
+            hides_logprobs=hides_logprobs,
         )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quire.base.config import ModelConfig
 from quire.engine.requests import RequestMaker
-from quire.models.source import ModelSource, resolve_model
+from quire.models.source import TEXT_FILES, ModelSource, resolve_model
 from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     """
     directory: Path = source.directory
     if config.tokenizer is not None:
-        directory = resolve_model(config.tokenizer, None).directory
+        directory = resolve_model(config.tokenizer, progress=False, files=TEXT_FILES).directory
     tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
     eos = None if tokenizer is None else tokenizer.eos_token_id
     use_sampling = config.generation_config == "auto"

@@ -96,6 +96,21 @@ class KVManager:
             for g, pool in enumerate(self.pools)
         )
 
+    def group_blocks(
+        self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
+    ) -> list[int]:
+        """Most blocks, by cache group, of sequences that share num_shared full blocks and nothing
+        else, each `num_tokens` long and computed in chunks."""
+        blocks = -(-num_tokens // self.block_size)
+        needs = []
+        for g, group in enumerate(self.groups):
+            if group.window is None:
+                needs.append(num_shared + num_sequences * (blocks - num_shared))
+            else:
+                extra = -(-chunk // self.block_size)
+                needs.append(num_sequences * min(blocks, self.blocks_for(num_tokens, g) + extra))
+        return needs
+
     def get_computed_blocks(self, digests: Sequence[bytes], num_tokens: int) -> KVBlocks:
         """The longest usable prefix hit. Takes no references.
 
@@ -103,7 +118,7 @@ class KVManager:
         to compute, so a sequence that is hit in full gives its last block back.
         """
         most = min(len(digests), (num_tokens - 1) // self.block_size)
-        if not self.enable_prefix_caching or most <= 0:
+        if most <= 0:
             return KVBlocks(0, tuple([] for _ in self.groups))
         length, settled = most, False
         while not settled:

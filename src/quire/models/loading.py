@@ -49,9 +49,13 @@ def load_model(
     return model
 
 
-def model_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters, those in packed order included; a shared one counts once."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
+def model_bytes(model: nn.Module, count_shared: bool = False) -> int:
+    """Bytes of all parameters, those in packed order included.
+
+    A shared one counts once, or with count_shared each time: what it will be when all are packed.
+    """
+    named = model.named_parameters(remove_duplicate=not count_shared)
+    return sum(p.numel() * p.element_size() for _, p in named)
 
 
 def weight_files(directory: Path) -> list[Path]:

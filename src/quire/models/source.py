@@ -13,7 +13,9 @@ DEMO = "demo"
 SHAPE_PREFIX = "shape:"
 
 # What is fetched from the hub: never pickled weights, never code.
-FILE_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # config and tokenizer
+ALL_FILES = ("*.safetensors", *TEXT_FILES)
+CONFIG_ONLY = ("config.json",)
 # The same weights once more, in their maker's own format.
 UNUSED_PATTERNS = ["consolidated*", "original/*"]
 
@@ -34,10 +36,15 @@ class ModelSource:
 
 
 def resolve_model(
-    name: str, revision: str | None = None, *, progress: bool = True, only_config: bool = False
+    name: str,
+    revision: str | None = None,
+    *,
+    progress: bool = True,
+    files: tuple[str, ...] = ALL_FILES,
 ) -> ModelSource:
-    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without),
-    or of it only what tells its shape.
+    """Find the model, downloading it if it is a hub id (with the hub's progress bars or without).
+
+    files: what is fetched of a hub id; TEXT_FILES and CONFIG_ONLY leave out the weights.
 
     Raises ModelNotFound if it is nowhere, ModelError for an unknown shape.
     """
@@ -52,8 +59,7 @@ def resolve_model(
         raise ModelNotFound(f"{name} is a file; a model is a directory with a config.json.")
     if not _looks_like_hub_id(name):
         raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
-    patterns = ["config.json"] if only_config else FILE_PATTERNS
-    return ModelSource(_download(name, revision, progress, patterns), "auto", name)
+    return ModelSource(_download(name, revision, progress, files), "auto", name)
 
 
 def shape_names() -> list[str]:
@@ -79,7 +85,7 @@ def _looks_like_hub_id(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and "\\" not in name
 
 
-def _download(name: str, revision: str | None, progress: bool, patterns: list[str]) -> Path:
+def _download(name: str, revision: str | None, progress: bool, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import tqdm
@@ -93,7 +99,7 @@ def _download(name: str, revision: str | None, progress: bool, patterns: list[st
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=patterns,
+                allow_patterns=list(patterns),
                 ignore_patterns=UNUSED_PATTERNS,
                 tqdm_class=None if progress else NoBar,
             )

@@ -104,8 +104,8 @@ class Renderer:
     def _render_text(self, text: str, add_special_tokens: bool) -> RenderedPrompt:
         if self.tokenizer is None:
             raise RequestError(
-                "this model has no tokenizer, so prompts must be token ids:"
-                ' {"prompt_token_ids": [...]}.'
+                "this model has no tokenizer, so prompts must be token ids: a list of integers,"
+                " as such or, in Python, as prompt_token_ids."
             )
         token_ids = self.tokenizer.encode(text, add_special_tokens)
         if not token_ids:
@@ -125,8 +125,8 @@ class Renderer:
         if own is None:
             names = f" It has these by name: {', '.join(named)}." if named else ""
             raise RequestError(
-                "this model has no chat template. Send a text prompt, or give a template as"
-                f" chat_template.{names}"
+                "this model has no chat template. Send a text prompt (/v1/completions; on the"
+                f" command line --raw), or give a template as chat_template.{names}"
             )
         return own
 

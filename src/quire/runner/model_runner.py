@@ -74,15 +74,15 @@ class ModelRunner:
             self.sampler.start_row(start)
             if start.params.prompt_logprobs is not None:
                 self._prompt_logprobs[start.row] = start.params.prompt_logprobs
-        for parent, child in plan.forked:
-            self.sampler.copy_row(parent, child)
+        for fork in plan.forked:
+            self.sampler.copy_row(fork.parent, fork.child, fork.sample_index)
 
     def _sample(self, plan: Plan, hidden_TD: torch.Tensor) -> tuple[SampledTokens, Int64]:
         """Choose a token for each sampling row; also the rows' lengths before it."""
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)
         lengths_S = (plan.computed_bound + plan.num_tokens).astype(np.int64)
         order = np.argsort(plan.rows, kind="stable")
-        at_N = order[np.searchsorted(plan.rows, plan.sample_rows, sorter=order)]
+        at_N = order[np.searchsorted(plan.rows, plan.sample_sources, sorter=order)]
         lengths_N = lengths_S[at_N]
         last_N = torch.from_numpy(ends[at_N] - 1).to(hidden_TD.device)
         logits_NV = self.model.logits(select_rows(hidden_TD, last_N))

@@ -12,6 +12,7 @@ from quire.models.registry import make_model
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.linear import can_pack
 from quire.runner.build import derive_config
 from quire.runner.memory import available_cpu_bytes, choose_device, choose_dtype, plan_cpu_memory
 
@@ -33,7 +34,8 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     device = choose_device(config.device)
     config = derive_config(config, spec, device)
     dtype = choose_dtype(config.model.dtype, spec, device)
-    weights = model_bytes(make_model(spec, dtype, torch.device("meta")))
+    packs = can_pack(torch.empty(0, dtype=dtype, device=device))
+    weights = model_bytes(make_model(spec, dtype, torch.device("meta")), count_shared=packs)
     memory = None
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, dtype, weights, available_cpu_bytes())

@@ -49,8 +49,8 @@ class DeviceRows:
             self.tokens_RM[start.row, : len(start.token_ids)] = tokens
             self.computed_R[start.row] = start.num_computed_tokens
             self.prompt_lens[start.row] = start.num_prompt_tokens
-        for parent, child in plan.forked:
-            self._copy_row(parent, child)
+        for fork in plan.forked:
+            self._copy_row(fork.parent, fork.child)
         for row, num_tokens in plan.truncated:
             self.computed_R[row] = num_tokens
         for host in plan.host_tokens:
@@ -99,6 +99,8 @@ class DeviceRows:
             rows_N, lengths = self._index(plan.sample_rows), self._index(lengths_N)
             self.tokens_RM[rows_N, lengths] = token_ids_N.int()
         self.computed_R[self._index(plan.rows)] += self._index(plan.num_tokens)
+        for fork in plan.new_forks:
+            self.computed_R[fork.child] = self.computed_R[fork.parent]
 
     def _copy_row(self, parent: int, child: int) -> None:
         self.tokens_RM[child] = self.tokens_RM[parent]

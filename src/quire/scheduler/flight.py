@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.plan import BlockWrites, Move, Plan, RowStart
+from quire.base.plan import BlockWrites, Move, Plan, RowFork, RowStart
+from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.sequence import Int32, Int64, Sequence
 
@@ -18,10 +19,11 @@ Line = tuple[int, int]  # a row and its epoch: one sequence's stay there
 class Flight:
     """What the scheduler remembers of a plan until its result is in.
 
-    row_epochs and row_sequences: of plan.rows when planned, and whose they were; epochs and
-    sequences: the same of plan.sample_rows. shared: row, blocks that it found in the index and
-    blocks that it entered there with this plan, in the order of planning. left_out: rows of
-    sequences that an earlier plan's result ended or sent back; what this plan gives them is void.
+    row_epochs and row_sequences: of plan.rows when planned, then of the rows forked from them, and
+    whose they were; epochs and sequences: the same of plan.sample_rows. shared: row, blocks that it
+    found in the index (or that its parent held) and blocks that it entered there with this plan, in
+    the order of planning. left_out: rows of sequences that an earlier plan's result ended or sent
+    back; what this plan gives them is void.
     """
 
     plan: Plan
@@ -34,8 +36,9 @@ class Flight:
 
     @property
     def lines(self) -> list[Line]:
-        """Of plan.rows."""
-        return list(zip(self.plan.rows.tolist(), self.row_epochs.tolist(), strict=True))
+        """Of plan.rows, and of the rows forked from them."""
+        rows = self.plan.rows.tolist() + [fork.child for fork in self.plan.forked]
+        return list(zip(rows, self.row_epochs.tolist(), strict=True))
 
 
 @dataclass(slots=True)
@@ -46,8 +49,9 @@ class Draft:
     rows: list[Int64] = field(default_factory=list)
     num_tokens: list[Int64] = field(default_factory=list)
     started: list[RowStart] = field(default_factory=list)
+    forked: list[RowFork] = field(default_factory=list)
     writes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    copies: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # group, row, from, to
     shared: list[tuple[int, Blocks, Blocks]] = field(default_factory=list)
     has_preempted: bool = False
 
@@ -60,8 +64,23 @@ class Draft:
         for group, done in enumerate(appended):
             for index, block_id in done.writes:
                 self.writes.append((group, row, index, block_id))
-            if done.copies:
-                self.copies.setdefault(group, []).extend(done.copies)
+            for source, destination in done.copies:
+                self.copies.append((group, row, source, destination))
+
+    def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
+        """A row that begins as a copy of its parent's: the parent's table on the device may lack
+        what this plan writes into it."""
+        self.forked.append(fork)
+        mine = [(g, i, b) for g, row, i, b in self.writes if row == fork.parent]
+        self.writes += [(g, fork.child, i, b) for g, i, b in mine]
+        found = [table.live_blocks for table in blocks.tables]
+        self.shared.append((fork.child, found, [[] for _ in found]))
+
+    def drop_rows(self, rows: set[int]) -> None:
+        """Forget what was planned for rows that are preempted: a copy must not go into a block
+        that somebody else may get."""
+        self.writes = [write for write in self.writes if write[1] not in rows]
+        self.copies = [copy for copy in self.copies if copy[1] not in rows]
 
     def add_adopted(self, sequence: Sequence, num_blocks: int) -> None:
         """Block-table entries of a prefix hit."""
@@ -76,11 +95,14 @@ class Draft:
         return BlockWrites(*columns)
 
     def moves(self) -> tuple[Move, ...]:
-        moves = []
-        for group, pairs in self.copies.items():
-            source, destination = np.asarray(pairs, np.int32).T.copy()
-            moves.append(Move("copy", group, source, destination))
-        return tuple(moves)
+        """The copies of the step, one operation per cache group."""
+        if not self.copies:
+            return ()
+        group, _, source, destination = np.asarray(self.copies, np.int32).T.copy()
+        return tuple(
+            Move("copy", g, source[group == g], destination[group == g])
+            for g in np.unique(group).tolist()
+        )
 
     def all_rows(self) -> tuple[Int32, Int32]:
         """Scheduled rows and their token counts."""

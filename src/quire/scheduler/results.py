@@ -11,7 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.events import Stepped
+from quire.base.messages import Request
 from quire.base.plan import Candidates, StepResult
+from quire.scheduler.beam_rows import take_beams
+from quire.scheduler.beams import Hypothesis
 from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
 from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
@@ -42,11 +45,13 @@ class StepOutputs:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     others: list[Sequence] = field(default_factory=list)  # ended or with news, but without a token
+    hypotheses: list[tuple[Request, list[Hypothesis], Sequence]] = field(default_factory=list)
 
     @property
     def plain(self) -> bool:
         """Whether there are only tokens: nobody ended, nobody has logprobs or other news."""
-        return not (self.endings or self.candidates or self.prompt_candidates or self.others)
+        news = self.endings or self.candidates or self.prompt_candidates or self.others
+        return not (news or self.hypotheses)
 
     @classmethod
     def empty(cls) -> "StepOutputs":
@@ -64,9 +69,14 @@ def take_result(
     if result.row_errors:
         _take_errors(scheduler, flight, result.row_errors, outputs, now)
     _take_prompt_candidates(scheduler, flight, result, outputs)
-    token_ids = result.token_ids[:, 0]
-    live = table.epoch[rows] == flight.epochs
-    sequences, got_token = flight.sequences, rows
+    token_ids, epochs, sequences = result.token_ids[:, 0], flight.epochs, flight.sequences
+    beams = rows[:0]
+    if scheduler.num_beam_searches:
+        kept = take_beams(scheduler, flight, result, outputs, now)
+        beams, rows, token_ids = rows[~kept], rows[kept], token_ids[kept]
+        epochs, sequences = epochs[kept], sequences[kept]
+    live = table.epoch[rows] == epochs
+    got_token = rows
     if not live.all():
         order = np.ones(len(rows), bool)
         order[~live] = [
@@ -78,6 +88,8 @@ def take_result(
         rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
     else:
         outputs.sequences, outputs.token_ids = sequences, token_ids
+    if len(beams):
+        got_token = np.concatenate([got_token, beams])
     known = table.known[rows]
     table.tokens[rows, known] = token_ids
     known = known + 1
@@ -159,10 +171,16 @@ def _take_errors(
     flights = [flight, *scheduler.flights]
     broken = find_broken(flights, errors, len(scheduler.kv.pools))
     scheduler.kv.unindex_blocks(broken.blocks)
+    for sequence, message in list(broken.failed.values()):  # a request fails as a whole
+        for member in scheduler.members(sequence):
+            line = member.row, int(scheduler.table.epoch[member.row])
+            if member.row >= 0:
+                broken.failed.setdefault(line, (member, message))
     for later in flights:
         later.left_out.update(line[0] for line in later.lines if line in broken)
-    for sequence, message in broken.failed.values():
-        _fail(scheduler, sequence, message, outputs, now)
+    for sequence, message in list(broken.failed.values()):
+        for member in scheduler.members(sequence):
+            _fail(scheduler, member, message, outputs, now)
     cause = next(iter(broken.failed.values()))[0].request.request_id
     for (row, epoch), sequence in broken.dependants.items():
         if sequence.row == row and scheduler.table.epoch[row] == epoch:

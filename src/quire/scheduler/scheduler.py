@@ -19,14 +19,22 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
 from quire.base.messages import Control, Request, ResetPrefixCache
-from quire.base.plan import Plan, RowStart, StepResult
+from quire.base.plan import HostTokens, Plan, RowFork, RowStart, StepResult
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.beam_rows import is_beam
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
+from quire.scheduler.groups import (
+    Group,
+    fits_beside,
+    fork_members,
+    group_fits_alone,
+    must_wait_for_prompt,
+)
 from quire.scheduler.policy import Policy
 from quire.scheduler.results import StepOutputs, take_result
-from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, RowTable, Sequence
+from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, RowTable, Sequence
 
 
 class Scheduler:
@@ -62,6 +70,10 @@ class Scheduler:
         self._released: list[int] = []
         self._num_arrivals = 0
         self.num_long_stop_lists = 0
+        self.num_unforked = 0  # groups that run and hold rows for members to come
+        self.num_beam_searches = 0
+        self.forked: list[RowFork] = []  # by beam searches, for the next plan; also host_tokens
+        self.host_tokens: list[HostTokens] = []
         self._next_step_id = 0
 
     @property
@@ -71,6 +83,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.policy)
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     @property
     def has_work(self) -> bool:
@@ -94,10 +110,16 @@ class Scheduler:
             )
         most_output = request.params.max_tokens or self.max_model_len
         limit = min(num_prompt + most_output, self.max_model_len)
-        if not self.kv.fits_alone(limit - 1, min(self.token_budget, limit - 1)):
+        num = request.params.num_samples
+        if num > self.table.num_rows:
             raise RequestError(
-                f"{num_prompt} prompt tokens and {most_output} output tokens need more KV blocks"
-                " than the pool has. Lower max_tokens or enlarge kv_cache_memory_bytes."
+                f"{num} sequences at once are more than max_num_seqs={self.table.num_rows}; ask for"
+                " fewer (n, best_of) or raise max_num_seqs."
+            )
+        if not group_fits_alone(self, num_prompt, limit, num):
+            raise RequestError(
+                f"{num_prompt} prompt tokens and {num} x {most_output} output tokens need more KV"
+                " blocks than the pool has. Lower max_tokens or enlarge kv_cache_memory_bytes."
             )
         sequence = Sequence(
             request=request,
@@ -105,14 +127,15 @@ class Scheduler:
             arrival_s=now,
             limit=limit,
             blocks=self.kv.new_sequence(),
-            root=root_digest(
-                self.fingerprint, request.cache_salt, request.adapter_id, request.media_ids
-            ),
+            root=self._root(request, num),
             table=self.table,
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
         )
-        self._num_arrivals += 1
-        self.num_long_stop_lists += len(request.stop_token_ids) > NUM_STOP_IDS
+        self.num_beam_searches += request.params.use_beam_search
+        if num > 1 or request.params.use_beam_search:
+            sequence.group = Group.of(sequence, num)
+        self._num_arrivals += num
+        self.num_long_stop_lists += _has_long_stop_list(request)
         self.sequences[request.request_id] = sequence
         self.policy.push(sequence)
         self.events.append(
@@ -122,6 +145,14 @@ class Scheduler:
         )
         return sequence
 
+    def _root(self, request: Request, num: int) -> bytes:
+        """Where the digests of a request begin. Without prefix caching the sequences of a group
+        still share the prompt, with nobody else."""
+        salt = request.cache_salt
+        if num > 1 and not self.kv.enable_prefix_caching:
+            salt = f"{salt} of group {self._num_arrivals} alone"
+        return root_digest(self.fingerprint, salt, request.adapter_id, request.media_ids)
+
     # ---- door 2: control ---------------------------------------------------------------------
 
     def control(self, message: Control, now: float) -> None:
@@ -130,8 +161,15 @@ class Scheduler:
             self.kv.reset_prefix_cache()
             return
         sequence = self.sequences.get(message.request_id)
-        if sequence is not None:
-            self.finish(sequence, message.finish_reason, now)
+        if sequence is None:
+            return
+        for member in self.members(sequence):
+            if message.index in (-1, member.index) and member.finish_reason is None:
+                self.finish(member, message.finish_reason, now)
+
+    def members(self, sequence: Sequence) -> list[Sequence]:
+        """The sequences of its request, also those that have ended."""
+        return [sequence] if sequence.group is None else list(sequence.group.members)
 
     # ---- door 3: schedule --------------------------------------------------------------------
 
@@ -178,26 +216,44 @@ class Scheduler:
         num_new = target - num_computed
         while (appended := self.kv.allocate_slots(sequence.blocks, num_new)) is None:
             victim = self.table.sequences[self._running[-1]]
-            self.preempt(victim, sequence.request.request_id, now)
+            draft.drop_rows(self.preempt(victim, sequence.request.request_id, now))
             draft.has_preempted = True
-            if victim is sequence:
+            if sequence.row < 0:
                 return
         self.table.capacity[sequence.row] = sequence.blocks.capacity
         draft.add_blocks(sequence.row, appended)
 
-    def preempt(self, victim: Sequence, for_request_id: str, now: float) -> None:
-        """Take the victim's row and blocks; it will recompute prompt and known output."""
-        request_id, lost = victim.request.request_id, victim.num_computed_tokens
-        self._leave_row(victim)
-        victim.num_preemptions += 1
-        self.policy.requeue(victim)
-        self.events.append(Preempted(now, request_id, for_request_id, lost))
+    def preempt(self, victim: Sequence, for_request_id: str, now: float) -> set[int]:
+        """Take the rows and blocks of the victim and its group; they will recompute prompt and
+        known output. Returns the rows."""
+        rows, lost = set(), 0
+        for member in self.members(victim):
+            if member.row >= 0:
+                rows.add(member.row)
+                lost += member.num_computed_tokens
+                self._leave_row(member)
+                member.num_preemptions += 1
+                self.policy.requeue(member)
+        self._give_reserved_rows_back(victim)
+        if victim.group is not None:
+            victim.group.candidates = {}
+        self.events.append(Preempted(now, victim.request.request_id, for_request_id, lost))
+        return rows
+
+    def _give_reserved_rows_back(self, sequence: Sequence) -> None:
+        group = sequence.group
+        if group is not None and group.reserved_rows:
+            self._free_rows += group.reserved_rows
+            group.reserved_rows = []
+            self.num_unforked -= 1
 
     def _admit(self, draft: Draft, budget: int, now: float) -> None:
         """Give rows to waiting sequences while budget, rows and blocks last."""
         while budget > 0 and self._free_rows:
             sequence = self.policy.peek()
             if sequence is None or sequence.num_pending_lost:
+                return
+            if must_wait_for_prompt(self, sequence) or not fits_beside(self, sequence):
                 return
             hit = self._find_hit(sequence)
             num_known = sequence.num_known_tokens
@@ -217,10 +273,14 @@ class Scheduler:
             self._index(sequence, draft, hit.blocks)
             budget -= num_new
 
+    def _is_indexed(self, sequence: Sequence) -> bool:
+        return self.kv.enable_prefix_caching or sequence.group is not None
+
     def _find_hit(self, sequence: Sequence) -> KVBlocks:
         """The cached blocks that this sequence may begin with."""
         digests: Seq[bytes] = ()
-        if self.kv.enable_prefix_caching and sequence.request.params.reads_prefix_cache:
+        may_read = sequence.request.params.reads_prefix_cache or sequence.num_preemptions > 0
+        if self._is_indexed(sequence) and may_read:
             self._digest(sequence, sequence.num_known_tokens)
             digests = sequence.digests
         return self.kv.get_computed_blocks(digests, sequence.num_known_tokens)
@@ -234,7 +294,7 @@ class Scheduler:
     def _index(self, sequence: Sequence, draft: Draft, hit: Blocks = ()) -> None:
         """Name the full blocks of known tokens that are computed once this plan has run."""
         row, size = sequence.row, self.kv.block_size
-        if not self.kv.enable_prefix_caching:
+        if not self._is_indexed(sequence):
             return
         num_ready = min(int(self.table.computed[row]), int(self.table.known[row]))
         self._digest(sequence, num_ready)
@@ -250,7 +310,9 @@ class Scheduler:
             return None
         is_sampling = table.computed[rows] == table.total[rows]
         samples = rows[is_sampling]
-        table.total[samples] += 1
+        forked, sources = self._fork(samples, draft, now)
+        samples = np.concatenate([samples, forked])
+        table.total[samples if not self.num_beam_searches else self._without_beams(samples)] += 1
         plan = Plan(
             step_id=draft.step_id,
             rows=rows,
@@ -258,22 +320,56 @@ class Scheduler:
             computed_bound=(table.computed[rows] - num_tokens).astype(np.int32),
             sample_rows=samples,
             num_candidates=table.num_candidates[samples],
+            sources=sources,
+            forked=(*self.forked, *draft.forked),
+            host_tokens=tuple(self.host_tokens),
             started=tuple(draft.started),
             released=np.asarray(self._released, np.int32),
             block_writes=draft.block_writes(),
             moves=draft.moves(),
         )
-        self._released = []
+        self._released, self.forked, self.host_tokens = [], [], []
         self._next_step_id += 1
-        row_epochs, row_sequences = table.epoch[rows], table.sequences[rows]
+        lines = np.concatenate([rows, forked])
+        row_epochs, row_sequences = table.epoch[lines], table.sequences[lines]
         epochs, sequences = row_epochs, row_sequences
-        if len(samples) < len(rows):
-            epochs, sequences = row_epochs[is_sampling], row_sequences[is_sampling]
+        if len(samples) < len(lines):
+            epochs, sequences = table.epoch[samples], table.sequences[samples]
         self.flights.append(
             Flight(plan, row_epochs, row_sequences, epochs, sequences, draft.shared)
         )
         self.events.append(Planned(now, plan.step_id, len(rows), int(num_tokens.sum())))
         return plan
+
+    def _fork(self, samples: Int32, draft: Draft, now: float) -> tuple[Int32, Int32]:
+        """Fork the leaders among the rows that sample: the new rows, which sample too, and the rows
+        whose logits all of them use (nothing if each uses its own)."""
+        children: list[int] = []
+        parents: list[int] = []
+        for row in samples.tolist() if self.num_unforked else ():
+            leader = self.table.sequences[row]
+            if leader.group is not None and leader.group.reserved_rows and not is_beam(leader):
+                rows = fork_members(self, leader, draft, now)
+                self.num_long_stop_lists += len(rows) * _has_long_stop_list(leader.request)
+                self.num_unforked -= 1
+                children += rows
+                parents += [row] * len(rows)
+        if not children:
+            return np.empty(0, np.int32), np.empty(0, np.int32)
+        self.insert_rows(children)
+        return (
+            np.asarray(children, np.int32),
+            np.concatenate([samples, np.asarray(parents, np.int32)]),
+        )
+
+    def _without_beams(self, rows: Int32) -> Int32:
+        """Those of the rows that will get a token, and not candidates to choose from."""
+        return rows[[not is_beam(sequence) for sequence in self.table.sequences[rows]]]
+
+    def insert_rows(self, rows: list[int]) -> None:
+        """Let rows run whose sequences and arrivals are in the table."""
+        order = np.concatenate([self._running, np.asarray(rows, np.int64)])
+        self._running = order[np.argsort(self.table.arrival[order], kind="stable")]
 
     # ---- door 4: update ----------------------------------------------------------------------
 
@@ -286,7 +382,7 @@ class Scheduler:
 
     def _take_row(self, sequence: Sequence, num_computed: int, draft: Draft, now: float) -> None:
         """Give the sequence a row; the plan writes its known tokens and sampling there."""
-        table, request, params = self.table, sequence.request, sequence.request.params
+        table, request, params = self.table, sequence.request, sequence.params
         row = sequence.row = self._free_rows.pop()
         known = sequence.saved_tokens
         table.tokens[row, : len(known)] = known
@@ -294,7 +390,7 @@ class Scheduler:
         table.total[row] = table.known[row] = len(known)
         table.limit[row] = sequence.limit
         table.capacity[row] = sequence.blocks.capacity
-        table.index_at[row] = 0 if self.kv.enable_prefix_caching else NEVER
+        table.index_at[row] = 0 if self._is_indexed(sequence) else NEVER
         table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
         table.num_candidates[row] = -1 if params.logprobs is None else params.logprobs
         table.stop_ids[row] = -1
@@ -306,6 +402,11 @@ class Scheduler:
         self._running = np.insert(self._running, place, row)
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = num_computed
+        group = sequence.group
+        if group is not None and not group.is_forked:
+            for _ in range(group.num_members - 1):
+                group.reserved_rows.append(self._free_rows.pop())
+            self.num_unforked += 1
         draft.started.append(
             RowStart(
                 row=row,
@@ -314,11 +415,12 @@ class Scheduler:
                 num_prompt_tokens=sequence.num_prompt_tokens,
                 params=params,
                 seed=request.seed,
+                sample_index=sequence.index,
                 stop_token_ids=request.stop_token_ids,
                 bad_words_token_ids=request.bad_words_token_ids,
             )
         )
-        self.events.append(Admitted(now, request.request_id, row, num_computed))
+        self.events.append(Admitted(now, request.request_id, row, num_computed, sequence.index))
 
     def _leave_row(self, sequence: Sequence) -> None:
         """Free the blocks and the row; known tokens are kept, pending ones will still arrive."""
@@ -332,26 +434,39 @@ class Scheduler:
         self._running = self._running[self._running != row]
         self._free_rows.append(row)
         self._released.append(row)
+        if self.forked or self.host_tokens:
+            self.forked = [fork for fork in self.forked if fork.child != row]
+            self.host_tokens = [tokens for tokens in self.host_tokens if tokens.row != row]
 
     def finish(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End a sequence: `reason` is stop, length, abort or error."""
+        """End a sequence: `reason` is stop, length, abort or error. The request ends with the last
+        of its sequences."""
         if sequence.row >= 0:
             self._leave_row(sequence)
         else:
             self.policy.remove(sequence)
+        self._give_reserved_rows_back(sequence)
         sequence.finish_reason = reason
-        self.num_long_stop_lists -= len(sequence.request.stop_token_ids) > NUM_STOP_IDS
-        del self.sequences[sequence.request.request_id]
-        request_id = sequence.request.request_id
-        self.events.append(Finished(now, request_id, reason, sequence.num_output_tokens))
+        self.num_long_stop_lists -= _has_long_stop_list(sequence.request)
+        members = self.members(sequence)
+        if all(member.finish_reason is not None for member in members):
+            request_id = sequence.request.request_id
+            del self.sequences[request_id]
+            self.num_beam_searches -= sequence.request.params.use_beam_search
+            num_tokens = sum(member.num_output_tokens for member in members)
+            self.events.append(Finished(now, request_id, reason, num_tokens, len(members)))
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
         table, running = self.table, self.running()
         self.kv.check_invariants(sequence.blocks for sequence in running)
         rows = self._running
-        assert len(set(rows) | set(self._free_rows)) == table.num_rows, "a row was lost"
-        assert len(rows) + len(self._free_rows) == table.num_rows, "a row is both free and taken"
+        groups = {id(s.group): s.group for s in running if s.group is not None}.values()
+        held = [row for group in groups for row in group.reserved_rows]
+        assert sum(bool(group.reserved_rows) for group in groups) == self.num_unforked, "forks"
+        assert len({*rows, *held, *self._free_rows}) == table.num_rows, "a row was lost"
+        num_rows = len(rows) + len(held) + len(self._free_rows)
+        assert num_rows == table.num_rows, "a row is both free and taken"
         assert (table.computed[rows] <= table.total[rows]).all(), "computed overtook total"
         assert (table.known[rows] <= table.total[rows]).all(), "known overtook total"
         assert (table.total[rows] <= table.limit[rows]).all(), "total overtook the limit"
@@ -363,4 +478,10 @@ class Scheduler:
             tables = sequence.blocks.tables
             assert all(t.num_tokens <= sequence.num_computed_tokens for t in tables), "table length"
             assert len({t.num_tokens for t in tables}) == 1, "the groups' tables differ in length"
-        assert len(self.sequences) == len(running) + len(self.policy), "a sequence was lost"
+        alive = [m for s in self.sequences.values() for m in self.members(s)]
+        num_alive = sum(member.finish_reason is None for member in alive)
+        assert num_alive == len(running) + len(self.policy), "a sequence was lost"
+
+
+def _has_long_stop_list(request: Request) -> bool:
+    return len(request.stop_token_ids) > NUM_STOP_IDS

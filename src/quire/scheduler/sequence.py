@@ -10,12 +10,17 @@ itself and has computed nothing.
 """
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.messages import Request
+from quire.base.sampling_params import SamplingParams
 from quire.kv.manager import SequenceBlocks
+
+if TYPE_CHECKING:
+    from quire.scheduler.groups import Group
 
 NEVER = np.int64(1) << 62
 NUM_STOP_IDS = 8
@@ -49,10 +54,24 @@ class RowTable:
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.sequences = np.full(num_rows, None, object)
 
+    def copy_row(self, parent: int, child: int) -> None:
+        """A fork: the child's numbers are the parent's, except whose they are."""
+        for column in (
+            self.computed, self.total, self.known, self.limit, self.capacity, self.index_at,
+            self.min_known, self.num_candidates, self.stop_ids,
+        ):  # fmt: skip
+            column[child] = column[parent]
+        known = self.known[parent]
+        self.tokens[child, :known] = self.tokens[parent, :known]
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One line of tokens of a request. row is -1 while it waits."""
+    """One line of tokens of a request. row is -1 while it waits.
+
+    group, index: with whom it shares the prompt, None for a request for one sequence; and which of
+    them it is.
+    """
 
     request: Request
     arrival: int
@@ -69,6 +88,14 @@ class Sequence:
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
     finish_reason: str | None = None
+    group: "Group | None" = field(default=None, repr=False)
+    index: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        """How its row samples: as the request says, except in a beam search."""
+        row_params = None if self.group is None else self.group.row_params
+        return row_params or self.request.params
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -39,7 +39,7 @@ CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
 def main() -> int:
     """Load, serve, end."""
     options = _arguments()
-    begin_child(options.parent, options.log_level)
+    begin_child(options.log_level)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         source = resolve_model(config.model.model, config.model.revision, progress=False)
@@ -78,6 +78,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         vocab_size=built.spec.vocab_size,
         max_model_len=length,
         max_logprobs=config.max_logprobs,
+        max_num_seqs=config.scheduler.max_num_seqs or 0,
         settings=flat_settings(config),
         memory=built.memory.describe(),
     )
@@ -107,7 +108,6 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the socket")
     parser.add_argument("--home", type=Path, required=True, help="the private directory")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

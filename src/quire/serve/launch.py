@@ -4,13 +4,17 @@ with CoreProcess(config_from_flat(model="demo")) as core:
     client = await RemoteClient.connect(core.path, tokenizer)
 """
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +23,8 @@ import msgspec
 from quire.base.config import EngineConfig
 
 END_S = 5.0
+PREFIX, SOCKET = "quire-", "core.sock"
+ABANDONED_S = 60.0  # a directory younger than this may belong to a server that is just starting
 
 
 def start_child(
@@ -28,9 +34,9 @@ def start_child(
 
     It is in a process group of its own, so that Ctrl-C reaches only this process.
     """
-    common = ["--parent", str(os.getpid()), "--log-level", log_level]
+    command = [sys.executable, "-P", "-m", "quire.serve.child", str(os.getpid()), module]
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments, *common],
+        [*command, *arguments, "--log-level", log_level],
         stdin=subprocess.PIPE,
         pass_fds=fds,
         process_group=0,
@@ -46,8 +52,8 @@ class CoreSocket:
     whoever connects meanwhile waits."""
 
     def __init__(self) -> None:
-        self.home = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
-        self.path = self.home / "core.sock"
+        self.home = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700
+        self.path = self.home / SOCKET
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.path))
         self._listener.listen(64)
@@ -65,6 +71,20 @@ class CoreSocket:
     def close(self) -> None:
         self._listener.close()
         shutil.rmtree(self.home, ignore_errors=True)
+
+
+def remove_abandoned_sockets() -> None:
+    """Remove private directories of servers that were killed (kill -9): nobody listens there."""
+    for home in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+        path = home / SOCKET
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as client:
+            state = home.lstat()
+            age_s = time.time() - path.lstat().st_mtime
+            if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+                continue
+            client.setblocking(False)
+            if age_s > ABANDONED_S and client.connect_ex(str(path)) == errno.ECONNREFUSED:
+                shutil.rmtree(home)
 
 
 class CoreProcess:

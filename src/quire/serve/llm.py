@@ -13,6 +13,7 @@ from quire.engine.build import Engine, build_engine
 from quire.render.chat import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokenizer import Tokenizer
+from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.foreign import FOREIGN, ignore_foreign
 from quire.serve.progress import LoadBar, RequestBar
 
@@ -51,7 +52,8 @@ class LLM:
 
         prompts: a text, {"prompt": text}, {"prompt_token_ids": ids}, token ids, or a list of these;
         dictionaries may hold a "cache_salt". sampling_params: one for all, or one each; the model's
-        defaults if absent. Raises RequestError before anything runs if one cannot be served.
+        defaults if absent. With n above 1 each output holds n continuations. Raises RequestError
+        before anything runs if one cannot be served.
         """
         renderer = self._alive.renderer
         listed = _as_list(prompts)
@@ -87,6 +89,18 @@ class LLM:
         rendered = [renderer.render(c, options, chat_template) for c in conversations]
         return self._run(rendered, sampling_params, [""] * len(rendered), None, use_tqdm)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most probable continuations of each prompt, best first."""
+        listed = _as_list(prompts)
+        sampling = [each.sampling_params() for each in _each(params, len(listed), "params")]
+        outputs = self.generate(listed, sampling, use_tqdm)
+        return [BeamSearchOutput.of(output) for output in outputs]
+
     def stream(
         self,
         prompt: Prompt | Messages,
@@ -95,7 +109,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Continue one prompt, or answer one conversation, piece by piece.
 
-        Each output holds what is new. Leaving the iterator early ends the request.
+        Each output holds what is new; with n above 1, of those continuations that have news, told
+        apart by their index. Leaving the iterator early ends the request.
         """
         engine = self._alive
         params = (sampling_params or self.get_default_sampling_params()).clone()
@@ -179,7 +194,7 @@ class LLM:
             requests.append(engine.requests.make(prompt, params, None, salt, number))
             engine.client.check(requests[-1])
         done: dict[str, RequestOutput] = {}
-        bar = RequestBar(len(requests), enabled=show_progress)
+        bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
         try:
             with bar:
                 for request, prompt in zip(requests, prompts, strict=True):

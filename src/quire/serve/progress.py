@@ -55,15 +55,15 @@ class LoadBar(_Bar):
 
 
 class RequestBar(_Bar):
-    """Requests finished, and tokens per second so far."""
+    """Continuations finished, and tokens per second so far; those that best_of dropped as well."""
 
-    def __init__(self, num_requests: int, enabled: bool) -> None:
+    def __init__(self, num_outputs: int, enabled: bool) -> None:
         super().__init__(enabled)
         self._began = time.perf_counter()
         self._num_tokens = [0, 0]  # prompt, output
         if self._enabled:
             unit = "{task.completed}/{task.total} {task.fields[speed]}"
-            self._open("Processed prompts", num_requests, unit)
+            self._open("Processed prompts", num_outputs, unit)
 
     def __enter__(self) -> "RequestBar":
         return self
@@ -73,7 +73,9 @@ class RequestBar(_Bar):
             return
         self._num_tokens[0] += len(output.prompt_token_ids or ())
         self._num_tokens[1] += sum(len(o.token_ids) for o in output.outputs)
+        if output.metrics is not None:
+            self._num_tokens[1] += output.metrics.num_dropped_tokens
         elapsed = time.perf_counter() - self._began
         prompt, new = (n / elapsed for n in self._num_tokens)
         speed = f"input {prompt:,.1f} tok/s, output {new:,.1f} tok/s"
-        self._shown.update(self._task, advance=1, speed=speed)
+        self._shown.update(self._task, advance=len(output.outputs), speed=speed)

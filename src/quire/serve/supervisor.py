@@ -4,17 +4,18 @@ It holds both sockets from the beginning: the TCP socket, bound before anything 
 port in use is an error at once, and the core's Unix socket, in a private directory, so that clients
 of a core that is started anew only wait. It imports neither torch nor FastAPI, and sleeps.
 
-    SIGTERM, SIGINT      API processes drain, then the core ends; exit status 0
+    SIGTERM, -INT, -HUP  API processes drain, then the core ends; exit status 0
     a second one         everything ends now; exit status 1
     a process dies       the others end; exit status 1 (3 if it could not start)
     the core is stuck    it is killed, which is the case above
-    --restart-engine     a core that had been ready and died is started anew
+    --restart-engine     a core that died is started anew
     kill -9 of this one  the kernel kills the children (serve/child.py)
 """
 
 import contextlib
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,21 +28,32 @@ from quire.base.errors import ConfigError
 from quire.engine.heartbeat import HeartbeatReader
 from quire.models.source import resolve_model
 from quire.serve.child import NO_START
-from quire.serve.launch import CoreSocket, start_child
+from quire.serve.launch import CoreSocket, remove_abandoned_sockets, start_child
 
 logger = logging.getLogger("quire")
 
 WATCH_S = 1.0  # between two looks at the core's heartbeat
 DUMP_S = 2.0  # for a stuck core to show where it is
 END_S = 5.0  # for a process to end by itself, beyond the drain
+MAX_OPEN_FILES = 1 << 16
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 120.0  # a core that dies more often is given up
 
 
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
     """Serve until a signal or a death; returns the exit status."""
     resolve_model(engine.model.model, engine.model.revision)  # downloads, and fails, only once
+    raise_open_files_limit()
+    remove_abandoned_sockets()
     with bind(server.host, server.port) as tcp, contextlib.closing(CoreSocket()) as unix:
         return Supervisor(engine, server, log_level, tcp, unix).run()
+
+
+def raise_open_files_limit() -> None:
+    """Every connection is an open file, and 1024 is the usual limit; children inherit ours."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_FILES)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -106,8 +118,9 @@ class Supervisor:
         for sock in (self._signals_in, self._signals_out):
             sock.setblocking(False)
         signal.set_wakeup_fd(self._signals_out.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
+                signal.signal(number, lambda *_: None)
         try:
             self._start_core()
             for index in range(self._server.api_server_count):

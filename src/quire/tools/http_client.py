@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import h11
 
@@ -146,13 +146,9 @@ class HttpClient:
         verify: bool = True,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                f"{url!r} is not a server's address; give one such as http://127.0.0.1:8000."
-            )
+        parts = _parts_of(url)
         self.url = url.rstrip("/")
-        self._host, self._netloc = parts.hostname, parts.netloc.rpartition("@")[2]
+        self._host, self._netloc = parts.hostname or "", parts.netloc.rpartition("@")[2]
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._prefix = parts.path.rstrip("/")
         self._headers = dict(headers or {})
@@ -291,6 +287,28 @@ async def stream_json(
                 yield data
     finally:
         await client.close()
+
+
+async def first_model(client: HttpClient) -> str:
+    """The one that /v1/models names first. Raises ConfigError if there is none."""
+    listed = (await client.request("/v1/models")).json()
+    try:
+        return str(listed["data"][0]["id"])
+    except (LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{client.url}/v1/models lists no model; name one with --model."
+        ) from error
+
+
+def _parts_of(url: str) -> SplitResult:
+    """Raises ConfigError for what is no address."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    except ValueError:  # a port that is no number or too large, half an IPv6 address
+        pass
+    raise ConfigError(f"{url!r} is not a server's address; give one such as http://127.0.0.1:8000.")
 
 
 async def _close(connection: _Connection) -> None:

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from quire.base.errors import ConfigError
+
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with the option that all benchmarks have. description: the script's docstring."""
@@ -59,11 +61,15 @@ def write_report(
     results: dict[str, Any],
     facts: Callable[[], dict[str, Any]] = machine_facts,
 ) -> None:
-    """Write results and the machine's facts as JSON, if a path was given."""
-    if path is not None:
+    """Write results and the machine's facts as JSON, if a path was given. Raises ConfigError."""
+    if path is None:
+        return
+    text = json.dumps(results | {"machine": facts()}, indent=1)
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(results | {"machine": facts()}, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the results cannot be written to {path}: {error.strerror}.") from error
 
 
 def cpu_name() -> str:

@@ -30,6 +30,7 @@ class FakeClient:
             vocab_size=engine.spec.vocab_size,
             max_model_len=config.model.max_model_len or 0,
             max_logprobs=config.max_logprobs,
+            max_num_seqs=config.scheduler.max_num_seqs or 0,
             settings={"model": config.model.model},
             memory=engine.memory.describe(),
         )

@@ -143,9 +143,11 @@ def test_a_prompt_of_absurd_length_is_refused_unread(api: TestClient) -> None:
 def test_sizes_of_prompts() -> None:
     assert size_of("abc") == 3
     assert size_of([1, 2, 3]) == 3
-    assert size_of({"prompt": "abc"}) == 3
+    assert size_of({"prompt": "abc"}) == 6 + 1 + 3
+    assert size_of([1, "abc"]) == 2 + 3
+    assert size_of([10**3000]) > 3000
     content = [{"type": "text", "text": "x" * 100}]
-    assert size_of([{"role": "user", "content": content}]) == 1 + 4 + 1 + 4 + 100
+    assert size_of([{"role": "user", "content": content}]) == 1 + 13 + 4 + 1 + 10 + 4 + 100
 
 
 def test_templates_of_requests(make_context: MakeContext) -> None:

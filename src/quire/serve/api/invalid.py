@@ -83,14 +83,16 @@ def invalid_request(error: RequestValidationError, request: fastapi.Request) -> 
     if whole is not None:
         return whole
     known = _field_names(request)
-    problems: dict[str, list[_Problem]] = {}
+    by_field: dict[str, list[Mapping[str, Any]]] = {}
     for item in errors:
-        problem = _problem(item, known)
-        problems.setdefault(problem.path, []).append(problem)
-    lines = [_line(same) for same in problems.values()]
-    more = len(lines) - MAX_ERRORS
-    message = " ".join(lines[:MAX_ERRORS]) + (f" And {more} more." if more > 0 else "")
-    return bad_request(message, _cut(next(iter(problems))) or None)
+        by_field.setdefault(_path(_split(item["loc"])[0]), []).append(item)
+    problems = list(by_field)
+    lines = [
+        _line([_problem(item, known) for item in by_field[path]]) for path in problems[:MAX_ERRORS]
+    ]
+    more = len(problems) - MAX_ERRORS
+    message = " ".join(lines) + (f" And {more} more." if more > 0 else "")
+    return bad_request(message, _cut(problems[0]) or None)
 
 
 def shown(value: object) -> str:

@@ -4,6 +4,7 @@
 an answer.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,6 +15,7 @@ from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, ApiHttpError, error_response
 
 RETRY_AFTER_S = 5
+BODY_S = 60.0  # for the next piece of a body
 
 
 class BodyLimit:
@@ -44,16 +46,21 @@ class BodyLimit:
 
 class _Body:
     """One request's body on its way in. With more than `most` bytes it is refused, and what is
-    still to come is left to the server, which drops it."""
+    still to come is left to the server, which drops it. So is one that stops coming in."""
 
     def __init__(self, receive: Receive, most: int, refusal: ApiError) -> None:
         self._receive = receive
         self._most = most
         self._refusal = refusal
         self._num_bytes = 0
+        self._is_whole = False
 
     async def receive(self) -> Message:
-        message = await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), None if self._is_whole else BODY_S)
+        except TimeoutError:
+            raise ApiHttpError(too_slow()) from None
+        self._is_whole = not message.get("more_body", False)
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._most:
             raise ApiHttpError(self._refusal)
@@ -65,6 +72,11 @@ def too_large(most: int) -> ApiError:
         f"the body is larger than {most} bytes; send less, or start with a larger max_body_bytes."
     )
     return ApiError(413, text, code="body_too_large")
+
+
+def too_slow() -> ApiError:
+    text = f"nothing more of the body came for {BODY_S:g} s; send it again, in one go."
+    return ApiError(408, text, code="body_timeout", headers={"Connection": "close"})
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:

@@ -27,6 +27,7 @@ from quire.engine.text import build_text_side
 from quire.models.source import ModelSource, resolve_model
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
+from quire.serve.api.http import TimedProtocol
 from quire.serve.child import NO_START, begin_child
 
 logger = logging.getLogger("quire")
@@ -53,7 +54,7 @@ class ApiServer(uvicorn.Server):
 def main() -> int:
     """Serve until told to end."""
     options = _arguments()
-    begin_child(options.parent, options.log_level)
+    begin_child(options.log_level)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
     try:
         source = resolve_model(config.model.model, config.model.revision, progress=False)
@@ -121,7 +122,7 @@ def _uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
     server = context.config
     return uvicorn.Config(
         create_app(context),
-        http="h11",
+        http=TimedProtocol,
         ws="none",
         lifespan="off",
         access_log=log_level == "debug",
@@ -140,7 +141,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
     parser.add_argument("--core", type=Path, required=True, help="the core's Unix socket")
     parser.add_argument("--index", type=int, required=True, help="which of the API processes")
-    parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

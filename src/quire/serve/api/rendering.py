@@ -14,6 +14,7 @@ from quire.serve.api.invalid import shown
 MAX_CHARS_ON_LOOP = 8192
 # A prompt that no tokenizer could bring under the model's length is refused unread.
 MAX_CHARS_PER_TOKEN = 256
+INT64 = 2**63
 
 
 async def render_prompt(
@@ -27,12 +28,16 @@ async def render_prompt(
 
     The length in tokens is judged by `client.check`. template: see `checked_template`.
     """
-    num_chars = size_of(prompt)
+    num_chars, with_what = size_of(prompt), ""
+    if options is not None:  # all of it passes through the template
+        with_what = ", with tools, documents and chat_template_kwargs,"
+        num_chars += size_of([options.tools, options.documents, options.template_kwargs])
     most = MAX_CHARS_PER_TOKEN * context.client.ready.max_model_len
     if num_chars > most:
         raise bad_request(
-            f"the prompt has more than {most} characters, too many for max_model_len ="
+            f"the prompt{with_what} has more than {most} characters, too many for max_model_len ="
             f" {context.client.ready.max_model_len} tokens; shorten it.",
+            "prompt" if options is None else "messages",
             code="context_length_exceeded",
         )
     arguments = (prompt, options, checked_template(context, template), add_special_tokens)
@@ -42,18 +47,22 @@ async def render_prompt(
 
 
 def size_of(prompt: object) -> int:
-    """About how many characters a prompt has; numbers count as one. Any nesting."""
+    """About how many characters a prompt has, the names in it included, at any nesting. Numbers of
+    usual size in lists count as one."""
     total, rest = 0, [prompt]
     while rest:
         value = rest.pop()
         if isinstance(value, str):
             total += len(value)
         elif isinstance(value, Mapping):
+            total += sum(map(len, value)) + len(value)
             rest.extend(value.values())
         elif isinstance(value, Sequence):
             total += len(value)
-            if value and not isinstance(value[0], int):
+            if set(map(type, value)) != {int} or max(map(abs, value)) > INT64:
                 rest.extend(value)
+        elif isinstance(value, int):
+            total += value.bit_length() // 3  # as a template writes it
     return total
 
 

@@ -37,7 +37,7 @@ from quire.tools.bench.metrics import (
     measure,
 )
 from quire.tools.bench.tokens import LocalTokens, ServerTokens
-from quire.tools.http_client import HttpClient, HttpError
+from quire.tools.http_client import HttpClient, HttpError, first_model
 from quire.tools.report import plain_facts, write_report
 
 READY_POLL_S = 0.25
@@ -169,16 +169,6 @@ async def wait_until_ready(client: HttpClient, timeout_s: float) -> None:
             if error.status not in (0, 503) or time.monotonic() > deadline:
                 raise
         await asyncio.sleep(READY_POLL_S)
-
-
-async def first_model(client: HttpClient) -> str:
-    """The one that /v1/models names first."""
-    listed = (await client.request("/v1/models")).json()
-    models = listed.get("data") if isinstance(listed, dict) else None
-    if not models:
-        raise ConfigError(f"{client.url}/v1/models lists no model; name one with --model.")
-    name: str = models[0]["id"]
-    return name
 
 
 async def _warm_up(asker: Asker, request: BenchRequest, num: int) -> None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.base.model_spec import parse_spec
-from quire.models.source import resolve_model
+from quire.models.source import TEXT_FILES, resolve_model
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer, read_json
 from quire.tools.http_client import HttpClient, HttpError
@@ -18,15 +17,14 @@ class LocalTokens:
     """Of a model directory, hub id or shape. A shape has no tokenizer, but a vocabulary."""
 
     def __init__(self, model: str, tokenizer: str | None = None, revision: str | None = None):
-        directory = resolve_model(model, revision).directory
-        config = read_json(directory / "config.json")
-        text_side = directory if tokenizer is None else resolve_model(tokenizer).directory
+        directory = resolve_model(model, revision, files=TEXT_FILES).directory
+        text_side = directory
+        if tokenizer is not None:
+            text_side = resolve_model(tokenizer, files=TEXT_FILES).directory
         self._name = tokenizer or model
         self._tokenizer = Tokenizer.from_directory(text_side) if has_tokenizer(text_side) else None
-        if config:
-            self.vocab_size = parse_spec(config).vocab_size
-        else:
-            self.vocab_size = self._known.vocab_size
+        size = read_json(directory / "config.json").get("vocab_size")
+        self.vocab_size = size if isinstance(size, int) else self._known.vocab_size
 
     def encode(self, text: str) -> list[int]:
         return self._known.encode(text)

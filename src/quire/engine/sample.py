@@ -1,0 +1,115 @@
+"""One continuation of a prompt: the tokens of one sequence, to the text and the logprobs to show.
+
+The token that ended a sequence is among its token ids, but not in its text.
+"""
+
+from quire.base.messages import SequenceOutput
+from quire.base.outputs import CompletionOutput, Logprob
+from quire.base.plan import Candidates
+from quire.base.sampling_params import SamplingParams
+from quire.engine.logprobs import logprobs_of
+from quire.render.detokenizer import IncrementalDetokenizer
+from quire.render.tokenizer import Tokenizer
+
+
+class Sample:
+    """Its output so far, and how much of it the user has seen.
+
+    num_sent: tokens that the user has. finish_reason: None while it goes on. was_stopped: a stop
+    string ended it, which the core does not know.
+    """
+
+    __slots__ = (
+        "_detokenizer", "_hides_logprobs", "_is_end_sent", "_logprobs", "_params", "_stop_reason",
+        "_text", "cumulative_logprob", "finish_reason", "index", "num_preemptions", "num_sent",
+        "token_ids", "was_stopped",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        hides_logprobs: bool = False,
+    ) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.num_sent = 0
+        self.num_preemptions = 0
+        self.finish_reason: str | None = None
+        self.was_stopped = False
+        self.cumulative_logprob: float | None = None
+        self._params = params
+        self._stop_reason: int | str | None = None
+        self._is_end_sent = False
+        self._text: list[str] = []  # in pieces; those that were sent are joined or dropped
+        self._hides_logprobs = hides_logprobs
+        self._logprobs: list[dict[int, Logprob]] | None = None
+        if params.logprobs is not None:
+            self.cumulative_logprob = 0.0
+            self._logprobs = None if hides_logprobs else []
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that the user has not seen."""
+        if self.finish_reason is not None and not self._is_end_sent:
+            return True
+        return len(self.token_ids) > self.num_sent
+
+    def take(self, output: SequenceOutput) -> None:
+        """Take in one step's tokens, one by one: a stop string may end the text at any of them."""
+        detokenizer, reason, candidates = self._detokenizer, output.finish_reason, output.candidates
+        hidden = -1
+        if reason == "stop" and not self._params.include_stop_str_in_output:
+            hidden = len(output.token_ids) - 1
+        for place, token_id in enumerate(output.token_ids):
+            if candidates is not None:
+                self._take_candidates(candidates[place])
+            self.token_ids.append(token_id)
+            if detokenizer is None:
+                continue
+            text = detokenizer.push(token_id, place == hidden)
+            if text:
+                self._text.append(text)
+            if detokenizer.stop_string is not None:
+                self.was_stopped = reason is None
+                self.finish("stop", detokenizer.stop_string)
+                return
+        if reason is not None:
+            self.finish(reason, output.stop_reason)
+
+    def finish(self, reason: str, stop_reason: int | str | None) -> None:
+        """It ends with what it has. stop_reason: the message, if the reason is `error`."""
+        if self._detokenizer is not None and self.finish_reason is None:
+            self._text.append(self._detokenizer.flush())
+        self.finish_reason, self._stop_reason = reason, stop_reason
+
+    def completion(self, delta: bool) -> CompletionOutput:
+        """What the user gets now: everything so far, or what is new."""
+        start = self.num_sent if delta else 0
+        self.num_sent = len(self.token_ids)
+        self._is_end_sent = self.finish_reason is not None
+        text = "".join(self._text)
+        self._text = [] if delta else [text]
+        return CompletionOutput(
+            self.index,
+            text,
+            self.token_ids[start:],
+            self.cumulative_logprob,
+            None if self._logprobs is None else self._logprobs[start:],
+            self.finish_reason,
+            self._stop_reason,
+        )
+
+    def _take_candidates(self, candidates: Candidates) -> None:
+        if self.cumulative_logprob is None:
+            return  # nobody asked
+        if self._logprobs is not None:
+            stream = None if self._detokenizer is None else self._detokenizer.stream
+            wanted = self._params.logprobs or 0
+            self._logprobs.append(logprobs_of(candidates, wanted, stream))
+        self.cumulative_logprob += float(candidates.logprobs[0])

@@ -1,0 +1,196 @@
+"""What a hostile client sends to the real processes: others must not notice."""
+
+import http.client
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.processes import WAIT_S, Server, Stream, children_of, is_running, kill, wait_until
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BIG = "word " * 400_000
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--max-num-seqs", "16")
+    yield server
+    assert server.stop() == 0
+
+
+def post(server: Server, path: str, body: bytes) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    try:
+        connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def completion(**fields: object) -> bytes:
+    body = json.dumps({"prompt": "Once upon a time", "temperature": 0, **fields}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def send(server: Server, data: bytes) -> socket.socket:
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
+    sock.sendall(data)
+    return sock
+
+
+def greedy(server: Server) -> str:
+    body = json.dumps({"prompt": "Once upon a time", "temperature": 0, "max_tokens": 20})
+    status, answer = post(server, "/v1/completions", body.encode())
+    assert status == 200
+    return str(json.loads(answer)["choices"][0]["text"])
+
+
+def is_idle(server: Server) -> bool:
+    return not any(server.metric(f"quire:{name}") for name in GAUGES)
+
+
+def num_open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f", "description": BIG}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": [1, BIG]}}]},
+        {"documents": [{"text": BIG}]},
+        {"chat_template_kwargs": {"x": [[]] * 600_000}},
+        {"messages": [{**MESSAGES[0], **{str(i): {} for i in range(200_000)}}]},
+    ],
+    ids=["tools", "mixed", "documents", "kwargs", "names"],
+)
+def test_all_that_a_template_gets_counts_as_the_prompt(
+    server: Server, fields: dict[str, object]
+) -> None:
+    """It was rendered and tokenised on the event loop: seconds in which nobody was answered."""
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 1, **fields}).encode()
+    status, answer = post(server, "/v1/chat/completions", body)
+    error = json.loads(answer)["error"]
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == "messages" and "shorten" in error["message"]
+
+
+def test_a_great_many_wrong_fields_are_counted_not_described(server: Server) -> None:
+    """Each cost a search for similar names."""
+    body = b"{" + b",".join(b'"k%d":1' % i for i in range(20_000)) + b"}"
+    status, answer = post(server, "/v1/completions", body)
+    assert status == 400
+    assert "'k0'" in json.loads(answer)["error"]["message"]
+    assert "19992 more" in json.loads(answer)["error"]["message"]
+
+
+def test_clients_that_leave_at_any_stage_leave_nothing_behind(server: Server) -> None:
+    text, files = greedy(server), {pid: num_open_files(pid) for pid in server.children}
+    prompts = ["a b c " * 100, "d", "e"]
+    whole = [
+        completion(max_tokens=400, ignore_eos=True, stream=stream, prompt=prompt)
+        for stream in (False, True)
+        for prompt in ("Once", prompts)
+    ]
+
+    def storm() -> None:
+        for i in range(24):
+            data, stage = whole[i % 4], i // 4 % 3
+            sock = send(server, data[: len(data) // 2] if stage == 0 else data)
+            if stage == 2 and i % 4 > 1:
+                sock.recv(300)
+            if i % 2:  # a reset in place of an orderly end
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+    threads = [threading.Thread(target=storm) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait_until(lambda: is_idle(server), "rows and blocks are free", 20)
+    for pid, number in files.items():
+        wait_until(lambda p=pid, n=number: num_open_files(p) <= n + 2, "files are closed", 20)  # type: ignore[misc]
+    assert greedy(server) == text
+
+
+def test_streams_that_nobody_reads_hold_up_nobody(server: Server) -> None:
+    text = greedy(server)
+    data = completion(max_tokens=200, ignore_eos=True, stream=True, logprobs=20)
+    unread = [send(server, data) for _ in range(4)]
+    assert greedy(server) == text
+    wait_until(lambda: is_idle(server), "they are computed all the same")
+    for sock in unread:
+        sock.close()
+
+
+def test_open_files_are_raised_to_what_is_allowed(server: Server) -> None:
+    [pid] = server.api
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    [line] = [line for line in limits.splitlines() if line.startswith("Max open files")]
+    soft, hard = line.split()[3:5]
+    assert hard == "unlimited" or int(soft) >= min(int(hard), 1 << 16)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_a_server_that_still_loads(number: int, tmp_path: Path) -> None:
+    """Its children's imports take seconds; they die all the same. What a kill -9 leaves in the
+    temporary directory goes when the next server starts."""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: len(children_of(process.pid)) == 2, "both children are there")
+        children = children_of(process.pid)
+        kill(process.pid, number)
+        assert process.wait(20) == (-number if number == signal.SIGKILL else 0)
+        wait_until(lambda: not any(map(is_running, children)), "all have ended", 2)
+    finally:
+        process.kill()
+        process.wait()
+    assert len(list(tmp_path.glob("quire-*"))) == (number == signal.SIGKILL)
+
+
+def test_directories_of_dead_servers_are_removed_and_of_living_ones_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.serve.launch import CoreSocket, remove_abandoned_sockets
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead, young, living = CoreSocket(), CoreSocket(), CoreSocket()
+    for unix in (dead, young):
+        unix._listener.close()
+    for unix in (dead, living):
+        os.utime(unix.path, (0, 0))
+    (tmp_path / "quire-notes").mkdir()
+    remove_abandoned_sockets()
+    assert not dead.home.exists()
+    assert young.home.exists() and living.home.exists() and (tmp_path / "quire-notes").exists()
+    living.close()
+
+
+def test_requests_go_on_after_a_core_that_died_under_them() -> None:
+    server = Server("--restart-engine", "--max-num-seqs", "16")
+    try:
+        text, stream = greedy(server), Stream(server)
+        stream.event()
+        kill(server.core)
+        assert "error" in stream.rest()[-1]
+        refused, answer = post(server, "/v1/completions", b'{"prompt": "Hi"}')
+        assert refused == 503 and json.loads(answer)["error"]["code"] == "engine_dead"
+        wait_until(lambda: server.get("/health") == 200, "it is there again")
+        assert greedy(server) == text and is_idle(server)
+    finally:
+        server.stop(signal.SIGKILL)

@@ -1,0 +1,77 @@
+"""Beam search as its users call it: `LLM.beam_search`, and `generate` with use_beam_search."""
+
+import pytest
+import torch
+
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.base.errors import RequestError
+from tests.serve.checkpoints import checkpoint, reference_model, text_checkpoint
+
+PROMPTS = [[7, 3, 9, 1, 12, 44], [5, 80, 23], [61, 2, 2, 90, 33, 8, 15]]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(checkpoint("llama")), dtype="float64", max_num_seqs=16, disable_log_stats=True)
+
+
+@torch.inference_mode()
+def reference(prompt: list[int], width: int, num_tokens: int) -> list[list[int]]:
+    ids = torch.tensor([prompt])
+    out = reference_model(checkpoint("llama")).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        do_sample=False,
+    )
+    return out.tolist()
+
+
+def test_beam_search_is_that_of_transformers(llm: LLM) -> None:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=15))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert [beam.tokens for beam in output.sequences] == reference(prompt, 4, 15)
+        logprobs = [beam.cum_logprob for beam in output.sequences]
+        assert logprobs == sorted(logprobs, reverse=True)  # all of one length
+
+
+def test_all_decoding_methods_in_one_batch_are_what_they_are_alone(llm: LLM) -> None:
+    """Greedy, sampled, n and beams together (P 4.4, mixed decoding methods)."""
+    methods = [
+        SamplingParams(temperature=0, max_tokens=12),
+        SamplingParams(temperature=0.9, seed=4, max_tokens=12),
+        SamplingParams(n=3, temperature=1.1, seed=5, max_tokens=12),
+        SamplingParams(n=2, best_of=4, temperature=1.1, seed=6, max_tokens=12),
+        SamplingParams(n=3, use_beam_search=True, max_tokens=12),
+        SamplingParams(n=1, beam_width=3, use_beam_search=True, max_tokens=12),
+    ]
+    prompts = [{"prompt_token_ids": PROMPTS[i % 3]} for i in range(len(methods))]
+    together = llm.generate(prompts, methods, use_tqdm=False)
+    for prompt, params, output in zip(prompts, methods, together, strict=True):
+        llm.reset_prefix_cache()
+        [alone] = llm.generate(prompt, params, use_tqdm=False)
+        assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in output.outputs]
+        assert [c.index for c in output.outputs] == list(range(params.n))
+    assert together[5].outputs[0].token_ids == reference(PROMPTS[2], 3, 12)[0][len(PROMPTS[2]) :]
+
+
+def test_beams_have_text_and_reasons() -> None:
+    with LLM(str(text_checkpoint()), dtype="float64", disable_log_stats=True) as llm:
+        [output] = llm.generate(
+            ["The fox"], SamplingParams(n=3, use_beam_search=True, max_tokens=8), use_tqdm=False
+        )
+        tokenizer = llm.get_tokenizer()
+        for beam in output.outputs:
+            assert beam.finish_reason == "length"
+            assert beam.text == tokenizer.decode(beam.token_ids, skip_special_tokens=True)
+
+
+def test_beams_cannot_be_streamed(llm: LLM) -> None:
+    params = SamplingParams(n=2, use_beam_search=True)
+    with pytest.raises(RequestError, match="use_beam_search"):
+        next(llm.stream({"prompt_token_ids": [1, 2]}, params))
