@@ -6,6 +6,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Request
+from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import checkpoint, pool_bytes
@@ -18,9 +19,10 @@ LENGTH = 14
 class Groups(Bench):
     """Keeps what each sequence of a request got."""
 
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(checkpoint("llama"), **settings)
-        self.runner.raises = lambda plan: False
+    def __init__(self, architecture: str = "llama", **settings: Any) -> None:
+        super().__init__(checkpoint(architecture), **settings)
+        self.runner.raises = self._note_moves
+        self.num_moves = {"swap_out": 0, "load": 0, "copy": 0}
         self.samples: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], str] = {}
 
@@ -40,6 +42,11 @@ class Groups(Bench):
                 self.endings[key] = output.finish_reason
         self.core.scheduler.check_invariants()
         return outputs
+
+    def _note_moves(self, plan: Plan) -> bool:
+        for move in plan.moves:
+            self.num_moves[move.kind] += 1
+        return False
 
     @property
     def num_preemptions(self) -> int:
@@ -92,10 +99,11 @@ def test_sequences_are_what_they_are_alone(
         assert groups.samples["c", index] == alone(OTHERS["c"], index)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_group_is_preempted_and_comes_back_as_one(
-    caching: bool, depth: int, expected: list[list[int]]
+    mode: str, caching: bool, depth: int, expected: list[list[int]]
 ) -> None:
     """The pool holds one group at its longest, not two requests."""
     groups = Groups(
@@ -103,6 +111,7 @@ def test_a_group_is_preempted_and_comes_back_as_one(
         max_num_batched_tokens=16,
         pipeline_depth=depth,
         enable_prefix_caching=caching,
+        preemption_mode=mode,
         kv_cache_memory_bytes=pool_bytes(checkpoint("llama"), 21, 4),
         watermark=0.0,
     )
@@ -114,6 +123,7 @@ def test_a_group_is_preempted_and_comes_back_as_one(
         running = [s for s in groups.core.scheduler.running() if s.request.request_id == "r"]
         preempted |= any(s.num_preemptions for s in running)
     assert preempted, "the test is to preempt the group"
+    assert (groups.num_moves["load"] > 0) == (mode == "swap")
     for index in range(4):
         assert groups.samples["r", index] == expected[index]
     assert len(groups.samples["a", 0]) == 40

@@ -63,6 +63,9 @@ class FakeDevice:
     def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: tuple[int, ...], size: int):
         self.groups, self.size = groups, size
         self.slots = [np.full(n * size, -1, np.int64) for n in num_blocks]
+        self.host_slots = [slots.copy() for slots in self.slots]
+        self.swapped_step_id = -1
+        self.num_swapped = 0
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.tables: list[dict[tuple[int, int], int]] = [{} for _ in groups]
@@ -81,11 +84,12 @@ class FakeDevice:
             self._write(*span, span[0] in plan.sample_rows)
         garbled = {row for row, start, end in spans if self._is_garbled(row, start, end)}
         self._raise_if_cursed(spans)
-        sampled, errors = self._sample(
-            plan.sample_rows.tolist(), garbled, {row: end for row, _, end in spans}
-        )
+        sources = dict(zip(plan.sample_rows.tolist(), plan.sample_sources.tolist(), strict=True))
+        sampled, errors = self._sample(sources, garbled, {row: end for row, _, end in spans})
         for row, _, end in spans:
             self.computed[row] = end
+        for fork in plan.new_forks:
+            self.computed[fork.child] = self.computed[fork.parent]
         token_ids = np.asarray(sampled, np.int32).reshape(-1, 1)
         accepted = np.ones(len(sampled), np.int32)
         return StepResult(plan.step_id, token_ids, accepted, row_errors=errors)
@@ -95,14 +99,32 @@ class FakeDevice:
             self.tokens[start.row] = start.token_ids.tolist()
             self.computed[start.row] = start.num_computed_tokens
             self.seeds[start.row] = start.seed
+        for fork in plan.forked:
+            self._fork(fork.parent, fork.child)
         writes = plan.block_writes
         columns = (writes.group, writes.row, writes.index, writes.block_id)
         for group, row, index, block_id in zip(*(c.tolist() for c in columns), strict=True):
             self.tables[group][row, index] = block_id
         for move in plan.moves:
-            for source, destination in zip(move.source, move.destination, strict=True):
-                slots = self.slots[move.group].reshape(-1, self.size)
-                slots[destination] = slots[source]
+            device = self.slots[move.group].reshape(-1, self.size)
+            host = self.host_slots[move.group].reshape(-1, self.size)
+            if move.kind == "swap_out" and plan.step_id != self.swapped_step_id:
+                host[move.destination] = device[move.source]
+                self.num_swapped += 1
+            elif move.kind == "load":
+                device[move.destination] = host[move.source]
+            elif move.kind == "copy":
+                device[move.destination] = device[move.source]
+        self.swapped_step_id = plan.step_id
+
+    def _fork(self, parent: int, child: int) -> None:
+        self.tokens[child] = self.tokens[parent].copy()
+        self.computed[child] = self.computed[parent]
+        self.seeds[child] = self.seeds[parent]
+        for table in self.tables:
+            for (row, index), block_id in list(table.items()):
+                if row == parent:
+                    table[child, index] = block_id
 
     def _slot(self, group: int, row: int, position: int) -> int:
         block_id = self.tables[group][row, position // self.size]
@@ -148,14 +170,16 @@ class FakeDevice:
                 raise CursedStep(f"row {row}")
 
     def _sample(
-        self, rows: list[int], garbled: set[int], ends: dict[int, int]
+        self, sources: dict[int, int], garbled: set[int], ends: dict[int, int]
     ) -> tuple[list[int], dict[int, str]]:
         sampled = []
-        for row in rows:
-            token = 0 if row in garbled else next_token(self.tokens[row][: ends[row]])
+        for row, source in sources.items():
+            known = self.tokens[row][: ends[source]]
+            token = 0 if source in garbled else next_token(known)
             sampled.append(token)
-            self.tokens[row] = [*self.tokens[row][: ends[row]], token]
-        return sampled, {row: "garbage" for row in rows if row in garbled}
+            self.tokens[row] = [*known, token]
+        bad = {row: "garbage" for row, source in sources.items() if source in garbled}
+        return sampled, bad
 
 
 class FakeExecutor:
@@ -168,6 +192,9 @@ class FakeExecutor:
 
     def start(self) -> None:
         pass
+
+    def copy_bytes_per_s(self) -> float:
+        return 1e9
 
     def submit(self, plan: Plan) -> None:
         self.has_failed &= len(self._queue) > 0

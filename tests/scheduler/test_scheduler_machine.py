@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
+from quire.base.errors import RequestError
 from quire.base.events import Finished, Stepped
 from quire.base.messages import Abort, Request
 from quire.base.model_spec import CacheGroup
@@ -46,12 +47,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare=st.integers(0, 12),
         caching=st.booleans(),
         lazy=st.booleans(),
+        mode=st.sampled_from(["recompute", "swap"]),
     )
-    def start(self, depth, budget, rows, spare, caching, lazy) -> None:
+    def start(self, depth, budget, rows, spare, caching, lazy, mode) -> None:
         num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
         self.kv = KVManager(self.groups, num_blocks, BLOCK, caching)
         config = SchedulerConfig(
-            max_num_seqs=rows, max_num_batched_tokens=budget, pipeline_depth=depth
+            max_num_seqs=rows,
+            max_num_batched_tokens=budget,
+            pipeline_depth=depth,
+            preemption_mode=mode,
         )
         self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1)
         self.device = FakeDevice(self.groups, num_blocks, BLOCK)
@@ -62,7 +67,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             RequestLimits(50, MAX_LEN, 0, 1 << 20),
         )
         self.requests: dict[str, Request] = {}
-        self.output: dict[str, list[int]] = {}
+        self.output: dict[tuple[str, int], list[int]] = {}
+        self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
 
     @rule(
@@ -72,13 +78,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         stops=st.lists(st.integers(0, 49), max_size=10),
         min_tokens=st.integers(0, 1),
         salt=st.sampled_from(["", "", "other"]),
+        n=st.sampled_from([1, 1, 2, 3]),
         curse=st.one_of(
             st.none(),
             st.none(),
             st.builds(Curse, position=st.integers(0, 35), raises=st.booleans()),
         ),
     )
-    def add(self, seed, length, max_tokens, stops, min_tokens, salt, curse) -> None:
+    def add(self, seed, length, max_tokens, stops, min_tokens, salt, n, curse) -> None:
         """Prompts with equal seeds share a prefix; those of odd seeds repeat one block."""
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
         if seed % 2:
@@ -94,11 +101,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_tokens=min_tokens,
             salt=salt,
             seed=number,
+            n=n,
         )
         if curse is not None:
             self.device.curses[number] = curse
-        self.core.add(request)
-        self.requests[name], self.output[name] = request, []
+        try:
+            self.core.add(request)
+        except RequestError:
+            assert n > 1, "only a group can be too large"
+            return
+        self.requests[name] = request
+        for index in range(n):
+            self.output[name, index] = []
 
     @rule()
     def plan(self) -> None:
@@ -129,6 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             name = alive[pick % len(alive)]
             self.core.control(Abort(name))
             self.reason[name] = "abort"
+            self.ended |= {(name, index) for index in range(self.requests[name].params.n)}
 
     @invariant()
     def closes(self) -> None:
@@ -157,16 +172,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.deliver()
         assert not self.scheduler.has_work, "a request starves"
         assert all(pool.num_used == 0 for pool in self.kv.pools), "blocks leak"
-        for name, request in self.requests.items():
+        assert all(pool.num_used == 0 for pool in self.kv.host_pools), "host blocks leak"
+        for (name, index), output in self.output.items():
+            request = self.requests[name]
             expected = expected_tokens(request, MAX_LEN)
             if self.reason[name] == "error":
                 curse = self.device.curses[request.seed]
-                length = len(request.prompt_token_ids) + len(self.output[name])
+                longest = max(len(self.output[name, i]) for i in range(request.params.n))
+                length = len(request.prompt_token_ids) + longest
                 assert length > curse.position, "an error before the token that is cursed"
             if self.reason[name] in ("abort", "error"):
-                assert self.output[name] == expected[: len(self.output[name])]
+                assert output == expected[: len(output)]
             else:
-                assert self.output[name] == expected, name
+                assert output == expected, (name, index)
                 hit_stop = expected[-1] in request.stop_token_ids
                 assert self.reason[name] == ("stop" if hit_stop else "length")
 
@@ -174,12 +192,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         outputs = self.core.take()
         self._check_events(len(outputs.sequences))
         for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
-            name = sequence.request.request_id
-            assert name not in self.reason, "a token after the end"
+            name = sequence.request.request_id, sequence.index
+            assert name not in self.ended, "a token after the end"
             self.output[name].append(token)
         for sequence in [*outputs.sequences, *outputs.others]:
             if ending := outputs.endings.get(sequence.arrival):
-                self.reason[sequence.request.request_id] = ending.reason
+                name = sequence.request.request_id
+                self.ended.add((name, sequence.index))
+                if self.reason.get(name) != "error":
+                    self.reason[name] = ending.reason
 
     def _check_events(self, num_tokens: int) -> None:
         """The step comes before what it ended, with the rows that got a token."""

@@ -93,6 +93,12 @@ class SchedulerConfig:
     scheduling_policy: str = setting(
         "fifo", "order of requests; fcfs is vLLM's name of fifo", choices=("fifo", "fcfs")
     )
+    preemption_mode: str = setting(
+        "auto",
+        "what happens to the KV cache of a sequence that must give way: it is computed again, or"
+        " swapped to host memory; auto takes what costs less",
+        choices=("auto", "recompute", "swap"),
+    )
     pipeline_depth: int = setting(1, "plans in flight; 1 waits for each result")
 
 

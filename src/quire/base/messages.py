@@ -55,7 +55,14 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Control: forget all cached prefixes. Running requests keep their blocks."""
 
 
-Control = Abort | ResetPrefixCache
+class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
+    """Control: what the device was measured to do. 0.0 is not known."""
+
+    prefill_tokens_per_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+
+
+Control = Abort | ResetPrefixCache | MeasuredRates
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):

@@ -91,6 +91,10 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
         built.memory.num_blocks,
         config.cache.block_size,
         config.cache.enable_prefix_caching,
+        block_bytes=[
+            group.block_bytes(config.cache.block_size, built.dtype.itemsize)
+            for group in built.spec.cache_groups
+        ],
     )
     return Scheduler(
         kv,

@@ -16,7 +16,7 @@ import numpy as np
 from quire.base.clock import Clock
 from quire.base.errors import EngineError
 from quire.base.events import Event
-from quire.base.messages import BeamOutput, Control, Request, SequenceOutput
+from quire.base.messages import BeamOutput, Control, MeasuredRates, Request, SequenceOutput
 from quire.base.plan import Int32, Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out
@@ -27,6 +27,9 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 
 logger = logging.getLogger("quire")
+
+PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
+RATE_CHANGE = 0.2
 
 Subscriber = Callable[[Event], None]
 
@@ -45,6 +48,8 @@ class EngineCore:
         self._submitted: deque[Plan] = deque()  # the plans in flight, as the executor got them
         self._unreleased: Int32 = np.empty(0, np.int32)  # rows that the next plan must release
         self._death: str | None = None
+        self._rates = MeasuredRates(copy_bytes_per_s=executor.copy_bytes_per_s())
+        self.control(self._rates)
         executor.start()
 
     @property
@@ -96,9 +101,21 @@ class EngineCore:
         self._submitted.popleft()
         if result.error is not None:
             return self._recover(submitted, result.error)
+        self._measure(submitted, result)
         if submitted is not flight.plan:
             result = combine(flight.plan, [(submitted, result)])
         return self._update(result)
+
+    def _measure(self, plan: Plan, result: StepResult) -> None:
+        """Follow how fast prompts are computed; tell the scheduler when that has changed."""
+        num_tokens = plan.num_scheduled_tokens
+        if num_tokens < PREFILL_TOKENS or result.duration_s <= 0:
+            return
+        rate, known = num_tokens / result.duration_s, self._rates.prefill_tokens_per_s
+        if abs(rate - known) > RATE_CHANGE * known:
+            new = rate if known == 0 else (known + rate) / 2
+            self._rates = MeasuredRates(new, self._rates.copy_bytes_per_s)
+            self.control(self._rates)
 
     def close(self) -> None:
         self.executor.close()

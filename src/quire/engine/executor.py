@@ -26,6 +26,10 @@ class Executor(Protocol):
 
     def memory(self) -> MemoryPlan: ...
 
+    def copy_bytes_per_s(self) -> float:
+        """How fast blocks are copied to host memory; 0.0 if they cannot be."""
+        ...
+
     def submit(self, plan: Plan) -> None:
         """Hand over a plan. What goes wrong with it comes back as the result's error. Raises
         EngineError if no plan can be carried out any more."""
@@ -58,6 +62,10 @@ class InProcessExecutor:
     def memory(self) -> MemoryPlan:
         assert self._built is not None, "the executor is closed"
         return self._built.memory
+
+    def copy_bytes_per_s(self) -> float:
+        assert self._built is not None, "the executor is closed"
+        return self._built.copy_bytes_per_s
 
     def submit(self, plan: Plan) -> None:
         assert self._built is not None, "the executor is closed"

@@ -58,6 +58,9 @@ class BeatingExecutor:
     def memory(self) -> MemoryPlan:
         return self._executor.memory()
 
+    def copy_bytes_per_s(self) -> float:
+        return self._executor.copy_bytes_per_s()
+
     def submit(self, plan: Plan) -> None:
         self._heartbeat.begin(self._clock.now())
         self._executor.submit(plan)

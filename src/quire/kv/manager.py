@@ -21,6 +21,9 @@ class KVBlocks:
     blocks: tuple[list[int], ...]
 
 
+Copies = tuple[list[int], list[int]]  # blocks to read, blocks to write
+
+
 class SequenceBlocks:
     """The block tables of one sequence, and how many leading blocks the index has been told of."""
 
@@ -59,12 +62,16 @@ class KVManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         free_orders: Sequence[Sequence[int]] | None = None,
+        block_bytes: Sequence[int] = (),
     ) -> None:
         orders: Sequence[Sequence[int] | None] = free_orders or [None] * len(groups)
         self.groups = tuple(groups)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.pools = tuple(BlockPool(n, o) for n, o in zip(num_blocks, orders, strict=True))
+        # Swap space is as large as the device's pools: it is never too small (P 4.5).
+        self.host_pools = tuple(BlockPool(n) for n in num_blocks)
+        self.block_bytes = tuple(block_bytes)
 
     @property
     def num_free_blocks(self) -> int:
@@ -192,6 +199,47 @@ class KVManager:
             table.truncate(num_tokens)
         sequence.num_indexed = min(sequence.num_indexed, num_tokens // self.block_size)
 
+    def num_distinct(self, sequences: Iterable[SequenceBlocks]) -> list[int]:
+        """Blocks, by cache group, that these sequences hold together; shared ones count once."""
+        tables = [sequence.tables for sequence in sequences]
+        return [
+            len({block_id for mine in tables for block_id in mine[g].live_blocks})
+            for g in range(len(self.groups))
+        ]
+
+    def swap_out(
+        self, sequences: Sequence[SequenceBlocks]
+    ) -> tuple[list[SequenceBlocks], list[Copies]] | None:
+        """Give up the device's blocks of these sequences for host blocks, as shared as they were.
+
+        Returns the sequences' tables over host blocks, and by cache group (from, to) of the copies
+        that this needs; None if the host has too few blocks.
+        """
+        needs = self.num_distinct(sequences)
+        if any(n > pool.num_free for n, pool in zip(needs, self.host_pools, strict=True)):
+            return None
+        return self._transfer(sequences, self.host_pools)
+
+    def swap_in(
+        self, sequences: Sequence[SequenceBlocks]
+    ) -> tuple[list[SequenceBlocks], list[Copies]]:
+        """The way back; the device must have the blocks."""
+        return self._transfer(sequences, self.pools)
+
+    def _transfer(
+        self, sequences: Sequence[SequenceBlocks], pools: Sequence[BlockPool]
+    ) -> tuple[list[SequenceBlocks], list[Copies]]:
+        moved: list[list[BlockTable]] = [[] for _ in sequences]
+        copies: list[Copies] = []
+        for g, pool in enumerate(pools):
+            places: dict[int, int] = {}
+            for tables, sequence in zip(moved, sequences, strict=True):
+                tables.append(sequence.tables[g].moved_to(pool, places))
+            copies.append((list(places), list(places.values())))
+        for sequence in sequences:
+            self.free(sequence)
+        return [SequenceBlocks(tuple(tables)) for tables in moved], copies
+
     def free(self, sequence: SequenceBlocks) -> None:
         for table in sequence.tables:
             table.free()
@@ -201,9 +249,14 @@ class KVManager:
         for pool in self.pools:
             pool.reset_index()
 
-    def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
-        """Assert that pools and tables agree; sequences: all that hold blocks."""
-        alive = list(sequences)
+    def check_invariants(
+        self, sequences: Iterable[SequenceBlocks], swapped: Iterable[SequenceBlocks] = ()
+    ) -> None:
+        """Assert that pools and tables agree; sequences: all that hold blocks; swapped: all that
+        hold host blocks."""
+        alive, away = list(sequences), list(swapped)
+        for g, pool in enumerate(self.host_pools):
+            pool.check_invariants(b for blocks in away for b in blocks.tables[g].live_blocks)
         for g, pool in enumerate(self.pools):
             tables = [sequence.tables[g] for sequence in alive]
             pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)

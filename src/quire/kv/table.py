@@ -89,6 +89,20 @@ class BlockTable:
         child.num_dropped = self.num_dropped
         return child
 
+    def moved_to(self, pool: BlockPool, places: dict[int, int]) -> "BlockTable":
+        """The same table over blocks of another pool. places: block of this pool -> of the other,
+        as far as tables that share blocks with this one have set it; it is added to."""
+        table = BlockTable(pool, self.block_size)
+        table.blocks = [NULL] * self.num_dropped
+        for block_id in self.live_blocks:
+            if block_id in places:
+                pool.acquire(places[block_id])
+            else:
+                places[block_id] = pool.allocate()
+            table.blocks.append(places[block_id])
+        table.num_tokens, table.num_dropped = self.num_tokens, self.num_dropped
+        return table
+
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens."""
         assert num_tokens <= self.num_tokens, "truncate cannot lengthen"

@@ -1,6 +1,7 @@
 """From a configuration to a runner: load, plan memory, allocate."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
+MEASURED_BLOCKS = 16
+
 Progress = Callable[[int, int], None]
 
 
@@ -44,6 +47,7 @@ class BuiltRunner:
     dtype: torch.dtype
     device: torch.device
     backend_name: str
+    copy_bytes_per_s: float = 0.0
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
@@ -90,7 +94,23 @@ def build_runner(
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
     config = _with_length(config, memory.max_model_len)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks)
-    return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name)
+    rate = copy_rate(runner, spec, config.cache.block_size, dtype, min(memory.num_blocks))
+    return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name, rate)
+
+
+def copy_rate(
+    runner: ModelRunner, spec: ModelSpec, block_size: int, dtype: torch.dtype, num_blocks: int
+) -> float:
+    """Bytes per second of swapping some blocks out, the second time; host memory is taken first."""
+    num = min(num_blocks, MEASURED_BLOCKS)
+    blocks = np.arange(num, dtype=np.int32)
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        runner.backend.swap_out(0, blocks, blocks)
+        seconds.append(time.perf_counter() - began)
+    num_bytes = num * spec.cache_groups[0].block_bytes(block_size, dtype.itemsize)
+    return num_bytes / max(seconds[-1], 1e-9)
 
 
 def _with_length(config: EngineConfig, length: int) -> EngineConfig:

@@ -43,6 +43,7 @@ class ModelRunner:
         self.backend = backend
         self.rows = rows
         self.sampler = sampler
+        self._swapped_step_id = -1
         self._prompt_logprobs: dict[int, int] = {}  # row -> candidates per position
 
     @torch.inference_mode()
@@ -51,9 +52,7 @@ class ModelRunner:
         began = time.perf_counter()
         self._start_and_release(plan)
         self.rows.apply(plan)
-        for move in plan.moves:
-            assert move.kind == "copy", f"no tier that could {move.kind}"
-            self.backend.copy_blocks(move.group, move.source, move.destination)
+        self._move(plan)
         input_ids_T, step = self.rows.step_inputs(plan)
         self.backend.prepare(step)
         hidden_TD = self.model(input_ids_T, step.positions_T, self.backend)
@@ -76,6 +75,19 @@ class ModelRunner:
                 self._prompt_logprobs[start.row] = start.params.prompt_logprobs
         for fork in plan.forked:
             self.sampler.copy_row(fork.parent, fork.child, fork.sample_index)
+
+    def _move(self, plan: Plan) -> None:
+        """Carry out a plan's moves, in their order. A step that is repeated does not swap out once
+        more: the blocks may have been written since."""
+        carry = {
+            "swap_out": self.backend.swap_out,
+            "load": self.backend.load,
+            "copy": self.backend.copy_blocks,
+        }
+        for move in plan.moves:
+            if move.kind != "swap_out" or plan.step_id != self._swapped_step_id:
+                carry[move.kind](move.group, move.source, move.destination)
+        self._swapped_step_id = plan.step_id
 
     def _sample(self, plan: Plan, hidden_TD: torch.Tensor) -> tuple[SampledTokens, Int64]:
         """Choose a token for each sampling row; also the rows' lengths before it."""

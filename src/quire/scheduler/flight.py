@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import BlockWrites, Move, Plan, RowFork, RowStart
-from quire.kv.manager import SequenceBlocks
+from quire.kv.manager import Copies, SequenceBlocks
 from quire.kv.table import Appended
 from quire.scheduler.sequence import Int32, Int64, Sequence
 
@@ -52,6 +52,7 @@ class Draft:
     forked: list[RowFork] = field(default_factory=list)
     writes: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # group, row, from, to
+    swaps: list[Move] = field(default_factory=list)  # out of the device's memory, and back
     shared: list[tuple[int, Blocks, Blocks]] = field(default_factory=list)
     has_preempted: bool = False
 
@@ -76,6 +77,19 @@ class Draft:
         found = [table.live_blocks for table in blocks.tables]
         self.shared.append((fork.child, found, [[] for _ in found]))
 
+    def add_moves(self, kind: str, copies: Seq[Copies]) -> None:
+        """Copies between the device and the host, by cache group."""
+        for group, (source, destination) in enumerate(copies):
+            if source:
+                arrays = np.asarray(source, np.int32), np.asarray(destination, np.int32)
+                self.swaps.append(Move(kind, group, *arrays))
+
+    def add_table(self, sequence: Sequence) -> None:
+        """All block-table entries of a row."""
+        for group, table in enumerate(sequence.blocks.tables):
+            for index in range(table.num_dropped, len(table.blocks)):
+                self.writes.append((group, sequence.row, index, table.blocks[index]))
+
     def drop_rows(self, rows: set[int]) -> None:
         """Forget what was planned for rows that are preempted: a copy must not go into a block
         that somebody else may get."""
@@ -95,11 +109,12 @@ class Draft:
         return BlockWrites(*columns)
 
     def moves(self) -> tuple[Move, ...]:
-        """The copies of the step, one operation per cache group."""
+        """What goes out, what comes in, then the copies of the step, one operation per group."""
+        swaps = tuple(sorted(self.swaps, key=lambda move: move.kind != "swap_out"))
         if not self.copies:
-            return ()
+            return swaps
         group, _, source, destination = np.asarray(self.copies, np.int32).T.copy()
-        return tuple(
+        return swaps + tuple(
             Move("copy", g, source[group == g], destination[group == g])
             for g in np.unique(group).tolist()
         )

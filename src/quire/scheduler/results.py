@@ -18,6 +18,7 @@ from quire.scheduler.beams import Hypothesis
 from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
 from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
+from quire.scheduler.swap import forget
 
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
@@ -137,6 +138,7 @@ def _take_late(
         return False
     sequence.num_pending_lost -= 1
     if is_void:
+        forget(scheduler, sequence)
         return False
     sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
     if sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit:
@@ -183,6 +185,8 @@ def _take_errors(
             _fail(scheduler, member, message, outputs, now)
     cause = next(iter(broken.failed.values()))[0].request.request_id
     for (row, epoch), sequence in broken.dependants.items():
+        for member in scheduler.members(sequence):
+            forget(scheduler, member)  # what was swapped out cannot be relied on
         if sequence.row == row and scheduler.table.epoch[row] == epoch:
             scheduler.preempt(sequence, cause, now)
 

@@ -18,7 +18,7 @@ import numpy as np
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
-from quire.base.messages import Control, Request, ResetPrefixCache
+from quire.base.messages import Control, MeasuredRates, Request, ResetPrefixCache
 from quire.base.plan import HostTokens, Plan, RowFork, RowStart, StepResult
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
@@ -35,6 +35,7 @@ from quire.scheduler.groups import (
 from quire.scheduler.policy import Policy
 from quire.scheduler.results import StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, RowTable, Sequence
+from quire.scheduler.swap import can_swap_in, forget, swap_in, swap_is_cheaper, swap_out
 
 
 class Scheduler:
@@ -72,6 +73,8 @@ class Scheduler:
         self.num_long_stop_lists = 0
         self.num_unforked = 0  # groups that run and hold rows for members to come
         self.num_beam_searches = 0
+        self.preemption_mode = config.preemption_mode
+        self.rates = MeasuredRates()
         self.forked: list[RowFork] = []  # by beam searches, for the next plan; also host_tokens
         self.host_tokens: list[HostTokens] = []
         self._next_step_id = 0
@@ -160,6 +163,9 @@ class Scheduler:
         if isinstance(message, ResetPrefixCache):
             self.kv.reset_prefix_cache()
             return
+        if isinstance(message, MeasuredRates):
+            self.rates = message
+            return
         sequence = self.sequences.get(message.request_id)
         if sequence is None:
             return
@@ -216,21 +222,31 @@ class Scheduler:
         num_new = target - num_computed
         while (appended := self.kv.allocate_slots(sequence.blocks, num_new)) is None:
             victim = self.table.sequences[self._running[-1]]
-            draft.drop_rows(self.preempt(victim, sequence.request.request_id, now))
+            draft.drop_rows(self.preempt(victim, sequence.request.request_id, now, draft))
             draft.has_preempted = True
             if sequence.row < 0:
                 return
         self.table.capacity[sequence.row] = sequence.blocks.capacity
         draft.add_blocks(sequence.row, appended)
 
-    def preempt(self, victim: Sequence, for_request_id: str, now: float) -> set[int]:
-        """Take the rows and blocks of the victim and its group; they will recompute prompt and
-        known output. Returns the rows."""
+    def preempt(
+        self, victim: Sequence, for_request_id: str, now: float, draft: Draft | None = None
+    ) -> set[int]:
+        """Take the rows and blocks of the victim and its group; returns the rows.
+
+        What they have computed is swapped to host memory with the draft's plan, or it will be
+        computed again; without a draft always the latter.
+        """
         rows, lost = set(), 0
+        members = [member for member in self.members(victim) if member.row >= 0]
+        swaps = draft is not None and self._swap_out(members, draft)
         for member in self.members(victim):
             if member.row >= 0:
                 rows.add(member.row)
-                lost += member.num_computed_tokens
+                if swaps:
+                    member.num_swapped_tokens = member.num_computed_tokens
+                else:
+                    lost += member.num_computed_tokens
                 self._leave_row(member)
                 member.num_preemptions += 1
                 self.policy.requeue(member)
@@ -239,6 +255,14 @@ class Scheduler:
             victim.group.candidates = {}
         self.events.append(Preempted(now, victim.request.request_id, for_request_id, lost))
         return rows
+
+    def _swap_out(self, members: list[Sequence], draft: Draft) -> bool:
+        """Swap a group out, if that is cheaper and possible: not before it is forked, and not while
+        some of it waits."""
+        group = members[0].group
+        if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
+            return False
+        return swap_is_cheaper(self, members) and swap_out(self, members, draft)
 
     def _give_reserved_rows_back(self, sequence: Sequence) -> None:
         group = sequence.group
@@ -253,6 +277,11 @@ class Scheduler:
             sequence = self.policy.peek()
             if sequence is None or sequence.num_pending_lost:
                 return
+            if sequence.host_blocks is not None:
+                budget = self._swap_in(sequence, draft, budget, now)
+                if budget < 0:
+                    return
+                continue
             if must_wait_for_prompt(self, sequence) or not fits_beside(self, sequence):
                 return
             hit = self._find_hit(sequence)
@@ -272,6 +301,30 @@ class Scheduler:
             draft.add_rows(np.array([sequence.row]), np.array([num_new]))
             self._index(sequence, draft, hit.blocks)
             budget -= num_new
+
+    def _swap_in(self, sequence: Sequence, draft: Draft, budget: int, now: float) -> int:
+        """Bring a group back that was swapped out, with rows for all; the budget that is left, -1
+        if it must wait."""
+        members = [m for m in self.members(sequence) if m.host_blocks is not None]
+        if any(m.num_pending_lost for m in members) or not can_swap_in(self, members):
+            return -1
+        swap_in(self, members, draft)
+        for member in members:
+            self.policy.remove(member)
+            self._take_row(member, member.num_swapped_tokens, draft, now)
+            draft.add_table(member)
+            self.table.capacity[member.row] = member.num_swapped_tokens  # look who shares
+        for member in members:
+            computed = member.num_swapped_tokens
+            room = self.kv.block_size - computed % self.kv.block_size  # at most one new block
+            num_new = min(budget, member.num_known_tokens - computed, room)
+            if num_new > 0:
+                self._grow(member, computed + num_new, draft, now)
+                self.table.computed[member.row] += num_new
+                draft.add_rows(np.array([member.row]), np.array([num_new]))
+                self._index(member, draft)
+                budget -= num_new
+        return budget
 
     def _is_indexed(self, sequence: Sequence) -> bool:
         return self.kv.enable_prefix_caching or sequence.group is not None
@@ -446,6 +499,7 @@ class Scheduler:
         else:
             self.policy.remove(sequence)
         self._give_reserved_rows_back(sequence)
+        forget(self, sequence)
         sequence.finish_reason = reason
         self.num_long_stop_lists -= _has_long_stop_list(sequence.request)
         members = self.members(sequence)
@@ -459,7 +513,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
         table, running = self.table, self.running()
-        self.kv.check_invariants(sequence.blocks for sequence in running)
+        away = [s.host_blocks for s in self.policy.waiting() if s.host_blocks is not None]
+        self.kv.check_invariants((sequence.blocks for sequence in running), away)
         rows = self._running
         groups = {id(s.group): s.group for s in running if s.group is not None}.values()
         held = [row for group in groups for row in group.reserved_rows]

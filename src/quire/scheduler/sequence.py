@@ -88,6 +88,8 @@ class Sequence:
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
     finish_reason: str | None = None
+    host_blocks: SequenceBlocks | None = None  # while it is swapped out
+    num_swapped_tokens: int = 0  # how many were computed then
     group: "Group | None" = field(default=None, repr=False)
     index: int = 0
 
@@ -100,6 +102,11 @@ class Sequence:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def swapped(self) -> SequenceBlocks:
+        assert self.host_blocks is not None, "the sequence is not swapped out"
+        return self.host_blocks
 
     @property
     def num_computed_tokens(self) -> int:

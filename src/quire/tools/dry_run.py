@@ -30,6 +30,9 @@ class RandomExecutor:
     def memory(self) -> MemoryPlan:
         return self._memory
 
+    def copy_bytes_per_s(self) -> float:
+        return 0.0
+
     def submit(self, plan: Plan) -> None:
         num = len(plan.sample_rows)
         token_ids = self._rng.integers(0, VOCAB_SIZE, (num, 1), np.int32)

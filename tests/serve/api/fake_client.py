@@ -6,13 +6,13 @@ from any thread.
 """
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 
 from quire.base.errors import EngineDead
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
+from quire.engine import mailbox
 from quire.engine.build import Engine
 from quire.engine.wire import LENGTH, client_codec, core_codec
 
@@ -184,22 +184,7 @@ def over_the_wire(request: Request) -> Request:
 
 
 def merged(items: list[Item]) -> list[Item]:
-    """Several deltas as one, as the real client gives them to a slow reader."""
-    out: list[Item] = []
-    for item in items:
-        last = out[-1] if out else None
-        if isinstance(item, RequestOutput) and isinstance(last, RequestOutput):
-            out[-1] = _joined(last, item)
-        else:
-            out.append(item)
-    return out
-
-
-def _joined(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    a, b = first.outputs[0], second.outputs[0]
-    logprobs = None if b.logprobs is None else (a.logprobs or []) + b.logprobs
-    both = dataclasses.replace(
-        b, text=a.text + b.text, token_ids=a.token_ids + b.token_ids, logprobs=logprobs
-    )
-    prompt = first.prompt_logprobs or second.prompt_logprobs
-    return dataclasses.replace(second, outputs=[both], prompt_logprobs=prompt)
+    """Several deltas as one, as the real client gives them to a slow reader; then an error."""
+    outputs = [item for item in items if isinstance(item, RequestOutput)]
+    errors = [item for item in items if isinstance(item, Exception)]
+    return [*([mailbox.merged(outputs)] if outputs else []), *errors]

@@ -167,7 +167,7 @@ def test_values_are_shortened() -> None:
     ("error", "status", "param"),
     [
         (RequestError("temperature must be from 0 to 2, got 9."), 400, "temperature"),
-        (RequestError("n=3, best_of=None: one continuation"), 400, "n"),
+        (RequestError("n=9 is more than max_num_seqs=8; ask for fewer."), 400, "n"),
         (RequestError("the prompt has 9 tokens; at most 8 are possible."), 400, None),
         (EngineDead("gone"), 503, None),
         (EngineError("a kernel at 0x7f00"), 500, None),

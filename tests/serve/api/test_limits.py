@@ -3,12 +3,14 @@ a test decides what comes in when."""
 
 import asyncio
 import http.client
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx2 as httpx
 import openai
 import pytest
+import uvicorn
 from fastapi import Depends, FastAPI
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
@@ -16,7 +18,9 @@ from starlette.types import Message
 
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
+from quire.serve.api.http import TimedProtocol
 from quire.serve.api.limits import generating
+from quire.serve.api.process import ApiServer
 from tests.serve.api.conftest import MODEL, MakeContext, serving
 from tests.serve.api.fake_client import FakeClient
 
@@ -220,3 +224,33 @@ def test_a_handler_that_raises_is_counted_down_and_answered(
 @pytest.fixture
 def context_of(make_context: MakeContext) -> Callable[[], ApiContext]:
     return make_context
+
+
+def test_requests_that_never_get_finished_are_given_up(
+    make_context: MakeContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A body that stops coming in is answered; half a head is not worth an answer."""
+    monkeypatch.setattr("quire.serve.api.limits.BODY_S", 0.05)
+    monkeypatch.setattr("quire.serve.api.http.HEAD_S", 0.05)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    config = uvicorn.Config(
+        create_app(make_context()), http=TimedProtocol, lifespan="off", log_config=None
+    )
+
+    async def run() -> list[bytes]:
+        sock = socket.create_server(("127.0.0.1", 0))
+        server = ApiServer(config)
+        serving = asyncio.create_task(server.serve([sock]))
+        answers = []
+        for data in (b"", head, head + b"Content-Length: 100\r\n\r\n{"):
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(data)
+            answers.append(await reader.read())
+            writer.close()
+        server.should_exit = True
+        await serving
+        return answers
+
+    nothing, half, body = asyncio.run(asyncio.wait_for(run(), 30))
+    assert nothing == half == b""
+    assert body.startswith(b"HTTP/1.1 408 ") and b'"code": "body_timeout"' in body

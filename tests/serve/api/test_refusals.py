@@ -14,7 +14,8 @@ TEXT = {"prompt": "Hi"}
 
 # Field, value: refused by both endpoints.
 BOTH: list[tuple[str, Any]] = [
-    ("n", 2), ("use_beam_search", True), ("response_format", {"type": "json_object"}),
+    ("n", 0), ("n", 9), ("n", 129),
+    ("use_beam_search", True), ("response_format", {"type": "json_object"}),
     ("structured_outputs", {"regex": "a"}), ("logits_processors", ["x"]), ("n", "many"),
     ("vllm_xargs", {"a": 1}), ("stop", ["x"] * 17), ("stop", "x" * 513), ("stop", [""]),
     ("stop", 5), ("stop", ["\ud800"]), ("logit_bias", {str(i): 1 for i in range(1025)}),
@@ -33,7 +34,8 @@ BOTH: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 ONLY_TEXT: list[tuple[str, Any]] = [
-    ("best_of", 2), ("suffix", "end"), ("prompt_embeds", "AAAA"), ("prompt", None), ("prompt", []),
+    ("best_of", 0), ("best_of", 9), ("best_of", 129),
+    ("suffix", "end"), ("prompt_embeds", "AAAA"), ("prompt", None), ("prompt", []),
     ("prompt", ""), ("prompt", 5), ("prompt", {"a": 1}), ("prompt", [[]]), ("prompt", [1, "a"]),
     ("prompt", ["a", 1]), ("prompt", [1.5]), ("prompt", [-1]), ("prompt", [True, False]),
     ("prompt", ["x"] * 257), ("prompt", [1] * 512), ("prompt", "word " * 3000),

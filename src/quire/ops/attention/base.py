@@ -66,6 +66,14 @@ class AttentionBackend(Protocol):
         """Copy whole blocks within a group, in all of its layers, as one operation."""
         ...
 
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of a group to blocks of host memory."""
+        ...
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of host memory to blocks of a group."""
+        ...
+
 
 @dataclass(frozen=True)
 class KVLayout:

@@ -9,6 +9,7 @@ sum of the softmax let each block be seen once.
 import torch
 
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
@@ -31,6 +32,8 @@ class ReferenceBackend:
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
             for layer in group.layers
         }
+        self._layers = list(self._kv)
+        self._host = HostBlocks([self._kv[layer] for layer in self._layers], dim=1)
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
@@ -65,6 +68,16 @@ class ReferenceBackend:
         for layer in self._layout.groups[group].layers:
             kv = self._kv[layer]
             kv[:, destination.tolist()] = kv[:, source.tolist()]
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of a group to blocks of host memory, layer by layer."""
+        for layer in self._layout.groups[group].layers:
+            self._host.swap_out(self._layers.index(layer), source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of host memory to blocks of a group, layer by layer."""
+        for layer in self._layout.groups[group].layers:
+            self._host.load(self._layers.index(layer), source, destination)
 
     def _run_row(
         self, layer: int, q_QNH: torch.Tensor, scale: float, context_len: int, table: list[int]

@@ -19,6 +19,7 @@ import torch
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
 from quire.ops.attention.batches import Batch, BatchBuilder
+from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.weigh import weigh
 from quire.ops.memory import lazy_zeros
 from quire.ops.registry import op
@@ -38,6 +39,7 @@ class TorchBackend:
             lazy_zeros(_kv_shape(group, num_blocks, layout), layout.dtype, layout.device)
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         ]
+        self._host = HostBlocks(self._kv, dim=3)
         self._place_of_layer = {
             layer: (g, index)
             for g, group in enumerate(layout.groups)
@@ -96,6 +98,14 @@ class TorchBackend:
         read = torch.as_tensor(source, dtype=torch.int64, device=device)
         write = torch.as_tensor(destination, dtype=torch.int64, device=device)
         kv.index_copy_(3, write, kv.index_select(3, read))
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of a group to blocks of host memory."""
+        self._host.swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of host memory to blocks of a group."""
+        self._host.load(group, source, destination)
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a batch, [K, R, C, H] each, in memory that the next batch reuses.

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import fastapi
 from starlette.responses import Response
 
-from quire.base.outputs import RequestOutput
+from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.engine.remote import AsyncClient
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.jobs import Job, collect, run
@@ -22,40 +22,50 @@ Json = dict[str, Any]
 
 @dataclass
 class Tally:
-    """Tokens of one choice so far."""
+    """Tokens of one prompt and its continuations so far; also of those that best_of dropped."""
 
     num_prompt: int
     num_completion: int = 0
     num_cached: int = 0
+    num_dropped: int = 0
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
+        """num_tokens: new ones of one continuation."""
         self.num_completion += num_tokens
         self.num_cached = output.num_cached_tokens or self.num_cached
+        if num_tokens and output.metrics is not None:
+            self.num_dropped = output.metrics.num_dropped_tokens
 
 
 class Choice(Protocol):
-    """Makes the JSON of one choice; the object may change as outputs are taken."""
+    """Makes the JSON of one choice; the object may change as outputs are taken.
+
+    An output may be of several choices: completion is this one's part.
+    """
 
     tally: Tally
 
-    def chunks(self, output: RequestOutput) -> list[Json]:
+    def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         """What a stream sends for an output: chunks without what all of them have."""
         ...
 
-    def whole(self, output: RequestOutput) -> Json:
+    def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         """The choice, from its only output; with what stands beside it in the answer."""
         ...
 
 
 @dataclass(frozen=True)
 class Answer:
-    """head: the fields of every object that is sent: id, object, created and model."""
+    """head: the fields of every object that is sent: id, object, created and model.
+
+    choices: for each job its n.
+    """
 
     client: AsyncClient
     body: GenerationRequest
     head: Json
     jobs: list[Job]
-    choices: Sequence[Choice]
+    choices: Sequence[Sequence[Choice]]
 
     async def respond(self, request: fastapi.Request) -> Response:
         """Raises ApiError or QuireError as long as nothing was sent."""
@@ -68,9 +78,10 @@ class Answer:
         outputs = await collect(self.client, self.jobs)
         found = dict(self.head)
         choices: list[Json] = []
-        for choice, output in zip(self.choices, outputs, strict=True):
-            found |= choice.whole(output)
-            choices += found["choices"]
+        for mine, output in zip(self.choices, outputs, strict=True):
+            for choice, completion in zip(mine, output.outputs, strict=True):
+                found |= choice.whole(output, completion)
+                choices += found["choices"]
         return found | {"choices": choices, "usage": usage(self.choices)}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -81,7 +92,9 @@ class Answer:
         outputs = run(self.client, self.jobs)
         async with aclosing(outputs):
             async for index, output in outputs:
-                chunks = self.choices[index].chunks(output)
+                mine, chunks = self.choices[index], list[Json]()
+                for completion in output.outputs:
+                    chunks += mine[completion.index].chunks(output, completion)
                 if running:
                     head["usage"] = usage(self.choices)
                 if chunks:
@@ -91,10 +104,12 @@ class Answer:
         yield DONE
 
 
-def usage(choices: Sequence[Choice]) -> Json:
-    prompt = sum([choice.tally.num_prompt for choice in choices])
-    completion = sum([choice.tally.num_completion for choice in choices])
-    cached = sum([choice.tally.num_cached for choice in choices])
+def usage(choices: Sequence[Sequence[Choice]]) -> Json:
+    """The choices of one prompt have one tally."""
+    tallies = [mine[0].tally for mine in choices]
+    prompt = sum([tally.num_prompt for tally in tallies])
+    completion = sum([tally.num_completion + tally.num_dropped for tally in tallies])
+    cached = sum([tally.num_cached for tally in tallies])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

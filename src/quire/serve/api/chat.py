@@ -38,7 +38,7 @@ router = fastapi.APIRouter()
 async def create_chat_completion(
     body: ChatCompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
-    """The next message of a conversation."""
+    """The next message of a conversation, or n of them to choose from."""
     model = check_model(api, body.model)
     check_neutral(body)
     check_stream_options(body)
@@ -51,15 +51,20 @@ async def create_chat_completion(
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
-    answer = Answer(api.client, body, head, [job], [ChatChoice(body, job, names)])
+    tally = Tally(len(job.token_ids))
+    choices = [ChatChoice(index, body, job, names, tally) for index in range(params.n)]
+    answer = Answer(api.client, body, head, [job], [choices])
     return await answer.respond(request)
 
 
 class ChatChoice:
-    """The answer's message, in one piece or in several."""
+    """A message, in one piece or in several. tally: the one of all n."""
 
-    def __init__(self, body: ChatCompletionRequest, job: Job, names: TokenNames) -> None:
-        self.tally = Tally(len(job.token_ids))
+    def __init__(
+        self, index: int, body: ChatCompletionRequest, job: Job, names: TokenNames, tally: Tally
+    ) -> None:
+        self.tally = tally
+        self._index = index
         self._body = body
         self._job = job
         self._names = names
@@ -70,18 +75,16 @@ class ChatChoice:
         # Everything that makes a chunk worth sending although it has no text
         self._always = body.logprobs or body.return_token_ids or body.wants_running_usage
 
-    def chunks(self, output: RequestOutput) -> list[Json]:
-        completion = output.outputs[0]
+    def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         found = [] if self._begun else [self._first_chunk(output)]
         self.tally.count(len(completion.token_ids), output)
         delta = self._delta(completion)
         if delta or completion.finish_reason or self._always:
-            choice = {"index": 0, "delta": delta} | self._beside(completion)
+            choice = {"index": self._index, "delta": delta} | self._beside(completion)
             found.append({"choices": [choice]})
         return found
 
-    def whole(self, output: RequestOutput) -> Json:
-        completion = output.outputs[0]
+    def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         self.tally.count(len(completion.token_ids), output)
         content, calls = completion.text, list[ToolCall]()
         if self._body.parses_tools:
@@ -91,13 +94,13 @@ class ChatChoice:
         message["refusal"] = None
         if calls:
             message["tool_calls"] = [self._call(call) for call in calls]
-        choice = {"index": 0, "message": message} | self._beside(completion)
+        choice = {"index": self._index, "message": message} | self._beside(completion)
         return {"choices": [choice]} | self._about_prompt(output)
 
     def _first_chunk(self, output: RequestOutput) -> Json:
         self._begun = True
         choice = {
-            "index": 0,
+            "index": self._index,
             "delta": {"role": ROLE, "content": self._echo},
             "logprobs": None,
             "finish_reason": None,
@@ -146,7 +149,10 @@ class ChatChoice:
         return fields
 
     def _about_prompt(self, output: RequestOutput) -> Json:
+        """Once for all n."""
         found: Json = {}
+        if self._index > 0:
+            return found
         if self._body.return_token_ids:
             found["prompt_token_ids"] = self._job.token_ids
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:

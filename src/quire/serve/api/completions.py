@@ -31,7 +31,7 @@ router = fastapi.APIRouter()
 async def create_completion(
     body: CompletionRequest, request: fastapi.Request, api: Api
 ) -> Response:
-    """Continue each prompt; choices in the order of the prompts."""
+    """Continue each prompt; choices in the order of the prompts, those of one side by side."""
     model = check_model(api, body.model)
     check_neutral(body)
     check_stream_options(body)
@@ -39,10 +39,7 @@ async def create_completion(
     prompts = [await _render(api, body, prompt) for prompt in split_prompts(body.prompt)]
     jobs = [_job(api, body, prompt, f"{answer_id}-{index}") for index, prompt in enumerate(prompts)]
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
-    choices = [
-        CompletionChoice(index, body, job, _echo(api, body, job), names)
-        for index, job in enumerate(jobs)
-    ]
+    choices = [_choices(api, index, body, job, names) for index, job in enumerate(jobs)]
     head = {
         "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,
     }  # fmt: skip
@@ -74,15 +71,22 @@ def split_prompts(value: object) -> list[object]:
 
 
 class CompletionChoice:
-    """One prompt's continuation, in one piece or in several.
+    """One continuation of a prompt, in one piece or in several.
 
-    echo: the prompt's text, which the first piece begins with; None if it is not shown.
+    index: among all choices. echo: the prompt's text, which the first piece begins with; None if it
+    is not shown. tally: the prompt's.
     """
 
     def __init__(
-        self, index: int, body: CompletionRequest, job: Job, echo: str | None, names: TokenNames
+        self,
+        index: int,
+        body: CompletionRequest,
+        job: Job,
+        echo: str | None,
+        names: TokenNames,
+        tally: Tally,
     ) -> None:
-        self.tally = Tally(len(job.token_ids))
+        self.tally = tally
         self._index = index
         self._body = body
         self._job = job
@@ -96,17 +100,16 @@ class CompletionChoice:
             body.wants_running_usage
         )  # fmt: skip
 
-    def chunks(self, output: RequestOutput) -> list[Json]:
-        begun, choice = self._begun, self._take(output)
+    def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
+        begun, choice = self._begun, self._take(output, completion)
         if choice["text"] or choice["finish_reason"] or self._always or not begun:
             return [{"choices": [choice]}]
         return []
 
-    def whole(self, output: RequestOutput) -> Json:
-        return {"choices": [self._take(output)]}
+    def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
+        return {"choices": [self._take(output, completion)]}
 
-    def _take(self, output: RequestOutput) -> Json:
-        completion = output.outputs[0]
+    def _take(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:
             completion = _without_tokens(completion)
         self.tally.count(len(completion.token_ids), output)
@@ -163,6 +166,17 @@ async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> R
 def _job(api: ApiContext, body: CompletionRequest, prompt: RenderedPrompt, job_id: str) -> Job:
     room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
     return make_job(api, body, prompt, completion_params(body, api.requests.defaults, room), job_id)
+
+
+def _choices(
+    api: ApiContext, prompt_index: int, body: CompletionRequest, job: Job, names: TokenNames
+) -> list[CompletionChoice]:
+    """The choices of one prompt."""
+    n, echo, tally = job.request.params.n, _echo(api, body, job), Tally(len(job.token_ids))
+    return [
+        CompletionChoice(prompt_index * n + index, body, job, echo, names, tally)
+        for index in range(n)
+    ]
 
 
 def _echo(api: ApiContext, body: CompletionRequest, job: Job) -> str | None:

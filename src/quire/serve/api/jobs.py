@@ -54,9 +54,9 @@ async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, N
     outputs = _run_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs)
     async with aclosing(outputs):
         async for index, output in outputs:
-            completion = output.outputs[0]
-            if completion.finish_reason == "error":
-                raise bad_request(_why(str(completion.stop_reason)), code="request_failed")
+            for completion in output.outputs:
+                if completion.finish_reason == "error":
+                    raise bad_request(_why(str(completion.stop_reason)), code="request_failed")
             yield index, output
 
 

@@ -11,7 +11,6 @@ from pydantic import BaseModel
 from quire.serve.api.errors import bad_request
 
 MAX_SHOWN = 80
-SEPARATE = "send the request several times with different seeds"
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,6 @@ class Rule:
 UNSUPPORTED = "is not supported; leave it out"
 GRAMMAR = "structured output is not supported; ask for the format in the prompt"
 RULES: dict[str, Rule] = {
-    "n": Rule((1,), f"one continuation per request is possible for now; {SEPARATE}"),
-    "best_of": Rule((1,), f"one continuation per request is possible for now; {SEPARATE}"),
     "suffix": Rule(("",), "filling in before a suffix is not supported; leave it out"),
     "use_beam_search": Rule((False,), "beam search is not supported; sample or use temperature 0"),
     "length_penalty": Rule((1, 1.0), "it belongs to beam search, which is not supported"),

@@ -16,7 +16,7 @@ DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 # Fields that SamplingParams has by the same name.
 SAME = (
-    "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
     "skip_special_tokens", "spaces_between_special_tokens",
@@ -40,7 +40,9 @@ def completion_params(
     prompt_logprobs = request.prompt_logprobs
     if request.echo and request.logprobs is not None:
         prompt_logprobs = _more(request.logprobs, prompt_logprobs)
-    return _params(request, defaults, length, request.logprobs, prompt_logprobs)
+    return _params(
+        request, defaults, length, request.logprobs, prompt_logprobs, best_of=request.best_of
+    )
 
 
 def chat_params(
@@ -125,6 +127,7 @@ def _params(
     length: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    best_of: int | None = None,
 ) -> SamplingParams:
     """Raises RequestError, whose text begins with the field's name."""
     values: dict[str, Any] = dict(defaults.sampling)
@@ -133,6 +136,7 @@ def _params(
         if value is not None:
             values[name] = value
     values["max_tokens"] = length
+    values["best_of"] = best_of
     values["logprobs"] = logprobs
     values["prompt_logprobs"] = prompt_logprobs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY

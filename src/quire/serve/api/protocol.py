@@ -16,6 +16,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_WORD_CHARS = 512
 MAX_PROMPTS = 256
+MAX_N = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
@@ -49,6 +50,7 @@ BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
+Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 
 
@@ -72,6 +74,7 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
 
     # How tokens are chosen, and when a text ends
+    n: Count | None = None
     max_tokens: Int32 | None = None
     min_tokens: Int32 | None = None
     temperature: float | None = None
@@ -116,7 +119,6 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
 
-    n: NeutralOnly
     use_beam_search: NeutralOnly
     length_penalty: NeutralOnly
     response_format: NeutralOnly
@@ -142,12 +144,14 @@ class GenerationRequest(BaseModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """logprobs: how many candidates are shown per token, beside the chosen one."""
+    """logprobs: how many candidates are shown per token, beside the chosen one. best_of: how many
+    continuations are made, of which the best n are shown."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
     logprobs: Int32 | None = None
 
-    best_of: NeutralOnly
+    best_of: Count | None = None
+
     suffix: NeutralOnly
     prompt_embeds: NeutralOnly
 
