@@ -45,7 +45,6 @@ class RequestMetrics:
     """
 
     arrival_s: float
-    first_scheduled_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
     num_preemptions: int = 0

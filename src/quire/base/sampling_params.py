@@ -16,7 +16,6 @@ from quire.base.errors import RequestError
 
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
-MAX_LOGPROBS = 20
 MAX_N = 16384
 # What beam search cannot honour.
 BENDING = (
@@ -216,6 +215,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.stop_token_ids is not None:
             self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
 
     def _check_kinds(self) -> None:
         """Lists must be lists and the bias a dictionary, before anything looks into them."""

@@ -219,6 +219,8 @@ class RemoteClient:
                     await self._follow(reader)
                 except EngineError as error:
                     logger.error("the core is cut off: %s", error)
+                except Exception:
+                    logger.exception("a message of the core could not be handled; connecting anew")
                 finally:
                     writer.close()
                     self._lose()

@@ -107,7 +107,8 @@ def _download(name: str, revision: str | None, progress: bool, patterns: tuple[s
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         at = f" at revision {revision!r}" if revision else ""
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        reason = reason.removeprefix("Got: ").rstrip(".")
         raise ModelNotFound(
-            f"{name!r} is no directory, and the Hugging Face hub did not give it{at}: {reason}"
+            f"{name!r} is no directory, and the Hugging Face hub did not give it{at}: {reason}."
             f" {_WHAT_TO_DO}"
         ) from error

@@ -59,9 +59,8 @@ class ModelRunner:
         prompt_candidates = self._score_prompts(plan, hidden_TD, input_ids_T)
         sampled, lengths_N = self._sample(plan, hidden_TD)
         result = self._to_host(plan, sampled, prompt_candidates, began)
-        self.rows.advance(
-            plan, sampled.token_ids_N, lengths_N
-        )  # last: until here all can be redone
+        # Last: until here everything can be done again.
+        self.rows.advance(plan, sampled.token_ids_N, lengths_N)
         return result
 
     def _start_and_release(self, plan: Plan) -> None:

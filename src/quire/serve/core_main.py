@@ -46,7 +46,7 @@ def main() -> int:
         clock = MonotonicClock()
         with LoadBar(enabled=True) as bar:
             built = build_core(config, source, clock, bar.update)
-        server = _make_server(built, options, source.name)
+        server = _make_server(built, options, options.name or source.name)
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
         return NO_START
@@ -108,6 +108,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the socket")
     parser.add_argument("--home", type=Path, required=True, help="the private directory")
+    parser.add_argument("--name", help="what metrics call the model; its own name if absent")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

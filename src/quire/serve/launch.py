@@ -42,8 +42,9 @@ def start_child(
         process_group=0,
     )
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(config))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has died; its exit status says so
+        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.close()
     return process
 
 
@@ -62,10 +63,13 @@ class CoreSocket:
     def heartbeat(self) -> Path:
         return self.home / "heartbeat"
 
-    def start_core(self, engine: EngineConfig, log_level: str) -> "subprocess.Popen[bytes]":
-        """Start a core that serves this socket."""
+    def start_core(
+        self, engine: EngineConfig, log_level: str, name: str | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """Start a core that serves this socket. name: what its metrics call the model."""
         fd = self._listener.fileno()
         arguments = ["--listener", str(fd), "--home", str(self.home)]
+        arguments += [] if name is None else ["--name", name]
         return start_child("quire.serve.core_main", arguments, engine, (fd,), log_level)
 
     def close(self) -> None:

@@ -52,6 +52,9 @@ class LoadBar(_Bar):
             self._open("Loading weights", total, "{task.percentage:.0f} %")
         assert self._shown is not None
         self._shown.update(self._task, completed=done, total=total)
+        if done >= total:  # lines that are logged from here on must not run into it
+            self._shown.stop()
+            self._shown, self._enabled = None, False
 
 
 class RequestBar(_Bar):

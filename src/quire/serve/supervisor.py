@@ -41,10 +41,10 @@ MAX_RESTARTS, RESTART_WINDOW_S = 3, 120.0  # a core that dies more often is give
 
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
     """Serve until a signal or a death; returns the exit status."""
-    resolve_model(engine.model.model, engine.model.revision)  # downloads, and fails, only once
     raise_open_files_limit()
     remove_abandoned_sockets()
     with bind(server.host, server.port) as tcp, contextlib.closing(CoreSocket()) as unix:
+        resolve_model(engine.model.model, engine.model.revision)  # downloads, and fails, only once
         return Supervisor(engine, server, log_level, tcp, unix).run()
 
 
@@ -102,6 +102,7 @@ class Supervisor:
         self._log_level = log_level
         self._tcp = tcp
         self._unix = unix
+        self._name = server.served_model_name[0] if server.served_model_name else None
         self._heartbeat = HeartbeatReader(unix.heartbeat)
         self._children: dict[int, Child] = {}  # by pidfd
         self._core: Child | None = None
@@ -136,7 +137,7 @@ class Supervisor:
     # ---- starting ----------------------------------------------------------------------------
 
     def _start_core(self) -> None:
-        process = self._unix.start_core(self._engine, self._log_level)
+        process = self._unix.start_core(self._engine, self._log_level, self._name)
         self._core = self._adopt("the engine", process)
 
     def _start_api(self, index: int) -> None:
@@ -205,8 +206,10 @@ class Supervisor:
             if not was_core and self._core is not None and len(self._children) == 1:
                 self._core.signal(signal.SIGTERM)  # nobody is left to serve
             return
-        logger.error("%s ended by itself (%s)", child.name, _describe(status))
-        if was_core and status != NO_START and self._may_restart():
+        if status != NO_START:  # it has said itself why it could not start
+            logger.error("%s ended by itself (%s)", child.name, _describe(status))
+        was_ready = self._unix.heartbeat.exists()
+        if was_core and was_ready and status != NO_START and self._may_restart():
             logger.error("it is started anew; requests that were open have failed")
             self._heartbeat.forget()
             self._start_core()

@@ -86,7 +86,8 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     await ready  # EngineDead, if the core will never come
     serving = asyncio.create_task(server.serve([socket.socket(fileno=options.socket)]))
     await _until(lambda: server.started or serving.done())
-    os.write(options.ready, b"r")
+    if not serving.done():
+        os.write(options.ready, b"r")
     await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await _drain(context, client)
