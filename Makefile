@@ -72,8 +72,8 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 		--output-json $(RESULTS)/against_transformers_bfloat16.json
 	$(BIN)/python benchmarks/against_transformers.py --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
-	for name in prefix_sharing scheduler_steps block_pool live_slots import_time front_end \
-		startup; do \
+	for name in prefix_sharing sharing beam_search scheduler_steps block_pool block_tables \
+		live_slots import_time front_end startup; do \
 		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
 
 gpu-check: ## tests and benchmark on a GPU, with python3 as it is; installs nothing

@@ -15,7 +15,7 @@ TEXT = {"prompt": "Hi"}
 # Field, value: refused by both endpoints.
 BOTH: list[tuple[str, Any]] = [
     ("n", 0), ("n", 9), ("n", 129),
-    ("use_beam_search", True), ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_object"}),
     ("structured_outputs", {"regex": "a"}), ("logits_processors", ["x"]), ("n", "many"),
     ("vllm_xargs", {"a": 1}), ("stop", ["x"] * 17), ("stop", "x" * 513), ("stop", [""]),
     ("stop", 5), ("stop", ["\ud800"]), ("logit_bias", {str(i): 1 for i in range(1025)}),

@@ -25,8 +25,6 @@ UNSUPPORTED = "is not supported; leave it out"
 GRAMMAR = "structured output is not supported; ask for the format in the prompt"
 RULES: dict[str, Rule] = {
     "suffix": Rule(("",), "filling in before a suffix is not supported; leave it out"),
-    "use_beam_search": Rule((False,), "beam search is not supported; sample or use temperature 0"),
-    "length_penalty": Rule((1, 1.0), "it belongs to beam search, which is not supported"),
     "response_format": Rule(({"type": "text"},), GRAMMAR),
     "structured_outputs": Rule(({},), GRAMMAR),
     "logits_processors": Rule(([],), "use logit_bias, bad_words or allowed_token_ids instead"),

@@ -19,8 +19,11 @@ SAME = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
     "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens", "spaces_between_special_tokens",
+    "skip_special_tokens", "spaces_between_special_tokens", "use_beam_search", "beam_width",
+    "length_penalty", "early_stopping",
 )  # fmt: skip
+# What they are where they mean nothing.
+BEAMS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}
 
 
 def completion_params(
@@ -130,7 +133,8 @@ def _params(
     best_of: int | None = None,
 ) -> SamplingParams:
     """Raises RequestError, whose text begins with the field's name."""
-    values: dict[str, Any] = dict(defaults.sampling)
+    _check_beams(request)
+    values: dict[str, Any] = {} if request.use_beam_search else dict(defaults.sampling)
     for name in SAME:
         value = getattr(request, name)
         if value is not None:
@@ -141,6 +145,16 @@ def _params(
     values["prompt_logprobs"] = prompt_logprobs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, output_kind=kind)
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    """Settings of a beam search say nothing without one."""
+    if request.use_beam_search:
+        return
+    for name, neutral in BEAMS.items():
+        value = getattr(request, name)
+        if value not in (None, neutral):
+            raise bad_request(f"{name}={value!r} needs use_beam_search=true; add it.", name)
 
 
 def _fitting(name: str, value: int, least: int, room: int) -> int:

@@ -95,6 +95,11 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
+    use_beam_search: bool | None = None
+    beam_width: Count | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+
     # The prompt, and what is shown
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
@@ -119,8 +124,6 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
 
-    use_beam_search: NeutralOnly
-    length_penalty: NeutralOnly
     response_format: NeutralOnly
     structured_outputs: NeutralOnly
     logits_processors: NeutralOnly
