@@ -196,7 +196,7 @@ def compare(model: str, options: Any, folder: Path) -> dict[str, Any]:
         theirs = their_search(directory, dtype, options.width, options.output_len)
         ours = our_search(llm, options.width, options.output_len)
         prompts = random_prompts(most, options.input_len, llm.engine.spec.vocab_size, seed=0)
-        for search in (their_search(directory, dtype, options.width, 4), ours):
+        for search in (theirs, ours):
             search(prompts[:1])
         results = []
         for num in options.batches:

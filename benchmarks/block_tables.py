@@ -7,8 +7,8 @@ Nanoseconds per block, for tables of 16 to 4,096 blocks: it must not grow with t
 that one again; the blocks stay with the first. `truncate`: the first table down to nothing. `free`:
 all at once. `copy`: the first write into a forked table's last block, filled by half, per write: a
 new block in the old one's place, whatever the table's length; what makes it slower after a longer
-fork is that the pool's book-keeping has left the processor's caches. A pool of 65,536 blocks, half of it
-held by others; the best of some rounds, without Python's garbage collector.
+fork is that the pool's book-keeping has left the processor's caches. A pool of 65,536 blocks, half
+of it held by others; the best of some rounds, without Python's garbage collector.
 """
 
 import gc

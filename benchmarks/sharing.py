@@ -32,7 +32,9 @@ import random
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,12 +209,14 @@ def beams(options: Any) -> list[Measured]:
     results = []
     for workload in (ALPACA, SHAREGPT):
         for num in NUMS:
-            line = []
-            for model in MODELS:
-                meter = dry_meter(workload, num, options, options.beam_requests, model)
-                paper = paper_share("beams", workload.name, num)
-                name, saved, depth = workload.name, meter.saved, meter.depth
-                line.append(Measured("beams", name, num, saved, *model, depth, paper=paper))
+            measure = partial(dry_meter, workload, num, options, options.beam_requests)
+            with ProcessPoolExecutor(options.processes) as pool:
+                meters = list(pool.map(measure, MODELS))
+            name, paper = workload.name, paper_share("beams", workload.name, num)
+            line = [
+                Measured("beams", name, num, meter.saved, *model, meter.depth, paper=paper)
+                for model, meter in zip(MODELS, meters, strict=True)
+            ]
             cells = " ".join(f"{got.saved:7.1%} {got.depth:6.1f}" for got in line)
             print(f"{workload.name:15} {num} {cells} {percent(line[0].paper)}", flush=True)
             results += line
@@ -288,16 +292,19 @@ def main() -> None:
     parser.add_argument("--sample-requests", type=int, default=1000)
     parser.add_argument("--beam-requests", type=int, default=128)
     parser.add_argument("--groups", type=int, default=128, help="requests that run at once")
+    parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--model", default="demo", help='for real beams; "" leaves them out')
-    parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--demo-groups", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--demo-groups", type=int, default=8)
     options = parser.parse_args()
     print_head(f"blocks saved by sharing, of those without; blocks of {BLOCK_SIZE}")
     parts: list[Callable[[Any], list[Measured]]] = [samples, beams]
     if options.model:
         parts.append(demo)
-    results = [asdict(got) for part in parts for got in part(options)]
-    write_report(options.output_json, {"block_size": BLOCK_SIZE, "results": results})
+    results: list[dict[str, Any]] = []
+    for part in parts:
+        results += [asdict(got) for got in part(options)]
+        write_report(options.output_json, {"block_size": BLOCK_SIZE, "results": results})
 
 
 if __name__ == "__main__":
