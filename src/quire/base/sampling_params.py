@@ -191,7 +191,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         for name in BENDING:
             value = getattr(self, name)
             if value not in (None, [], getattr(neutral, name)):
-                raise RequestError(f"{name}={value!r} is not possible with beam search; leave it out.")
+                raise RequestError(
+                    f"{name}={value!r} is not possible with beam search; leave it out."
+                )
         if self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
                 "use_beam_search needs an answer in one piece: the best beam is known at the end."
