@@ -141,12 +141,14 @@ def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_preempted_beams_come_back(caching: bool, depth: int) -> None:
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None:
     searches = Searches(
         max_num_seqs=8,
         max_num_batched_tokens=16,
         pipeline_depth=depth,
         enable_prefix_caching=caching,
+        preemption_mode=mode,
         kv_cache_memory_bytes=pool_bytes(checkpoint("llama"), 18, 4),
         watermark=0.0,
     )
