@@ -78,12 +78,14 @@ def test_the_result_of_a_call_goes_back(openai_client: openai.OpenAI) -> None:
     messages = [
         *QUESTION,
         call.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": '{"weather": "sunny"}'},
+        {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": '{"sky": "sunny"}'},
     ]
     answer = openai_client.chat.completions.create(
         **(ARGUMENTS | {"messages": messages}), tools=TOOLS, max_tokens=60
     )
-    assert "sunny" in answer.choices[0].message.content
+    expected = direct(messages, ChatOptions(tools=TOOLS), max_tokens=60).outputs[0].text
+    assert answer.choices[0].message.content == expected
+    assert "sunny" in expected
 
 
 def test_an_answer_cut_short_says_so(openai_client: openai.OpenAI) -> None:
