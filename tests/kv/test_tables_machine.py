@@ -1,4 +1,4 @@
-"""Random programs of fork, append, truncate, index and free, against plain token lists.
+"""Random programs of fork, append, truncate, index, free and swap, against plain token lists.
 
 The model stores each table's tokens as a list, and what was written to each slot. After every
 operation each table must still read back its own tokens, and the pool's book-keeping must close.
@@ -18,6 +18,9 @@ class TableMachine(RuleBasedStateMachine):
         self.size, self.pool = size, BlockPool(num_blocks)
         self.slots = [[-1] * size for _ in range(num_blocks)]
         self.tables: list[tuple[BlockTable, list[int]]] = []
+        self.host = BlockPool(num_blocks)
+        self.host_slots = [[-1] * size for _ in range(num_blocks)]
+        self.away: list[list[tuple[BlockTable, list[int]]]] = []  # groups that are swapped out
         self.next_token = 0
 
     @rule()
@@ -73,6 +76,42 @@ class TableMachine(RuleBasedStateMachine):
         if pick < len(self.tables):
             self.tables.pop(pick)[0].free()
 
+    @rule(picks=st.sets(st.integers(0, 3), min_size=1))
+    def swap_out(self, picks: set[int]) -> None:
+        """Some tables leave as one; what they share they still share."""
+        group = [table for i, table in enumerate(self.tables) if i in picks]
+        blocks = {block_id for table, _ in group for block_id in table.blocks}
+        if not group or len(blocks) > self.host.num_free:
+            return
+        self.tables = [table for i, table in enumerate(self.tables) if i not in picks]
+        used = self.host.num_used
+        self.away.append(self._move(group, self.host, self.slots, self.host_slots))
+        assert self.host.num_used == used + len(blocks), "a shared block was copied twice"
+
+    @rule()
+    def swap_in(self) -> None:
+        if not self.away:
+            return
+        group = self.away[0]
+        blocks = {block_id for table, _ in group for block_id in table.blocks}
+        if len(blocks) <= self.pool.num_free and len(self.tables) + len(group) <= 4:
+            self.tables += self._move(self.away.pop(0), self.pool, self.host_slots, self.slots)
+
+    def _move(
+        self,
+        group: list[tuple[BlockTable, list[int]]],
+        pool: BlockPool,
+        source: list[list[int]],
+        destination: list[list[int]],
+    ) -> list[tuple[BlockTable, list[int]]]:
+        places: dict[int, int] = {}
+        moved = [(table.moved_to(pool, places), tokens) for table, tokens in group]
+        for block_id, place in places.items():
+            destination[place] = list(source[block_id])
+        for table, _ in group:
+            table.free()
+        return moved
+
     @rule(pick=st.integers(0, 3))
     def hit(self, pick: int) -> None:
         """A new table begins with whatever of another's prefix the index still names."""
@@ -99,6 +138,11 @@ class TableMachine(RuleBasedStateMachine):
             read = [t for block_id in table.blocks for t in self.slots[block_id]]
             assert read[: len(tokens)] == tokens
         self.pool.check_invariants(b for table, _ in self.tables for b in table.blocks)
+        away = [pair for group in self.away for pair in group]
+        for table, tokens in away:
+            read = [t for block_id in table.blocks for t in self.host_slots[block_id]]
+            assert read[: len(tokens)] == tokens
+        self.host.check_invariants(b for table, _ in away for b in table.blocks)
 
 
 def test_random_programs_keep_every_tables_tokens() -> None:
