@@ -1,59 +1,20 @@
 """Beam search inside the scheduler: sequences, order and scores are transformers', however the
 beams are scheduled."""
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from quire.base.errors import RequestError
 from quire.base.messages import BeamOutput, Request
 from quire.base.sampling_params import SamplingParams
 from tests.engine.bench import Bench
-from tests.serve.checkpoints import checkpoint, pool_bytes, reference_model, reference_tokens
+from tests.serve.checkpoints import checkpoint, pool_bytes, reference_beams, reference_tokens
 
 PROMPT = (7, 3, 9, 1, 12, 44, 5, 80, 23, 61)
 OTHERS = ([5, 6, 7], [90, 2, 2, 8, 41], [*PROMPT[:8], 50])
 Found = list[tuple[tuple[int, ...], float]]
-
-
-@cache
-def reference(
-    prompt: tuple[int, ...],
-    width: int,
-    num_tokens: int,
-    stops: tuple[int, ...] = (),
-    length_penalty: float = 1.0,
-    early_stopping: bool | str = False,
-    architecture: str = "llama",
-) -> Found:
-    """(output tokens, score) of transformers' beams, best first, as far as they are finished."""
-    model = reference_model(checkpoint(architecture))
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            num_beams=width,
-            num_return_sequences=width,
-            max_new_tokens=num_tokens,
-            eos_token_id=list(stops) or None,
-            pad_token_id=0,
-            do_sample=False,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-    found = []
-    for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
-        tokens = row[len(prompt) :]
-        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
-        if score > -1e8:
-            found.append((tuple(tokens[:end]), score))
-    return found
 
 
 class Searches(Bench):
@@ -107,7 +68,7 @@ def test_beams_are_transformers(
         searches.search(str(i), width, 12, prompt, stops=stops, **how)
     searches.finish()
     for i, prompt in enumerate((PROMPT, *map(tuple, OTHERS))):
-        searches.assert_as(str(i), reference(prompt, width, 12, stops, **how))
+        searches.assert_as(str(i), reference_beams(prompt, width, 12, stops, **how))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gpt2"])
@@ -115,7 +76,7 @@ def test_other_architectures_and_a_window(architecture: str) -> None:
     searches = Searches(architecture, max_num_seqs=8)
     searches.search("r", 4, 20)
     searches.finish()
-    searches.assert_as("r", reference(PROMPT, 4, 20, architecture=architecture))
+    searches.assert_as("r", reference_beams(PROMPT, 4, 20, architecture=architecture))
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -134,8 +95,8 @@ def test_in_any_batch(caching: bool, depth: int, budget: int) -> None:
     searches.add("b", OTHERS[1], 9)
     searches.search("s", 3, 9, tuple(OTHERS[2]))
     searches.finish()
-    searches.assert_as("r", reference(PROMPT, 4, 14))
-    searches.assert_as("s", reference(tuple(OTHERS[2]), 3, 9))
+    searches.assert_as("r", reference_beams(PROMPT, 4, 14))
+    searches.assert_as("s", reference_beams(tuple(OTHERS[2]), 3, 9))
     searches.assert_exact("a", "b")
 
 
@@ -157,7 +118,7 @@ def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None
     searches.search("r", 4, 14)
     searches.finish()
     assert searches.num_preempted, "the test is to preempt the group"
-    searches.assert_as("r", reference(PROMPT, 4, 14))
+    searches.assert_as("r", reference_beams(PROMPT, 4, 14))
     searches.assert_exact("a", "b")
 
 
@@ -174,7 +135,7 @@ def test_fewer_are_returned_than_searched() -> None:
     params = SamplingParams(n=2, beam_width=5, use_beam_search=True, max_tokens=9)
     searches.core.add(Request("r", list(PROMPT), params, 0))
     searches.finish()
-    searches.assert_as("r", reference(PROMPT, 5, 9)[:2])
+    searches.assert_as("r", reference_beams(PROMPT, 5, 9)[:2])
 
 
 def test_beams_share_blocks_as_a_tree() -> None:
@@ -201,7 +162,7 @@ def test_a_guilty_search_fails_alone() -> None:
     searches.search("r", 2, 8)
     searches.finish()
     assert searches.last["bad"].error is not None and "bad" not in searches.beams
-    searches.assert_as("r", reference(PROMPT, 2, 8))
+    searches.assert_as("r", reference_beams(PROMPT, 2, 8))
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,6 @@ FROM_CORE = [
             SequenceOutput("r1", [6], index=1),
             SequenceOutput("r2", [], "error", error="no"),
         ],
-        2,
-        1,
     ),
     Refused("r3", "too long"),
     Metrics(4, "# HELP"),
@@ -62,7 +60,7 @@ def test_messages_survive_any_cut(step: int) -> None:
 def test_candidates_keep_bits_and_dtypes() -> None:
     logprobs = np.array([-0.1, -np.inf, -3.4028235e38], np.float32)
     candidates = Candidates(np.array([5, 0, 2**31 - 1], np.int32), logprobs, 17)
-    sent = StepMessage([SequenceOutput("r", [5], candidates=[candidates])], 1, 0)
+    sent = StepMessage([SequenceOutput("r", [5], candidates=[candidates])])
     body = core_codec().encode(sent)[LENGTH.size :]
     received = client_codec().decode(body)
     assert isinstance(received, StepMessage) and received.outputs[0].candidates is not None

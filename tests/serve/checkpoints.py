@@ -107,3 +107,40 @@ def pool_bytes(folder: Path, num_blocks: int, block_size: int, dtype_bytes: int 
     """A kv_cache_memory_bytes that gives each cache group num_blocks blocks."""
     groups = load_spec(folder).cache_groups
     return num_blocks * sum(group.block_bytes(block_size, dtype_bytes) for group in groups)
+
+
+@cache
+def reference_beams(
+    prompt: tuple[int, ...],
+    width: int,
+    num_tokens: int,
+    stops: tuple[int, ...] = (),
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+    architecture: str = "llama",
+) -> list[tuple[tuple[int, ...], float]]:
+    """(output tokens, score) of transformers' beams, best first, as far as they are finished."""
+    model = reference_model(checkpoint(architecture))
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=width,
+            num_return_sequences=width,
+            max_new_tokens=num_tokens,
+            eos_token_id=list(stops) or None,
+            pad_token_id=0,
+            do_sample=False,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    found = []
+    for row, score in zip(out.sequences.tolist(), out.sequences_scores.tolist(), strict=True):
+        tokens = row[len(prompt) :]
+        end = next((i + 1 for i, token in enumerate(tokens) if token in stops), len(tokens))
+        if score > -1e8:
+            found.append((tuple(tokens[:end]), score))
+    return found

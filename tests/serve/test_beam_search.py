@@ -1,11 +1,10 @@
 """Beam search as its users call it: `LLM.beam_search`, and `generate` with use_beam_search."""
 
 import pytest
-import torch
 
 from quire import LLM, BeamSearchParams, SamplingParams
 from quire.base.errors import RequestError
-from tests.serve.checkpoints import checkpoint, reference_model, text_checkpoint
+from tests.serve.checkpoints import checkpoint, reference_beams, text_checkpoint
 
 PROMPTS = [[7, 3, 9, 1, 12, 44], [5, 80, 23], [61, 2, 2, 90, 33, 8, 15]]
 
@@ -15,27 +14,17 @@ def llm() -> LLM:
     return LLM(str(checkpoint("llama")), dtype="float64", max_num_seqs=16, disable_log_stats=True)
 
 
-@torch.inference_mode()
 def reference(prompt: list[int], width: int, num_tokens: int) -> list[list[int]]:
-    ids = torch.tensor([prompt])
-    out = reference_model(checkpoint("llama")).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        num_beams=width,
-        num_return_sequences=width,
-        max_new_tokens=num_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        do_sample=False,
-    )
-    return out.tolist()
+    """The output tokens of transformers' beams, best first."""
+    return [list(tokens) for tokens, _ in reference_beams(tuple(prompt), width, num_tokens)]
 
 
 def test_beam_search_is_that_of_transformers(llm: LLM) -> None:
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=4, max_tokens=15))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
-        assert [beam.tokens for beam in output.sequences] == reference(prompt, 4, 15)
+        found = [beam.tokens for beam in output.sequences]
+        assert found == [prompt + tokens for tokens in reference(prompt, 4, 15)]
         logprobs = [beam.cum_logprob for beam in output.sequences]
         assert logprobs == sorted(logprobs, reverse=True)  # all of one length
 
@@ -57,7 +46,7 @@ def test_all_decoding_methods_in_one_batch_are_what_they_are_alone(llm: LLM) -> 
         [alone] = llm.generate(prompt, params, use_tqdm=False)
         assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in output.outputs]
         assert [c.index for c in output.outputs] == list(range(params.n))
-    assert together[5].outputs[0].token_ids == reference(PROMPTS[2], 3, 12)[0][len(PROMPTS[2]) :]
+    assert together[5].outputs[0].token_ids == reference(PROMPTS[2], 3, 12)[0]
 
 
 def test_beams_have_text_and_reasons() -> None:

@@ -60,7 +60,7 @@ def test_groups_run_to_their_ends(beams: bool) -> None:
         outputs = scheduler.update(branching.next_result(), 0.0)
         scheduler.check_invariants()
         num_endings += len(outputs.endings)
-        for _, hypotheses, _ in outputs.hypotheses:
+        for _, hypotheses in outputs.hypotheses:
             assert [len(h.token_ids) for h in hypotheses] == [20] * 4
             assert len({h.token_ids for h in hypotheses}) == 4, "the beams are to differ"
             num_hypotheses += 1

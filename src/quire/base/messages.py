@@ -124,11 +124,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepMessage(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: what one step gave this client's requests, and how busy the core is."""
+    """Core to client: what one step gave this client's requests."""
 
     outputs: list[SequenceOutput]
-    num_running: int
-    num_waiting: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -187,7 +187,8 @@ def _messages(outputs: StepOutputs) -> list[SequenceOutput]:
         if sequence.arrival not in seen:
             seen.add(sequence.arrival)
             messages.append(_message(sequence, tokens.get(sequence.arrival), outputs))
-    for request, hypotheses, sequence in outputs.hypotheses:
+    for sequence, hypotheses in outputs.hypotheses:
+        request = sequence.request
         beams = [_beam(request, hypothesis) for hypothesis in hypotheses]
         messages.append(
             SequenceOutput(

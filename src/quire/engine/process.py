@@ -119,10 +119,9 @@ class CoreServer:
                 ended.append(output.request_id)
         for request_id in ended:  # all of its sequences may have ended in this step
             self._forget(request_id)
-        scheduler = self.core.scheduler
         for client_id, part in parts.items():
             client = self._clients[client_id]
-            client.send(StepMessage(part, scheduler.num_running, scheduler.num_waiting))
+            client.send(StepMessage(part))
             self._watch(client)
 
     def _forget(self, request_id: str) -> None:

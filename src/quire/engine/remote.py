@@ -51,15 +51,6 @@ class AsyncClient(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
-    @property
-    def num_unfinished(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
     def check(self, request: Request) -> None:
         """Raise RequestError if the engine can never serve this request."""
         ...
@@ -75,8 +66,6 @@ class AsyncClient(Protocol):
         ...
 
     async def metrics(self) -> str: ...
-
-    async def reset_prefix_cache(self) -> None: ...
 
     async def close(self) -> None: ...
 
@@ -97,7 +86,6 @@ class RemoteClient:
         self._ready: Ready | None = None
         self._is_alive = False
         self._changed = asyncio.Event()  # set when the core has come or gone
-        self._news = StepMessage([], 0, 0)
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -135,14 +123,6 @@ class RemoteClient:
     @property
     def num_unfinished(self) -> int:
         return len(self._boxes)
-
-    @property
-    def num_running(self) -> int:
-        return self._news.num_running if self._boxes else 0
-
-    @property
-    def num_waiting(self) -> int:
-        return self._news.num_waiting if self._boxes else 0
 
     def check(self, request: Request) -> None:
         ready = self.ready
@@ -265,7 +245,6 @@ class RemoteClient:
             self._changed.set()
 
     def _take_step(self, message: StepMessage) -> None:
-        self._news = message
         outputs, aborts = self._outputs.process(message.outputs, self._clock.now())
         for output in outputs:
             self._boxes[output.request_id].put(output)

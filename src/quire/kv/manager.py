@@ -94,14 +94,13 @@ class KVManager:
             return blocks
         return min(blocks, -(-window // self.block_size) + 1)
 
-    def fits_alone(self, num_tokens: int, chunk: int) -> bool:
-        """Whether one sequence of this length, computed in chunks, fits into empty pools."""
-        extra = -(-chunk // self.block_size)
-        return all(
-            min(self.blocks_for(num_tokens, g) + extra, -(-num_tokens // self.block_size))
-            <= pool.num_blocks
-            for g, pool in enumerate(self.pools)
-        )
+    def fits_alone(
+        self, num_tokens: int, chunk: int, num_shared: int = 0, num_sequences: int = 1
+    ) -> bool:
+        """Whether sequences of this length, computed in chunks, fit into empty pools; see
+        `group_blocks`."""
+        needs = self.group_blocks(num_tokens, num_shared, num_sequences, chunk)
+        return all(need <= pool.num_blocks for need, pool in zip(needs, self.pools, strict=True))
 
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int

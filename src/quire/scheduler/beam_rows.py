@@ -62,7 +62,7 @@ def _advance(scheduler: "Scheduler", group: Group, outputs: "StepOutputs", now: 
         _place(scheduler, group, alive, now)
         return
     num = order[0].request.params.n
-    outputs.hypotheses.append((order[0].request, search.hypotheses(num), order[0]))
+    outputs.hypotheses.append((order[0], search.hypotheses(num)))
     for member in group.unfinished:
         scheduler.finish(member, "stop", now)
 

@@ -127,11 +127,10 @@ def fits_beside(scheduler: "Scheduler", sequence: Sequence) -> bool:
     if scheduler.num_free_rows < len(waiting) + group.num_members - len(group.members):
         return False
     longest = max(member.num_known_tokens for member in waiting)
-    reserve = scheduler.watermark_blocks if scheduler.num_running else 0
     shared = sequence.num_prompt_tokens // scheduler.kv.block_size
     chunk = min(scheduler.token_budget, longest)
     needs = scheduler.kv.group_blocks(longest, shared, len(waiting), chunk)
-    pools = scheduler.kv.pools
+    pools, reserve = scheduler.kv.pools, scheduler.reserved_blocks
     return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))
 
 
@@ -143,12 +142,3 @@ def must_wait_for_prompt(scheduler: "Scheduler", sequence: Sequence) -> bool:
     size = scheduler.kv.block_size
     shared = sequence.num_prompt_tokens // size * size
     return max(member.num_computed_tokens for member in group.running) < shared
-
-
-def group_fits_alone(scheduler: "Scheduler", num_prompt: int, limit: int, num: int) -> bool:
-    """Whether the pools could hold a group in which nothing but the prompt is shared."""
-    kv, chunk = scheduler.kv, min(scheduler.token_budget, limit - 1)
-    if num == 1:
-        return kv.fits_alone(limit - 1, chunk)
-    needs = kv.group_blocks(limit - 1, num_prompt // kv.block_size, num, chunk)
-    return all(need <= pool.num_blocks for need, pool in zip(needs, kv.pools, strict=True))

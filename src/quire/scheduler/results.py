@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.events import Stepped
-from quire.base.messages import Request
 from quire.base.plan import Candidates, StepResult
 from quire.scheduler.beam_rows import take_beams
 from quire.scheduler.beams import Hypothesis
@@ -46,7 +45,7 @@ class StepOutputs:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     others: list[Sequence] = field(default_factory=list)  # ended or with news, but without a token
-    hypotheses: list[tuple[Request, list[Hypothesis], Sequence]] = field(default_factory=list)
+    hypotheses: list[tuple[Sequence, list[Hypothesis]]] = field(default_factory=list)
 
     @property
     def plain(self) -> bool:

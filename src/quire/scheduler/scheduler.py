@@ -29,7 +29,6 @@ from quire.scheduler.groups import (
     Group,
     fits_beside,
     fork_members,
-    group_fits_alone,
     must_wait_for_prompt,
 )
 from quire.scheduler.policy import Policy
@@ -92,6 +91,11 @@ class Scheduler:
         return len(self._free_rows)
 
     @property
+    def reserved_blocks(self) -> int:
+        """Blocks that an admission leaves free; nobody needs them while nobody runs."""
+        return self.watermark_blocks if len(self._running) else 0
+
+    @property
     def has_work(self) -> bool:
         return bool(self.sequences) or bool(self.flights)
 
@@ -119,7 +123,8 @@ class Scheduler:
                 f"{num} sequences at once are more than max_num_seqs={self.table.num_rows}; ask for"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        if not group_fits_alone(self, num_prompt, limit, num):
+        chunk, shared = min(self.token_budget, limit - 1), num_prompt // self.kv.block_size
+        if not self.kv.fits_alone(limit - 1, chunk, shared, num):
             raise RequestError(
                 f"{num_prompt} prompt tokens and {num} x {most_output} output tokens need more KV"
                 " blocks than the pool has. Lower max_tokens or enlarge kv_cache_memory_bytes."
@@ -240,16 +245,15 @@ class Scheduler:
         rows, lost = set(), 0
         members = [member for member in self.members(victim) if member.row >= 0]
         swaps = draft is not None and self._swap_out(members, draft)
-        for member in self.members(victim):
-            if member.row >= 0:
-                rows.add(member.row)
-                if swaps:
-                    member.num_swapped_tokens = member.num_computed_tokens
-                else:
-                    lost += member.num_computed_tokens
-                self._leave_row(member)
-                member.num_preemptions += 1
-                self.policy.requeue(member)
+        for member in members:
+            rows.add(member.row)
+            if swaps:
+                member.num_swapped_tokens = member.num_computed_tokens
+            else:
+                lost += member.num_computed_tokens
+            self._leave_row(member)
+            member.num_preemptions += 1
+            self.policy.requeue(member)
         self._give_reserved_rows_back(victim)
         if victim.group is not None:
             victim.group.candidates = {}
@@ -287,8 +291,7 @@ class Scheduler:
             hit = self._find_hit(sequence)
             num_known = sequence.num_known_tokens
             num_new = min(budget, num_known - hit.num_tokens)
-            reserve = self.watermark_blocks if len(self._running) else 0
-            if not self.kv.can_admit(num_known, hit, reserve, num_new):
+            if not self.kv.can_admit(num_known, hit, self.reserved_blocks, num_new):
                 return
             appended = self.kv.allocate_slots(sequence.blocks, num_new, hit)
             if appended is None:

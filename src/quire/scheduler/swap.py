@@ -69,9 +69,9 @@ def can_swap_in(scheduler: "Scheduler", members: list[Sequence]) -> bool:
     if scheduler.num_free_rows < len(members):
         return False
     counts = scheduler.kv.num_distinct([member.swapped for member in members])
-    reserve = scheduler.watermark_blocks if scheduler.num_running else 0
+    beside = len(members) + scheduler.reserved_blocks
     return all(
-        min(n + len(members) + reserve, pool.num_blocks) <= pool.num_free
+        min(n + beside, pool.num_blocks) <= pool.num_free
         for n, pool in zip(counts, scheduler.kv.pools, strict=True)
     )
 

@@ -49,14 +49,6 @@ class FakeClient:
         return self.engine.client.num_unfinished
 
     @property
-    def num_running(self) -> int:
-        return self.engine.client.num_unfinished
-
-    @property
-    def num_waiting(self) -> int:
-        return 0
-
-    @property
     def is_alive(self) -> bool:
         return self._alive
 
@@ -93,9 +85,6 @@ class FakeClient:
         if not self._alive:
             raise EngineDead("the core's process has ended.")
         return "# TYPE quire:num_requests_running gauge\nquire:num_requests_running 0.0\n"
-
-    async def reset_prefix_cache(self) -> None:
-        self.engine.client.reset_prefix_cache()
 
     async def close(self) -> None:
         if self._task is not None:
