@@ -221,6 +221,7 @@ class FakeExecutor:
 def make_request(name: str, prompt: list[int], **params: object) -> Request:
     stops = tuple(params.pop("stops", ()))  # type: ignore[arg-type]
     salt = str(params.pop("salt", ""))
+    priority = int(params.pop("priority", 0))  # type: ignore[call-overload]
     seed = int(params.pop("seed", 0))  # type: ignore[call-overload]
     return Request(
         request_id=name,
@@ -229,4 +230,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
         seed=seed,
         stop_token_ids=stops,
         cache_salt=salt,
+        priority=priority,
     )

@@ -79,13 +79,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 1),
         salt=st.sampled_from(["", "", "other"]),
         n=st.sampled_from([1, 1, 2, 3]),
+        priority=st.sampled_from([0, 0, 0, -1, 7]),
         curse=st.one_of(
             st.none(),
             st.none(),
             st.builds(Curse, position=st.integers(0, 35), raises=st.booleans()),
         ),
     )
-    def add(self, seed, length, max_tokens, stops, min_tokens, salt, n, curse) -> None:
+    def add(self, seed, length, max_tokens, stops, min_tokens, salt, n, priority, curse) -> None:
         """Prompts with equal seeds share a prefix; those of odd seeds repeat one block."""
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
         if seed % 2:
@@ -102,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             salt=salt,
             seed=number,
             n=n,
+            priority=priority,
         )
         if curse is not None:
             self.device.curses[number] = curse

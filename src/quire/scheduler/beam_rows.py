@@ -97,8 +97,6 @@ def _place(scheduler: "Scheduler", group: Group, alive: list[Beam], now: float) 
         token = np.array([beam.token_id], np.int32)
         scheduler.host_tokens.append(HostTokens(row, known, token))
     group.order = placed
-    for member in spare:  # fewer candidates than beams: a vocabulary smaller than they need
-        scheduler.finish(member, "stop", now)
 
 
 def _new_member(scheduler: "Scheduler", group: Group, now: float) -> Sequence:

@@ -112,26 +112,10 @@ def add_member(scheduler: "Scheduler", leader: Sequence, row: int, now: float) -
     group.members.append(child)
     scheduler.table.sequences[row] = child
     scheduler.table.arrival[row] = child.arrival
+    scheduler.table.priority[row] = child.priority
     request_id = leader.request.request_id
     scheduler.events.append(Admitted(now, request_id, row, child.num_cached_tokens, index))
     return child
-
-
-def fits_beside(scheduler: "Scheduler", sequence: Sequence) -> bool:
-    """Whether the whole group of a sequence that waits can come in now. Only its first member asks
-    this; it holds for all that follow."""
-    group = sequence.group
-    if group is None or group.running:
-        return True
-    waiting = group.unfinished
-    if scheduler.num_free_rows < len(waiting) + group.num_members - len(group.members):
-        return False
-    longest = max(member.num_known_tokens for member in waiting)
-    shared = sequence.num_prompt_tokens // scheduler.kv.block_size
-    chunk = min(scheduler.token_budget, longest)
-    needs = scheduler.kv.group_blocks(longest, shared, len(waiting), chunk)
-    pools, reserve = scheduler.kv.pools, scheduler.reserved_blocks
-    return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))
 
 
 def must_wait_for_prompt(scheduler: "Scheduler", sequence: Sequence) -> bool:

@@ -1,4 +1,5 @@
-"""The order in which requests are served, behind one protocol. One file per policy."""
+"""The order in which new requests of one priority are served, behind one protocol. One file per
+policy."""
 
 from typing import Protocol
 
@@ -6,14 +7,10 @@ from quire.scheduler.sequence import Sequence
 
 
 class Policy(Protocol):
-    """A queue of sequences without a row. Victims of preemption are the scheduler's latest rows."""
+    """A queue of sequences that have not run yet."""
 
     def push(self, sequence: Sequence) -> None:
         """A new sequence arrived."""
-        ...
-
-    def requeue(self, sequence: Sequence) -> None:
-        """A sequence was preempted."""
         ...
 
     def peek(self) -> Sequence | None:

@@ -3,14 +3,16 @@
 Four doors: `add`, `control`, `schedule`, `update`. Nothing else changes its state; it reads no
 clock and makes no I/O, so the list of calls is the run.
 
-A plan first serves the rows that run, in order of arrival, then admits waiting sequences while
-budget, rows and blocks last. A row that needs a block that is not there preempts the latest arrival
-(recomputation, P 4.5), all or nothing; in such a step nobody is admitted. Blocks are allocated, and
-full blocks of known tokens enter the index, when the plan is made: later requests of the same plan
-hit them (T algorithm 2, inner loop). `depth` plans may be in flight; no other code knows how many.
+A plan first serves the rows that run, by priority and then by arrival, then admits waiting
+sequences (admission.py). A row that needs a block that is not there preempts the latest arrival of
+the lowest priority (P 4.5), all or nothing, by recomputation or by swapping; in such a step nobody
+is admitted. Blocks are allocated, and full blocks of known tokens enter the index, when the plan is
+made: later requests of the same plan hit them (T algorithm 2, inner loop). `depth` plans may be in
+flight; no other code knows how many.
 """
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -22,19 +24,16 @@ from quire.base.messages import Control, MeasuredRates, Request, ResetPrefixCach
 from quire.base.plan import HostTokens, Plan, RowFork, RowStart, StepResult
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.admission import Headroom, admit
 from quire.scheduler.beam_rows import is_beam
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
-from quire.scheduler.groups import (
-    Group,
-    fits_beside,
-    fork_members,
-    must_wait_for_prompt,
-)
+from quire.scheduler.groups import Group, fork_members
 from quire.scheduler.policy import Policy
+from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.results import StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, RowTable, Sequence
-from quire.scheduler.swap import can_swap_in, forget, swap_in, swap_is_cheaper, swap_out
+from quire.scheduler.swap import forget, swap_is_cheaper, swap_out
 
 
 class Scheduler:
@@ -51,21 +50,22 @@ class Scheduler:
         max_model_len: int,
         watermark: float = 0.01,
         fingerprint: bytes = b"",
-        policy: Policy | None = None,
+        make_policy: Callable[[], Policy] = Fifo,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         self.kv = kv
         self.depth = config.pipeline_depth
         self.token_budget = config.max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.watermark_blocks = int(watermark * min(pool.num_blocks for pool in kv.pools))
+        num_blocks = min(pool.num_blocks for pool in kv.pools)
+        self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
         self.fingerprint = fingerprint
-        self.policy: Policy = policy or Fifo()
+        self.queue = WaitingQueue(make_policy)
         self.table = RowTable(config.max_num_seqs, max_model_len)
         self.flights: deque[Flight] = deque()
         self.sequences: dict[str, Sequence] = {}
         self.events: list[Event] = []
-        self._running = np.empty(0, np.int64)  # rows in order of arrival
+        self._running = np.empty(0, np.int64)  # rows in order of priority, then arrival
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
         self._num_arrivals = 0
@@ -84,23 +84,18 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.policy)
+        return len(self.queue)
 
     @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 
     @property
-    def reserved_blocks(self) -> int:
-        """Blocks that an admission leaves free; nobody needs them while nobody runs."""
-        return self.watermark_blocks if len(self._running) else 0
-
-    @property
     def has_work(self) -> bool:
         return bool(self.sequences) or bool(self.flights)
 
     def running(self) -> list[Sequence]:
-        """Sequences that hold a row, in order of arrival."""
+        """Sequences that hold a row, in order of priority, then arrival."""
         return list(self.table.sequences[self._running])
 
     # ---- door 1: add -------------------------------------------------------------------------
@@ -145,7 +140,7 @@ class Scheduler:
         self._num_arrivals += num
         self.num_long_stop_lists += _has_long_stop_list(request)
         self.sequences[request.request_id] = sequence
-        self.policy.push(sequence)
+        self.queue.push(sequence)
         self.events.append(
             Queued(
                 now, request.request_id, num_prompt, request.params.max_tokens, request.received_s
@@ -191,7 +186,7 @@ class Scheduler:
         draft = Draft(self._next_step_id)
         budget = self.token_budget - self._serve_running(draft, now)
         if not draft.has_preempted:
-            self._admit(draft, budget, now)
+            admit(self, draft, budget, now)
         return self._close(draft, now)
 
     def _serve_running(self, draft: Draft, now: float) -> int:
@@ -207,7 +202,7 @@ class Scheduler:
         for i in np.flatnonzero(target > table.capacity[rows]):
             if i >= len(self._running):
                 break  # preempted meanwhile, with all that came after it
-            self._grow(self.table.sequences[rows[i]], int(target[i]), draft, now)
+            self.grow(self.table.sequences[rows[i]], int(target[i]), draft, now)
         alive = len(self._running)
         rows, need, target = rows[:alive], need[:alive], target[:alive]
         if not need.all():
@@ -220,8 +215,8 @@ class Scheduler:
             self._index(self.table.sequences[row], draft)
         return int(need.sum())
 
-    def _grow(self, sequence: Sequence, target: int, draft: Draft, now: float) -> None:
-        """Make room up to `target` tokens, preempting the latest arrivals if that is needed."""
+    def grow(self, sequence: Sequence, target: int, draft: Draft, now: float) -> None:
+        """Make room up to `target` tokens, preempting the last that run if that is needed."""
         num_computed = sequence.num_computed_tokens
         sequence.blocks.advance(num_computed)
         num_new = target - num_computed
@@ -253,8 +248,10 @@ class Scheduler:
                 lost += member.num_computed_tokens
             self._leave_row(member)
             member.num_preemptions += 1
-            self.policy.requeue(member)
+            self.queue.requeue(member)
         self._give_reserved_rows_back(victim)
+        if draft is not None:
+            self.headroom.take_preemption(self.num_running)
         if victim.group is not None:
             victim.group.candidates = {}
         self.events.append(Preempted(now, victim.request.request_id, for_request_id, lost))
@@ -275,64 +272,16 @@ class Scheduler:
             group.reserved_rows = []
             self.num_unforked -= 1
 
-    def _admit(self, draft: Draft, budget: int, now: float) -> None:
-        """Give rows to waiting sequences while budget, rows and blocks last."""
-        while budget > 0 and self._free_rows:
-            sequence = self.policy.peek()
-            if sequence is None or sequence.num_pending_lost:
-                return
-            if sequence.host_blocks is not None:
-                budget = self._swap_in(sequence, draft, budget, now)
-                if budget < 0:
-                    return
-                continue
-            if must_wait_for_prompt(self, sequence) or not fits_beside(self, sequence):
-                return
-            hit = self._find_hit(sequence)
-            num_known = sequence.num_known_tokens
-            num_new = min(budget, num_known - hit.num_tokens)
-            if not self.kv.can_admit(num_known, hit, self.reserved_blocks, num_new):
-                return
-            appended = self.kv.allocate_slots(sequence.blocks, num_new, hit)
-            if appended is None:
-                return
-            self.policy.remove(sequence)
-            self._take_row(sequence, hit.num_tokens, draft, now)
-            draft.add_adopted(sequence, hit.num_tokens // self.kv.block_size)
-            draft.add_blocks(sequence.row, appended)
-            self.table.computed[sequence.row] += num_new
-            draft.add_rows(np.array([sequence.row]), np.array([num_new]))
-            self._index(sequence, draft, hit.blocks)
-            budget -= num_new
-
-    def _swap_in(self, sequence: Sequence, draft: Draft, budget: int, now: float) -> int:
-        """Bring a group back that was swapped out, with rows for all; the budget that is left, -1
-        if it must wait."""
-        members = [m for m in self.members(sequence) if m.host_blocks is not None]
-        if any(m.num_pending_lost for m in members) or not can_swap_in(self, members):
-            return -1
-        swap_in(self, members, draft)
-        for member in members:
-            self.policy.remove(member)
-            self._take_row(member, member.num_swapped_tokens, draft, now)
-            draft.add_table(member)
-            self.table.capacity[member.row] = member.num_swapped_tokens  # look who shares
-        for member in members:
-            computed = member.num_swapped_tokens
-            room = self.kv.block_size - computed % self.kv.block_size  # at most one new block
-            num_new = min(budget, member.num_known_tokens - computed, room)
-            if num_new > 0:
-                self._grow(member, computed + num_new, draft, now)
-                self.table.computed[member.row] += num_new
-                draft.add_rows(np.array([member.row]), np.array([num_new]))
-                self._index(member, draft)
-                budget -= num_new
-        return budget
+    def grant(self, sequence: Sequence, num_new: int, draft: Draft, hit: Blocks = ()) -> None:
+        """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
+        self.table.computed[sequence.row] += num_new
+        draft.add_rows(np.array([sequence.row]), np.array([num_new]))
+        self._index(sequence, draft, hit)
 
     def _is_indexed(self, sequence: Sequence) -> bool:
         return self.kv.enable_prefix_caching or sequence.group is not None
 
-    def _find_hit(self, sequence: Sequence) -> KVBlocks:
+    def find_hit(self, sequence: Sequence) -> KVBlocks:
         """The cached blocks that this sequence may begin with."""
         digests: Seq[bytes] = ()
         may_read = sequence.request.params.reads_prefix_cache or sequence.num_preemptions > 0
@@ -425,7 +374,8 @@ class Scheduler:
     def insert_rows(self, rows: list[int]) -> None:
         """Let rows run whose sequences and arrivals are in the table."""
         order = np.concatenate([self._running, np.asarray(rows, np.int64)])
-        self._running = order[np.argsort(self.table.arrival[order], kind="stable")]
+        table = self.table
+        self._running = order[np.lexsort((table.arrival[order], table.priority[order]))]
 
     # ---- door 4: update ----------------------------------------------------------------------
 
@@ -436,7 +386,7 @@ class Scheduler:
 
     # ---- rows --------------------------------------------------------------------------------
 
-    def _take_row(self, sequence: Sequence, num_computed: int, draft: Draft, now: float) -> None:
+    def take_row(self, sequence: Sequence, num_computed: int, draft: Draft, now: float) -> None:
         """Give the sequence a row; the plan writes its known tokens and sampling there."""
         table, request, params = self.table, sequence.request, sequence.params
         row = sequence.row = self._free_rows.pop()
@@ -453,9 +403,13 @@ class Scheduler:
         stop_ids = request.stop_token_ids[:NUM_STOP_IDS]
         table.stop_ids[row, : len(stop_ids)] = stop_ids
         table.sequences[row] = sequence
-        table.arrival[row] = sequence.arrival
-        place = int(np.searchsorted(table.arrival[self._running], sequence.arrival))
-        self._running = np.insert(self._running, place, row)
+        table.arrival[row], table.priority[row] = sequence.arrival, sequence.priority
+        others = self._running
+        is_before = table.priority[others] < sequence.priority
+        is_before |= (table.priority[others] == sequence.priority) & (
+            table.arrival[others] < sequence.arrival
+        )
+        self._running = np.insert(others, np.count_nonzero(is_before), row)
         if sequence.num_cached_tokens < 0:
             sequence.num_cached_tokens = num_computed
         group = sequence.group
@@ -500,12 +454,13 @@ class Scheduler:
         if sequence.row >= 0:
             self._leave_row(sequence)
         else:
-            self.policy.remove(sequence)
+            self.queue.remove(sequence)
         self._give_reserved_rows_back(sequence)
         forget(self, sequence)
         sequence.finish_reason = reason
         self.num_long_stop_lists -= _has_long_stop_list(sequence.request)
         members = self.members(sequence)
+        self.headroom.take_end()
         if all(member.finish_reason is not None for member in members):
             request_id = sequence.request.request_id
             del self.sequences[request_id]
@@ -516,7 +471,7 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
         table, running = self.table, self.running()
-        away = [s.host_blocks for s in self.policy.waiting() if s.host_blocks is not None]
+        away = [s.host_blocks for s in self.queue.waiting() if s.host_blocks is not None]
         self.kv.check_invariants((sequence.blocks for sequence in running), away)
         rows = self._running
         groups = {id(s.group): s.group for s in running if s.group is not None}.values()
@@ -530,15 +485,15 @@ class Scheduler:
         assert (table.total[rows] <= table.limit[rows]).all(), "total overtook the limit"
         assert (table.total[rows] - table.known[rows] <= len(self.flights)).all(), "stray pending"
         assert (table.capacity[rows] >= table.computed[rows]).all(), "computed without a slot"
-        arrivals = [sequence.arrival for sequence in running]
-        assert arrivals == sorted(arrivals), "running rows are out of order"
+        ranks = [(sequence.priority, sequence.arrival) for sequence in running]
+        assert ranks == sorted(ranks), "running rows are out of order"
         for sequence in running:
             tables = sequence.blocks.tables
             assert all(t.num_tokens <= sequence.num_computed_tokens for t in tables), "table length"
             assert len({t.num_tokens for t in tables}) == 1, "the groups' tables differ in length"
         alive = [m for s in self.sequences.values() for m in self.members(s)]
         num_alive = sum(member.finish_reason is None for member in alive)
-        assert num_alive == len(running) + len(self.policy), "a sequence was lost"
+        assert num_alive == len(running) + len(self.queue), "a sequence was lost"
 
 
 def _has_long_stop_list(request: Request) -> bool:

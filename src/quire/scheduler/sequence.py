@@ -48,6 +48,7 @@ class RowTable:
         self.index_at = np.full(num_rows, NEVER)
         self.min_known = np.zeros(num_rows, np.int64)
         self.arrival = np.zeros(num_rows, np.int64)
+        self.priority = np.zeros(num_rows, np.int64)
         self.epoch = np.zeros(num_rows, np.int64)
         self.num_candidates = np.full(num_rows, -1, np.int32)
         self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
@@ -98,6 +99,10 @@ class Sequence:
         """How its row samples: as the request says, except in a beam search."""
         row_params = None if self.group is None else self.group.row_params
         return row_params or self.request.params
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -64,12 +64,12 @@ def _undo(scheduler: "Scheduler", member: Sequence, draft: Draft) -> None:
     member.blocks.advance(num_tokens)
 
 
-def can_swap_in(scheduler: "Scheduler", members: list[Sequence]) -> bool:
+def can_swap_in(scheduler: "Scheduler", members: list[Sequence], reserve: int) -> bool:
     """Whether rows and blocks are there for all members, and one more block for each."""
     if scheduler.num_free_rows < len(members):
         return False
     counts = scheduler.kv.num_distinct([member.swapped for member in members])
-    beside = len(members) + scheduler.reserved_blocks
+    beside = len(members) + reserve
     return all(
         min(n + beside, pool.num_blocks) <= pool.num_free
         for n, pool in zip(counts, scheduler.kv.pools, strict=True)

@@ -1,0 +1,162 @@
+"""Who gets a row: waiting sequences, while budget, rows and blocks last.
+
+An admission leaves blocks free for those that run to grow into, or they would soon preempt each
+other, and what comes back would be preempted again (text H calls this a cascade). How many:
+
+- the watermark, a fixed share of the pool (P's engine has 1 %);
+- headroom per running row: a block more for every preemption, 5 % less for every sequence that
+  ends. So admission slows down while preemption is frequent, and it settles where a few in a
+  hundred sequences are preempted, whatever the lengths are.
+- A sequence that was preempted `MOST_PREEMPTIONS` times waits until all that run, and itself, could
+  grow to their limits. Nobody of its priority or a lower one comes in before it, so it is not
+  preempted again for one of them.
+
+Nothing is kept free from a sequence beside which no other request runs.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.scheduler.flight import Draft
+from quire.scheduler.groups import Group, must_wait_for_prompt
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.swap import can_swap_in, swap_in
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
+
+MOST_PREEMPTIONS = 3
+STEP_UP = 1.0  # blocks per running row
+STEP_DOWN = 0.95
+
+
+@dataclass(slots=True)
+class Headroom:
+    """blocks_per_row: how much every running row is expected to grow before something ends."""
+
+    num_blocks: int
+    watermark_blocks: int
+    blocks_per_row: float = 0.0
+
+    def take_preemption(self, num_rows: int) -> None:
+        """num_rows still run. The headroom never exceeds half the pool."""
+        most = self.num_blocks / 2 / max(1, num_rows)
+        self.blocks_per_row = min(self.blocks_per_row + STEP_UP, most)
+
+    def take_end(self) -> None:
+        self.blocks_per_row *= STEP_DOWN
+
+    def blocks(self, num_rows: int) -> int:
+        return self.watermark_blocks + int(self.blocks_per_row * num_rows)
+
+
+def reserved_blocks(scheduler: "Scheduler", sequence: Sequence) -> int:
+    """Blocks that must stay free if this waiting sequence is admitted."""
+    group = sequence.group
+    num_own = 0 if group is None else len(group.running)
+    if scheduler.num_running == num_own:
+        return 0
+    reserve = scheduler.headroom.blocks(scheduler.num_running - num_own)
+    if sequence.num_preemptions >= MOST_PREEMPTIONS:
+        reserve = max(reserve, _worst_growth(scheduler, sequence))
+    return reserve
+
+
+def _worst_growth(scheduler: "Scheduler", sequence: Sequence) -> int:
+    """Blocks that all that run, and the request of this sequence, lack up to their limits."""
+    size, running = scheduler.kv.block_size, scheduler.running()
+    members = [sequence] if sequence.group is None else sequence.group.unfinished
+    heads = [(s.limit, s.num_known_tokens, 1) for s in members if s.row < 0]
+    for other in running:
+        held = 0 if other.group is None else len(other.group.reserved_rows)
+        heads.append((other.limit, other.num_computed_tokens, 1 + held))
+    limit, held_tokens, num = np.array(heads).T
+    return int(((-(-limit // size) - held_tokens // size) * num).sum())
+
+
+def admit(scheduler: "Scheduler", draft: Draft, budget: int, now: float) -> None:
+    """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait."""
+    while budget > 0 and scheduler.num_free_rows:
+        sequence = scheduler.queue.peek()
+        if sequence is None or sequence.num_pending_lost:
+            return
+        if sequence.host_blocks is not None:
+            used = _resume(scheduler, sequence, draft, budget, now)
+        else:
+            used = _start(scheduler, sequence, draft, budget, now)
+        if used is None:
+            return
+        budget -= used
+
+
+def _start(
+    scheduler: "Scheduler", sequence: Sequence, draft: Draft, budget: int, now: float
+) -> int | None:
+    """Admit a sequence that has computed nothing but what it finds in the index; the tokens that
+    it gets, None if it must wait."""
+    if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
+        return None
+    kv, reserve = scheduler.kv, reserved_blocks(scheduler, sequence)
+    hit, num_known = scheduler.find_hit(sequence), sequence.num_known_tokens
+    num_new = min(budget, num_known - hit.num_tokens)
+    if not kv.can_admit(num_known, hit, reserve, num_new):
+        return None
+    appended = kv.allocate_slots(sequence.blocks, num_new, hit)
+    if appended is None:
+        return None
+    scheduler.queue.remove(sequence)
+    scheduler.take_row(sequence, hit.num_tokens, draft, now)
+    draft.add_adopted(sequence, hit.num_tokens // kv.block_size)
+    draft.add_blocks(sequence.row, appended)
+    scheduler.grant(sequence, num_new, draft, hit.blocks)
+    return num_new
+
+
+def _resume(
+    scheduler: "Scheduler", sequence: Sequence, draft: Draft, budget: int, now: float
+) -> int | None:
+    """Bring a group back that was swapped out, with rows for all; the tokens that its members get,
+    None if it must wait."""
+    members = [m for m in scheduler.members(sequence) if m.host_blocks is not None]
+    reserve = reserved_blocks(scheduler, sequence)
+    if any(m.num_pending_lost for m in members) or not can_swap_in(scheduler, members, reserve):
+        return None
+    swap_in(scheduler, members, draft)
+    for member in members:
+        scheduler.queue.remove(member)
+        scheduler.take_row(member, member.num_swapped_tokens, draft, now)
+        draft.add_table(member)
+        scheduler.table.capacity[member.row] = member.num_swapped_tokens  # look who shares
+    used = 0
+    for member in members:
+        computed = member.num_swapped_tokens
+        room = scheduler.kv.block_size - computed % scheduler.kv.block_size  # one new block at most
+        num_new = min(budget - used, member.num_known_tokens - computed, room)
+        if num_new > 0:
+            scheduler.grow(member, computed + num_new, draft, now)
+            scheduler.grant(member, num_new, draft)
+            used += num_new
+    return used
+
+
+def fits_beside(scheduler: "Scheduler", sequence: Sequence) -> bool:
+    """Whether the whole group of a sequence that waits can come in now. Only its first member asks
+    this; it holds for all that follow."""
+    group = sequence.group
+    if group is None or group.running:
+        return True
+    waiting = group.unfinished
+    if scheduler.num_free_rows < len(waiting) + _num_to_come(group):
+        return False
+    longest = max(member.num_known_tokens for member in waiting)
+    shared = sequence.num_prompt_tokens // scheduler.kv.block_size
+    chunk = min(scheduler.token_budget, longest)
+    needs = scheduler.kv.group_blocks(longest, shared, len(waiting), chunk)
+    pools, reserve = scheduler.kv.pools, reserved_blocks(scheduler, sequence)
+    return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))
+
+
+def _num_to_come(group: Group) -> int:
+    return group.num_members - len(group.members)

@@ -1,0 +1,184 @@
+"""Who comes in and who has to go: watermark, headroom after preemptions, priorities."""
+
+import numpy as np
+import pytest
+
+from quire.base.config import SchedulerConfig
+from quire.base.events import Preempted
+from quire.base.messages import Abort
+from quire.base.plan import Plan, StepResult
+from quire.scheduler import admission
+from quire.scheduler.scheduler import Scheduler
+from quire.tools.branching import BranchingExecutor, group_request
+from quire.tools.dry_run import dry_run
+from quire.tools.simulate import OTHER, STOP, Arrival, StepTime, simulate, simulated_request
+from quire.tools.workloads import Lengths, Workload
+
+BLOCK = 4
+SHORT = Workload("short", Lengths(9, 0.8, 1, 30), Lengths(20, 0.9, 1, 60))
+A_SECOND = StepTime(1.0, 0.0, 0.0)
+
+
+def scheduler_of(num_blocks: int, num_rows: int = 64, **settings: object) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=64,
+        **settings,  # type: ignore[arg-type]
+    )
+    return dry_run(num_blocks, BLOCK, config, 128, enable_prefix_caching=False)[0]
+
+
+def backlog(num: int, seed: int) -> list[Arrival]:
+    """Requests that all are there at the beginning."""
+    inputs, outputs = SHORT.sample(num, seed)
+    return [
+        Arrival(0.0, simulated_request(str(i), list(range(2, 2 + n)), 60), m)
+        for i, (n, m) in enumerate(zip(inputs.tolist(), outputs.tolist(), strict=True))
+    ]
+
+
+def add(scheduler: Scheduler, name: str, num_tokens: int, priority: int = 0) -> None:
+    prompt = list(range(STOP + 1, STOP + 1 + num_tokens))
+    scheduler.add(simulated_request(name, prompt, 60, priority), 0.0)
+
+
+def others(plan: Plan) -> StepResult:
+    """A token that ends nothing, for everybody."""
+    num = len(plan.sample_rows)
+    return StepResult(plan.step_id, np.full((num, 1), OTHER, np.int32), np.ones(num, np.int32))
+
+
+def running(scheduler: Scheduler) -> list[str]:
+    return [sequence.request.request_id for sequence in scheduler.running()]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_nobody_is_preempted_more_than_three_times(
+    monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
+) -> None:
+    """Also where admission never slows down; without the rule, some are preempted more often."""
+    monkeypatch.setattr(admission, "STEP_UP", 0.0)
+    most = []
+    for limit in (admission.MOST_PREEMPTIONS, 1000):
+        monkeypatch.setattr(admission, "MOST_PREEMPTIONS", limit)
+        run = simulate(scheduler_of(40, preemption_mode=mode), backlog(300, seed), A_SECOND)
+        assert all(served.finished_s > 0 for served in run.by_id.values())
+        most.append(max(served.num_preemptions for served in run.by_id.values()))
+    assert most[0] == 3 < most[1]
+
+
+def test_admission_slows_down_when_preemption_is_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrivals, runs = backlog(400, seed=3), []
+    for step_up in (0.0, 1.0):
+        monkeypatch.setattr(admission, "STEP_UP", step_up)
+        runs.append(simulate(scheduler_of(100), arrivals, A_SECOND))
+    eager, slow = runs
+    assert slow.num_preemptions < eager.num_preemptions / 2
+    assert slow.num_lost_tokens < eager.num_lost_tokens / 2
+    assert slow.used > 0.7
+
+
+def test_headroom_goes_away_when_sequences_end_without_preemption() -> None:
+    scheduler = scheduler_of(100)
+    headroom = scheduler.headroom
+    headroom.blocks_per_row = 8.0
+    assert headroom.blocks(64) == 1 + 8 * 64
+    for i in range(200):
+        add(scheduler, f"more {i}", 2)
+        scheduler.control(Abort(f"more {i}"), 0.0)
+    assert headroom.blocks_per_row < 0.01
+    assert headroom.blocks(64) == headroom.watermark_blocks == 1
+
+
+def test_headroom_is_at_most_half_the_pool() -> None:
+    headroom = admission.Headroom(100, 1)
+    for _ in range(50):
+        headroom.take_preemption(10)
+    assert headroom.blocks(10) == 1 + 50
+
+
+def test_the_watermark_is_for_those_that_run() -> None:
+    """A request that nearly fills the pool comes in alone, but not beside others."""
+    scheduler = scheduler_of(100, pipeline_depth=9)
+    add(scheduler, "first", 4)
+    scheduler.schedule(0.0)
+    scheduler.headroom.watermark_blocks = 90
+    add(scheduler, "second", 40)  # 10 blocks; 99 are free
+    scheduler.schedule(0.0)
+    assert running(scheduler) == ["first"]
+    scheduler.control(Abort("first"), 0.0)
+    scheduler.schedule(0.0)
+    assert running(scheduler) == ["second"]
+
+
+def test_a_group_needs_no_watermark_beside_itself() -> None:
+    """Beams go on together, so the last that comes back must not wait for the others to end."""
+    scheduler, executor = dry_run(
+        24, BLOCK, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=2), 128, False
+    )
+    branching = BranchingExecutor(executor, sureness=0.5)
+    scheduler.add(group_request("beams", list(range(8)), 12, num=4, beams=True), 0.0)
+    scheduler.headroom.watermark_blocks = 24
+    num_steps, num_partly = 0, 0
+    while scheduler.has_work:
+        if num_steps == 18:
+            scheduler.preempt(scheduler.running()[0], "test", 0.0)
+            assert scheduler.num_running == 0
+        plan = scheduler.schedule(0.0)
+        assert plan is not None, "the group waits for itself"
+        branching.submit(plan)
+        scheduler.update(branching.next_result(), 0.0)
+        num_steps += 1
+        num_partly += 1 <= scheduler.num_running < 4 and num_steps > 18
+    assert num_partly > 0, "all came back at once"
+
+
+def test_priority_comes_first_and_arrival_second() -> None:
+    scheduler = scheduler_of(100, num_rows=3, pipeline_depth=9)
+    for name, priority in [("a", 1), ("b", 0), ("c", -5), ("d", 0), ("e", -5)]:
+        add(scheduler, name, 3, priority)
+    scheduler.schedule(0.0)
+    assert running(scheduler) == ["c", "e", "b"]
+    assert [s.request.request_id for s in scheduler.queue.waiting()] == ["d", "a"]
+    add(scheduler, "f", 3, -9)
+    scheduler.control(Abort("e"), 0.0)
+    scheduler.schedule(0.0)
+    assert running(scheduler) == ["f", "c", "b"]
+    scheduler.check_invariants()
+
+
+def test_a_class_that_was_empty_comes_back() -> None:
+    scheduler = scheduler_of(100)
+    for _ in range(2):
+        for priority in (3, 1, 2):
+            add(scheduler, f"p{priority}", 3, priority)
+        assert [s.priority for s in scheduler.queue.waiting()] == [1, 2, 3]
+        for priority in (1, 2, 3):
+            head = scheduler.queue.peek()
+            assert head is not None and head.priority == priority
+            scheduler.control(Abort(f"p{priority}"), 0.0)
+        assert scheduler.queue.peek() is None and len(scheduler.queue) == 0
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_victim_is_the_latest_arrival_of_the_lowest_priority(mode: str) -> None:
+    """And nothing of its priority or a lower one comes in before it is back."""
+    scheduler = scheduler_of(33, preemption_mode=mode, pipeline_depth=1)
+    arrivals = [("low", 5), ("high", 0), ("low, later", 5), ("high, later", 0)]
+    for name, priority in arrivals:
+        add(scheduler, name, 8, priority)
+    preempted: list[str] = []
+    while len(preempted) < 2:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(others(plan), 0.0)
+        preempted += [e.request_id for e in scheduler.events if isinstance(e, Preempted)]
+        scheduler.events.clear()
+    assert preempted == ["low, later", "low"]
+    add(scheduler, "lower", 1, 9)
+    add(scheduler, "same", 1, 5)
+    add(scheduler, "higher", 1, 4)
+    scheduler.control(Abort("high, later"), 0.0)
+    order = [sequence.request.request_id for sequence in scheduler.queue.waiting()]
+    assert order == ["higher", "low", "low, later", "same", "lower"]
