@@ -3,10 +3,12 @@
 `make gpu-check` runs these; elsewhere they are not collected.
 """
 
+import numpy as np
 import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.ops.attention.host_blocks import HostBlocks
 from tests.serve.checkpoints import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +53,24 @@ def test_the_pool_stays_within_the_share_of_memory() -> None:
         free, _ = torch.cuda.mem_get_info()
         assert llm.engine.memory.pool_bytes > 0.5 * share * total
         assert total - free <= share * total
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_pool_too_small_gives_the_same_tokens(mode: str) -> None:
+    """Blocks that are swapped out are overwritten in the same step, while they still cross."""
+    small = {"block_size": 4, "kv_cache_memory_bytes": 40 * 2 * 2 * 2 * 4 * 8 * 8}
+    got = tokens("cuda", "llama", preemption_mode=mode, max_num_seqs=8, **small)
+    assert got == tokens("cuda", "llama")
+
+
+def test_blocks_come_back_as_they_went() -> None:
+    """Several moves on their way at once, over each other, while the device's blocks change."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    kv = torch.rand(2, 64, 4096, device="cuda", generator=generator)
+    before, host = kv.cpu(), HostBlocks([kv], dim=1)
+    first, second = np.arange(32, dtype=np.int32), np.arange(16, 48, dtype=np.int32)
+    host.swap_out(0, first, first)
+    host.swap_out(0, second, second)
+    kv.zero_()
+    host.load(0, second, first)
+    assert torch.equal(kv[:, :32].cpu(), before[:, 16:48])

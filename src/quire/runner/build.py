@@ -94,12 +94,17 @@ def build_runner(
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
     config = _with_length(config, memory.max_model_len)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks)
-    rate = copy_rate(runner, spec, config.cache.block_size, dtype, min(memory.num_blocks))
+    rate = copy_rate(runner, spec, config.cache.block_size, dtype, device, min(memory.num_blocks))
     return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name, rate)
 
 
 def copy_rate(
-    runner: ModelRunner, spec: ModelSpec, block_size: int, dtype: torch.dtype, num_blocks: int
+    runner: ModelRunner,
+    spec: ModelSpec,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_blocks: int,
 ) -> float:
     """Bytes per second of swapping some blocks out, the second time; host memory is taken first."""
     num = min(num_blocks, MEASURED_BLOCKS)
@@ -108,6 +113,8 @@ def copy_rate(
     for _ in range(2):
         began = time.perf_counter()
         runner.backend.swap_out(0, blocks, blocks)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     num_bytes = num * spec.cache_groups[0].block_bytes(block_size, dtype.itemsize)
     return num_bytes / max(seconds[-1], 1e-9)

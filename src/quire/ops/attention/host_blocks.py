@@ -2,9 +2,15 @@
 
 As many blocks as the device has, so that it can never be too small; taken from the operating system
 when the first sequence is swapped out, and page by page where the device is the host itself.
+
+A GPU gathers the blocks of a move into one buffer, in the order of its other work, so that they may
+be overwritten at once. The buffer crosses to pinned memory on a stream of its own while the step is
+computed, and reaches its place in the mirror when somebody asks for it.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +21,16 @@ from quire.ops.memory import lazy_zeros
 Int32 = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class _Arriving:
+    """Blocks on their way from a GPU to block ids `destination` of a mirror."""
+
+    place: int
+    destination: torch.Tensor
+    blocks: torch.Tensor
+    done: torch.cuda.Event
+
+
 class HostBlocks:
     """Mirrors of the device's KV tensors. dim: the dimension that counts blocks."""
 
@@ -22,18 +38,50 @@ class HostBlocks:
         self._device_kv = device_kv
         self._dim = dim
         self._host_kv: list[torch.Tensor | None] = [None] * len(device_kv)
+        self._arriving: deque[_Arriving] = deque()
+        is_gpu = len(device_kv) > 0 and device_kv[0].is_cuda
+        self._stream = torch.cuda.Stream(device_kv[0].device) if is_gpu else None
 
     def swap_out(self, place: int, source: Int32, destination: Int32) -> None:
         """Copy blocks `source` of a device tensor to blocks `destination` of its mirror."""
         device, host = self._device_kv[place], self._mirror(place)
         blocks = device.index_select(self._dim, _index(source, device))
-        host.index_copy_(self._dim, _index(destination, host), blocks.to(host.device))
+        if self._stream is None:
+            host.index_copy_(self._dim, _index(destination, host), blocks)
+            return
+        self._settle(only_done=True)
+        self._arriving.append(self._send(self._stream, place, _index(destination, host), blocks))
 
     def load(self, place: int, source: Int32, destination: Int32) -> None:
         """Copy blocks back: from `source` of the mirror to `destination` of the device tensor."""
+        self._settle()
         device, host = self._device_kv[place], self._mirror(place)
         blocks = host.index_select(self._dim, _index(source, host))
-        device.index_copy_(self._dim, _index(destination, device), blocks.to(device.device))
+        if device.is_cuda:
+            blocks = blocks.pin_memory().to(device.device, non_blocking=True)
+        device.index_copy_(self._dim, _index(destination, device), blocks)
+
+    def _send(
+        self, stream: torch.cuda.Stream, place: int, destination: torch.Tensor, blocks: torch.Tensor
+    ) -> _Arriving:
+        """Begin to copy gathered blocks to pinned memory, beside the work that follows."""
+        pinned = torch.empty(blocks.shape, dtype=blocks.dtype, pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream(blocks.device))
+        with torch.cuda.stream(stream):
+            pinned.copy_(blocks, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(stream)
+        blocks.record_stream(stream)
+        return _Arriving(place, destination, pinned, done)
+
+    def _settle(self, only_done: bool = False) -> None:
+        """Put what has crossed into its place, in the order in which it was sent; or all, waiting
+        for it."""
+        while self._arriving and not (only_done and not self._arriving[0].done.query()):
+            arrived = self._arriving.popleft()
+            arrived.done.synchronize()
+            mirror = self._mirror(arrived.place)
+            mirror.index_copy_(self._dim, arrived.destination, arrived.blocks)
 
     def _mirror(self, place: int) -> torch.Tensor:
         mirror = self._host_kv[place]
