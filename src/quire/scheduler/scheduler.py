@@ -36,6 +36,9 @@ from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, RowTable, Seque
 from quire.scheduler.swap import forget, swap_is_cheaper, swap_out
 
 
+Digester = Callable[[Sequence, int, int], None]
+
+
 class Scheduler:
     """Decides who computes how many tokens in each step, and which blocks they use.
 
@@ -77,6 +80,7 @@ class Scheduler:
         self.forked: list[RowFork] = []  # by beam searches, for the next plan; also host_tokens
         self.host_tokens: list[HostTokens] = []
         self._next_step_id = 0
+        self.digester: Digester = digest_blocks  # a replay has them from its record
 
     @property
     def num_running(self) -> int:
@@ -292,9 +296,9 @@ class Scheduler:
 
     def _digest(self, sequence: Sequence, num_tokens: int) -> None:
         """Extend the sequence's digests to its full blocks of the first num_tokens tokens."""
-        size = self.kv.block_size
-        known = sequence.known_tokens
-        extend_digests(sequence.digests, sequence.root, known, size, num_tokens // size)
+        num_blocks = num_tokens // self.kv.block_size
+        if len(sequence.digests) < num_blocks:
+            self.digester(sequence, self.kv.block_size, num_blocks)
 
     def _index(self, sequence: Sequence, draft: Draft, hit: Blocks = ()) -> None:
         """Name the full blocks of known tokens that are computed once this plan has run."""
@@ -494,6 +498,12 @@ class Scheduler:
         alive = [m for s in self.sequences.values() for m in self.members(s)]
         num_alive = sum(member.finish_reason is None for member in alive)
         assert num_alive == len(running) + len(self.queue), "a sequence was lost"
+
+
+def digest_blocks(sequence: Sequence, block_size: int, num_blocks: int) -> None:
+    """Extend the digests of a sequence to its first num_blocks blocks."""
+    known = sequence.known_tokens
+    extend_digests(sequence.digests, sequence.root, known, block_size, num_blocks)
 
 
 def _has_long_stop_list(request: Request) -> bool:
