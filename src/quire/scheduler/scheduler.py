@@ -35,7 +35,6 @@ from quire.scheduler.results import StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, RowTable, Sequence
 from quire.scheduler.swap import forget, swap_is_cheaper, swap_out
 
-
 Digester = Callable[[Sequence, int, int], None]
 
 
