@@ -102,7 +102,7 @@ class Relay(CoreSocket):
         for at_s, data in self._passed[1]:
             for message in map(out.decode, frames.feed(data)):
                 if isinstance(message, StepMessage):
-                    for output in message.outputs:
+                    for output in message.all_outputs():
                         times = found[names[output.request_id]].tokens_s
                         times.extend([at_s] * len(output.token_ids))
         return found

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.base.config import SchedulerConfig
-from quire.engine.core import _messages
+from quire.engine.news import news_of
 from quire.engine.output import OutputProcessor
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, dry_run
@@ -94,7 +94,7 @@ def _step(
     resulted = clock()
     outputs = scheduler.update(result, 0.0)
     updated = clock()
-    messages = _messages(outputs)
+    messages = news_of(outputs).messages()
     sent = clock()
     client.process(messages, 0.0)
     taken = clock()

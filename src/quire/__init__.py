@@ -14,11 +14,17 @@ if TYPE_CHECKING:
     from quire.base.outputs import RequestOutput as RequestOutput
     from quire.base.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.base.sampling_params import SamplingParams as SamplingParams
+    from quire.serve.async_llm import AsyncEngineArgs as AsyncEngineArgs
+    from quire.serve.async_llm import AsyncLLM as AsyncLLM
+    from quire.serve.async_llm import AsyncLLMEngine as AsyncLLMEngine
     from quire.serve.beam_search import BeamSearchParams as BeamSearchParams
     from quire.serve.llm import LLM as LLM
 
 _HOMES = {
     "LLM": "quire.serve.llm",
+    "AsyncLLM": "quire.serve.async_llm",
+    "AsyncLLMEngine": "quire.serve.async_llm",
+    "AsyncEngineArgs": "quire.serve.async_llm",
     "SamplingParams": "quire.base.sampling_params",
     "BeamSearchParams": "quire.serve.beam_search",
     "RequestOutputKind": "quire.base.sampling_params",

@@ -1,6 +1,8 @@
 """Beam search inside the scheduler: sequences, order and scores are transformers', however the
 beams are scheduled."""
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,9 +10,17 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.base.messages import BeamOutput, Request
+from quire.base.model_spec import load_spec
 from quire.base.sampling_params import SamplingParams
 from tests.engine.bench import Bench
-from tests.serve.checkpoints import checkpoint, pool_bytes, reference_beams, reference_tokens
+from tests.serve.checkpoints import (
+    checkpoint,
+    pool_bytes,
+    reference_beams,
+    reference_logits,
+    reference_tokens,
+    twins_checkpoint,
+)
 
 PROMPT = (7, 3, 9, 1, 12, 44, 5, 80, 23, 61)
 OTHERS = ([5, 6, 7], [90, 2, 2, 8, 41], [*PROMPT[:8], 50])
@@ -20,8 +30,11 @@ Found = list[tuple[tuple[int, ...], float]]
 class Searches(Bench):
     """Keeps the beams that came back."""
 
-    def __init__(self, architecture: str = "llama", **settings: Any) -> None:
-        super().__init__(checkpoint(architecture), **settings)
+    def __init__(self, folder: Path | None = None, **settings: Any) -> None:
+        folder = folder or checkpoint("llama")
+        super().__init__(folder, **settings)
+        vocab_size = load_spec(folder).vocab_size
+        self.core.limits = dataclasses.replace(self.core.limits, vocab_size=vocab_size)
         self.runner.raises = lambda plan: False
         self.beams: dict[str, list[BeamOutput]] = {}
         self.num_preempted = 0
@@ -30,7 +43,9 @@ class Searches(Bench):
         self, name: str, width: int, num_tokens: int, prompt: tuple[int, ...] = PROMPT, **more: Any
     ) -> None:
         stops = tuple(more.pop("stops", ()))
-        params = SamplingParams(n=width, use_beam_search=True, max_tokens=num_tokens, **more)
+        params = SamplingParams(
+            **({"n": width, "use_beam_search": True, "max_tokens": num_tokens} | more)
+        )
         self.core.add(Request(name, list(prompt), params, 0, stops, eos_token_ids=stops))
 
     def step(self) -> list[Any]:
@@ -49,10 +64,12 @@ class Searches(Bench):
         self.core.scheduler.check_invariants()
         return outputs
 
-    def assert_as(self, name: str, expected: Found) -> None:
+    def assert_as(self, name: str, expected: Found, same: int = 1) -> None:
+        """same: tokens k * same to (k + 1) * same - 1 are not told apart."""
         got = self.beams[name]
-        assert [tuple(beam.token_ids) for beam in got] == [tokens for tokens, _ in expected]
-        np.testing.assert_allclose([b.score for b in got], [s for _, s in expected], atol=1e-4)
+        kinds = [[token // same for token in beam.token_ids] for beam in got]
+        assert kinds == [[token // same for token in tokens] for tokens, _ in expected]
+        np.testing.assert_allclose([b.score for b in got], [s for _, s in expected], 1e-5, 1e-4)
 
 
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
@@ -73,10 +90,10 @@ def test_beams_are_transformers(
 
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gpt2"])
 def test_other_architectures_and_a_window(architecture: str) -> None:
-    searches = Searches(architecture, max_num_seqs=8)
+    searches = Searches(checkpoint(architecture), max_num_seqs=8)
     searches.search("r", 4, 20)
     searches.finish()
-    searches.assert_as("r", reference_beams(PROMPT, 4, 20, architecture=architecture))
+    searches.assert_as("r", reference_beams(PROMPT, 4, 20, folder=checkpoint(architecture)))
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -130,12 +147,133 @@ def test_width_one_is_greedy() -> None:
     assert beam.token_ids == reference_tokens(checkpoint("llama"), list(PROMPT), 10)
 
 
-def test_fewer_are_returned_than_searched() -> None:
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_fewer_are_returned_than_searched(early_stopping: bool | str) -> None:
+    stops = (8, 21, 33, 40, 57, 62, 71, 95)
     searches = Searches(max_num_seqs=8)
-    params = SamplingParams(n=2, beam_width=5, use_beam_search=True, max_tokens=9)
-    searches.core.add(Request("r", list(PROMPT), params, 0))
+    searches.search("r", 5, 12, n=2, beam_width=5, stops=stops, early_stopping=early_stopping)
     searches.finish()
-    searches.assert_as("r", reference_beams(PROMPT, 5, 9)[:2])
+    expected = reference_beams(PROMPT, 5, 12, stops, early_stopping=early_stopping)
+    searches.assert_as("r", expected[:2])
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -1.0])
+@pytest.mark.parametrize("ranks", [[0], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0, 4, 5, 6]])
+def test_the_likeliest_first_tokens_stop(
+    ranks: list[int], length_penalty: float, early_stopping: bool | str
+) -> None:
+    """One, some or all of the first four candidates are finished with one token; what stops behind
+    them is not."""
+    likeliest = reference_logits(checkpoint("llama"), list(PROMPT))[-1].argsort(descending=True)
+    stops = tuple(likeliest[ranks].tolist())
+    how = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    searches = Searches(max_num_seqs=4)
+    searches.search("r", 4, 10, stops=stops, **how)
+    searches.finish()
+    searches.assert_as("r", reference_beams(PROMPT, 4, 10, stops, **how))
+    assert any(len(beam.token_ids) == 1 for beam in searches.beams["r"])
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize(
+    ("width", "num_tokens", "num_stops"),
+    [(8, 1, 0), (8, 2, 0), (11, 1, 0), (11, 2, 0), (11, 9, 0), (8, 1, 3), (8, 9, 3), (2, 9, 9)],
+)
+def test_as_wide_as_the_vocabulary(
+    width: int, num_tokens: int, num_stops: int, early_stopping: bool | str
+) -> None:
+    """All tokens that do not stop are beams, and the beams are all rows."""
+    folder, prompt = checkpoint("llama", 11), (1, 5, 9, 2, 7)
+    stops = tuple(range(num_stops))
+    searches = Searches(folder, max_num_seqs=width)
+    searches.search("r", width, num_tokens, prompt, stops=stops, early_stopping=early_stopping)
+    searches.search("s", width, num_tokens, prompt[:3], stops=stops, early_stopping=early_stopping)
+    searches.finish()
+    for name, own in (("r", prompt), ("s", prompt[:3])):
+        how = {"early_stopping": early_stopping, "folder": folder}
+        expected = reference_beams(own, width, num_tokens, stops, **how)
+        assert len(expected) == width
+        searches.assert_as(name, expected)
+
+
+@pytest.mark.parametrize(
+    ("more", "num_stops", "says"),
+    [
+        ({"n": 12}, 0, "n=12 is more than the 11 tokens"),
+        ({"n": 2, "beam_width": 12}, 0, "beam_width=12 is more than the 11 tokens"),
+        ({"n": 9}, 3, "n=9 is more than the 8 tokens"),
+        ({"n": 1}, 11, "n=1 is more than the 0 tokens"),
+    ],
+)
+def test_wider_than_the_vocabulary_is_refused(
+    more: dict[str, Any], num_stops: int, says: str
+) -> None:
+    """Then there would be fewer beams than asked for, at first or for ever."""
+    searches = Searches(checkpoint("llama", 11), max_num_seqs=16)
+    with pytest.raises(RequestError, match=f"^{says}.*stop_token_ids"):
+        searches.search("r", 1, 1, (1, 2), stops=range(num_stops), **more)
+    assert not searches.core.has_work
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [-10.0, -6.5, 10.0])
+def test_an_extreme_length_penalty(length_penalty: float, early_stopping: bool | str) -> None:
+    """Scores may be below the -1e9 at which transformers gives up. All beams have one length here,
+    so their order is that of their log-probabilities."""
+    searches = Searches(max_num_seqs=4)
+    how = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    searches.search("r", 4, 30, **how)
+    searches.finish()
+    plain = reference_beams(PROMPT, 4, 30, length_penalty=0.0)
+    searches.assert_as("r", [(tokens, score / 30**length_penalty) for tokens, score in plain])
+
+
+def test_never_looks_at_the_present_length_if_short_answers_are_favoured() -> None:
+    """A case in which the search would end too early by the longest possible length."""
+    folder, prompt, stops = checkpoint("llama", 11), (4, 8, 1, 5), (1, 4, 8)
+    how: dict[str, Any] = {"length_penalty": -0.2, "early_stopping": "never"}
+    searches = Searches(folder, max_num_seqs=2)
+    searches.search("r", 2, 20, prompt, stops=stops, **how)
+    searches.finish()
+    searches.assert_as("r", reference_beams(prompt, 2, 20, stops, **how, folder=folder))
+
+
+@pytest.mark.parametrize("budget", [3, 64])
+@pytest.mark.parametrize("num_tokens", [1, 9])
+@pytest.mark.parametrize("width", [3, 4])
+def test_equal_candidates(width: int, num_tokens: int, budget: int) -> None:
+    """Each token has a twin with the same log-probability: beams are transformers' but for which
+    of two twins they hold; here it is the one with the lower id first, in any batch."""
+    folder = twins_checkpoint(98)
+    searches = Searches(folder, max_num_seqs=9, max_num_batched_tokens=budget)
+    searches.add("a", OTHERS[0], 12)
+    searches.search("r", width, num_tokens)
+    searches.finish()
+    got = [tuple(beam.token_ids) for beam in searches.beams["r"]]
+    searches.assert_as("r", reference_beams(PROMPT, width, num_tokens, folder=folder), same=2)
+    assert len(set(got)) == width
+    assert not any(token % 2 for token in got[0])
+    assert got[1] == (*got[0][:-1], got[0][-1] + 1)
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -0.5])
+@pytest.mark.parametrize("width", [2, 4])
+def test_one_of_two_equal_candidates_stops(
+    width: int, length_penalty: float, early_stopping: bool | str
+) -> None:
+    """What goes on is then just as good as what is finished, which is not good enough."""
+    how = {"length_penalty": length_penalty, "early_stopping": early_stopping}
+    folder, stops = twins_checkpoint(24), tuple(range(0, 24, 2))
+    prompts = [(18, 5, 18, 6), (10, 17, 8, 20), (16, 17, 16, 0)]
+    searches = Searches(folder, max_num_seqs=8)
+    for i, prompt in enumerate(prompts):
+        searches.search(str(i), width, 12, prompt, stops=stops, **how)
+    searches.finish()
+    for i, prompt in enumerate(prompts):
+        expected = reference_beams(prompt, width, 12, stops, **how, folder=folder)
+        searches.assert_as(str(i), expected, same=2)
 
 
 def test_beams_share_blocks_as_a_tree() -> None:
@@ -172,7 +310,9 @@ def test_a_guilty_search_fails_alone() -> None:
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"beam_width": 1, "n": 2}, "beam_width"),
         ({"early_stopping": "maybe"}, "early_stopping"),
+        ({"early_stopping": 1}, "early_stopping"),
         ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"length_penalty": -10.5}, "length_penalty"),
         ({"stop": ["x"]}, "stop"),
     ],
 )

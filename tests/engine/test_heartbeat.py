@@ -20,6 +20,8 @@ def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> 
     assert not reader.is_stuck(109.9)
     assert reader.is_stuck(110.1)
     beat.end(110.2)
+    assert reader.is_stuck(213.0)  # what follows must be over in time too
+    beat.rest()
     assert not reader.is_stuck(1e9)
 
 

@@ -36,8 +36,9 @@ PROMPT = [5, 17, 3, 60, 44, 8]
 class Served:
     """A core that serves in a thread, until `stop`."""
 
-    def __init__(self, folder: Path, core: EngineCore | None = None) -> None:
-        config = config_from_flat(model=str(checkpoint("llama")), **SETTINGS)
+    def __init__(self, folder: Path, core: EngineCore | None = None, depth: int = 1) -> None:
+        settings = SETTINGS | {"pipeline_depth": depth}
+        config = config_from_flat(model=str(checkpoint("llama")), **settings)
         source = resolve_model(config.model.model)
         self.core = core or build_core(config, source, MonotonicClock()).core
         self.path = folder / "core.sock"
@@ -56,11 +57,12 @@ class Served:
         self.thread.join()
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    server = Served(tmp_path)
+@pytest.fixture(params=[1, 2, 3], ids=["depth 1", "depth 2", "depth 3"])
+def served(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Served]:
+    server = Served(tmp_path, depth=request.param)
     yield server
     server.stop()
+    server.core.close()
 
 
 def request(

@@ -12,6 +12,7 @@ Sampling from garbage is an error of the row. Rows are told apart by their reque
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,6 +102,9 @@ class FakeDevice:
             self.seeds[start.row] = start.seed
         for fork in plan.forked:
             self._fork(fork.parent, fork.child)
+        for host in plan.host_tokens:
+            known = self.tokens[host.row][: host.position]
+            self.tokens[host.row] = known + host.token_ids.tolist()
         writes = plan.block_writes
         columns = (writes.group, writes.row, writes.index, writes.block_id)
         for group, row, index, block_id in zip(*(c.tolist() for c in columns), strict=True):
@@ -190,8 +194,11 @@ class FakeExecutor:
         self._queue: deque[Plan | StepResult] = deque()
         self.has_failed = False
 
-    def start(self) -> None:
+    def start(self, on_result: Callable[[], None]) -> None:
         pass
+
+    def is_ready(self) -> bool:
+        return len(self._queue) > 0
 
     def copy_bytes_per_s(self) -> float:
         return 1e9
@@ -222,6 +229,8 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
     stops = tuple(params.pop("stops", ()))  # type: ignore[arg-type]
     salt = str(params.pop("salt", ""))
     priority = int(params.pop("priority", 0))  # type: ignore[call-overload]
+    tenant = str(params.pop("tenant", ""))
+    timeout_s = float(params.pop("timeout_s", 0.0))  # type: ignore[arg-type]
     seed = int(params.pop("seed", 0))  # type: ignore[call-overload]
     return Request(
         request_id=name,
@@ -231,4 +240,6 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
         stop_token_ids=stops,
         cache_salt=salt,
         priority=priority,
+        tenant=tenant,
+        timeout_s=timeout_s,
     )

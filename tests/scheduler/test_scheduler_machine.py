@@ -6,6 +6,7 @@ Plans are carried out when they are made or when they are asked for. Invariants 
 every operation.
 """
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -16,13 +17,17 @@ from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Finished, Stepped
-from quire.base.messages import Abort, Request
+from quire.base.messages import Abort, Append, Request
 from quire.base.model_spec import CacheGroup
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.srtf import Srtf
+from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import (
     Curse,
     FakeDevice,
@@ -48,8 +53,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         lazy=st.booleans(),
         mode=st.sampled_from(["recompute", "swap"]),
+        policy=st.sampled_from([Fifo, Srtf, TwoLevel]),
+        threshold=st.sampled_from([0, 0, 1, 5]),
     )
-    def start(self, depth, budget, rows, spare, caching, lazy, mode) -> None:
+    def start(self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold) -> None:
         num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
         self.kv = KVManager(self.groups, num_blocks, BLOCK, caching)
         config = SchedulerConfig(
@@ -57,17 +64,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             pipeline_depth=depth,
             preemption_mode=mode,
+            long_prefill_token_threshold=threshold,
         )
-        self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1)
+        self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1, make_policy=policy)
+        self.clock = FakeClock()
         self.device = FakeDevice(self.groups, num_blocks, BLOCK)
         self.core = EngineCore(
             self.scheduler,
             FakeExecutor(self.device, lazy),  # type: ignore[arg-type]
-            FakeClock(),
+            self.clock,
             RequestLimits(50, MAX_LEN, 0, 1 << 20),
         )
         self.requests: dict[str, Request] = {}
         self.output: dict[tuple[str, int], list[int]] = {}
+        self.opened: list[str] = []
         self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
 
@@ -80,13 +90,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "other"]),
         n=st.sampled_from([1, 1, 2, 3]),
         priority=st.sampled_from([0, 0, 0, -1, 7]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        timeout_s=st.sampled_from([0.0, 0.0, 0.0, 4.0, 20.0]),
         curse=st.one_of(
             st.none(),
             st.none(),
             st.builds(Curse, position=st.integers(0, 35), raises=st.booleans()),
         ),
     )
-    def add(self, seed, length, max_tokens, stops, min_tokens, salt, n, priority, curse) -> None:
+    def add(
+        self,
+        seed,
+        length,
+        max_tokens,
+        stops,
+        min_tokens,
+        salt,
+        n,
+        priority,
+        tenant,
+        timeout_s,
+        curse,
+    ) -> None:
         """Prompts with equal seeds share a prefix; those of odd seeds repeat one block."""
         tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
         if seed % 2:
@@ -104,6 +129,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=number,
             n=n,
             priority=priority,
+            tenant=tenant,
+            timeout_s=timeout_s,
         )
         if curse is not None:
             self.device.curses[number] = curse
@@ -126,7 +153,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def deliver(self) -> None:
         if self.scheduler.flights:
-            self._take()
+            self._take(self.core.take())
+        elif self.scheduler.late:
+            self._take(self.core.take_late())
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
@@ -137,6 +166,41 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.closes()
             self.deliver()
             self.closes()
+
+    @rule(seconds=st.sampled_from([0.5, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @rule(
+        length=st.integers(1, 12),
+        max_tokens=st.one_of(st.none(), st.integers(1, 12)),
+        tenant=st.sampled_from(["", "a"]),
+    )
+    def open(self, length, max_tokens, tenant) -> None:
+        """A prompt that comes in pieces."""
+        number = len(self.requests)
+        name = f"r{number}"
+        tokens = np.random.default_rng(0).integers(0, 50, 32)
+        request = make_request(
+            name, tokens[:length].tolist(), max_tokens=max_tokens, seed=number, tenant=tenant
+        )
+        self.core.add(msgspec.structs.replace(request, is_open=True))
+        self.requests[name], self.output[name, 0] = request, []
+        self.opened.append(name)
+
+    @rule(pick=st.integers(0, 50), length=st.integers(0, 12), is_last=st.booleans())
+    def append(self, pick: int, length: int, is_last: bool) -> None:
+        opened = [name for name in self.opened if name not in self.reason]
+        if not opened:
+            return
+        name = opened[pick % len(opened)]
+        request = self.requests[name]
+        prompt = request.prompt_token_ids
+        tokens = np.random.default_rng(0).integers(0, 50, 32)[len(prompt) :][:length].tolist()
+        self.core.control(Append(name, tokens, is_last))
+        self.requests[name] = msgspec.structs.replace(request, prompt_token_ids=prompt + tokens)
+        if is_last:
+            self.opened.remove(name)
 
     @rule(pick=st.integers(0, 50))
     def abort(self, pick: int) -> None:
@@ -167,6 +231,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if "scheduler" not in vars(self):
             return
+        for name in self.opened:
+            self.core.control(Append(name, [], is_last=True))
         for _ in range(5000):
             if not self.scheduler.has_work:
                 break
@@ -183,15 +249,14 @@ class SchedulerMachine(RuleBasedStateMachine):
                 longest = max(len(self.output[name, i]) for i in range(request.params.n))
                 length = len(request.prompt_token_ids) + longest
                 assert length > curse.position, "an error before the token that is cursed"
-            if self.reason[name] in ("abort", "error"):
+            if self.reason[name] in ("abort", "error", "timeout"):
                 assert output == expected[: len(output)]
             else:
                 assert output == expected, (name, index)
                 hit_stop = expected[-1] in request.stop_token_ids
                 assert self.reason[name] == ("stop" if hit_stop else "length")
 
-    def _take(self) -> None:
-        outputs = self.core.take()
+    def _take(self, outputs: StepOutputs) -> None:
         self._check_events(len(outputs.sequences))
         for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
             name = sequence.request.request_id, sequence.index
@@ -208,10 +273,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The step comes before what it ended, with the rows that got a token."""
         events = self.scheduler.events
         at = [i for i, event in enumerate(events) if isinstance(event, Stepped)]
+        if not at:  # only lateness was told
+            events.clear()
+            return
         assert len(at) == 1
         assert len(events[at[0]].rows) == num_tokens
         ends = [e.reason for e in events[: at[0]] if isinstance(e, Finished)]
-        assert set(ends) <= {"abort"}
+        assert set(ends) <= {"abort", "timeout"}
         events.clear()
 
 

@@ -80,6 +80,18 @@ def text_checkpoint(architecture: str = "llama") -> Path:
 
 
 @cache
+def twins_checkpoint(vocab_size: int) -> Path:
+    """A llama to which the tokens 2k and 2k + 1 are the same, so that their logits tie."""
+    folder = write_checkpoint(Path(mkdtemp(prefix="tiny-twins-")), "llama", vocab_size)
+    model = tf.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            weight[1::2] = weight[::2]
+    model.save_pretrained(folder)
+    return folder
+
+
+@cache
 def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
     return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
@@ -117,10 +129,12 @@ def reference_beams(
     stops: tuple[int, ...] = (),
     length_penalty: float = 1.0,
     early_stopping: bool | str = False,
-    architecture: str = "llama",
+    folder: Path | None = None,
 ) -> list[tuple[tuple[int, ...], float]]:
-    """(output tokens, score) of transformers' beams, best first, as far as they are finished."""
-    model = reference_model(checkpoint(architecture))
+    """(output tokens, score) of transformers' beams, best first, as far as they are finished.
+
+    folder: of the model; the llama if absent."""
+    model = reference_model(folder or checkpoint("llama"))
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(

@@ -60,6 +60,36 @@ def test_beams_have_text_and_reasons() -> None:
             assert beam.text == tokenizer.decode(beam.token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, 9])
+@pytest.mark.parametrize("width", [8, 11])
+def test_as_wide_as_the_vocabulary(width: int, num_tokens: int) -> None:
+    """And as wide as the engine has rows, for several prompts at once."""
+    folder = checkpoint("llama", 11)
+    prompts = [[1, 5, 9], [2, 7, 7, 0]]
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    search = BeamSearchParams(beam_width=width, max_tokens=num_tokens)
+    with LLM(str(folder), dtype="float64", max_num_seqs=width, disable_log_stats=True) as llm:
+        outputs = llm.beam_search(given, search)
+        generated = llm.generate(given, search.sampling_params(), use_tqdm=False)
+    for prompt, output, same in zip(prompts, outputs, generated, strict=True):
+        found = reference_beams(tuple(prompt), width, num_tokens, folder=folder)
+        assert [beam.tokens for beam in output.sequences] == [prompt + list(t) for t, _ in found]
+        assert [beam.token_ids for beam in same.outputs] == [list(tokens) for tokens, _ in found]
+
+
+def test_wider_than_the_vocabulary() -> None:
+    """Refused before anything runs, also what is asked for beside it."""
+    prompts = [{"prompt_token_ids": [1, 5]}] * 2
+    wide = BeamSearchParams(beam_width=12, max_tokens=1)
+    stopped = SamplingParams(n=1, beam_width=9, use_beam_search=True, stop_token_ids=[0, 3, 10])
+    with LLM(str(checkpoint("llama", 11)), max_num_seqs=16, disable_log_stats=True) as llm:
+        with pytest.raises(RequestError, match="^n=12 is more than the 11 tokens"):
+            llm.beam_search(prompts, [BeamSearchParams(beam_width=2, max_tokens=1), wide])
+        with pytest.raises(RequestError, match="^beam_width=9 is more than the 8 tokens"):
+            llm.generate(prompts, stopped, use_tqdm=False)
+        assert llm.engine.client.num_unfinished == 0
+
+
 def test_beams_cannot_be_streamed(llm: LLM) -> None:
     params = SamplingParams(n=2, use_beam_search=True)
     with pytest.raises(RequestError, match="use_beam_search"):

@@ -148,6 +148,11 @@ def test_llm_needs_no_server_packages() -> None:
     assert not {"zmq", "fastapi", "uvicorn", "transformers", "rich"} & loaded
 
 
+def test_async_llm_leaves_torch_to_its_core() -> None:
+    loaded = loaded_by("from quire import AsyncLLM")
+    assert not {"torch", "fastapi", "uvicorn", "transformers", "rich"} & loaded
+
+
 def test_every_public_name_resolves() -> None:
     import quire
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.base.plugins import ATTENTION_BACKENDS, POLICIES, PluginKind, all_names, is_installed
 
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
@@ -19,13 +20,16 @@ def setting(
     *,
     unit: str = "",
     choices: tuple[str, ...] = (),
+    plugins: PluginKind | None = None,
     words: dict[str, int] | None = None,
 ) -> Any:
     """A dataclass field with what the command line needs to know about it.
 
-    words: what may be written in place of certain numbers.
+    plugins: other packages may bring more choices. words: what may be written in place of certain
+    numbers.
     """
-    known = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
+    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
+    known["plugins"] = plugins
     return field(default=default, metadata=known)
 
 
@@ -90,14 +94,26 @@ class SchedulerConfig:
         " 64 to 256",
         unit="tokens",
     )
+    max_num_queued_reqs: int | None = setting(
+        None,
+        "requests that may wait beside those that run; more are refused, by the server with status"
+        " 503. No limit if absent",
+    )
     scheduling_policy: str = setting(
-        "fifo", "order of requests; fcfs is vLLM's name of fifo", choices=("fifo", "fcfs")
+        "fifo",
+        "who is served first: fifo (fcfs is vLLM's name of it), srtf (the shortest remaining"
+        " prompt), two-level (srtf within batches of 8 arrivals)",
+        choices=("fifo", "fcfs", "srtf", "two-level"),
+        plugins=POLICIES,
     )
     preemption_mode: str = setting(
         "auto",
         "what happens to the KV cache of a sequence that must give way: it is computed again, or"
         " swapped to host memory; auto takes what costs less",
         choices=("auto", "recompute", "swap"),
+    )
+    long_prefill_token_threshold: int = setting(
+        0, "most tokens of one prompt in one step; 0 is no limit but the step's", unit="tokens"
     )
     pipeline_depth: int = setting(1, "plans in flight; 1 waits for each result")
 
@@ -114,9 +130,19 @@ class EngineConfig:
         "auto",
         "cpu (C++ core), torch or reference; auto picks the fastest that can serve the model",
         choices=("auto", "cpu", "torch", "reference"),
+        plugins=ATTENTION_BACKENDS,
     )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
     disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
+    record: str | None = setting(
+        None,
+        "directory for a record of all that the scheduler is asked and decides, for `quire replay`,"
+        " `explain` and `trace`; without texts and tokens",
+    )
+    record_tokens: bool = setting(
+        False, "keep token ids in the record, so that it can be run with the model again"
+    )
+    record_max_mb: int = setting(256, "most that a record takes; the oldest part goes", unit="MB")
 
     def __post_init__(self) -> None:
         cache, scheduler = self.cache, self.scheduler
@@ -125,7 +151,7 @@ class EngineConfig:
         _check(0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
         _check(0 <= cache.watermark < 1, "watermark", cache.watermark, "in [0, 1)")
         _check(scheduler.pipeline_depth >= 1, "pipeline_depth", scheduler.pipeline_depth, ">= 1")
-        for name in ("max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
             value = getattr(scheduler, name)
             _check(value is None or value >= 1, name, value, "at least 1")
         length = self.model.max_model_len
@@ -133,6 +159,7 @@ class EngineConfig:
         _check(fits, "max_model_len", length, "at least 1, or auto (-1)")
         pool = cache.kv_cache_memory_bytes
         _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
+        _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
         _check_choices(self, self.model, self.scheduler)
 
 
@@ -185,10 +212,12 @@ def _check_choices(*configs: Any) -> None:
         for item in dataclasses.fields(config):
             choices = item.metadata.get("choices", ())
             value = getattr(config, item.name)
-            if choices and value not in choices:
-                raise ConfigError(
-                    f"{item.name} must be one of {', '.join(choices)}, got {value!r}."
-                )
+            if not choices or value in choices:
+                continue
+            kind = item.metadata["plugins"]
+            if kind is None or not is_installed(kind, value, choices):
+                known = ", ".join(choices) if kind is None else all_names(kind, choices)
+                raise ConfigError(f"{item.name} must be one of {known}, got {value!r}.")
 
 
 def _number_of(name: str, value: Any, words: dict[str, int]) -> Any:
@@ -231,3 +260,11 @@ def config_from_flat(**settings: Any) -> EngineConfig:
         SchedulerConfig(**parts["scheduler"]),
         **parts[""],
     )
+
+
+def flat_settings(config: EngineConfig) -> dict[str, Any]:
+    """All settings by name, without the groups."""
+    flat: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(config).items():
+        flat |= value if isinstance(value, dict) else {name: value}
+    return flat

@@ -3,6 +3,7 @@
 QuireError
  +-- ConfigError          a setting or a combination of settings is wrong (also a ValueError)
  +-- RequestError         a request is wrong or cannot be served (also a ValueError)
+ |    +-- EngineBusy      too many requests wait already; the same one may be served later
  +-- ModelError           a model's files are missing, unreadable or of an unknown architecture
  |    +-- ModelNotFound   no such directory, and the hub did not answer or has no such model
  +-- OutOfMemory          weights, workspace or KV pool do not fit
@@ -24,6 +25,10 @@ class ConfigError(QuireError, ValueError):
 
 class RequestError(QuireError, ValueError):
     """A request that is malformed or can never be served by this engine."""
+
+
+class EngineBusy(RequestError):
+    """A request beyond max_num_queued_reqs. It is not wrong, only too many: try again later."""
 
 
 class ModelError(QuireError):

@@ -6,7 +6,7 @@ nothing but decoding happened is one event, `Planned`.
 
 from dataclasses import dataclass
 
-from quire.base.plan import Int32
+from quire.base.plan import Int32, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +16,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
+    """plan: what was planned, for those who want to know who computes how much."""
+
     step_id: int
     num_rows: int
     num_tokens: int
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,15 @@ class Queued(Event):
     num_prompt_tokens: int
     max_tokens: int | None = None
     received_s: float = 0.0
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Appended(Event):
+    """A piece of a prompt came."""
+
+    request_id: str
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +56,12 @@ class Admitted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Preempted(Event):
+    """swapped: to host memory; otherwise num_lost_tokens are computed again."""
+
     request_id: str
     for_request_id: str
     num_lost_tokens: int
+    swapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,14 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
     The core makes `params.num_samples` sequences of it, told apart by their index.
 
+    is_open: more of the prompt comes by `Append`.
     received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.
     cache_salt: only requests with an equal salt share cached blocks.
     hides_logprobs: they are there for the order of best_of, the caller wants none.
+    tenant: whom it is for; tenants share the engine evenly. timeout_s: seconds after it was
+    received when it is of no use any more, and ends with finish_reason `timeout`; 0.0 is never.
     """
 
     request_id: str
@@ -36,6 +39,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     media_ids: tuple[str, ...] = ()
     received_s: float = 0.0
     hides_logprobs: bool = False
+    tenant: str = ""
+    timeout_s: float = 0.0
+    is_open: bool = False
     client_id: int = 0
     core_id: int = 0
 
@@ -51,6 +57,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     index: int = -1
 
 
+class Append(msgspec.Struct, frozen=True, tag=True):
+    """Control: the next piece of a prompt that is open; with is_last it is complete, and the answer
+    begins. A piece for a request that has ended is dropped."""
+
+    request_id: str
+    token_ids: list[int]
+    is_last: bool = False
+
+
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Control: forget all cached prefixes. Running requests keep their blocks."""
 
@@ -62,7 +77,7 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     copy_bytes_per_s: float = 0.0
 
 
-Control = Abort | ResetPrefixCache | MeasuredRates
+Control = Abort | Append | ResetPrefixCache | MeasuredRates
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):
@@ -78,6 +93,7 @@ class BeamOutput(msgspec.Struct, frozen=True, gc=False):
 class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one step gave one sequence of a request. index: which of the request's n it is.
 
+    error: what went wrong; finish_reason is then `error`, or `timeout` if the time was up.
     beams: all results of a beam search, with which the request has ended.
 
     One is made per request and step, and none can be part of a cycle: the garbage collector need
@@ -97,13 +113,45 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     beams: list[BeamOutput] | None = None
 
 
+class NewTokens(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """One token each for sequences that have nothing else to tell, as parallel lists: a third of
+    the bytes and of the core's time of as many `SequenceOutput`s."""
+
+    request_ids: list[str]
+    token_ids: list[int]
+    num_cached_tokens: list[int]
+    indices: list[int]
+
+    def outputs(self) -> list[SequenceOutput]:
+        """The same, one by one."""
+        return [
+            SequenceOutput(request_id, [token_id], num_cached_tokens=num_cached, index=index)
+            for request_id, token_id, num_cached, index in zip(
+                self.request_ids,
+                self.token_ids,
+                self.num_cached_tokens,
+                self.indices,
+                strict=True,
+            )
+        ]
+
+
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):
     """Client to core: send the metrics, in Prometheus' text format. Answered by `Metrics`."""
 
     ask_id: int
 
 
-ToCore = Request | Abort | ResetPrefixCache | AskMetrics
+class AskTimeline(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: what happened to this request? Answered by `TimelineText`. tenant: whose it
+    must be; None is anybody."""
+
+    ask_id: int
+    request_id: str
+    tenant: str | None = None
+
+
+ToCore = Request | Abort | ResetPrefixCache | AskMetrics | AskTimeline
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -123,17 +171,23 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     memory: str
 
 
-class StepMessage(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: what one step gave this client's requests."""
+class StepMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
+    """Core to client: what one step gave this client's requests. Each sequence is in one of the
+    two parts."""
 
-    outputs: list[SequenceOutput]
+    outputs: list[SequenceOutput] = []
+    tokens: NewTokens | None = None
+
+    def all_outputs(self) -> list[SequenceOutput]:
+        return self.outputs if self.tokens is None else self.tokens.outputs() + self.outputs
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """Core to client: a request that was not queued, and why."""
+    """Core to client: a request that was not queued, and why. is_busy: only because of others."""
 
     request_id: str
     message: str
+    is_busy: bool = False
 
 
 class Metrics(msgspec.Struct, frozen=True, tag=True):
@@ -143,4 +197,11 @@ class Metrics(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-FromCore = Ready | StepMessage | Refused | Metrics
+class TimelineText(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the answer to `AskTimeline`, as JSON; empty for an unknown request."""
+
+    ask_id: int
+    text: str
+
+
+FromCore = Ready | StepMessage | Refused | Metrics | TimelineText

@@ -55,11 +55,13 @@ class RowFork:
 
 @dataclass(frozen=True, slots=True)
 class HostTokens:
-    """Tokens that the host writes into a row that has already started (streamed input)."""
+    """Tokens that the host writes into a row that has already started: a piece of its prompt, or
+    the token that a beam search chose."""
 
     row: int
     position: int
     token_ids: Int32
+    is_prompt: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ BENDING = (
 )  # fmt: skip
 LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
+LENGTH_PENALTY_LIMIT = 10  # a length to this power is a number, however long
 
 
 class RequestOutputKind(enum.Enum):
@@ -183,9 +184,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         width, n = self.beam_width, self.n
         ok = width is None or (_is_int(width) and n <= width <= MAX_N)
         _require(ok, "beam_width", width, f"None or an integer from n={n} to {MAX_N}")
-        ok = _is_number(self.length_penalty) and abs(self.length_penalty) <= 100
-        _require(ok, "length_penalty", self.length_penalty, "from -100 to 100")
-        ok = self.early_stopping in (True, False, "never")
+        ok = _is_number(self.length_penalty) and abs(self.length_penalty) <= LENGTH_PENALTY_LIMIT
+        rule = f"from -{LENGTH_PENALTY_LIMIT} to {LENGTH_PENALTY_LIMIT}"
+        _require(ok, "length_penalty", self.length_penalty, rule)
+        ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _require(ok, "early_stopping", self.early_stopping, 'True, False or "never"')
         neutral = SamplingParams()
         for name in BENDING:

@@ -1,12 +1,15 @@
 """Validation of requests: the same code in the client, who shows the error, and in the core."""
 
+import math
 from dataclasses import dataclass
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
+from quire.base.sampling_params import SamplingParams
 
 MAX_CACHE_SALT = 1024
 MAX_STOP_TOKEN_IDS = 1024
+MAX_TENANT = 256
 
 
 @dataclass(frozen=True)
@@ -26,19 +29,37 @@ class RequestLimits:
         params = request.params
         params.check_samples()
         if params.num_samples > self.max_num_seqs:
-            name = "n" if params.best_of is None else "best_of"
             raise RequestError(
-                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs}; ask"
-                " for fewer or raise max_num_seqs."
+                f"{_width(params)} is more than max_num_seqs={self.max_num_seqs}; ask for fewer or"
+                " raise max_num_seqs."
             )
         self._check_prompt(request.prompt_token_ids)
         params.check_vocab(self.vocab_size)
+        if params.use_beam_search:
+            self._check_beams(request)
         for name in ("logprobs", "prompt_logprobs"):
             _check_logprobs(name, getattr(params, name), self.max_logprobs)
         if len(request.cache_salt) > MAX_CACHE_SALT:
             raise RequestError(f"cache_salt is longer than {MAX_CACHE_SALT} characters.")
         if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(f"more than {MAX_STOP_TOKEN_IDS} stop token ids.")
+        if len(request.tenant) > MAX_TENANT:
+            raise RequestError(f"tenant is longer than {MAX_TENANT} characters.")
+        if not 0 <= request.timeout_s < math.inf:
+            raise RequestError(
+                f"timeout_s must be a number of seconds, or 0 for none, got {request.timeout_s!r}."
+            )
+
+    def _check_beams(self, request: Request) -> None:
+        """Every beam must be able to go on as another text than all others, also if each token that
+        may stop it comes first."""
+        stops = {token for token in request.stop_token_ids if token < self.vocab_size}
+        num_others = self.vocab_size - len(stops)
+        if request.params.num_samples > num_others:
+            raise RequestError(
+                f"{_width(request.params)} is more than the {num_others} tokens of the vocabulary"
+                " that do not stop a beam; ask for fewer beams or give fewer stop_token_ids."
+            )
 
     def _check_prompt(self, prompt: list[int]) -> None:
         if not 1 <= len(prompt) < self.max_model_len:
@@ -52,6 +73,12 @@ class RequestLimits:
             raise RequestError(
                 f"prompt token id {wrong} is not in the vocabulary of {self.vocab_size}."
             )
+
+
+def _width(params: SamplingParams) -> str:
+    """The field that says how many sequences there are, with its value."""
+    name = "beam_width" if params.use_beam_search else "best_of"
+    return f"{'n' if getattr(params, name) is None else name}={params.num_samples}"
 
 
 def _check_logprobs(name: str, value: int | None, most: int) -> None:

@@ -120,15 +120,16 @@ def _checked(path: Path, key: str, value: Any, option: Option) -> Any:
 def _single(path: Path, key: str, value: Any, option: Option) -> Any:
     """One value, as its setting has it."""
     wanted = KINDS[option.kind]
-    if option.choices:
-        wanted = f"one of {', '.join(option.choices)}"
+    choices = () if option.is_open else option.choices
+    if choices:
+        wanted = f"one of {', '.join(choices)}"
     elif option.words:
         wanted += f" or {', '.join(option.words)}"
     shown = "something else" if option.name in SECRETS else repr(value)
     wrong = ConfigError(f"{path}: {key} must be {wanted}, got {shown}.")
     is_text, is_bool = isinstance(value, str), isinstance(value, bool)
     if option.kind is bool or option.kind is str:
-        if not isinstance(value, option.kind) or (option.choices and value not in option.choices):
+        if not isinstance(value, option.kind) or (choices and value not in choices):
             raise wrong
         return value
     if is_text:  # 4k, auto

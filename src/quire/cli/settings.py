@@ -50,7 +50,10 @@ LOG: tuple[tuple[str, type], ...] = (("log", LogConfig),)
 
 @dataclass(frozen=True)
 class Option:
-    """A setting as a person may write it. several: any number of values, kept as a tuple."""
+    """A setting as a person may write it. several: any number of values, kept as a tuple.
+
+    is_open: other packages may bring more choices, which are checked with the configuration.
+    """
 
     name: str
     kind: type
@@ -60,6 +63,7 @@ class Option:
     help: str
     unit: str
     choices: tuple[str, ...]
+    is_open: bool
     words: dict[str, int]
 
     @property
@@ -199,7 +203,8 @@ def _option(item: "dataclasses.Field[Any]", hint: Any) -> Option:
     known = item.metadata
     return Option(
         item.name, kind, several, optional, item.default,
-        known["help"], known["unit"], known["choices"], known["words"],
+        known["help"], known["unit"], known["choices"], known["plugins"] is not None,
+        known["words"],
     )  # fmt: skip
 
 
@@ -227,6 +232,9 @@ def _add_option(group: argparse._ActionsContainer, option: Option) -> None:
     known["type"] = option.parse
     if option.several:
         group.add_argument(*flags, nargs="+", action="extend", **known)
+    elif option.is_open:
+        known["metavar"] = f"{{{','.join(option.choices)},...}}"
+        group.add_argument(*flags, **known)
     else:
         group.add_argument(*flags, choices=option.choices or None, **known)
 

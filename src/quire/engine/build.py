@@ -2,22 +2,26 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.config import EngineConfig
+from quire.base.config import EngineConfig, flat_settings
 from quire.base.model_spec import ModelSpec
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
 from quire.engine.core import EngineCore
-from quire.engine.executor import InProcessExecutor
+from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
+from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.digest import cache_fingerprint
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner
+from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
@@ -60,14 +64,21 @@ def build_engine(
 def build_core(
     config: EngineConfig, source: ModelSource, clock: Clock, progress: Progress | None = None
 ) -> BuiltCore:
-    """Load the model, plan memory, connect scheduler and executor."""
-    built = build_runner(config, source, progress)
+    """Load the model, plan memory, connect scheduler and executor. With more than one plan in
+    flight the model is loaded, and does all its work, on a thread of its own."""
+    if config.scheduler.pipeline_depth == 1:
+        built = build_runner(config, source, progress)
+        executor: Executor = InProcessExecutor(built)
+    else:
+        thread = DeviceThread()
+        built = thread.call(lambda: build_runner(config, source, progress))
+        executor = ThreadedExecutor(InProcessExecutor(built), thread)
     config = built.config
     if not config.disable_log_stats:
         _log_start(built, source)
     core = EngineCore(
         make_scheduler(built, source.name),
-        InProcessExecutor(built),
+        executor,
         clock,
         RequestLimits(
             built.spec.vocab_size,
@@ -76,6 +87,13 @@ def build_core(
             config.scheduler.max_num_seqs or 0,
         ),
     )
+    core.max_num_queued = config.scheduler.max_num_queued_reqs
+    if config.record is not None:
+        settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
+        path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
+        core.record(
+            Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
+        )
     return BuiltCore(core, config, built.spec, built.memory)
 
 
@@ -102,6 +120,7 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
         config.model.max_model_len or 0,
         config.cache.watermark,
         fingerprint,
+        make_policy(config.scheduler.scheduling_policy),
     )
 
 

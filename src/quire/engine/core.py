@@ -1,7 +1,8 @@
 """The core: scheduler, KV manager and executor in one plain loop.
 
 Requests and control messages come in through `add` and `control`; each `step` plans as far ahead as
-the pipeline depth allows, takes the oldest result, and returns what it gave each request. A step
+the pipeline depth allows, takes the oldest result, and returns what it gave each request. Who has
+other things to wait for asks `rest_s` how long nothing is to be done, and calls `advance`. A step
 that raises is repeated in parts (`engine/bisect.py`): the requests whose rows fail alone end with
 an error, all others get what they would have got.
 """
@@ -14,24 +15,38 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.base.clock import Clock
-from quire.base.errors import EngineError
+from quire.base.errors import EngineBusy, EngineError
 from quire.base.events import Event
-from quire.base.messages import BeamOutput, Control, MeasuredRates, Request, SequenceOutput
-from quire.base.plan import Int32, Plan, StepResult
+from quire.base.messages import Control, MeasuredRates, Request, SequenceOutput
+from quire.base.plan import Int32, Move, Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out
 from quire.engine.executor import Executor
-from quire.scheduler.beams import Hypothesis
+from quire.engine.news import News, news_of
+from quire.engine.pacing import Pacing
+from quire.engine.record import Doors, Recorder
 from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
 
 logger = logging.getLogger("quire")
 
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2
 
+STARVED_S = 0.01  # how long to rest when nothing can be planned and nothing is in flight
+
 Subscriber = Callable[[Event], None]
+
+
+class Bell:
+    """Rung by an executor, from any thread, when a result is ready. It holds no part of the core:
+    a core that nobody holds is gone, with its executor's thread."""
+
+    def __init__(self) -> None:
+        self.heard: Callable[[], None] = lambda: None
+
+    def ring(self) -> None:
+        self.heard()
 
 
 class EngineCore:
@@ -41,16 +56,24 @@ class EngineCore:
         self, scheduler: Scheduler, executor: Executor, clock: Clock, limits: RequestLimits
     ) -> None:
         self.scheduler = scheduler
+        self.doors: Doors = scheduler
         self.executor = executor
         self.limits = limits
         self._clock = clock
+        self._recorder: Recorder | None = None
         self._subscribers: list[Subscriber] = []
         self._submitted: deque[Plan] = deque()  # the plans in flight, as the executor got them
+        self._pacing = Pacing()
+        self._is_planned_out = False  # nothing can be planned before something comes in
         self._unreleased: Int32 = np.empty(0, np.int32)  # rows that the next plan must release
+        self._unmoved: tuple[Move, ...] = ()  # moves of plans that were not carried out
         self._death: str | None = None
+        self.max_num_queued: int | None = None  # requests that may wait
+        self._num_left_waiting = 0  # by the last plan
         self._rates = MeasuredRates(copy_bytes_per_s=executor.copy_bytes_per_s())
         self.control(self._rates)
-        executor.start()
+        self.bell = Bell()
+        executor.start(self.bell.ring)
 
     @property
     def has_work(self) -> bool:
@@ -60,23 +83,75 @@ class EngineCore:
         """Hear of every event from now on."""
         self._subscribers.append(subscriber)
 
+    def record(self, recorder: Recorder) -> None:
+        """Let the recorder see every call of the scheduler from now on."""
+        self.doors = self._recorder = recorder
+
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never be served."""
+        """Queue a request. Raises RequestError if it can never be served, and EngineBusy if too
+        many wait already."""
         self.limits.check(request)
-        self.scheduler.add(request, self._clock.now())
+        self._check_queue()
+        self._is_planned_out = False
+        self.doors.add(request, self._clock.now())
+
+    def _check_queue(self) -> None:
+        """What came since the last plan does not queue where rows are free and nobody was left
+        waiting: a burst between two steps may take all free rows."""
+        scheduler, most = self.scheduler, self.max_num_queued
+        if most is None:
+            return
+        room = most + (0 if self._num_left_waiting else scheduler.num_free_rows)
+        if scheduler.num_waiting >= room:
+            raise EngineBusy(
+                f"too many requests wait already ({scheduler.num_waiting}, and max_num_queued_reqs"
+                f" is {most}); try again in a moment, or start the engine with a larger one."
+            )
 
     def control(self, message: Control) -> None:
-        self.scheduler.control(message, self._clock.now())
+        self._is_planned_out = False
+        self.doors.control(message, self._clock.now())
 
     def step(self) -> list[SequenceOutput]:
-        """Plan, execute, take one result. Returns at once if there is nothing to do. Raises
-        EngineError, then and ever after, if the core cannot go on."""
+        """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
+        is nothing to do. Raises EngineError, then and ever after, if the core cannot go on."""
+        return self._go_on(waits=True).messages()
+
+    def advance(self) -> News:
+        """What is to be done now: plan if it is time for that, take a result if it is there.
+        Raises EngineError as `step` does."""
+        return self._go_on(waits=False)
+
+    def rest_s(self) -> float | None:
+        """How long nothing is to be done; None: until a message comes or the bell rings."""
+        if not self.has_work:
+            return None
+        if self._is_answered or self._death is not None:
+            return 0.0
+        if self._is_planned_out:
+            return None if self._submitted else STARVED_S
+        if not self._submitted:
+            return 0.0
+        return max(0.0, self._pacing.due_s(self._submitted) - self._clock.now())
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the oldest plan in flight has a result."""
+        submitted = self._submitted
+        return bool(submitted) and (len(submitted[0].rows) == 0 or self.executor.is_ready())
+
+    def _go_on(self, waits: bool) -> News:
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
-            while self.plan() is not None:
-                pass
-            outputs = _messages(self.take()) if self.scheduler.flights else []
+            while waits or self._is_due():
+                if self.plan() is None:
+                    break
+            news = News()
+            if not self.scheduler.flights:
+                news = news_of(self.take_late())
+            elif waits or self._is_answered:
+                news = news_of(self.take())
         except EngineError as error:
             self._death = str(error)
             raise
@@ -84,11 +159,21 @@ class EngineCore:
             self._death = f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine cannot go on: {self._death}") from error
         self.publish()
-        return outputs
+        return news
+
+    def _is_due(self) -> bool:
+        """Whether the next step is to be planned now: nothing runs, or not for much longer."""
+        if self._is_planned_out:
+            return False
+        if not self._submitted or self._is_answered:
+            return True
+        return self._pacing.due_s(self._submitted) <= self._clock.now()
 
     def plan(self) -> Plan | None:
         """Plan one step and hand it over, if there is something to plan."""
-        plan = self.scheduler.schedule(self._clock.now())
+        plan = self.doors.schedule(self._clock.now())
+        self._num_left_waiting = self.scheduler.num_waiting
+        self._is_planned_out = plan is None
         if plan is not None:
             self._submit(plan)
         return plan
@@ -99,12 +184,18 @@ class EngineCore:
         has_run = len(submitted.rows) > 0
         result = self.executor.next_result() if has_run else combine(submitted, [])
         self._submitted.popleft()
+        self._is_planned_out = False
+        self._pacing.end(submitted, self._clock.now())
         if result.error is not None:
             return self._recover(submitted, result.error)
         self._measure(submitted, result)
         if submitted is not flight.plan:
             result = combine(flight.plan, [(submitted, result)])
         return self._update(result)
+
+    def take_late(self) -> StepOutputs:
+        """What requests that were dropped for lateness are told, while no plan is in flight."""
+        return self.scheduler.take_late()
 
     def _measure(self, plan: Plan, result: StepResult) -> None:
         """Follow how fast prompts are computed; tell the scheduler when that has changed."""
@@ -119,18 +210,24 @@ class EngineCore:
 
     def close(self) -> None:
         self.executor.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _submit(self, plan: Plan) -> None:
-        """Hand over a plan. One that has lost all rows is not carried out."""
-        if len(self._unreleased):
+        """Hand over a plan. One that has lost all rows is not carried out; what it does beside them
+        is for the next one."""
+        if len(self._unreleased) or self._unmoved:
             released = np.concatenate([self._unreleased, plan.released])
-            plan = dataclasses.replace(plan, released=released)
+            moves = self._unmoved + plan.moves
+            plan = dataclasses.replace(plan, released=released, moves=moves)
+        if not self._submitted:
+            self._pacing.begin(self._clock.now())
         self._submitted.append(plan)
         if len(plan.rows):
-            self._unreleased = plan.released[:0]
+            self._unreleased, self._unmoved = plan.released[:0], ()
             self.executor.submit(plan)
         else:
-            self._unreleased = plan.released
+            self._unreleased, self._unmoved = plan.released, plan.moves
 
     def _recover(self, failed: Plan, error: str) -> StepOutputs:
         """The oldest plan raised: repeat it in parts, then carry out the later ones without the
@@ -154,10 +251,10 @@ class EngineCore:
         return outputs
 
     def _update(self, result: StepResult) -> StepOutputs:
-        outputs = self.scheduler.update(result, self._clock.now())
+        outputs = self.doors.update(result, self._clock.now())
         for sequence in outputs.others:
             ending = outputs.endings.get(sequence.arrival)
-            if ending is not None and ending.error is not None:
+            if ending is not None and ending.reason == "error":
                 logger.error("request %s failed: %s", sequence.request.request_id, ending.error)
         return outputs
 
@@ -167,67 +264,3 @@ class EngineCore:
         for subscriber in self._subscribers:
             for event in events:
                 subscriber(event)
-
-
-def _messages(outputs: StepOutputs) -> list[SequenceOutput]:
-    """One message per sequence that has news."""
-    if outputs.plain:
-        return [
-            SequenceOutput(
-                s.request.request_id, [token], num_cached_tokens=s.num_cached_tokens, index=s.index
-            )
-            for s, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True)
-        ]
-    messages = []
-    tokens = dict(
-        zip((s.arrival for s in outputs.sequences), outputs.token_ids.tolist(), strict=True)
-    )
-    seen: set[int] = set()
-    for sequence in [*outputs.sequences, *outputs.others]:
-        if sequence.arrival not in seen:
-            seen.add(sequence.arrival)
-            messages.append(_message(sequence, tokens.get(sequence.arrival), outputs))
-    for sequence, hypotheses in outputs.hypotheses:
-        request = sequence.request
-        beams = [_beam(request, hypothesis) for hypothesis in hypotheses]
-        messages.append(
-            SequenceOutput(
-                request.request_id,
-                [],
-                beams[0].finish_reason,
-                num_cached_tokens=max(0, sequence.num_cached_tokens),
-                num_preemptions=sequence.num_preemptions,
-                beams=beams,
-            )
-        )
-    return messages
-
-
-def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:
-    last = hypothesis.token_ids[-1]
-    is_named = hypothesis.is_stop and last not in request.eos_token_ids
-    return BeamOutput(
-        list(hypothesis.token_ids),
-        hypothesis.score,
-        hypothesis.cumulative_logprob,
-        "stop" if hypothesis.is_stop else "length",
-        last if is_named else None,
-    )
-
-
-def _message(sequence: Sequence, token: int | None, outputs: StepOutputs) -> SequenceOutput:
-    arrival = sequence.arrival
-    ending = outputs.endings.get(arrival)
-    candidates = outputs.candidates.get(arrival)
-    return SequenceOutput(
-        request_id=sequence.request.request_id,
-        token_ids=[] if token is None else [token],
-        finish_reason=ending.reason if ending else None,
-        stop_reason=ending.stop_reason if ending else None,
-        candidates=None if candidates is None else [candidates],
-        prompt_candidates=outputs.prompt_candidates.get(arrival),
-        num_cached_tokens=max(0, sequence.num_cached_tokens),
-        num_preemptions=sequence.num_preemptions,
-        error=ending.error if ending else None,
-        index=sequence.index,
-    )

@@ -9,7 +9,6 @@ import numpy as np
 
 from quire.base.errors import EngineError
 from quire.base.plan import Plan, StepResult
-from quire.kv.sizing import MemoryPlan
 
 if TYPE_CHECKING:  # clients of a core elsewhere import this file, and no torch
     import torch
@@ -20,23 +19,32 @@ logger = logging.getLogger("quire")
 
 
 class Executor(Protocol):
-    """What the core needs of the device side; in-process, multi-process, simulated."""
+    """What the core needs of the device side; in-process, on a thread, simulated.
 
-    def start(self) -> None: ...
+    A result may be ready when `submit` returns, or later.
+    """
 
-    def memory(self) -> MemoryPlan: ...
+    def start(self, on_result: Callable[[], None]) -> None:
+        """Begin. on_result: to be called, from any thread, when a result is ready later."""
+        ...
 
     def copy_bytes_per_s(self) -> float:
         """How fast blocks are copied to host memory; 0.0 if they cannot be."""
         ...
 
     def submit(self, plan: Plan) -> None:
-        """Hand over a plan. What goes wrong with it comes back as the result's error. Raises
-        EngineError if no plan can be carried out any more."""
+        """Hand over a plan. What goes wrong with it comes back as the result's error; plans behind
+        it are answered without being carried out, until all were answered. Raises EngineError if
+        no plan can be carried out any more."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether `next_result` returns at once."""
         ...
 
     def next_result(self) -> StepResult:
-        """The result of the oldest plan that has not been answered; waits for it."""
+        """The result of the oldest plan that has not been answered; waits for it. Raises
+        EngineError as `submit` does."""
         ...
 
     def close(self) -> None: ...
@@ -56,12 +64,8 @@ class InProcessExecutor:
         self._results: deque[StepResult] = deque()
         self._last_error = ""
 
-    def start(self) -> None:
+    def start(self, on_result: Callable[[], None]) -> None:
         pass
-
-    def memory(self) -> MemoryPlan:
-        assert self._built is not None, "the executor is closed"
-        return self._built.memory
 
     def copy_bytes_per_s(self) -> float:
         assert self._built is not None, "the executor is closed"
@@ -84,6 +88,9 @@ class InProcessExecutor:
                 logger.debug("step %d raised", plan.step_id, exc_info=error)
             self._last_error = message
             self._give_up_if_lost(message)
+
+    def is_ready(self) -> bool:
+        return len(self._results) > 0
 
     def next_result(self) -> StepResult:
         return self._results.popleft()

@@ -7,12 +7,12 @@ of a machine share; 0.0 while idle), and how many steps there were.
 
 import mmap
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from quire.base.clock import Clock
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor
-from quire.kv.sizing import MemoryPlan
 
 FIELDS = struct.Struct("<dq")
 LEAST_S = 10.0
@@ -37,36 +37,47 @@ class Heartbeat:
         FIELDS.pack_into(self._memory, 0, now_s + limit_s, self._num_steps)
 
     def end(self, now_s: float) -> None:
-        """The step has ended. The expected time follows the longest step, and slowly forgets it."""
+        """The step has ended, and what follows must be over in time as well. The expected time
+        follows the longest step, and slowly forgets it."""
         self._expected_s = max(now_s - self._began_s, FORGET * self._expected_s)
         self._num_steps += 1
+        self.begin(now_s)
+
+    def rest(self) -> None:
+        """There is nothing to do."""
         FIELDS.pack_into(self._memory, 0, 0.0, self._num_steps)
 
 
 class BeatingExecutor:
-    """An executor whose every plan is a sign of life: a step that is repeated in parts takes long,
-    and is not stuck."""
+    """An executor whose every result is a sign of life: a step that is repeated in parts takes
+    long, and is not stuck. A plan that is handed over behind another one is none."""
 
     def __init__(self, executor: Executor, heartbeat: Heartbeat, clock: Clock) -> None:
         self._executor = executor
         self._heartbeat = heartbeat
         self._clock = clock
+        self._num_unanswered = 0
 
-    def start(self) -> None:
-        self._executor.start()
-
-    def memory(self) -> MemoryPlan:
-        return self._executor.memory()
+    def start(self, on_result: Callable[[], None]) -> None:
+        self._executor.start(on_result)
 
     def copy_bytes_per_s(self) -> float:
         return self._executor.copy_bytes_per_s()
 
     def submit(self, plan: Plan) -> None:
-        self._heartbeat.begin(self._clock.now())
+        if self._num_unanswered == 0:
+            self._heartbeat.begin(self._clock.now())
+        self._num_unanswered += 1
         self._executor.submit(plan)
 
+    def is_ready(self) -> bool:
+        return self._executor.is_ready()
+
     def next_result(self) -> StepResult:
-        return self._executor.next_result()
+        result = self._executor.next_result()
+        self._num_unanswered -= 1
+        self._heartbeat.end(self._clock.now())
+        return result
 
     def close(self) -> None:
         self._executor.close()

@@ -28,7 +28,7 @@ from quire.engine.histogram import (
 )
 from quire.scheduler.scheduler import Scheduler
 
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
 TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
 HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
     {

@@ -15,6 +15,8 @@ from quire.engine.sample import Sample
 from quire.render.token_stream import open_stream
 from quire.render.tokenizer import Tokenizer
 
+FAILED = ("error", "timeout")
+
 Processed = tuple[list[RequestOutput], list[Abort]]
 
 
@@ -138,7 +140,8 @@ class _OpenRequest:
         if output.token_ids and metrics.first_token_s is None:
             metrics.first_token_s = now_s
         if output.error is not None:
-            self.finish("error", output.error, now_s)
+            reason = "timeout" if output.finish_reason == "timeout" else "error"
+            self.finish(reason, output.error, now_s)
             return None
         sample.take(output)
         if sample.finish_reason is None:
@@ -171,10 +174,10 @@ class _OpenRequest:
     def finish(self, reason: str, stop_reason: str | None, now_s: float) -> None:
         """All samples that go on end with what they have.
 
-        After an error those of best_of all end with it: the best of them would not be the best.
+        After a failure those of best_of all end with it: the best of them would not be the best.
         """
         for sample in self._samples:
-            if sample.finish_reason is None or (self._params.is_ranked and reason == "error"):
+            if sample.finish_reason is None or (self._params.is_ranked and reason in FAILED):
                 sample.finish(reason, stop_reason)
         self.num_open = 0
         self._metrics.finished_s = now_s

@@ -1,36 +1,44 @@
 """A core that serves clients over a Unix socket: one thread, one plain loop.
 
-Between two steps it takes in what clients sent; without work it waits in `select` and uses no
-processor time. It sends each client one message per step. When a client is gone, its requests end.
+It waits in one place, in `select`: for what clients send, for the executor's bell, and for the time
+to plan the next step. A request that comes while a step runs is in the next plan. It sends each
+client one message per step. When a client is gone, its requests end.
 """
 
+import contextlib
 import logging
 import selectors
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from quire.base.clock import Clock
-from quire.base.errors import EngineError, RequestError
+from quire.base.errors import EngineBusy, EngineError, RequestError
 from quire.base.messages import (
     Abort,
     AskMetrics,
+    AskTimeline,
     Metrics,
+    NewTokens,
     Ready,
     Refused,
     Request,
     SequenceOutput,
     StepMessage,
+    TimelineText,
     ToCore,
 )
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Heartbeat
+from quire.engine.news import News
 from quire.engine.wire import CoreConnection, core_codec
 
 logger = logging.getLogger("quire")
+
+NOBODY = -1  # in place of a client
 
 
 class StatusSource(Protocol):
@@ -39,11 +47,13 @@ class StatusSource(Protocol):
 
 @dataclass(frozen=True)
 class CoreReports:
-    """What the core tells of itself: to Prometheus, to the log (None: nothing), to its watcher."""
+    """What the core tells of itself: to Prometheus, to the log (None: nothing), to its watcher, and
+    of one request (by id and tenant) to whom asks."""
 
     metrics_text: Callable[[], str]
     status: StatusSource | None = None
     heartbeat: Heartbeat | None = None
+    timeline_text: Callable[[str, str | None], str] = lambda request_id, tenant: ""
 
 
 class CoreServer:
@@ -71,16 +81,18 @@ class CoreServer:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
+        core.bell.heard = self._wake
 
     def run(self) -> None:
         """Serve until `stop`. Raises EngineError if the core cannot go on."""
         try:
             while not self._stopping:
-                self._poll(0.0 if self.core.has_work else None)
+                self._poll(self.core.rest_s())
                 if self.core.has_work:
-                    self._step()
+                    self._advance()
         finally:
             for client in list(self._clients.values()):
                 client.close()
@@ -90,39 +102,55 @@ class CoreServer:
     def stop(self) -> None:
         """End `run` after the present step; from a signal handler or another thread."""
         self._stopping = True
-        self._wake_in.send(b"x")
+        self._wake()
 
-    def _step(self) -> None:
+    def _wake(self) -> None:
+        """Let `select` return; from any thread."""
+        with contextlib.suppress(OSError):  # full: it will wake up; or closed
+            self._wake_in.send(b"x")
+
+    def _advance(self) -> None:
         heartbeat, status = self._reports.heartbeat, self._reports.status
-        if heartbeat is not None:
+        flights = self.core.scheduler.flights  # while there are any, their deadline stands
+        if heartbeat is not None and not flights:
             heartbeat.begin(self._clock.now())
-        outputs = self.core.step()
-        now = self._clock.now()
-        if heartbeat is not None:
-            heartbeat.end(now)
-        self._send(outputs)
-        if status is not None and (line := status.line(now)) is not None:
+        self._send(self.core.advance())
+        if heartbeat is not None and not flights:
+            heartbeat.rest()
+        if status is not None and (line := status.line(self._clock.now())) is not None:
             logger.info("%s", line)
 
     # ---- messages out ------------------------------------------------------------------------
 
-    def _send(self, outputs: Iterable[SequenceOutput]) -> None:
+    def _send(self, news: News) -> None:
         """One message per client that has news."""
-        parts: dict[int, list[SequenceOutput]] = {}
+        talking: dict[int, list[SequenceOutput]] = {}
         ended: list[str] = []
-        for output in outputs:
+        for output in news.outputs:
             owner = self._owners.get(output.request_id)
             if owner is None:
                 continue
-            parts.setdefault(owner, []).append(output)
+            talking.setdefault(owner, []).append(output)
             if output.finish_reason is not None:
                 ended.append(output.request_id)
+        tokens = self._tokens_by_client(news)
         for request_id in ended:  # all of its sequences may have ended in this step
             self._forget(request_id)
-        for client_id, part in parts.items():
+        for client_id in talking.keys() | tokens.keys():
             client = self._clients[client_id]
-            client.send(StepMessage(part))
+            client.send(StepMessage(talking.get(client_id, []), tokens.get(client_id)))
             self._watch(client)
+
+    def _tokens_by_client(self, news: News) -> dict[int, NewTokens]:
+        request_ids = news.request_ids
+        owners = [self._owners.get(request_id, NOBODY) for request_id in request_ids]
+        clients = set(owners)
+        if len(clients) == 1 and NOBODY not in clients:
+            return {owners[0]: news.tokens(request_ids)}
+        return {
+            client: news.tokens(request_ids, [i for i, o in enumerate(owners) if o == client])
+            for client in clients - {NOBODY}
+        }
 
     def _forget(self, request_id: str) -> None:
         """Whose request it was, once the last of its sequences has ended."""
@@ -181,6 +209,10 @@ class CoreServer:
         elif isinstance(message, AskMetrics):
             self.core.publish()
             client.send(Metrics(message.ask_id, self._reports.metrics_text()))
+        elif isinstance(message, AskTimeline):
+            self.core.publish()
+            text = self._reports.timeline_text(message.request_id, message.tenant)
+            client.send(TimelineText(message.ask_id, text))
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
@@ -195,7 +227,8 @@ class CoreServer:
         try:
             self.core.add(request)
         except RequestError as error:
-            client.send(Refused(request.request_id, str(error)))
+            is_busy = isinstance(error, EngineBusy)
+            client.send(Refused(request.request_id, str(error), is_busy))
         else:
             self._owners[request.request_id] = client.client_id
 

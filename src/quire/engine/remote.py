@@ -7,17 +7,18 @@ here, on the client's side, so that the core's thread never does.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.errors import EngineDead, EngineError, RequestError
+from quire.base.errors import EngineBusy, EngineDead, EngineError, RequestError
 from quire.base.messages import (
     Abort,
     AskMetrics,
+    AskTimeline,
     FromCore,
     Metrics,
     Ready,
@@ -25,6 +26,7 @@ from quire.base.messages import (
     Request,
     ResetPrefixCache,
     StepMessage,
+    TimelineText,
     ToCore,
 )
 from quire.base.outputs import RequestOutput
@@ -61,11 +63,17 @@ class AsyncClient(Protocol):
         """What is due by the request's output_kind, until its output is finished.
 
         A slow reader gets several steps in one output. Leaving early ends the request. Raises
-        RequestError if the core refuses it, EngineDead if the core is gone.
+        RequestError if the core refuses it (EngineBusy if only for the others that wait),
+        EngineDead if the core is gone.
         """
         ...
 
     async def metrics(self) -> str: ...
+
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        """What happened to a request, as JSON; empty if nobody remembers it, or if it is not this
+        tenant's."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -154,11 +162,25 @@ class RemoteClient:
             if not finished and not box.failed and self._is_alive:
                 self._send(Abort(request_id))
 
+    def abort(self, request_id: str) -> None:
+        """End a request: its reader gets what there is, with finish_reason `abort`. An id that is
+        not open is ignored."""
+        for output in self._outputs.abort([request_id], self._clock.now()):
+            self._boxes[request_id].put(output)
+            if self._is_alive:
+                self._send(Abort(request_id))
+
     async def metrics(self) -> str:
+        return await self._ask(AskMetrics)
+
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        return await self._ask(lambda number: AskTimeline(number, request_id, tenant))
+
+    async def _ask(self, question: Callable[[int], ToCore]) -> str:
         number, self._num_asked = self._num_asked, self._num_asked + 1
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(AskMetrics(number))
+            self._send(question(number))
             return await answer
         finally:
             del self._asked[number]
@@ -234,8 +256,9 @@ class RemoteClient:
         elif isinstance(message, Refused):
             box = self._boxes.get(message.request_id)
             if box is not None:
-                box.fail(RequestError(message.message))
-        elif isinstance(message, Metrics):
+                kind = EngineBusy if message.is_busy else RequestError
+                box.fail(kind(message.message))
+        elif isinstance(message, (Metrics, TimelineText)):
             answer = self._asked.get(message.ask_id)
             if answer is not None and not answer.done():
                 answer.set_result(message.text)
@@ -245,7 +268,7 @@ class RemoteClient:
             self._changed.set()
 
     def _take_step(self, message: StepMessage) -> None:
-        outputs, aborts = self._outputs.process(message.outputs, self._clock.now())
+        outputs, aborts = self._outputs.process(message.all_outputs(), self._clock.now())
         for output in outputs:
             self._boxes[output.request_id].put(output)
         for abort in aborts:

@@ -38,6 +38,8 @@ class RequestMaker:
         request_id: str | None = None,
         cache_salt: str = "",
         priority: int = 0,
+        tenant: str = "",
+        timeout_s: float = 0.0,
     ) -> Request:
         """request_id: unique; a running number if absent. Raises RequestError for parameters that
         mean text where there is no tokenizer. best_of needs logprobs, asked for or not."""
@@ -65,6 +67,8 @@ class RequestMaker:
             priority=priority,
             cache_salt=cache_salt,
             hides_logprobs=hides_logprobs,
+            tenant=tenant,
+            timeout_s=timeout_s,
         )
 
 

@@ -83,6 +83,11 @@ class KVManager:
         """Share of the blocks that sequences hold, in the fullest group."""
         return max(pool.num_used / pool.num_blocks for pool in self.pools)
 
+    @property
+    def num_index_changes(self) -> int:
+        """A hit that was found before the last of these may be longer or shorter now."""
+        return sum(pool.num_index_changes for pool in self.pools)
+
     def new_sequence(self) -> SequenceBlocks:
         return SequenceBlocks(tuple(BlockTable(pool, self.block_size) for pool in self.pools))
 
@@ -123,17 +128,20 @@ class KVManager:
         digests: of the sequence's full blocks; num_tokens: its length. At least one token is left
         to compute, so a sequence that is hit in full gives its last block back.
         """
-        most = min(len(digests), (num_tokens - 1) // self.block_size)
-        if most <= 0:
-            return KVBlocks(0, tuple([] for _ in self.groups))
-        length, settled = most, False
+        length = self.num_computed_blocks(digests, num_tokens)
+        blocks = tuple(self._hit_blocks(g, digests, length) for g in range(len(self.groups)))
+        return KVBlocks(length * self.block_size, blocks)
+
+    def num_computed_blocks(self, digests: Sequence[bytes], num_tokens: int) -> int:
+        """Blocks of that hit."""
+        length = min(len(digests), (num_tokens - 1) // self.block_size)
+        settled = length <= 0
         while not settled:
             before = length
             for g in range(len(self.groups)):
                 length = self._hit_length(g, digests, length)
             settled = length == before
-        blocks = tuple(self._hit_blocks(g, digests, length) for g in range(len(self.groups)))
-        return KVBlocks(length * self.block_size, blocks)
+        return max(0, length)
 
     def can_admit(self, num_tokens: int, hit: KVBlocks, watermark_blocks: int, chunk: int) -> bool:
         """Whether `num_tokens` tokens with this hit fit now, leaving the watermark free."""
@@ -169,6 +177,13 @@ class KVManager:
                     self.free(sequence)
                 return None
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
+
+    def num_free_slots(self, sequence: SequenceBlocks) -> int:
+        """Tokens that a sequence could take in, if it got all free blocks and shares none."""
+        return min(
+            table.capacity - table.num_tokens + pool.num_free * self.block_size
+            for table, pool in zip(sequence.tables, self.pools, strict=True)
+        )
 
     def index_blocks(self, sequence: SequenceBlocks, digests: Sequence[bytes]) -> list[list[int]]:
         """Name the full blocks up to len(digests); returns the blocks newly looked at, by group."""

@@ -29,6 +29,7 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self.num_evictions = 0
+        self.num_index_changes = 0
 
     @property
     def num_free(self) -> int:
@@ -87,6 +88,7 @@ class BlockPool:
         if digest not in self._index and self._digests[block_id] is None:
             self._index[digest] = block_id
             self._digests[block_id] = digest
+            self.num_index_changes += 1
 
     def unindex(self, block_id: int) -> None:
         """Take a block's name away, if it has one. An unreferenced block becomes plainly free."""
@@ -95,6 +97,7 @@ class BlockPool:
             return
         del self._index[digest]
         self._digests[block_id] = None
+        self.num_index_changes += 1
         if block_id in self._unused:
             del self._unused[block_id]
             self._free.append(block_id)

@@ -1,10 +1,11 @@
-"""Which class implements which `model_type`."""
+"""Which class implements which `model_type`: ours, and those of other packages."""
 
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from quire.base import plugins
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.gpt2 import GPT2
@@ -27,12 +28,18 @@ MODELS: dict[str, Callable[[ModelSpec, Place], nn.Module]] = {
 
 def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model with uninitialised parameters. Raises ModelError for an unknown model_type."""
-    check_supported(spec.model_type)
-    return MODELS[spec.model_type](spec, Place(dtype, device)).eval()
+    return model_class(spec.model_type)(spec, Place(dtype, device)).eval()
 
 
-def check_supported(model_type: str) -> None:
-    """Raise ModelError, naming the supported ones, if there is no class for this model_type."""
-    if model_type not in MODELS:
-        known = ", ".join(sorted(MODELS))
+def model_class(model_type: str) -> Callable[[ModelSpec, Place], nn.Module]:
+    """One of ours, or of another package. Raises ModelError, naming all, if there is none."""
+    if model_type in MODELS:
+        return MODELS[model_type]
+    kind = plugins.MODELS
+    if not plugins.is_installed(kind, model_type, MODELS):
+        known = plugins.all_names(kind, sorted(MODELS))
         raise ModelError(f"models of type {model_type!r} are not supported; supported are {known}.")
+    found = plugins.load_plugin(kind, model_type, MODELS)
+    if not issubclass(found, nn.Module):
+        raise ModelError(f"the class {found.__qualname__} for {model_type!r} is no nn.Module.")
+    return found

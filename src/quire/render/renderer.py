@@ -15,6 +15,9 @@ from quire.render.chat import ChatOptions, ChatTemplate, load_template
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
 
+Prompt = str | Mapping[str, Any] | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
 MAX_KEPT_TEMPLATES = 8
 TOOL_TEMPLATE = "tool_use"
 

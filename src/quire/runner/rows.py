@@ -57,6 +57,8 @@ class DeviceRows:
             end = host.position + len(host.token_ids)
             tokens = torch.from_numpy(host.token_ids).to(self.device)
             self.tokens_RM[host.row, host.position : end] = tokens
+            if host.is_prompt:
+                self.prompt_lens[host.row] = end
         self._write_tables(plan)
 
     def step_inputs(self, plan: Plan) -> tuple[torch.Tensor, AttentionStep]:

@@ -14,14 +14,18 @@ other, and what comes back would be preempted again (text H calls this a cascade
 Nothing is kept free from a sequence beside which no other request runs.
 """
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.kv.manager import KVBlocks
+from quire.scheduler.budget import contender, go_on
 from quire.scheduler.flight import Draft
 from quire.scheduler.groups import Group, must_wait_for_prompt
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.streaming import has_something_to_compute, set_aside
 from quire.scheduler.swap import can_swap_in, swap_in
 
 if TYPE_CHECKING:
@@ -77,18 +81,25 @@ def _worst_growth(scheduler: "Scheduler", sequence: Sequence) -> int:
 
 
 def admit(scheduler: "Scheduler", draft: Draft, budget: int, now: float) -> None:
-    """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait."""
-    while budget > 0 and scheduler.num_free_rows:
-        sequence = scheduler.queue.peek()
-        if sequence is None or sequence.num_pending_lost:
+    """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait.
+    Prompts under way that were deferred take their turn."""
+    deferred = deque(draft.deferred)
+    while budget > 0:
+        head = contender(scheduler, deferred[0]) if deferred else scheduler.queue.peek()
+        used = None if head is None else _bring_in(scheduler, head, draft, budget, now)
+        if used is None and not deferred:
             return
-        if sequence.host_blocks is not None:
-            used = _resume(scheduler, sequence, draft, budget, now)
-        else:
-            used = _start(scheduler, sequence, draft, budget, now)
-        if used is None:
-            return
-        budget -= used
+        budget -= go_on(scheduler, deferred.popleft(), draft, budget) if used is None else used
+
+
+def _bring_in(
+    scheduler: "Scheduler", head: Sequence, draft: Draft, budget: int, now: float
+) -> int | None:
+    """Admit the head of the queue; the tokens that it gets, None if it must wait."""
+    if not scheduler.num_free_rows or head.num_pending_lost:
+        return None
+    bring = _start if head.host_blocks is None else _resume
+    return bring(scheduler, head, draft, budget, now)
 
 
 def _start(
@@ -98,10 +109,13 @@ def _start(
     it gets, None if it must wait."""
     if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
         return None
-    kv, reserve = scheduler.kv, reserved_blocks(scheduler, sequence)
-    hit, num_known = scheduler.find_hit(sequence), sequence.num_known_tokens
-    num_new = min(budget, num_known - hit.num_tokens)
-    if not kv.can_admit(num_known, hit, reserve, num_new):
+    kv, hit = scheduler.kv, scheduler.find_hit(sequence)
+    num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
+    if num_new == 0:
+        set_aside(scheduler, sequence)
+        return 0
+    num_new = min(num_new, scheduler.long_prefill_threshold or num_new)
+    if not _has_blocks(scheduler, sequence, hit, num_new):
         return None
     appended = kv.allocate_slots(sequence.blocks, num_new, hit)
     if appended is None:
@@ -114,11 +128,30 @@ def _start(
     return num_new
 
 
+def _has_blocks(scheduler: "Scheduler", sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
+    reserve = reserved_blocks(scheduler, sequence)
+    return scheduler.kv.can_admit(sequence.num_known_tokens, hit, reserve, num_new)
+
+
+def fits_now(scheduler: "Scheduler", sequence: Sequence) -> bool:
+    """Whether a new request at the head of the queue could be admitted with a budget of its own."""
+    if not scheduler.num_free_rows or sequence.num_pending_lost or sequence.host_blocks is not None:
+        return False
+    if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
+        return False
+    hit = scheduler.find_hit(sequence)
+    num_new = min(scheduler.token_budget, sequence.num_known_tokens - hit.num_tokens)
+    return _has_blocks(scheduler, sequence, hit, num_new)
+
+
 def _resume(
     scheduler: "Scheduler", sequence: Sequence, draft: Draft, budget: int, now: float
 ) -> int | None:
     """Bring a group back that was swapped out, with rows for all; the tokens that its members get,
     None if it must wait."""
+    if not has_something_to_compute(sequence):
+        set_aside(scheduler, sequence)
+        return 0
     members = [m for m in scheduler.members(sequence) if m.host_blocks is not None]
     reserve = reserved_blocks(scheduler, sequence)
     if any(m.num_pending_lost for m in members) or not can_swap_in(scheduler, members, reserve):
@@ -133,7 +166,7 @@ def _resume(
     for member in members:
         computed = member.num_swapped_tokens
         room = scheduler.kv.block_size - computed % scheduler.kv.block_size  # one new block at most
-        num_new = min(budget - used, member.num_known_tokens - computed, room)
+        num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
         if num_new > 0:
             scheduler.grow(member, computed + num_new, draft, now)
             scheduler.grant(member, num_new, draft)

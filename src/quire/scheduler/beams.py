@@ -87,10 +87,6 @@ class BeamSearch:
         """The best `num` finished sequences, best first."""
         return self.finished[:num]
 
-    @property
-    def _is_full(self) -> bool:
-        return len(self.finished) == self.width
-
     def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[Beam]:
         """All candidates, best first; of equal ones those of the better beam."""
         own = slice(1, self.num_kept + 1)
@@ -112,12 +108,13 @@ class BeamSearch:
         del self.finished[self.width :]
 
     def _score(self, cumulative_logprob: np.float32, length: int) -> float:
-        return float(cumulative_logprob) / length**self.length_penalty
+        divisor: float = length**self.length_penalty
+        return float(cumulative_logprob) / divisor
 
     def _look_for_the_end(self, length: int) -> None:
         if not self.scores:
             self.is_over = True
-        elif self._is_full:  # as long as it is not, every beam may still be among the best
+        elif len(self.finished) == self.width:  # with fewer, each beam may be among the best
             favoured = self.early_stopping == "never" and self.length_penalty > 0
             possible = self._score(self.scores[0], self.max_output if favoured else length)
             self.is_over = self.early_stopping is True or possible <= self.finished[-1].score

@@ -55,6 +55,7 @@ class Draft:
     swaps: list[Move] = field(default_factory=list)  # out of the device's memory, and back
     shared: list[tuple[int, Blocks, Blocks]] = field(default_factory=list)
     has_preempted: bool = False
+    deferred: list[Sequence] = field(default_factory=list)  # prompts under way, by rank
 
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:
         self.rows.append(rows)

@@ -108,11 +108,14 @@ def add_member(scheduler: "Scheduler", leader: Sequence, row: int, now: float) -
         num_prompt_logprobs=leader.num_prompt_tokens,  # the leader's are enough
         group=group,
         index=index,
+        tenant=leader.tenant,
+        num_prompt_tokens=leader.num_prompt_tokens,
     )
     group.members.append(child)
     scheduler.table.sequences[row] = child
     scheduler.table.arrival[row] = child.arrival
     scheduler.table.priority[row] = child.priority
+    scheduler.table.tenant[row] = child.tenant
     request_id = leader.request.request_id
     scheduler.events.append(Admitted(now, request_id, row, child.num_cached_tokens, index))
     return child

@@ -1,34 +1,37 @@
-"""Who waits for a row: priority classes; in each, the preempted before the new ones."""
+"""Who waits for a row: priority classes; in each the preempted, then the tenant that was served
+least, then what its policy says."""
 
 import heapq
-from collections.abc import Callable
 
-from quire.scheduler.policy import Policy
+from quire.scheduler.policy import MakePolicy, Policy, Progress
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.tenants import Tenants
+
+Rank = tuple[int, tuple[int, int], int]
 
 
 class _Class:
-    """The waiting sequences of one priority. preempted: by arrival."""
+    """The waiting sequences of one priority. preempted: by arrival; new: by tenant, none empty."""
 
     __slots__ = ("new", "preempted")
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self) -> None:
         self.preempted: dict[int, Sequence] = {}
-        self.new = policy
-
-    def __len__(self) -> int:
-        return len(self.preempted) + len(self.new)
+        self.new: dict[str, Policy] = {}
 
 
 class WaitingQueue:
-    """One policy per priority class; a class with a lower number is served first, as a whole.
+    """One policy per priority class and tenant; a class with a lower number goes first, as a whole.
 
     Nobody passes the one at the head, so that a large request does not starve, and so that nothing
     of its priority or a lower one comes in while a group is swapped out (P 4.5).
     """
 
-    def __init__(self, make_policy: Callable[[], Policy]) -> None:
+    def __init__(self, make_policy: MakePolicy, progress: Progress) -> None:
+        self.tenants = Tenants()
         self._make_policy = make_policy
+        self._progress = progress
+        self._ranks = make_policy(progress)  # of sequences that run already
         self._classes: dict[int, _Class] = {}
         self._priorities: list[int] = []  # a heap, with classes that have become empty
         self._num = 0
@@ -38,7 +41,10 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """A new sequence arrived."""
-        self._class_of(sequence).new.push(sequence)
+        new, name = self._class_of(sequence).new, sequence.request.tenant
+        if name not in new:
+            new[name] = self._make_policy(self._progress)
+        new[name].push(sequence)
         self._num += 1
 
     def requeue(self, sequence: Sequence) -> None:
@@ -52,30 +58,53 @@ class WaitingQueue:
             found = self._classes[self._priorities[0]]
             if found.preempted:
                 return found.preempted[min(found.preempted)]
-            if len(found.new):
-                return found.new.peek()
+            if found.new:
+                return self._next_policy(found).peek()
             del self._classes[heapq.heappop(self._priorities)]
         return None
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence was admitted or has ended."""
-        found = self._classes[sequence.priority]
+        found, name = self._classes[sequence.priority], sequence.request.tenant
         if found.preempted.pop(sequence.arrival, None) is None:
-            found.new.remove(sequence)
+            found.new[name].remove(sequence)
+            if not len(found.new[name]):
+                del found.new[name]
         self._num -= 1
 
+    def rank(self, sequence: Sequence) -> Rank:
+        """Who is served first where new sequences and prompts under way compete: the smallest. Not
+        for those that were preempted."""
+        served = self.tenants.served(sequence.request.tenant)
+        return sequence.priority, served, self._ranks.rank(sequence)
+
+    def pass_over(self, sequence: Sequence) -> None:
+        """The new one at the head is not admitted now, because a prompt under way goes first."""
+        self._classes[sequence.priority].new[sequence.request.tenant].pass_over(sequence)
+
+    def is_preempted(self, sequence: Sequence) -> bool:
+        """Whether this waiting sequence has run before."""
+        return sequence.arrival in self._classes[sequence.priority].preempted
+
     def waiting(self) -> list[Sequence]:
-        """All of them, in order."""
+        """All of them, by class, the preempted before the new ones."""
         found: list[Sequence] = []
         for priority in sorted(self._classes):
-            preempted = self._classes[priority].preempted
-            found += [preempted[arrival] for arrival in sorted(preempted)]
-            found += self._classes[priority].new.waiting()
+            waits = self._classes[priority]
+            found += [waits.preempted[arrival] for arrival in sorted(waits.preempted)]
+            for policy in waits.new.values():
+                found += policy.waiting()
         return found
+
+    def _next_policy(self, waits: _Class) -> Policy:
+        """That of the tenant that was served least; of equals, the first that came."""
+        if len(waits.new) == 1:
+            return next(iter(waits.new.values()))
+        return waits.new[min(waits.new, key=self.tenants.served)]
 
     def _class_of(self, sequence: Sequence) -> _Class:
         found = self._classes.get(sequence.priority)
         if found is None:
-            found = self._classes[sequence.priority] = _Class(self._make_policy())
+            found = self._classes[sequence.priority] = _Class()
             heapq.heappush(self._priorities, sequence.priority)
         return found

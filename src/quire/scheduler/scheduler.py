@@ -14,26 +14,31 @@ flight; no other code knows how many.
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import numpy as np
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
-from quire.base.messages import Control, MeasuredRates, Request, ResetPrefixCache
-from quire.base.plan import HostTokens, Plan, RowFork, RowStart, StepResult
+from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache
+from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
 from quire.kv.digest import extend_digests, root_digest
 from quire.kv.manager import KVBlocks, KVManager
-from quire.scheduler.admission import Headroom, admit
+from quire.scheduler.admission import Headroom, admit, fits_now
 from quire.scheduler.beam_rows import is_beam
+from quire.scheduler.budget import share_budget
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
 from quire.scheduler.groups import Group, fork_members
-from quire.scheduler.policy import Policy
+from quire.scheduler.invariants import check_invariants
+from quire.scheduler.policy import MakePolicy
 from quire.scheduler.queue import WaitingQueue
-from quire.scheduler.results import StepOutputs, take_result
-from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, RowTable, Sequence
+from quire.scheduler.results import Ending, StepOutputs, take_result
+from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
+from quire.scheduler.streaming import append, check_open, has_something_to_compute
 from quire.scheduler.swap import forget, swap_is_cheaper, swap_out
+from quire.scheduler.time_limits import TimeLimits
 
 Digester = Callable[[Sequence, int, int], None]
 
@@ -52,7 +57,7 @@ class Scheduler:
         max_model_len: int,
         watermark: float = 0.01,
         fingerprint: bytes = b"",
-        make_policy: Callable[[], Policy] = Fifo,
+        make_policy: MakePolicy = Fifo,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         self.kv = kv
@@ -62,7 +67,7 @@ class Scheduler:
         num_blocks = min(pool.num_blocks for pool in kv.pools)
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
         self.fingerprint = fingerprint
-        self.queue = WaitingQueue(make_policy)
+        self.queue = WaitingQueue(make_policy, self)
         self.table = RowTable(config.max_num_seqs, max_model_len)
         self.flights: deque[Flight] = deque()
         self.sequences: dict[str, Sequence] = {}
@@ -70,6 +75,7 @@ class Scheduler:
         self._running = np.empty(0, np.int64)  # rows in order of priority, then arrival
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []
+        self._swaps: list[Move] = []  # out of the device's memory, for the next plan
         self._num_arrivals = 0
         self.num_long_stop_lists = 0
         self.num_unforked = 0  # groups that run and hold rows for members to come
@@ -79,6 +85,10 @@ class Scheduler:
         self.forked: list[RowFork] = []  # by beam searches, for the next plan; also host_tokens
         self.host_tokens: list[HostTokens] = []
         self._next_step_id = 0
+        self.num_planned_tokens = 0
+        self.long_prefill_threshold = config.long_prefill_token_threshold
+        self.time_limits = TimeLimits()
+        self.late: list[tuple[Sequence, Ending]] = []  # dropped since the last outputs
         self.digester: Digester = digest_blocks  # a replay has them from its record
 
     @property
@@ -95,11 +105,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.sequences) or bool(self.flights)
+        return bool(self.sequences) or bool(self.flights) or bool(self.late)
 
     def running(self) -> list[Sequence]:
         """Sequences that hold a row, in order of priority, then arrival."""
-        return list(self.table.sequences[self._running])
+        return self.running_at(self._running)
+
+    def running_at(self, rows: Int64) -> list[Sequence]:
+        found: list[Sequence] = self.table.sequences[rows].tolist()
+        return found
 
     # ---- door 1: add -------------------------------------------------------------------------
 
@@ -113,16 +127,19 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
+        if request.is_open:
+            check_open(request)
         most_output = request.params.max_tokens or self.max_model_len
-        limit = min(num_prompt + most_output, self.max_model_len)
+        limit = self.max_model_len
+        if not request.is_open:
+            limit = self.limit_of(num_prompt, request.params.max_tokens)
         num = request.params.num_samples
         if num > self.table.num_rows:
             raise RequestError(
                 f"{num} sequences at once are more than max_num_seqs={self.table.num_rows}; ask for"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        chunk, shared = min(self.token_budget, limit - 1), num_prompt // self.kv.block_size
-        if not self.kv.fits_alone(limit - 1, chunk, shared, num):
+        if not request.is_open and not self.fits_alone(num_prompt, limit, num):
             raise RequestError(
                 f"{num_prompt} prompt tokens and {num} x {most_output} output tokens need more KV"
                 " blocks than the pool has. Lower max_tokens or enlarge kv_cache_memory_bytes."
@@ -136,6 +153,8 @@ class Scheduler:
             root=self._root(request, num),
             table=self.table,
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
+            num_prompt_tokens=num_prompt,
+            is_open=request.is_open,
         )
         self.num_beam_searches += request.params.use_beam_search
         if num > 1 or request.params.use_beam_search:
@@ -143,13 +162,31 @@ class Scheduler:
         self._num_arrivals += num
         self.num_long_stop_lists += _has_long_stop_list(request)
         self.sequences[request.request_id] = sequence
-        self.queue.push(sequence)
+        sequence.tenant = self.queue.tenants.enter(request.tenant)
+        sequence.is_aside = not has_something_to_compute(sequence)
+        if not sequence.is_aside:
+            self.queue.push(sequence)
+        self.time_limits.add(sequence)
         self.events.append(
             Queued(
-                now, request.request_id, num_prompt, request.params.max_tokens, request.received_s
-            )
+                now,
+                request.request_id,
+                num_prompt,
+                request.params.max_tokens,
+                request.received_s,
+                request.tenant,
+            )  # fmt: skip
         )
         return sequence
+
+    def limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Tokens at which a sequence ends."""
+        return min(num_prompt + (max_tokens or self.max_model_len), self.max_model_len)
+
+    def fits_alone(self, num_prompt: int, limit: int, num: int) -> bool:
+        """Whether empty pools could hold so many sequences that share no more than the prompt."""
+        chunk, shared = min(self.token_budget, limit - 1), num_prompt // self.kv.block_size
+        return self.kv.fits_alone(limit - 1, chunk, shared, num)
 
     def _root(self, request: Request, num: int) -> bytes:
         """Where the digests of a request begin. Without prefix caching the sequences of a group
@@ -165,6 +202,9 @@ class Scheduler:
         """Carry out a control message. Unknown request ids have ended by themselves."""
         if isinstance(message, ResetPrefixCache):
             self.kv.reset_prefix_cache()
+            return
+        if isinstance(message, Append):
+            append(self, message, now)
             return
         if isinstance(message, MeasuredRates):
             self.rates = message
@@ -186,7 +226,8 @@ class Scheduler:
         """The next plan, or None if nothing can be planned before a result comes in."""
         if len(self.flights) >= self.depth:
             return None
-        draft = Draft(self._next_step_id)
+        self.time_limits.drop_late(self, now)
+        draft, self._swaps = Draft(self._next_step_id, swaps=self._swaps), []
         budget = self.token_budget - self._serve_running(draft, now)
         if not draft.has_preempted:
             admit(self, draft, budget, now)
@@ -197,10 +238,9 @@ class Scheduler:
         rows, table = self._running, self.table
         if len(rows) == 0:
             return 0
-        need = np.minimum(table.total[rows], table.limit[rows] - 1) - table.computed[rows]
-        through = np.cumsum(need)
-        if through[-1] > self.token_budget:
-            need = np.clip(self.token_budget - (through - need), 0, need)
+        need = self._needs(rows)
+        if need.sum() > self.token_budget:
+            need, draft.deferred = share_budget(self, rows, need, partial(fits_now, self))
         target = table.computed[rows] + need
         for i in np.flatnonzero(target > table.capacity[rows]):
             if i >= len(self._running):
@@ -217,6 +257,29 @@ class Scheduler:
         for row in rows[full]:
             self._index(self.table.sequences[row], draft)
         return int(need.sum())
+
+    def _needs(self, rows: Int64) -> Int64:
+        """Tokens that rows could compute now."""
+        table = self.table
+        most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
+        need: Int64 = np.minimum(most - table.computed[rows], self.long_prefill_threshold or NEVER)
+        return need
+
+    def need_of(self, sequence: Sequence) -> int:
+        return int(self._needs(np.array([sequence.row]))[0])
+
+    def num_tokens_under_way(self) -> int:
+        return int(self._needs(self._running).sum())
+
+    def remaining(self, sequence: Sequence) -> int:
+        """Tokens that a sequence lacks until it samples; prefix hits left out, as of now."""
+        if sequence.row >= 0:
+            return int(self.table.total[sequence.row] - self.table.computed[sequence.row])
+        if sequence.found_at != self.kv.num_index_changes:
+            num_blocks = self.kv.num_computed_blocks(*self._readable(sequence))
+            sequence.found_tokens = num_blocks * self.kv.block_size
+            sequence.found_at = self.kv.num_index_changes
+        return sequence.num_known_tokens - sequence.found_tokens
 
     def grow(self, sequence: Sequence, target: int, draft: Draft, now: float) -> None:
         """Make room up to `target` tokens, preempting the last that run if that is needed."""
@@ -257,7 +320,8 @@ class Scheduler:
             self.headroom.take_preemption(self.num_running)
         if victim.group is not None:
             victim.group.candidates = {}
-        self.events.append(Preempted(now, victim.request.request_id, for_request_id, lost))
+        request_id = victim.request.request_id
+        self.events.append(Preempted(now, request_id, for_request_id, lost, swaps))
         return rows
 
     def _swap_out(self, members: list[Sequence], draft: Draft) -> bool:
@@ -286,12 +350,15 @@ class Scheduler:
 
     def find_hit(self, sequence: Sequence) -> KVBlocks:
         """The cached blocks that this sequence may begin with."""
-        digests: Seq[bytes] = ()
+        return self.kv.get_computed_blocks(*self._readable(sequence))
+
+    def _readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
+        """Digests of the blocks that a sequence may find in the index, and its length."""
         may_read = sequence.request.params.reads_prefix_cache or sequence.num_preemptions > 0
-        if self._is_indexed(sequence) and may_read:
-            self._digest(sequence, sequence.num_known_tokens)
-            digests = sequence.digests
-        return self.kv.get_computed_blocks(digests, sequence.num_known_tokens)
+        if not self._is_indexed(sequence) or not may_read:
+            return (), sequence.num_known_tokens
+        self._digest(sequence, sequence.num_known_tokens)
+        return sequence.digests, sequence.num_known_tokens
 
     def _digest(self, sequence: Sequence, num_tokens: int) -> None:
         """Extend the sequence's digests to its full blocks of the first num_tokens tokens."""
@@ -315,12 +382,16 @@ class Scheduler:
         table = self.table
         rows, num_tokens = draft.all_rows()
         if len(rows) == 0:
+            self._swaps = draft.swaps  # who gave way was the only one with something to do
             return None
         is_sampling = table.computed[rows] == table.total[rows]
         samples = rows[is_sampling]
         forked, sources = self._fork(samples, draft, now)
         samples = np.concatenate([samples, forked])
         table.total[samples if not self.num_beam_searches else self._without_beams(samples)] += 1
+        num_each = num_tokens + is_sampling
+        self.num_planned_tokens += int(num_tokens.sum())
+        self.queue.tenants.charge(table.tenant[rows], num_each)
         plan = Plan(
             step_id=draft.step_id,
             rows=rows,
@@ -346,7 +417,7 @@ class Scheduler:
         self.flights.append(
             Flight(plan, row_epochs, row_sequences, epochs, sequences, draft.shared)
         )
-        self.events.append(Planned(now, plan.step_id, len(rows), int(num_tokens.sum())))
+        self.events.append(Planned(now, plan.step_id, len(rows), int(num_tokens.sum()), plan))
         return plan
 
     def _fork(self, samples: Int32, draft: Draft, now: float) -> tuple[Int32, Int32]:
@@ -385,7 +456,17 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> StepOutputs:
         """Take the result of the oldest plan in flight: pending tokens become known."""
         assert result.error is None, "a step that failed is to be repeated row by row first"
-        return take_result(self, self.flights.popleft(), result, now)
+        outputs = take_result(self, self.flights.popleft(), result, now)
+        return self.take_late(outputs)
+
+    def take_late(self, outputs: StepOutputs | None = None) -> StepOutputs:
+        """Hand out, with these outputs or alone, what requests that were dropped are told."""
+        outputs = outputs or StepOutputs.empty()
+        for sequence, ending in self.late:
+            outputs.endings[sequence.arrival] = ending
+            outputs.others.append(sequence)
+        self.late = []
+        return outputs
 
     # ---- rows --------------------------------------------------------------------------------
 
@@ -398,6 +479,7 @@ class Scheduler:
         table.computed[row] = num_computed
         table.total[row] = table.known[row] = len(known)
         table.limit[row] = sequence.limit
+        table.num_open[row] = sequence.is_open
         table.capacity[row] = sequence.blocks.capacity
         table.index_at[row] = 0 if self._is_indexed(sequence) else NEVER
         table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
@@ -407,6 +489,7 @@ class Scheduler:
         table.stop_ids[row, : len(stop_ids)] = stop_ids
         table.sequences[row] = sequence
         table.arrival[row], table.priority[row] = sequence.arrival, sequence.priority
+        table.tenant[row] = sequence.tenant
         others = self._running
         is_before = table.priority[others] < sequence.priority
         is_before |= (table.priority[others] == sequence.priority) & (
@@ -456,7 +539,7 @@ class Scheduler:
         of its sequences."""
         if sequence.row >= 0:
             self._leave_row(sequence)
-        else:
+        elif not sequence.is_aside:
             self.queue.remove(sequence)
         self._give_reserved_rows_back(sequence)
         forget(self, sequence)
@@ -467,36 +550,14 @@ class Scheduler:
         if all(member.finish_reason is not None for member in members):
             request_id = sequence.request.request_id
             del self.sequences[request_id]
+            self.queue.tenants.leave(sequence.request.tenant)
             self.num_beam_searches -= sequence.request.params.use_beam_search
             num_tokens = sum(member.num_output_tokens for member in members)
             self.events.append(Finished(now, request_id, reason, num_tokens, len(members)))
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
-        table, running = self.table, self.running()
-        away = [s.host_blocks for s in self.queue.waiting() if s.host_blocks is not None]
-        self.kv.check_invariants((sequence.blocks for sequence in running), away)
-        rows = self._running
-        groups = {id(s.group): s.group for s in running if s.group is not None}.values()
-        held = [row for group in groups for row in group.reserved_rows]
-        assert sum(bool(group.reserved_rows) for group in groups) == self.num_unforked, "forks"
-        assert len({*rows, *held, *self._free_rows}) == table.num_rows, "a row was lost"
-        num_rows = len(rows) + len(held) + len(self._free_rows)
-        assert num_rows == table.num_rows, "a row is both free and taken"
-        assert (table.computed[rows] <= table.total[rows]).all(), "computed overtook total"
-        assert (table.known[rows] <= table.total[rows]).all(), "known overtook total"
-        assert (table.total[rows] <= table.limit[rows]).all(), "total overtook the limit"
-        assert (table.total[rows] - table.known[rows] <= len(self.flights)).all(), "stray pending"
-        assert (table.capacity[rows] >= table.computed[rows]).all(), "computed without a slot"
-        ranks = [(sequence.priority, sequence.arrival) for sequence in running]
-        assert ranks == sorted(ranks), "running rows are out of order"
-        for sequence in running:
-            tables = sequence.blocks.tables
-            assert all(t.num_tokens <= sequence.num_computed_tokens for t in tables), "table length"
-            assert len({t.num_tokens for t in tables}) == 1, "the groups' tables differ in length"
-        alive = [m for s in self.sequences.values() for m in self.members(s)]
-        num_alive = sum(member.finish_reason is None for member in alive)
-        assert num_alive == len(running) + len(self.queue), "a sequence was lost"
+        check_invariants(self)
 
 
 def digest_blocks(sequence: Sequence, block_size: int, num_blocks: int) -> None:

@@ -33,9 +33,10 @@ class RowTable:
     """The numbers of all rows. One array per number; steady decode is arithmetic on them.
 
     capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
-    enters the index; min_known: length before which no stop token counts; epoch: how often the row
-    changed hands, so that a result can tell whom it is for. stop_ids: [rows, NUM_STOP_IDS], padded
-    with -1. tokens: [rows, max_model_len], valid up to `known`.
+    enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
+    which no stop token counts; epoch: how often the row changed hands, so that a result can tell
+    whom it is for. stop_ids: [rows, NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len],
+    valid up to `known`.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -44,11 +45,13 @@ class RowTable:
         self.total = np.zeros(num_rows, np.int64)
         self.known = np.zeros(num_rows, np.int64)
         self.limit = np.zeros(num_rows, np.int64)
+        self.num_open = np.zeros(num_rows, np.int64)
         self.capacity = np.zeros(num_rows, np.int64)
         self.index_at = np.full(num_rows, NEVER)
         self.min_known = np.zeros(num_rows, np.int64)
         self.arrival = np.zeros(num_rows, np.int64)
         self.priority = np.zeros(num_rows, np.int64)
+        self.tenant = np.zeros(num_rows, np.int64)
         self.epoch = np.zeros(num_rows, np.int64)
         self.num_candidates = np.full(num_rows, -1, np.int32)
         self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
@@ -59,7 +62,7 @@ class RowTable:
         """A fork: the child's numbers are the parent's, except whose they are."""
         for column in (
             self.computed, self.total, self.known, self.limit, self.capacity, self.index_at,
-            self.min_known, self.num_candidates, self.stop_ids,
+            self.min_known, self.num_open, self.num_candidates, self.stop_ids,
         ):  # fmt: skip
             column[child] = column[parent]
         known = self.known[parent]
@@ -86,6 +89,13 @@ class Sequence:
     num_pending_lost: int = 0  # pending tokens of plans that were in flight when it was preempted
     digests: list[bytes] = field(default_factory=list, repr=False)
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
+    num_prompt_tokens: int = 0
+    is_open: bool = False  # more of the prompt is to come
+    is_aside: bool = False  # it waits for that outside the queue
+    due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
+    tenant: int = 0  # its slot among the tenants' counters
+    found_tokens: int = 0  # prefix hit when the index had changed found_at times
+    found_at: int = -1
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
     finish_reason: str | None = None
@@ -103,10 +113,6 @@ class Sequence:
     @property
     def priority(self) -> int:
         return self.request.priority
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def swapped(self) -> SequenceBlocks:

@@ -11,14 +11,12 @@ import logging
 import signal
 import socket
 import sys
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from quire.base.clock import MonotonicClock
-from quire.base.config import EngineConfig
+from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
 from quire.engine.build import BuiltCore, build_core
@@ -26,8 +24,10 @@ from quire.engine.heartbeat import BeatingExecutor, Heartbeat
 from quire.engine.metrics import EngineMetrics
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.status import StatusLine
+from quire.engine.timeline import Timelines
 from quire.models.source import resolve_model
 from quire.serve.child import NO_START, begin_child
+from quire.serve.launch import FAILURE, StartFailure
 from quire.serve.progress import LoadBar
 
 logger = logging.getLogger("quire")
@@ -49,6 +49,8 @@ def main() -> int:
         server = _make_server(built, options, options.name or source.name)
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)
+        failure = StartFailure(type(error).__name__, str(error))
+        (options.home / FAILURE).write_bytes(msgspec.json.encode(failure))
         return NO_START
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     # What is loaded now stays: a full collection must not walk through it while requests wait.
@@ -70,6 +72,8 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     importlib.import_module("quire.engine.exposition")  # now, not while requests wait
     metrics = EngineMetrics(built.core.scheduler, name, config.cache, length)
     built.core.subscribe(metrics)
+    timelines = Timelines.of(built.core.scheduler)
+    built.core.subscribe(timelines)
     status = None
     if not config.disable_log_stats:
         status = StatusLine(metrics)
@@ -85,16 +89,8 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     heartbeat = Heartbeat(options.home / "heartbeat", _expected_step_s(built))
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
-    reports = CoreReports(metrics.text, status, heartbeat)
+    reports = CoreReports(metrics.text, status, heartbeat, timelines.text)
     return CoreServer(built.core, listener, ready, reports, clock)
-
-
-def flat_settings(config: EngineConfig) -> dict[str, Any]:
-    """All settings by name, without the groups."""
-    flat: dict[str, Any] = {}
-    for name, value in asdict(config).items():
-        flat |= value if isinstance(value, dict) else {name: value}
-    return flat
 
 
 def _expected_step_s(built: BuiltCore) -> float:

@@ -40,6 +40,7 @@ FOREIGN: dict[str, ForeignSetting] = {
     "enforce_eager": _ignored("there are no CUDA graphs", is_switch=True),
     "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
     "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
+    "enable_log_requests": _switch("requests are not logged", False),
     "disable_log_requests": _ignored("requests are not logged", is_switch=True),
     "enable_server_load_tracking": _ignored("/load always answers", is_switch=True),
     "disable_fastapi_docs": _ignored("there are no pages of documentation", is_switch=True),

@@ -23,11 +23,18 @@ import msgspec
 from quire.base.config import EngineConfig
 
 END_S = 5.0
-PREFIX, SOCKET = "quire-", "core.sock"
+PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
 # How long OpenMP's threads spin before they sleep (GNU's default is thirty times as long): the core
 # shares its processors with the API process. Measured: no slower alone, and not starved in company.
 SPIN_COUNT = "10000"
 ABANDONED_S = 60.0  # a directory younger than this may belong to a server that is just starting
+
+
+class StartFailure(msgspec.Struct, frozen=True):
+    """What a core leaves behind that could not start. kind: an error of `base/errors.py`."""
+
+    kind: str
+    message: str
 
 
 def start_child(
@@ -106,12 +113,15 @@ def remove_abandoned_sockets() -> None:
 
 
 class CoreProcess:
-    """A core that runs as long as the `with` block. path: what `RemoteClient.connect` takes."""
+    """A core that runs as long as the `with` block, or until `close`. path: what
+    `RemoteClient.connect` takes. failure: the file in which it says why it could not start."""
 
     def __init__(self, engine: EngineConfig, log_level: str = "warning") -> None:
         self._socket = CoreSocket()
         self.process = self._socket.start_core(engine, log_level)
         self.path = self._socket.path
+        self.heartbeat = self._socket.heartbeat
+        self.failure = self._socket.home / FAILURE
 
     def __enter__(self) -> "CoreProcess":
         return self
@@ -122,6 +132,10 @@ class CoreProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the core after its present step, or at the latest after some seconds."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(END_S)

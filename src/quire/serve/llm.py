@@ -11,14 +11,11 @@ from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.build import Engine, build_engine
 from quire.render.chat import ChatOptions
-from quire.render.renderer import RenderedPrompt
+from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.foreign import FOREIGN, ignore_foreign
 from quire.serve.progress import LoadBar, RequestBar
-
-Prompt = str | Mapping[str, Any] | Sequence[int]
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:

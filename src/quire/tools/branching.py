@@ -15,6 +15,7 @@ order, so that beams live side by side for longer.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,6 @@ import numpy.typing as npt
 from quire.base.messages import Request
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.kv.sizing import MemoryPlan
 from quire.tools.dry_run import VOCAB_SIZE, RandomExecutor
 
 NUM_DRAWN = 64  # tokens whose probabilities are drawn; of the others, the expected sum
@@ -59,11 +59,11 @@ class BranchingExecutor:
         self._group_of: dict[int, int] = {}  # row -> the group that it belongs to
         self._num_groups = 0
 
-    def start(self) -> None:
-        self._executor.start()
+    def start(self, on_result: Callable[[], None]) -> None:
+        self._executor.start(on_result)
 
-    def memory(self) -> MemoryPlan:
-        return self._executor.memory()
+    def is_ready(self) -> bool:
+        return self._executor.is_ready()
 
     def submit(self, plan: Plan) -> None:
         self._executor.submit(plan)

@@ -1,6 +1,7 @@
 """A scheduler without a model: an executor that answers every plan with random tokens."""
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,7 +11,6 @@ from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.kv.manager import KVManager
-from quire.kv.sizing import MemoryPlan
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 50_000
@@ -19,16 +19,12 @@ VOCAB_SIZE = 50_000
 class RandomExecutor:
     """As quick as an executor can be: seeded random token ids, nothing computed."""
 
-    def __init__(self, memory: MemoryPlan, seed: int = 0) -> None:
-        self._memory = memory
+    def __init__(self, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
         self._results: deque[StepResult] = deque()
 
-    def start(self) -> None:
+    def start(self, on_result: Callable[[], None]) -> None:
         pass
-
-    def memory(self) -> MemoryPlan:
-        return self._memory
 
     def copy_bytes_per_s(self) -> float:
         return 0.0
@@ -37,6 +33,9 @@ class RandomExecutor:
         num = len(plan.sample_rows)
         token_ids = self._rng.integers(0, VOCAB_SIZE, (num, 1), np.int32)
         self._results.append(StepResult(plan.step_id, token_ids, np.ones(num, np.int32)))
+
+    def is_ready(self) -> bool:
+        return len(self._results) > 0
 
     def next_result(self) -> StepResult:
         return self._results.popleft()
@@ -56,8 +55,7 @@ def dry_run(
     """A scheduler over one pool of a group of full attention, and an executor for its plans."""
     group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
     kv = KVManager((group,), (num_blocks,), block_size, enable_prefix_caching)
-    memory = MemoryPlan(0, 0, 0, 0, (num_blocks,), block_size, max_model_len)
-    return Scheduler(kv, config, max_model_len), RandomExecutor(memory, seed)
+    return Scheduler(kv, config, max_model_len), RandomExecutor(seed)
 
 
 def dry_request(request_id: str, prompt_token_ids: list[int], max_tokens: int) -> Request:

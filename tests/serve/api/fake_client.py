@@ -14,6 +14,7 @@ from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
 from quire.engine import mailbox
 from quire.engine.build import Engine
+from quire.engine.timeline import Timelines
 from quire.engine.wire import LENGTH, client_codec, core_codec
 
 Item = RequestOutput | Exception
@@ -34,8 +35,11 @@ class FakeClient:
             settings={"model": config.model.model},
             memory=engine.memory.describe(),
         )
-        self.num_generated = 0  # requests that were queued
+        self.requests: list[Request] = []  # as they were queued
         self.num_aborted = 0  # of those, whose reader left early
+        core = engine.client.core
+        self.timelines = Timelines.of(core.scheduler)
+        core.subscribe(self.timelines)
         self._alive = True
         self._steps_left: int | None = None  # None: no end
         self._mail: dict[str, list[Item]] = {}
@@ -47,6 +51,10 @@ class FakeClient:
     @property
     def num_unfinished(self) -> int:
         return self.engine.client.num_unfinished
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.requests)
 
     @property
     def is_alive(self) -> bool:
@@ -62,7 +70,7 @@ class FakeClient:
         if not self._alive:
             raise EngineDead("the core's process has ended.")
         self.engine.client.add(over_the_wire(request), prompt_text)
-        self.num_generated += 1
+        self.requests.append(request)
         name, finished = request.request_id, False
         self._mail[name] = []
         self._run()
@@ -86,6 +94,10 @@ class FakeClient:
             raise EngineDead("the core's process has ended.")
         return "# TYPE quire:num_requests_running gauge\nquire:num_requests_running 0.0\n"
 
+    async def timeline(self, request_id: str, tenant: str | None = None) -> str:
+        self.engine.client.core.publish()
+        return self.timelines.text(request_id, tenant)
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -108,9 +120,9 @@ class FakeClient:
         """The opposite of `kill`, for the next test."""
         self._alive = True
 
-    def fail(self, message: str) -> None:
-        """All open requests end with finish_reason "error"."""
-        self._call(lambda: self._fail_all(message))
+    def fail(self, message: str, reason: str = "error") -> None:
+        """All open requests end with this finish_reason, `error` or `timeout`."""
+        self._call(lambda: self._fail_all(message, reason))
 
     def _call(self, change: Callable[[], object]) -> None:
         if self._loop is not None and self._loop.is_running():
@@ -158,9 +170,9 @@ class FakeClient:
         for name in self._mail:
             self._post(name, error)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, message: str, reason: str) -> None:
         for output in self.engine.client.abort(list(self._mail)):
-            output.outputs[0].finish_reason = "error"
+            output.outputs[0].finish_reason = reason
             output.outputs[0].stop_reason = message
             self._post(output.request_id, output)
 

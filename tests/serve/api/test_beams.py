@@ -1,9 +1,19 @@
 """Beam search over HTTP: the engine's beams as choices, best first."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from quire import LLM, SamplingParams
+from quire.base.config import ServerConfig, config_from_flat
+from quire.engine.build import build_engine
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.fake_client import FakeClient
+from tests.serve.checkpoints import text_checkpoint
 
 PROMPT = "Once upon a time"
 MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -46,6 +56,8 @@ def test_chat(openai_client: openai.OpenAI, expected: tuple[list[str], list[str]
         ({**BEAMS, "early_stopping": "now"}, "early_stopping"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"beam_width": 3}, "beam_width"),
+        ({**BEAMS, "beam_width": 9}, "beam_width"),
+        ({**BEAMS, "length_penalty": -11}, "length_penalty"),
     ],
 )
 def test_what_does_not_go_together(
@@ -54,3 +66,83 @@ def test_what_does_not_go_together(
     with pytest.raises(openai.BadRequestError) as refused:
         openai_client.completions.create(model="demo", prompt=PROMPT, n=3, extra_body=more)
     assert refused.value.param is not None and refused.value.param.startswith(param)
+
+
+NUM_GOING_ON = 4  # tokens of the small vocabulary that do not stop a beam in the tests below
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[TestClient]:
+    """A server whose model has 424 tokens."""
+    settings: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "disable_log_stats": True}
+    template = "{{ messages[0].content }}"
+    engine = build_engine(
+        config_from_flat(
+            model=str(text_checkpoint()), dtype="float64", chat_template=template, **settings
+        )
+    )
+    parts = engine.renderer, engine.requests, ("small",)
+    context = ApiContext(FakeClient(engine), *parts, ServerConfig(), 1_700_000_000)
+    with TestClient(create_app(context), raise_server_exceptions=False) as client:
+        yield client
+        assert context.client.num_unfinished == 0
+    engine.client.close()
+
+
+def search(client: TestClient, path: str, **more: Any) -> Any:
+    """Nearly every token stops a beam."""
+    stops = list(range(NUM_GOING_ON, 424))
+    body = {"use_beam_search": True, "ignore_eos": True, "stop_token_ids": stops} | more
+    prompt = {"messages": [{"role": "user", "content": "The fox"}]}
+    if path == "/v1/completions":
+        prompt = {"prompt": ["The fox", "A fox"]}  # type: ignore[dict-item]
+    return client.post(path, json=prompt | body)
+
+
+PATHS = {"/v1/completions": 2, "/v1/chat/completions": 1}  # and how many prompts
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 30])
+def test_as_many_choices_as_tokens_that_go_on(
+    small: TestClient, path: str, early_stopping: bool | str, num_tokens: int
+) -> None:
+    answer = search(
+        small, path, n=NUM_GOING_ON, max_tokens=num_tokens, early_stopping=early_stopping,
+        return_token_ids=True,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(PATHS[path] * NUM_GOING_ON))
+    for start in range(0, len(choices), NUM_GOING_ON):
+        mine = choices[start : start + NUM_GOING_ON]
+        assert len({tuple(choice["token_ids"]) for choice in mine}) == NUM_GOING_ON
+        for choice in mine:
+            stopped = choice["token_ids"][-1] >= NUM_GOING_ON
+            assert choice["finish_reason"] == ("stop" if stopped else "length")
+    used = sum(len(choice["token_ids"]) for choice in choices)
+    assert answer.json()["usage"]["completion_tokens"] == used
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("more", [{"n": 5}, {"n": 1, "beam_width": 5}])
+def test_wider_than_the_tokens_that_go_on(
+    small: TestClient, path: str, more: dict[str, int]
+) -> None:
+    answer = search(small, path, max_tokens=2, **more)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == ("beam_width" if "beam_width" in more else "n")
+    assert f"{NUM_GOING_ON} tokens" in error["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("length_penalty", [-10, 10])
+def test_an_extreme_length_penalty(small: TestClient, path: str, length_penalty: int) -> None:
+    """Scores of any size; the engine lives on."""
+    answer = search(
+        small, path, n=4, max_tokens=40, stop_token_ids=[], length_penalty=length_penalty
+    )
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"]) == 4 * PATHS[path]

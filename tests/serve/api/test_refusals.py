@@ -30,6 +30,8 @@ BOTH: list[tuple[str, Any]] = [
     ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle"),
     ("priority", 2**40), ("stream_options", {"include_usage": True}), ("stream", "maybe"),
     ("temprature", 1), ("top_k", 10**30), ("max_tokens", 2**31), ("logprobs", 10**30),
+    ("timeout_s", 0), ("timeout_s", -1), ("timeout_s", "soon"), ("timeout_s", float("inf")),
+    ("timeout_s", float("nan")), ("user", 5), ("user", "x" * 1025),
     ("min_tokens", 600), ("repetition_penalty", 1e300), ("repetition_penalty", 1e-40),
 ]  # fmt: skip
 

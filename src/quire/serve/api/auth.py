@@ -7,7 +7,7 @@ routers that `create_app` includes as public do without.
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import fastapi
 from starlette.types import Scope
@@ -29,17 +29,39 @@ def has_key(scope: Scope, keys: Iterable[str]) -> bool:
 
     Takes as long for a wrong key as for a right one: digests are compared, with all of the keys.
     """
-    digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+    digests, digest = _digests(keys), _given(scope)
     if not digests:
         return True
-    given = [value for name, value in scope["headers"] if name == b"authorization"]
-    if len(given) != 1 or given[0][: len(SCHEME)].lower() != SCHEME:
-        return False
-    digest = hashlib.sha256(given[0][len(SCHEME) :].strip()).digest()
     found = False
     for known in digests:
         found |= hmac.compare_digest(digest, known)
     return found
+
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _given(scope: Scope) -> bytes:
+    """The digest of the key that a request brings; empty if it brings none."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    if len(given) != 1 or given[0][: len(SCHEME)].lower() != SCHEME:
+        return b""
+    return hashlib.sha256(given[0][len(SCHEME) :].strip()).digest()
+
+
+def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
+    """Whom a request is for: tenants share the engine evenly.
+
+    On a server with keys that is the key, by its place among them, and `user` means nothing: a
+    client could invent as many users as it likes. Neither a key nor a user's name goes further
+    than here.
+    """
+    if keys:
+        return f"key {_digests(keys).index(_given(scope)) + 1}"
+    if not user:
+        return ""
+    return "user " + hashlib.sha256(user.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def wrong_key() -> ApiError:

@@ -10,6 +10,7 @@ from quire.base.errors import RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, Tally
+from quire.serve.api.auth import tenant_of
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import bad_request
 from quire.serve.api.jobs import Job, make_job
@@ -37,7 +38,11 @@ async def create_completion(
     check_stream_options(body)
     answer_id = new_id("cmpl")
     prompts = [await _render(api, body, prompt) for prompt in split_prompts(body.prompt)]
-    jobs = [_job(api, body, prompt, f"{answer_id}-{index}") for index, prompt in enumerate(prompts)]
+    tenant = tenant_of(request.scope, api.config.api_key, body.user)
+    jobs = [
+        _job(api, body, prompt, f"{answer_id}-{index}", tenant)
+        for index, prompt in enumerate(prompts)
+    ]
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     choices = [_choices(api, index, body, job, names) for index, job in enumerate(jobs)]
     head = {
@@ -163,9 +168,12 @@ async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> R
     return truncated(rendered, body, api.client.ready.max_model_len)
 
 
-def _job(api: ApiContext, body: CompletionRequest, prompt: RenderedPrompt, job_id: str) -> Job:
+def _job(
+    api: ApiContext, body: CompletionRequest, prompt: RenderedPrompt, job_id: str, tenant: str
+) -> Job:
     room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
-    return make_job(api, body, prompt, completion_params(body, api.requests.defaults, room), job_id)
+    params = completion_params(body, api.requests.defaults, room)
+    return make_job(api, body, prompt, params, job_id, tenant)
 
 
 def _choices(

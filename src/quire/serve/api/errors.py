@@ -15,7 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.base.errors import EngineDead, EngineError, QuireError, RequestError
+from quire.base.errors import EngineBusy, EngineDead, EngineError, QuireError, RequestError
 
 logger = logging.getLogger("quire")
 
@@ -77,10 +77,20 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def too_late(message: str) -> ApiError:
+    """A 408 for a request whose timeout_s has passed. Clients that try again by themselves after a
+    408, as OpenAI's does, are told not to: late work is what an overloaded server needs least."""
+    headers = {"x-should-retry": "false"}
+    return ApiError(408, message, "timeout_error", "timeout_s", "request_timeout", headers)
+
+
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     """What a client is told about an exception. One that nobody expected goes to the log."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineBusy):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(503, str(error), "server_error", code="engine_busy", headers=headers)
     if isinstance(error, RequestError):
         named = NAMED.match(str(error))
         return bad_request(str(error), named[1] if named else None)

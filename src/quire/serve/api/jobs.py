@@ -16,7 +16,7 @@ from quire.engine.bisect import STEP_FAILED
 from quire.engine.remote import AsyncClient
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import bad_request
+from quire.serve.api.errors import bad_request, too_late
 from quire.serve.api.protocol import GenerationRequest
 
 Indexed = tuple[int, RequestOutput]
@@ -41,10 +41,18 @@ def make_job(
     prompt: RenderedPrompt,
     params: SamplingParams,
     request_id: str,
+    tenant: str,
 ) -> Job:
     """Raises RequestError for what the engine can never serve."""
-    salt, priority = body.cache_salt or "", body.priority or 0
-    request = api.requests.make(prompt, params, request_id, salt, priority)
+    request = api.requests.make(
+        prompt,
+        params,
+        request_id,
+        body.cache_salt or "",
+        body.priority or 0,
+        tenant,
+        body.timeout_s or 0.0,
+    )
     api.client.check(request)
     return Job(prompt, request)
 
@@ -57,6 +65,8 @@ async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, N
             for completion in output.outputs:
                 if completion.finish_reason == "error":
                     raise bad_request(_why(str(completion.stop_reason)), code="request_failed")
+                if completion.finish_reason == "timeout":
+                    raise too_late(str(completion.stop_reason))
             yield index, output
 
 

@@ -111,12 +111,13 @@ class GenerationRequest(BaseModel):
 
     # Scheduling
     priority: Int32 | None = None
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    user: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
 
     # Labels and hints of clients
     request_id: Label | None = None
     session_id: Ignored
-    user: Ignored
     metadata: Ignored
     store: Ignored
     service_tier: Ignored

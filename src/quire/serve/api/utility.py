@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import quire
 from quire.render.chat import ChatOptions
+from quire.serve.api.auth import tenant_of
 from quire.serve.api.context import Api, ApiContext
-from quire.serve.api.errors import bad_request
+from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.rendering import (
     check_model,
     decode,
@@ -90,6 +91,23 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(api: Api) -> Response:
     return PlainTextResponse(await api.client.metrics(), media_type=METRICS_TYPE)
+
+
+@router.get("/v1/requests/{request_id}")
+async def show_request(request_id: str, request: fastapi.Request, api: Api) -> Response:
+    """What happened to a request, by the id of its answer; on a server with keys to its own key."""
+    keys = api.config.api_key
+    tenant = tenant_of(request.scope, keys, None) if keys else None
+    text = await api.client.timeline(request_id, tenant)
+    if not text:
+        raise ApiError(
+            404,
+            f"there is no recent request {request_id[:64]!r} of yours; the id is that of the answer"
+            " (cmpl-... or chatcmpl-...), and only the last 1,000 requests are kept.",
+            param="request_id",
+            code="not_found",
+        )
+    return Response(text, media_type="application/json")
 
 
 @router.get("/openapi.json", include_in_schema=False)

@@ -1,0 +1,112 @@
+"""What other packages bring, by entry points. docs/extending.md tells how to write each kind.
+
+A built-in name always means the built-in thing, and is never looked up here: entry points are read
+only when somebody asks for another name, so those who use none pay nothing for them.
+"""
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.base.errors import ConfigError, ModelError, QuireError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+logger = logging.getLogger("quire")
+
+
+@dataclass(frozen=True)
+class PluginKind:
+    """Something that a package may bring.
+
+    group: of the entry points, each of which names a class. noun: what messages call it. methods:
+    what the class must have. error: what is raised if it cannot be had.
+    """
+
+    group: str
+    noun: str
+    methods: tuple[str, ...]
+    error: type[QuireError] = ConfigError
+
+
+POLICIES = PluginKind(
+    "quire.policies",
+    "scheduling policy",
+    ("push", "peek", "pass_over", "remove", "rank", "waiting", "__len__"),
+)
+ATTENTION_BACKENDS = PluginKind(
+    "quire.attention_backends",
+    "attention backend",
+    ("prepare", "write", "run", "copy_blocks", "swap_out", "load"),
+)
+MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelError)
+
+
+def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
+    """For messages: the names that are built in, then what installed packages bring."""
+    ours = tuple(built_in)
+    found = [f"{point.name} (of {_package(point)})" for point in _entry_points(kind, ours)]
+    return ", ".join([*ours, *found])
+
+
+def is_installed(kind: PluginKind, name: str, built_in: Iterable[str]) -> bool:
+    """Whether a package brings this name. It is not imported."""
+    return any(point.name == name for point in _entry_points(kind, tuple(built_in)))
+
+
+def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[Any]:
+    """The class that a package brings under this name, which is none of the built-in ones.
+
+    Raises the kind's error if there is none, if two packages bring one, or if it cannot be used.
+    """
+    ours = tuple(built_in)
+    found = [point for point in _entry_points(kind, ours) if point.name == name]
+    if not found:
+        raise kind.error(f"there is no {kind.noun} {name!r}; there are {all_names(kind, ours)}.")
+    if len(found) > 1:
+        packages = " and ".join(_package(point) for point in found)
+        raise kind.error(f"{packages} both bring a {kind.noun} {name!r}; uninstall one of them.")
+    [point] = found
+    whose = f"the {kind.noun} {name!r} of the package {_package(point)}, {point.value},"
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise kind.error(
+            f"{whose} cannot be imported: {type(error).__name__}: {error}. Repair the package, or"
+            " take another."
+        ) from error
+    reason = _why_not(kind, loaded)
+    if reason is not None:
+        raise kind.error(f"{whose} cannot be used: {reason}.")
+    found_class: type[Any] = loaded
+    return found_class
+
+
+def _why_not(kind: PluginKind, loaded: Any) -> str | None:
+    """Why what an entry point names is not of this kind; None if it is."""
+    if not isinstance(loaded, type):
+        return f"it must be a class, and is a {type(loaded).__name__}"
+    missing = [name for name in kind.methods if not callable(getattr(loaded, name, None))]
+    return f"it has no {', '.join(missing)}" if missing else None
+
+
+def _entry_points(kind: PluginKind, built_in: tuple[str, ...]) -> "list[EntryPoint]":
+    """Those of installed packages, by name, but for built-in names, of which it warns."""
+    from importlib.metadata import entry_points  # takes 20 ms, by those who need it only
+
+    found = []
+    for point in sorted(entry_points(group=kind.group), key=lambda point: point.name):
+        if point.name in built_in:
+            logger.warning(
+                "the package %s brings a %s %r, which is built in: the built-in one is used",
+                _package(point), kind.noun, point.name,
+            )  # fmt: skip
+        else:
+            found.append(point)
+    return found
+
+
+def _package(point: "EntryPoint") -> str:
+    return "?" if point.dist is None else f"{point.dist.name} {point.dist.version}"

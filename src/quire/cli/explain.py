@@ -1,0 +1,54 @@
+"""`quire explain FILE [REQUEST]`: what happened to a request, in plain words."""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from quire.base.errors import RequestError
+
+logger = logging.getLogger("quire")
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "explain",
+        usage="quire explain FILE [REQUEST] [--json]",
+        help="tell what happened to a request",
+        description="Tell from a recording what happened to REQUEST: how long it waited and behind"
+        " whom, its prefix hit, its chunks, who preempted it. Without REQUEST: a line for each.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
+    parser.add_argument("request", metavar="REQUEST", nargs="?", help="id, as the answer has it")
+    parser.add_argument("--json", action="store_true", help="as GET /v1/requests/{id} gives it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from quire.engine.recording import read_recording
+    from quire.engine.timeline import as_data, in_words
+    from quire.tools.explain import timelines_of
+
+    timelines, notes = timelines_of(read_recording(arguments.file))
+    for note in notes:
+        logger.warning("%s", note)
+    if arguments.request is None:
+        for line in [*timelines.ended.values(), *timelines.open.values()]:
+            print(f"{line.request_id}: {'; '.join(in_words(line, timelines.block_size))}")
+        return 0
+    found = timelines.find(arguments.request)
+    if not found:
+        raise RequestError(
+            f"there is no request {arguments.request!r} in {arguments.file}; leave it out to list"
+            " those that are there."
+        )
+    if arguments.json:
+        print(json.dumps([as_data(line, timelines.block_size) for line in found], indent=1))
+        return 0
+    for line in found:
+        print(f"request {line.request_id}")
+        for text in in_words(line, timelines.block_size):
+            print(f"  {text}")
+    return 0

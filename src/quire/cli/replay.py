@@ -1,0 +1,53 @@
+"""`quire replay FILE`: the recorded calls once more; every plan must come out the same."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from quire.cli.settings import add_settings, given_settings
+
+logger = logging.getLogger("quire")
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "replay",
+        usage="quire replay FILE [--with-model] [option ...]",
+        help="run a recording again and compare every plan",
+        description="Give the scheduler the calls of a recording (`quire serve --record DIR`) once"
+        " more and compare every plan. Exit status 1 and the first difference if one is not the"
+        " same. With the model (which needs a recording with tokens) it also computes everything"
+        " again and compares the sampled tokens; any setting below replaces the recorded one.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
+    parser.add_argument(
+        "--with-model", action="store_true", help="run the recorded model, too; implied by --model"
+    )
+    add_settings(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status: 1 if something differs."""
+    from quire.engine.recording import read_recording
+
+    segments = read_recording(arguments.file)
+    settings = given_settings(arguments)
+    if arguments.with_model or settings:
+        from quire.tools.replay_model import replay_with_model
+
+        outcome = replay_with_model(segments, settings)
+    else:
+        from quire.tools.replay import replay_all
+
+        outcome = replay_all(segments)
+    for note in outcome.notes:
+        logger.warning("%s", note)
+    if outcome.difference is None:
+        print(outcome.summary())
+        return 0
+    for line in outcome.difference.lines():
+        print(line)
+    print(f"{outcome.num_steps:,} steps before it are identical")
+    return 1

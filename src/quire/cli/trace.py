@@ -1,0 +1,27 @@
+"""`quire trace FILE --output trace.json`: a recording to look at in ui.perfetto.dev."""
+
+import argparse
+from pathlib import Path
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "trace",
+        usage="quire trace FILE --output trace.json",
+        help="export a recording for Perfetto",
+        description="Write a recording as a Chrome trace: a track per row and one for the steps,"
+        " with counters. Open it at https://ui.perfetto.dev (it stays in the browser).",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("file", metavar="FILE", type=Path, help="directory, or one segment")
+    parser.add_argument("--output", metavar="FILE", type=Path, required=True, help="JSON to write")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from quire.tools.trace import write_trace
+
+    num_events = write_trace(arguments.file, arguments.output)
+    print(f"{num_events:,} events in {arguments.output}; open it at https://ui.perfetto.dev")
+    return 0

@@ -1,0 +1,247 @@
+"""The calls through the four doors and what they gave, as plain data.
+
+    [ADD, now, request]  [CONTROL, now, message]  [SCHEDULE, now]  [UPDATE, now, result]    calls
+    [DIGESTS, [arrival, digest ...] ...]  [PLAN, fields]  [REFUSED]  [RAISED, what]      then these
+    [END, why]                                                   the last item, if there is no more
+
+Of a plan only what differs from what one would guess after the plan before it is written: in steady
+decoding little more than its number.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from quire.base.errors import EngineError
+from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
+from quire.engine.redact import NEUTRAL, Redaction
+from quire.scheduler.sequence import Sequence as Line
+from quire.scheduler.snapshot import decode, encode
+
+ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END = range(9)
+CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
+STICKY = ("rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates")
+PLAN_FIELDS = tuple(item.name for item in dataclasses.fields(Plan))
+
+Fields = dict[str, Any]
+
+
+@dataclass
+class Call:
+    """A call through a door, as it was recorded. value: a request, a message or a result.
+
+    plan: its fields; None if none was made. digests: (arrival, new digests of that sequence).
+    """
+
+    kind: int
+    now: float
+    value: Any = None
+    plan: Fields | None = None
+    digests: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    is_refused: bool = False
+    raised: str | None = None
+
+
+class CallEncoder:
+    """Items as they were handed over to plain data; one per segment. redaction: None keeps all."""
+
+    def __init__(self, redaction: Redaction | None) -> None:
+        self._redaction = redaction
+        self._guess = PlanGuess()
+
+    def encode(self, item: tuple[Any, ...]) -> list[Any]:
+        kind = item[0]
+        if kind == PLAN:
+            return [PLAN, self._guess.shorten(plan_fields(item[1], self._redaction))]
+        if kind == UPDATE:
+            return [UPDATE, item[1], self._result(*item[2:])]
+        if kind == DIGESTS:
+            return [DIGESTS, *([arrival, *map(self._data, new)] for arrival, new in item[1])]
+        if kind in (ADD, CONTROL):
+            value = item[2]
+            if self._redaction is not None:
+                if kind == ADD:
+                    self._redaction.take_stops(value)
+                value = self._redaction.value(value)
+            return [kind, item[1], encode(value)]
+        return list(item)
+
+    def _data(self, digest: bytes) -> bytes:
+        return digest if self._redaction is None else self._redaction.data(digest)
+
+    def _result(
+        self,
+        result: StepResult,
+        candidates: dict[int, Candidates],
+        flown: Sequence[Line],
+        rows: Any,
+    ) -> Fields:
+        fields: Fields = {"step": result.step_id, "s": result.duration_s}
+        token_ids, accepted = result.token_ids, result.num_accepted
+        fields["shape"] = token_ids.shape
+        if not (accepted == 1).all():
+            fields["accepted"] = accepted.astype(np.int32).tobytes()
+        redaction, errors = self._redaction, result.row_errors
+        prompts: dict[int, Any] = result.prompt_candidates
+        if redaction is None:
+            fields["ids"] = token_ids.astype(np.int32).tobytes()
+        else:
+            fields["stops"] = _stops(redaction, token_ids, flown)
+            candidates = _of_beams(redaction, candidates, flown, rows)
+            errors = {row: redaction.error(message) for row, message in errors.items()}
+            nothing = Candidates(np.empty(0, np.int32), np.empty(0, np.float32), 0)
+            prompts = {row: [nothing] * len(found) for row, found in prompts.items()}
+        more = {
+            "candidates": candidates,
+            "prompt_candidates": prompts,
+            "row_errors": errors,
+            "completed_moves": result.completed_moves,
+        }
+        fields |= {name: encode(value) for name, value in more.items() if value}
+        return fields
+
+
+def _stops(redaction: Redaction, token_ids: Any, flown: Sequence[Line]) -> dict[int, int]:
+    """Place and id of the sampled tokens that may end their sequence."""
+    if token_ids.shape[1] == 0 or not len(token_ids):
+        return {}
+    first = token_ids[:, 0]
+    places = np.flatnonzero(redaction.may_stop(first)).tolist()
+    return {i: int(first[i]) for i in places if first[i] in flown[i].request.stop_token_ids}
+
+
+def _of_beams(
+    redaction: Redaction, candidates: dict[int, Candidates], flown: Sequence[Line], rows: Any
+) -> dict[int, Candidates]:
+    """What beams have to choose from; other sequences' candidates are only shown."""
+    if not candidates:
+        return {}
+    owners = dict(zip(rows.tolist(), flown, strict=True))
+    return {
+        row: redaction.candidates(found, owners[row].request.stop_token_ids)
+        for row, found in candidates.items()
+        if row in owners and owners[row].request.params.use_beam_search
+    }
+
+
+def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
+    """What a plan says, as far as it says anything. Two plans are the same if these are equal."""
+    fields: Fields = {}
+    for name in PLAN_FIELDS:
+        value = getattr(plan, name)
+        if isinstance(value, np.ndarray):
+            if len(value):
+                fields[name] = value.astype(np.int32, copy=False).tobytes()
+        elif isinstance(value, BlockWrites):
+            if len(value.group):
+                fields[name] = {
+                    part: getattr(value, part).tobytes()
+                    for part in ("group", "row", "index", "block_id")
+                }
+        elif value or name == "step_id":
+            fields[name] = encode(value if redaction is None else redaction.value(value, name))
+    return fields
+
+
+class PlanGuess:
+    """What the next plan would be if everybody went on as in the last one."""
+
+    def __init__(self) -> None:
+        self._last: Fields = {}
+
+    def shorten(self, fields: Fields) -> Fields:
+        """Without what equals the guess. Lists the fields that the guess has and the plan lacks."""
+        guess, self._last = self._next(), fields
+        short = {n: value for n, value in fields.items() if n not in guess or guess[n] != value}
+        missing = [name for name in guess if name not in fields]
+        return short | ({"without": missing} if missing else {})
+
+    def complete(self, short: Fields) -> Fields:
+        """The opposite of `shorten`."""
+        fields = self._next() | short
+        for name in fields.pop("without", ()):
+            del fields[name]
+        self._last = {name: fields[name] for name in PLAN_FIELDS if name in fields}
+        return self._last
+
+    def _next(self) -> Fields:
+        last = self._last
+        if not last:
+            return {}
+        guess = {name: last[name] for name in STICKY if name in last}
+        bound = np.frombuffer(last["computed_bound"], np.int32)
+        guess["computed_bound"] = (bound + np.frombuffer(last["num_tokens"], np.int32)).tobytes()
+        guess["step_id"] = last["step_id"] + 1
+        return guess
+
+
+def calls_of(items: Sequence[Any]) -> Iterator[Call]:
+    """The calls of a segment, each with what it gave. Raises EngineError for a damaged one.
+
+    The last one of a segment without an end is left out: what it gave may be missing.
+    """
+    call: Call | None = None
+    is_whole = False
+    guess = PlanGuess()
+    try:
+        for item in items:
+            kind = item[0]
+            if kind == END:
+                is_whole = True
+                break
+            if kind in CALLS:
+                if call is not None:
+                    yield call
+                call = _call(kind, *item[1:])
+            else:
+                assert call is not None, "what a call gave comes before the call"
+                _add(call, kind, item[1:], guess)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"a recording is damaged: {type(error).__name__}: {error}") from error
+    if call is not None and (is_whole or call.raised is not None):
+        yield call
+
+
+def end_of(items: Sequence[Any]) -> str | None:
+    """Why a segment ends; None if nobody was left to say so."""
+    return str(items[-1][1]) if items and items[-1][0] == END else None
+
+
+def _call(kind: int, now: float, value: Any = None) -> Call:
+    if kind in (ADD, CONTROL):
+        return Call(kind, now, decode(value))
+    return Call(kind, now, _result(value) if kind == UPDATE else None)
+
+
+def _add(call: Call, kind: int, rest: list[Any], guess: PlanGuess) -> None:
+    if kind == DIGESTS:
+        call.digests += [(arrival, new) for arrival, *new in rest]
+    elif kind == PLAN:
+        call.plan = guess.complete(rest[0])
+    elif kind == REFUSED:
+        call.is_refused = True
+    elif kind == RAISED:
+        call.raised = rest[0]
+    else:
+        raise EngineError(f"a recording holds an item of the unknown kind {kind!r}.")
+
+
+def _result(fields: Fields) -> StepResult:
+    shape = tuple(fields["shape"])
+    if "ids" in fields:
+        token_ids = np.frombuffer(fields["ids"], np.int32).reshape(shape)
+    else:
+        token_ids = np.full(shape, NEUTRAL, np.int32)
+        for place, token_id in fields["stops"].items():
+            token_ids[place, 0] = token_id
+    accepted = np.ones(shape[0], np.int32)
+    if "accepted" in fields:
+        accepted = np.frombuffer(fields["accepted"], np.int32)
+    names = ("candidates", "prompt_candidates", "row_errors", "completed_moves")
+    more = {name: decode(fields[name]) for name in names if name in fields}
+    return StepResult(fields["step"], token_ids, accepted, duration_s=fields["s"], **more)

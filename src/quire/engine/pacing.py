@@ -1,0 +1,40 @@
+"""When to plan the next step: late, so that requests which arrive meanwhile are in it, and early
+enough that the device does not wait for it."""
+
+from collections.abc import Iterable
+
+from quire.base.plan import Plan
+
+SHARE = 0.75  # of the time until the device runs out of plans: steps may be shorter than expected
+LEAD_S = 0.002  # planning, handing over, and waking up
+
+
+class Pacing:
+    """Expects a step to take what the last one took, or less if it has fewer tokens.
+
+    So it is seldom expected to take longer than it does, and where it is, nothing but one plan's
+    making is lost: a result that comes early makes the core plan at once.
+    """
+
+    def __init__(self) -> None:
+        self._num_tokens = 1
+        self._duration_s = 0.0
+        self._began_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """The device begins the oldest plan in flight."""
+        self._began_s = now_s
+
+    def end(self, plan: Plan, now_s: float) -> None:
+        """It has carried out this plan, and begins the next one, if there is one."""
+        self._num_tokens = max(1, plan.num_scheduled_tokens)
+        self._duration_s = now_s - self._began_s
+        self._began_s = now_s
+
+    def due_s(self, in_flight: Iterable[Plan]) -> float:
+        """When to plan the next step behind those in flight."""
+        per_token_s = self._duration_s / self._num_tokens
+        expected_s = sum(
+            min(self._duration_s, per_token_s * plan.num_scheduled_tokens) for plan in in_flight
+        )
+        return self._began_s + SHARE * expected_s - LEAD_S

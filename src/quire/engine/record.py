@@ -1,0 +1,325 @@
+"""The recorder: it stands before the scheduler's four doors and writes down what passes.
+
+    core ---> Recorder ---> Scheduler          on the core's thread: references go into a queue
+                 | queue
+              _Writer ---> segments on disk    a thread of its own: encodes and writes
+
+What it hands over is never written again (plans, results, requests), so nothing is copied. The core
+never waits: if the disk cannot follow, the rest of the segment is given up, and the next one begins
+with a snapshot of the state. If it cannot be written at all, recording ends with a warning.
+"""
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+import quire
+from quire.base.errors import ConfigError, EngineError
+from quire.base.messages import Control, Request
+from quire.base.plan import Plan, StepResult
+from quire.engine.calls import (
+    ADD,
+    CONTROL,
+    DIGESTS,
+    END,
+    PLAN,
+    RAISED,
+    REFUSED,
+    SCHEDULE,
+    UPDATE,
+    CallEncoder,
+)
+from quire.engine.recording import FORMAT, RecordingFiles
+from quire.engine.redact import BLANK, Context, Redaction
+from quire.scheduler.results import StepOutputs
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.snapshot import Deferred, dump, encode
+
+logger = logging.getLogger("quire")
+
+SEGMENT = -1  # an item: a new segment, with header and snapshot
+MOST_ITEMS = 1 << 14  # that wait to be written; above it recording pauses
+PAUSE_S = 0.05  # how often the writer looks whether there is something to write
+FRAME_ITEMS = 256
+BREATH_ITEMS = 4  # then the writer lets the core's thread have the interpreter
+BREATH_S = 1e-6
+END_S = 10.0
+OMITTED = ("digester", "events")  # of the scheduler's state: a replay brings its own
+
+T = TypeVar("T")
+
+
+class Doors(Protocol):
+    """The four ways into a scheduler; also a recorder's."""
+
+    def add(self, request: Request, now: float) -> Sequence: ...
+
+    def control(self, message: Control, now: float) -> None: ...
+
+    def schedule(self, now: float) -> Plan | None: ...
+
+    def update(self, result: StepResult, now: float) -> StepOutputs: ...
+
+
+class Recorder:
+    """The doors of a scheduler, with a record of what passes.
+
+    directory: for the segments; max_bytes: of all of them. settings: for the header, flat.
+    Raises ConfigError if nothing can be written there.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        directory: Path,
+        max_bytes: int,
+        keeps_tokens: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self._scheduler = scheduler
+        self._redaction = None if keeps_tokens else Redaction()
+        self._writer = _open(directory, max_bytes, self._redaction)
+        self._put = self._writer.queue.append
+        self._header = {
+            "format": FORMAT,
+            "quire": quire.__version__,
+            "has_tokens": keeps_tokens,
+            "settings": dict(settings or {}),
+        }
+        self._is_on = False
+        self._digests: list[tuple[int, list[bytes]]] = []
+        self._put(self._segment(now))
+        self._is_on = True
+        if not keeps_tokens:
+            self._digester = scheduler.digester
+            scheduler.digester = self._digest
+        self._end = weakref.finalize(self, _Writer.stop, self._writer)
+
+    # ---- the doors ---------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> Sequence:
+        return self._pass(lambda: self._scheduler.add(request, now), ADD, now, request)
+
+    def control(self, message: Control, now: float) -> None:
+        self._pass(lambda: self._scheduler.control(message, now), CONTROL, now, message)
+
+    def schedule(self, now: float) -> Plan | None:
+        if not self._is_ready(now):
+            return self._scheduler.schedule(now)
+        put = self._put
+        put((SCHEDULE, now))
+        try:
+            plan = self._scheduler.schedule(now)
+        except BaseException as error:
+            put((RAISED, type(error).__name__))
+            raise
+        if self._digests:
+            self._put_digests()
+        if plan is not None:
+            put((PLAN, plan))
+        return plan
+
+    def update(self, result: StepResult, now: float) -> StepOutputs:
+        if not self._is_ready(now):
+            return self._scheduler.update(result, now)
+        flight = self._scheduler.flights[0]
+        candidates = dict(result.candidates)  # beams' are taken out of it
+        rows = flight.plan.sample_rows
+        self._put((UPDATE, now, result, candidates, flight.sequences, rows))
+        try:
+            outputs = self._scheduler.update(result, now)
+        except BaseException as error:
+            self._put((RAISED, type(error).__name__))
+            raise
+        if self._digests:
+            self._put_digests()
+        return outputs
+
+    # ------------------------------------------------------------------------------------------
+
+    @property
+    def is_recording(self) -> bool:
+        return self._is_on
+
+    def begin_segment(self) -> None:
+        """Begin a new segment, with a snapshot, before the next call."""
+        self._writer.wants_segment = True
+
+    def close(self) -> None:
+        """Write what is left. The scheduler goes on without a record."""
+        if self._is_on:
+            self._put((END, "closed"))
+        self._is_on = False
+        self._writer.wants_segment = False
+        self._end()
+        if self._redaction is not None:
+            self._scheduler.digester = self._digester
+
+    def _pass(self, call: Callable[[], T], kind: int, now: float, value: Any) -> T:
+        if not self._is_ready(now):
+            return call()
+        self._put((kind, now, value))
+        try:
+            done = call()
+        except Exception as error:
+            is_refused = kind == ADD and isinstance(error, ValueError)
+            self._put((REFUSED,) if is_refused else (RAISED, type(error).__name__))
+            raise
+        finally:
+            if self._digests:
+                self._put_digests()
+        return done
+
+    def _is_ready(self, now: float) -> bool:
+        """Whether this call is recorded; begins and ends segments."""
+        writer = self._writer
+        if writer.wants_segment:
+            self._begin(now)
+        elif self._is_on and len(writer.queue) > MOST_ITEMS:
+            self._put((END, "the disk was too slow"))
+            self._is_on = False
+            writer.has_lost = True
+            logger.warning("recording pauses: %s cannot be written fast enough.", writer.directory)
+        elif self._is_on and writer.has_failed:
+            self._is_on = False
+        return self._is_on
+
+    def _begin(self, now: float) -> None:
+        """Begin a segment."""
+        self._writer.wants_segment = False
+        try:
+            item = self._segment(now)
+        except EngineError as error:
+            logger.warning("recording ends: %s", error)
+            item = (END, "the state could not be kept")
+        if self._is_on:
+            self._put((END, "goes on"))
+        self._put(item)
+        self._digests = []
+        self._is_on = item[0] == SEGMENT
+
+    def _segment(self, now: float) -> tuple[Any, ...]:
+        """With the state as it is before the next call. Raises EngineError."""
+        scheduler, is_redacted = self._scheduler, self._redaction is not None
+        context = Context.of(scheduler) if is_redacted else None
+        snapshot = dump(scheduler, OMITTED, BLANK if is_redacted else ())
+        header = self._header | {"unix_s": time.time(), "now_s": now, "follows": self._is_on}
+        return SEGMENT, header, snapshot, context
+
+    def _digest(self, sequence: Sequence, block_size: int, num_blocks: int) -> None:
+        """The scheduler's digester, overheard."""
+        known = len(sequence.digests)
+        self._digester(sequence, block_size, num_blocks)
+        if self._is_on:
+            self._digests.append((sequence.arrival, sequence.digests[known:]))
+
+    def _put_digests(self) -> None:
+        self._put((DIGESTS, self._digests))
+        self._digests = []
+
+
+def _open(directory: Path, max_bytes: int, redaction: Redaction | None) -> "_Writer":
+    try:
+        files = RecordingFiles(directory, max_bytes)
+        files.begin()
+    except OSError as error:
+        raise ConfigError(
+            f"record={str(directory)!r} cannot be written ({error.strerror or error}); give a"
+            " directory that can be made or written to."
+        ) from error
+    return _Writer(files, redaction)
+
+
+class _Writer:
+    """The thread that encodes and writes. The core's thread only appends to `queue`, and looks at
+    three flags: wants_segment, has_failed; and sets has_lost: what follows needs a new segment."""
+
+    def __init__(self, files: RecordingFiles, redaction: Redaction | None) -> None:
+        self.queue: deque[tuple[Any, ...]] = deque()
+        self.directory = files.directory
+        self.wants_segment = False
+        self.has_failed = False
+        self.has_lost = False
+        self.cpu_s = 0.0  # of this thread
+        self._files = files
+        self._redaction = redaction
+        self._calls = CallEncoder(redaction)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._finish)
+        self._batch: list[Any] = []
+        self._is_first = True
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="quire-record", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Write what is in the queue, and end."""
+        self._stopping.set()
+        self._thread.join(END_S)
+
+    def _run(self) -> None:
+        stopping = False
+        while not stopping:
+            stopping = self._stopping.wait(PAUSE_S)
+            try:
+                self._write_queue(breathes=not stopping)
+            except Exception as error:
+                self._fail(error)
+                return
+            self.cpu_s = time.thread_time()
+        self._files.close()
+
+    def _write_queue(self, breathes: bool) -> None:
+        queue, num = self.queue, 0
+        while queue:
+            self._take(queue.popleft())
+            num += 1
+            if len(self._batch) >= FRAME_ITEMS:
+                self._flush()
+            if breathes and num % BREATH_ITEMS == 0:
+                time.sleep(BREATH_S)
+        self._flush()
+        if self.has_lost or self._files.is_full:
+            self.has_lost = False
+            self.wants_segment = not self._stopping.is_set()
+
+    def _take(self, item: tuple[Any, ...]) -> None:
+        if item[0] != SEGMENT:
+            self._batch.append(self._calls.encode(item))
+            return
+        self._flush()
+        if not self._is_first:
+            self._files.begin()
+        self._is_first = False
+        if self._redaction is not None:
+            self._redaction.begin(item[3])
+        self._calls = CallEncoder(self._redaction)
+        self._files.append(self._encoder.encode(item[1]))
+        self._files.append(self._encoder.encode(item[2]))
+
+    def _flush(self) -> None:
+        if self._batch:
+            self._files.append(self._encoder.encode(self._batch))
+            self._batch = []
+
+    def _finish(self, value: Any) -> Any:
+        """What a snapshot left for later."""
+        assert isinstance(value, Deferred), f"{type(value).__name__} in a recording"
+        if self._redaction is None:
+            return encode(value.value)
+        return encode(self._redaction.value(value.value, value.name))
+
+    def _fail(self, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        logger.warning("recording to %s ends: %s", self.directory, reason)
+        self.has_failed = True
+        self.queue.clear()
+        self._files.close()

@@ -1,0 +1,159 @@
+"""What a recording leaves out unless it is to keep tokens: the same run without anybody's text.
+
+    token ids            zeros, as many; a sampled one is NEUTRAL unless it ends its sequence
+    digests, salts, ...  keyed BLAKE2b; the key is random and is not written. Equal ones stay equal
+    texts, logit bias    nothing: the scheduler does not look at them
+    request ids, stop ids, numbers, times: as they are
+
+A field that nobody knew when this was written is treated by its type: text is keyed, lists of token
+ids become zeros.
+"""
+
+import dataclasses
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.base.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from quire.base.messages import Request
+from quire.base.plan import Candidates
+from quire.base.sampling_params import SamplingParams
+from quire.scheduler.scheduler import Scheduler
+
+NEUTRAL = -2  # stands for a token that does not end its sequence; -1 pads lists of stop ids
+DIGEST_BYTES = 16
+BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # of the scheduler's state
+PLAIN = {"request_id", "for_request_id", "finish_reason", "kind"}
+KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
+DROPPED = {
+    "stop", "bad_words", "bad_words_token_ids", "logit_bias", "allowed_token_ids", "extra_args",
+}  # fmt: skip
+WORDS = frozenset(
+    {"full", "window", "copy", "load", "swap_out", "stop", "length", "abort", "error", "timeout"}
+    | {"never", "auto"}
+    | {
+        word
+        for config in (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig)
+        for item in dataclasses.fields(config)
+        for word in item.metadata.get("choices", ())
+    }
+)
+ERROR_TYPE = re.compile(r"^[a-z ]+: [A-Za-z_.]+(?=:|$)")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What tells the values of a snapshot apart. request_ids: texts that are such, and stay;
+    requests: whose tokens may still be sampled; stops: by the id of beams' candidates."""
+
+    request_ids: frozenset[str]
+    requests: list[Request]
+    stops: dict[int, frozenset[int]]
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> "Context":
+        flown = [s for flight in scheduler.flights for s in flight.sequences]
+        sequences = [*scheduler.sequences.values(), *flown]
+        groups = [s.group for s in sequences if s.group is not None]
+        stops = {
+            id(found): group.search.stop_token_ids
+            for group in groups
+            if group.search is not None
+            for found in group.candidates.values()
+        }
+        return cls(frozenset(scheduler.sequences), [s.request for s in sequences], stops)
+
+
+class Redaction:
+    """One recording's; the writer's thread has it. key: random if absent; empty for what was keyed
+    already (a replay)."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._key = secrets.token_bytes(32) if key is None else key
+        self._may_stop = np.zeros(0, bool)  # [V] ids that end some sequence
+        self._context = Context(frozenset(), [], {})
+
+    def begin(self, context: "Context") -> None:
+        """A snapshot is to be written."""
+        self._context = context
+        for request in context.requests:
+            self.take_stops(request)
+
+    def take_stops(self, request: Request) -> None:
+        """A request whose stop ids may be sampled from now on."""
+        ids = [token_id for token_id in request.stop_token_ids if token_id >= 0]
+        if not ids:
+            return
+        if max(ids) >= len(self._may_stop):
+            grown = np.zeros(max(ids) + 1, bool)
+            grown[: len(self._may_stop)] = self._may_stop
+            self._may_stop = grown
+        self._may_stop[ids] = True
+
+    def may_stop(self, token_ids: Any) -> Any:
+        """Which of these ids end some sequence; [N]."""
+        size = len(self._may_stop)
+        if size == 0:
+            return np.zeros(len(token_ids), bool)
+        known = (token_ids >= 0) & (token_ids < size)
+        return known & self._may_stop[np.where(known, token_ids, 0)]
+
+    def data(self, value: bytes) -> bytes:
+        """A digest, so that equal ones stay equal and nobody can guess what it is of."""
+        if not self._key:
+            return value
+        return hashlib.blake2b(value, key=self._key, digest_size=DIGEST_BYTES).digest()
+
+    def text(self, value: str) -> str:
+        if not self._key or not value or value in WORDS or value in self._context.request_ids:
+            return value
+        return "~" + self.data(value.encode("utf-8", "surrogatepass")).hex()
+
+    def error(self, message: str) -> str:
+        """What kind of error it was."""
+        found = ERROR_TYPE.match(message)
+        return found[0] if found else "failed"
+
+    def candidates(self, value: Candidates, stops: Iterable[int]) -> Candidates:
+        """Those of a beam: their order and scores, and which of them end it."""
+        keeps = np.isin(value.token_ids, list(stops))
+        ids = np.where(keeps, value.token_ids, NEUTRAL).astype(np.int32)
+        return Candidates(ids, value.logprobs, 0)
+
+    def value(self, value: Any, name: str = "") -> Any:
+        """A value of the vocabulary without what must not be written; name: of its attribute."""
+        if isinstance(value, str):
+            return value if name in PLAIN else self.text(value)
+        if isinstance(value, bytes):
+            return self.data(value)
+        is_tokens = "token_ids" in name and name not in KEPT_IDS
+        if isinstance(value, np.ndarray):
+            return np.zeros_like(value) if is_tokens else value
+        if isinstance(value, list | tuple):
+            if name in DROPPED:
+                return type(value)()
+            return type(value)([0] * len(value) if is_tokens else map(self.value, value))
+        if isinstance(value, dict):
+            return {self.value(key): self.value(item, name) for key, item in value.items()}
+        if isinstance(value, Candidates):
+            return self.candidates(value, self._context.stops.get(id(value), ()))
+        if isinstance(value, SamplingParams):
+            return msgspec.structs.replace(value, **dict.fromkeys(DROPPED_PARAMS))
+        if isinstance(value, msgspec.Struct):
+            fields = {n: self.value(getattr(value, n), n) for n in value.__struct_fields__}
+            return type(value)(**fields)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [item.name for item in dataclasses.fields(value)]
+            return type(value)(**{n: self.value(getattr(value, n), n) for n in names})
+        return value
+
+
+DROPPED_PARAMS = [
+    *(name for name in SamplingParams.__struct_fields__ if name in DROPPED), "stop_token_ids",
+]  # fmt: skip

@@ -1,0 +1,362 @@
+"""The scheduler's whole state as plain data, and back: a continued run cannot tell the difference.
+
+`dump` walks the graph of objects from the scheduler on. What can be shared or part of a cycle
+(instances, lists, dictionaries, arrays, ...) becomes an entry of one flat list, the heap, in which
+entries name each other by number; so identity is kept and nothing recurses. All other values stand
+where they are used.
+
+    {"root": [REF, 0], "heap": [[INSTANCE, "quire.scheduler.scheduler:Scheduler", {...}], ...]}
+
+Frozen vocabulary (`quire.base`: requests, plans, parameters) never changes after it was made, and
+what holds nothing but numbers and text is copied quickly; both are left as `Deferred`, for another
+thread to encode. Who encodes may replace them: `Deferred.name` is the attribute that holds a value.
+
+Integers have at most 64 bits. `restore` makes instances without calling anything of theirs and takes only classes, functions and
+methods of the rooms below. A file cannot make it run code of its own.
+"""
+
+import dataclasses
+import enum
+import importlib
+import math
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from quire.base.errors import EngineError
+
+ROOMS = ("quire.base.", "quire.kv.", "quire.scheduler.")
+VOCABULARY = "quire.base."
+
+(
+    REF, TUPLE, FROZENSET, ENUM, ARRAY, ZEROS, OBJECTS, SCALAR, LEAF, CLASS, METHOD, LIST, DICT,
+    SET, DEQUE, ORDERED, INSTANCE, NARROW,
+) = range(18)  # fmt: skip
+
+PRIMITIVES = frozenset({type(None), bool, int, float, str, bytes})
+TEXTS = frozenset({str, bytes})
+MAX_CELLS = 1 << 33  # of an array; more than that is a damaged file
+
+Data = dict[str, Any]
+
+
+class Deferred:
+    """A value that is encoded later: frozen vocabulary, text or bytes, or a list or dictionary of
+    primitives. name: the attribute that led to it."""
+
+    __slots__ = ("name", "value")
+
+    def __init__(self, value: Any, name: str) -> None:
+        self.value = value
+        self.name = name
+
+
+def dump(root: object, omit: Iterable[str] = (), blank: Iterable[str] = ()) -> Data:
+    """The state of an object and all that it refers to. omit: attributes of `root` to leave out;
+    blank: attributes of any object whose numbers become zeros.
+
+    Raises EngineError that names the place of a value that cannot be kept, such as a lambda.
+    """
+    return _Dump(root, frozenset(omit), frozenset(blank)).data()
+
+
+def restore(data: Any) -> Any:
+    """What was dumped, after all `Deferred` in it were encoded. Raises EngineError for others."""
+    try:
+        return _Restore(data["heap"]).value(data["root"])
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"a snapshot cannot be read: {type(error).__name__}: {error}") from error
+
+
+def encode(value: Any) -> Any:
+    """A value of the frozen vocabulary, or of primitives, as plain data. Without identity."""
+    kind = type(value)
+    if kind in PRIMITIVES:
+        return value
+    if kind is tuple:
+        return [TUPLE, *map(encode, value)]
+    if kind is list:
+        return [LIST, *(value if set(map(type, value)) <= PRIMITIVES else map(encode, value))]
+    if kind is dict:
+        return [DICT, *(encode(item) for pair in value.items() for item in pair)]
+    if isinstance(value, frozenset):
+        return [FROZENSET, *map(encode, value)]
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, enum.Enum):
+        return [ENUM, _name(kind), value.name]
+    if isinstance(value, np.generic):
+        return [SCALAR, value.dtype.str, value.tobytes()]
+    if kind.__module__.startswith(VOCABULARY):
+        return [LEAF, _name(kind), {name: encode(getattr(value, name)) for name in _fields(kind)}]
+    raise EngineError(f"a {kind.__qualname__} cannot be kept in a snapshot.")
+
+
+def decode(data: Any) -> Any:
+    """What `encode` was given. Raises EngineError."""
+    return restore({"root": data, "heap": []})
+
+
+class _Dump:
+    def __init__(self, root: object, omit: frozenset[str], blank: frozenset[str]) -> None:
+        self.root, self.omit, self.blank = root, omit, blank
+        self.numbers: dict[int, int] = {}  # id of an object -> its number in the heap
+        self.found: list[tuple[Any, str]] = []  # the objects, with the attribute that led there
+        self.names: dict[type, str] = {}
+
+    def data(self) -> Data:
+        top = self.refer(self.root, "root")
+        heap: list[Any] = []
+        while len(heap) < len(self.found):  # entries refer to others, which are appended
+            value, name = self.found[len(heap)]
+            heap.append(self.entry(value, name))
+        return {"root": top, "heap": heap}
+
+    def refer(self, value: Any, name: str) -> Any:
+        """How one entry speaks of a value."""
+        kind = type(value)
+        if kind in TEXTS:
+            return Deferred(value, name)
+        if kind in PRIMITIVES:
+            return encode(value)
+        if kind is tuple:
+            items = [0] * len(value) if name in self.blank else value
+            return [TUPLE, *(self.refer(item, name) for item in items)]
+        if kind is frozenset:
+            return [FROZENSET, *(self.refer(item, name) for item in value)]
+        if isinstance(value, (enum.Enum, np.generic)):
+            return encode(value)
+        if isinstance(value, (type, types.FunctionType)):
+            return [CLASS, self.name(value, name)]
+        if isinstance(value, types.MethodType):
+            return [METHOD, self.refer(value.__self__, name), value.__name__]
+        number = self.numbers.setdefault(id(value), len(self.found))
+        if number == len(self.found):
+            self.found.append((value, name))
+        return [REF, number]
+
+    def entry(self, value: Any, name: str) -> Any:
+        """The contents of an object of the heap."""
+        kind = type(value)
+        if kind is list or kind is dict or kind is OrderedDict:
+            return self.container(value, kind, name)
+        if kind is set:
+            return [SET, *(self.refer(item, name) for item in value)]
+        if kind is deque:
+            return [DEQUE, value.maxlen, *(self.refer(item, name) for item in value)]
+        if isinstance(value, np.ndarray):
+            if value.dtype != object:
+                is_blank = name in self.blank
+                return [ZEROS, value.dtype.str, value.shape] if is_blank else _array(value)
+            return [OBJECTS, value.shape, *(self.refer(item, name) for item in value.flat)]
+        if kind.__module__.startswith(VOCABULARY):
+            return Deferred(value, name)
+        omit = self.omit if value is self.root else ()
+        state = {
+            attribute: self.refer(getattr(value, attribute), attribute)
+            for attribute in _attributes(value)
+            if attribute not in omit
+        }
+        return [INSTANCE, self.name(kind, name), state]
+
+    def container(self, value: Any, kind: type, name: str) -> Any:
+        kinds = set(map(type, value))
+        if kind is list:
+            if kinds <= PRIMITIVES:
+                return Deferred(value.copy(), name) if kinds & TEXTS else [LIST, *value]
+            return [LIST, *(self.refer(item, name) for item in value)]
+        if kind is dict and kinds | set(map(type, value.values())) <= PRIMITIVES:
+            return Deferred(value.copy(), name)
+        tag = DICT if kind is dict else ORDERED
+        return [tag, *(self.refer(item, name) for pair in value.items() for item in pair)]
+
+    def name(self, what: Any, found_at: str) -> str:
+        """Of a class or function. Raises EngineError for one that cannot be found by it."""
+        if what not in self.names:
+            try:
+                self.names[what] = _name(what)
+            except EngineError as error:
+                raise EngineError(f"the scheduler's state, at {found_at!r}: {error}") from error
+        return self.names[what]
+
+
+class _Restore:
+    """Makes all objects empty, then fills them: instances first, because others may hash them."""
+
+    def __init__(self, heap: list[Any]) -> None:
+        self.heap = heap
+        self.shells = [self.shell(entry) for entry in heap]
+        for first in (INSTANCE, LIST, DICT):
+            for entry, shell in zip(heap, self.shells, strict=True):
+                if FILLED_WITH.get(entry[0]) == first:
+                    self.fill(entry, shell)
+
+    def shell(self, entry: Any) -> Any:
+        tag = entry[0]
+        if tag == INSTANCE:
+            return object.__new__(_class(entry[1]))
+        if tag in EMPTY:
+            return EMPTY[tag]()
+        if tag == DEQUE:
+            return deque(maxlen=entry[1])
+        if tag == OBJECTS:
+            return np.full(_shape(entry[1]), None, object)
+        return self.value(entry)  # a number array, or frozen vocabulary: it refers to nothing
+
+    def fill(self, entry: Any, shell: Any) -> None:
+        tag, value = entry[0], self.value
+        if tag == INSTANCE:
+            for name, item in entry[2].items():
+                if name.startswith("__"):
+                    raise EngineError(f"a snapshot sets {name!r}, which is no state.")
+                object.__setattr__(shell, name, value(item))
+        elif tag in (LIST, SET):
+            add: Callable[[Any], None] = shell.append if tag == LIST else shell.add
+            for item in entry[1:]:
+                add(value(item))
+        elif tag == DEQUE:
+            shell.extend(value(item) for item in entry[2:])
+        elif tag == OBJECTS:
+            for i, item in enumerate(entry[2:]):
+                shell.flat[i] = value(item)
+        else:
+            for key, item in zip(entry[1::2], entry[2::2], strict=True):
+                shell[value(key)] = value(item)
+
+    def value(self, data: Any) -> Any:
+        """A value that stands where it is used."""
+        if type(data) in PRIMITIVES:
+            return data
+        tag, *rest = data
+        if tag == REF:
+            return self.shells[rest[0]]
+        if tag == METHOD:
+            return _method(self.value(rest[0]), rest[1])
+        if tag == LEAF:
+            made = {name: self.value(item) for name, item in rest[1].items()}
+            return _class(rest[0], VOCABULARY)(**made)
+        if tag == DICT:
+            items = [self.value(item) for item in rest]
+            return dict(zip(items[::2], items[1::2], strict=True))
+        if tag in SEQUENCES:
+            return SEQUENCES[tag](self.value(item) for item in rest)
+        return _plain(tag, rest)
+
+
+EMPTY: dict[int, Callable[[], Any]] = {LIST: list, DICT: dict, SET: set, ORDERED: OrderedDict}
+SEQUENCES: dict[int, Callable[[Iterable[Any]], Any]] = {
+    TUPLE: tuple, FROZENSET: frozenset, LIST: list,
+}  # fmt: skip
+FILLED_WITH = {
+    INSTANCE: INSTANCE, LIST: LIST, DEQUE: LIST, OBJECTS: LIST, DICT: DICT, ORDERED: DICT, SET: DICT
+}  # fmt: skip
+
+
+def _plain(tag: int, rest: list[Any]) -> Any:
+    """What refers to nothing."""
+    if tag == ARRAY:
+        return np.frombuffer(rest[2], _dtype(rest[0])).reshape(_shape(rest[1])).copy()
+    if tag == ZEROS:
+        return np.zeros(_shape(rest[1]), _dtype(rest[0]))
+    if tag == NARROW:
+        array = np.zeros(_shape(rest[1]), _dtype(rest[0]))
+        array[:, : rest[2]] = np.frombuffer(rest[3], array.dtype).reshape(-1, rest[2])
+        return array
+    if tag == SCALAR:
+        return np.frombuffer(rest[1], _dtype(rest[0]))[0]
+    if tag == ENUM:
+        return _class(rest[0], VOCABULARY)[rest[1]]
+    if tag == CLASS:
+        return _named(rest[0])
+    raise EngineError(f"a snapshot holds a value of the unknown kind {tag}.")
+
+
+def _array(array: np.ndarray[Any, Any]) -> list[Any]:
+    """The numbers of an array, without the columns at the end of a table that are zero."""
+    head = array.dtype.str, array.shape
+    if array.size > 64 and not array.any():
+        return [ZEROS, *head]
+    if array.ndim == 2 and array.size > 64 and not array[:, -1].any():
+        width = int(np.flatnonzero(array.any(0))[-1]) + 1
+        return [NARROW, *head, width, array[:, :width].tobytes()]
+    return [ARRAY, *head, array.tobytes()]
+
+
+def _dtype(name: str) -> "np.dtype[Any]":
+    dtype = np.dtype(name)
+    if dtype.kind not in "biuf":
+        raise EngineError(f"a snapshot holds an array of {name!r}.")
+    return dtype
+
+
+def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
+    shape = tuple(sizes)
+    if math.prod(shape) > MAX_CELLS:
+        raise EngineError(f"a snapshot holds an array of the shape {shape}.")
+    return shape
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    """Of a dataclass or a msgspec struct."""
+    if dataclasses.is_dataclass(kind):
+        return tuple(item.name for item in dataclasses.fields(kind))
+    names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
+    return names
+
+
+def _attributes(value: object) -> list[str]:
+    """Those that are set, whether in slots or in a dictionary."""
+    found = [
+        name
+        for kind in type(value).__mro__
+        for name in _as_tuple(vars(kind).get("__slots__", ()))
+        if name not in ("__dict__", "__weakref__")
+    ]
+    own = vars(value) if "__dict__" in dir(value) else {}
+    return [*found, *own]
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _name(what: Any) -> str:
+    """`module:qualified name` of a class or function of ours."""
+    name = f"{what.__module__}:{what.__qualname__}"
+    if not name.startswith(ROOMS) or "<" in name:
+        raise EngineError(f"{name} cannot be kept in a snapshot.")
+    return name
+
+
+def _named(name: str) -> Any:
+    """The class or function. Only those of our own rooms, and only where they were defined."""
+    module_name, _, path = name.partition(":")
+    if not module_name.startswith(ROOMS):
+        raise EngineError(f"a snapshot names {name!r}, which is not the scheduler's.")
+    found: Any = importlib.import_module(module_name)
+    for part in path.split("."):
+        found = vars(found)[part]
+    is_ours = isinstance(found, (type, types.FunctionType)) and found.__module__ == module_name
+    if not is_ours:
+        raise EngineError(f"a snapshot names {name!r}, which is no class or function.")
+    return found
+
+
+def _class(name: str, room: str = "") -> Any:
+    found = _named(name)
+    if not isinstance(found, type) or not name.startswith(room):
+        raise EngineError(f"a snapshot names {name!r}, which is no class of {room}.")
+    return found
+
+
+def _method(owner: Any, name: str) -> Any:
+    kind = type(owner)
+    is_method = any(isinstance(vars(base).get(name), types.FunctionType) for base in kind.__mro__)
+    if not kind.__module__.startswith(ROOMS) or not is_method or name.startswith("__"):
+        raise EngineError(f"a snapshot names the method {name!r} of {kind.__qualname__}.")
+    return getattr(owner, name)

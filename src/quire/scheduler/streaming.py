@@ -1,0 +1,87 @@
+"""Prompts that arrive in pieces: they are computed while more of them comes (T 4.4.4).
+
+    total += length of the piece
+
+While a prompt is open its last token stays uncomputed, since computing it would sample; the last
+piece closes it. An open prompt without anything to compute waits aside, in nobody's way.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.base.errors import RequestError
+from quire.base.events import Appended
+from quire.base.messages import Append, Request
+from quire.base.plan import HostTokens
+from quire.scheduler.results import Ending
+from quire.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
+
+
+def check_open(request: Request) -> None:
+    """Raise RequestError if such a request cannot come in pieces."""
+    params = request.params
+    if params.num_samples > 1 or params.use_beam_search:
+        raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
+    if params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
+
+
+def has_something_to_compute(sequence: Sequence) -> bool:
+    """Whether there is more than what an open prompt keeps back."""
+    has_slots = sequence.num_swapped_tokens if sequence.host_blocks is not None else 0
+    return sequence.num_known_tokens - sequence.is_open > has_slots
+
+
+def append(scheduler: "Scheduler", message: Append, now: float) -> None:
+    """Take a piece. One that makes the prompt too long ends the request with an error."""
+    sequence = scheduler.sequences.get(message.request_id)
+    if sequence is None or not sequence.is_open:
+        return  # it has ended
+    num_prompt = sequence.num_prompt_tokens + len(message.token_ids)
+    limit, needs = scheduler.max_model_len, num_prompt + 1
+    if message.is_last:
+        limit = needs = scheduler.limit_of(num_prompt, sequence.request.params.max_tokens)
+    if num_prompt >= scheduler.max_model_len or not scheduler.fits_alone(num_prompt, needs, 1):
+        error = (
+            f"the prompt has grown to {num_prompt} tokens, which with its output is more than this"
+            f" engine can hold (max_model_len {scheduler.max_model_len}); send less, lower"
+            " max_tokens, or enlarge kv_cache_memory_bytes."
+        )
+        scheduler.late.append((sequence, Ending("error", error=error)))
+        scheduler.finish(sequence, "error", now)
+        return
+    sequence.num_prompt_tokens, sequence.limit = num_prompt, limit
+    sequence.is_open = not message.is_last
+    _add_tokens(scheduler, sequence, np.asarray(message.token_ids, np.int32))
+    scheduler.events.append(Appended(now, message.request_id, len(message.token_ids)))
+    if sequence.is_aside and has_something_to_compute(sequence):
+        sequence.is_aside = False
+        if sequence.num_preemptions:
+            scheduler.queue.requeue(sequence)
+        else:
+            scheduler.queue.push(sequence)
+
+
+def set_aside(scheduler: "Scheduler", sequence: Sequence) -> None:
+    """Take a waiting sequence out of the queue: all but its last token is there already."""
+    scheduler.queue.remove(sequence)
+    sequence.is_aside = True
+
+
+def _add_tokens(scheduler: "Scheduler", sequence: Sequence, token_ids: np.ndarray) -> None:
+    row, table = sequence.row, scheduler.table
+    if row < 0:
+        sequence.saved_tokens = np.concatenate([sequence.saved_tokens, token_ids])
+        return
+    known = int(table.known[row])
+    if len(token_ids):
+        table.tokens[row, known : known + len(token_ids)] = token_ids
+        scheduler.host_tokens.append(HostTokens(row, known, token_ids, is_prompt=True))
+    table.known[row] = table.total[row] = known + len(token_ids)
+    table.limit[row] = sequence.limit
+    table.num_open[row] = sequence.is_open
+    table.min_known[row] = sequence.num_prompt_tokens + sequence.params.min_tokens

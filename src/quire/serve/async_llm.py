@@ -1,0 +1,296 @@
+"""`AsyncLLM`: an engine for asyncio programs, in a process of its own; vLLM's interface for them.
+
+Text is made in this process, on the event loop; the core's process does the rest.
+"""
+
+import asyncio
+import contextlib
+import weakref
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from types import SimpleNamespace, TracebackType
+from typing import Any, cast
+
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.errors import ConfigError, EngineDead, RequestError
+from quire.base.outputs import RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.engine.remote import RemoteClient
+from quire.engine.text import TextSide, build_text_side
+from quire.models.source import resolve_model
+from quire.render.renderer import Messages, Prompt, RenderedPrompt
+from quire.render.tokenizer import Tokenizer
+from quire.serve.foreign import FOREIGN, ignore_foreign
+from quire.serve.own_core import OwnCore
+
+# Longer prompts are tokenised in a thread: below this it takes about a millisecond.
+MAX_CHARS_ON_LOOP = 8192
+CONNECT_S = 1.0  # between two looks at whether the core is still there
+
+
+class AsyncEngineArgs(SimpleNamespace):
+    """vLLM's way to give settings: the arguments of `AsyncLLM`, as attributes."""
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        super().__init__(model=model, **settings)
+
+
+class AsyncLLM:
+    """An engine in a process of its own, for any number of requests at once.
+
+        async with await AsyncLLM.create("demo") as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+                print(output.outputs[0].text)
+
+    model, settings: as `LLM` takes them. The constructor returns when the model is loaded;
+    `create` does the same without holding up the event loop. It serves one event loop at a time,
+    and ends with `shutdown`, with its block, or with the program.
+    """
+
+    def __init__(self, model: str = "demo", **settings: Any) -> None:
+        self._prepare(model, settings)
+        try:
+            self._load()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @classmethod
+    async def create(cls, model: str = "demo", **settings: Any) -> "AsyncLLM":
+        """The same as the constructor, while the event loop goes on."""
+        engine = cls.__new__(cls)
+        engine._prepare(model, settings)
+        try:
+            await asyncio.to_thread(engine._load)
+        except BaseException:
+            engine.shutdown()
+            raise
+        return engine
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: None = None,
+    ) -> "AsyncLLM":
+        """The last three are vLLM's; stat_loggers are refused, the others mean nothing here."""
+        if stat_loggers is not None:
+            raise ConfigError("stat_loggers are not supported; leave them out.")
+        return cls(**vars(engine_args))
+
+    def _prepare(self, model: str, settings: dict[str, Any]) -> None:
+        for name in [name for name in settings if name in FOREIGN]:
+            ignore_foreign(name, settings.pop(name))
+        self._config: EngineConfig = config_from_flat(model=model, **settings)
+        self._core = OwnCore(self._config, "warning")
+        self._end = weakref.finalize(self, OwnCore.stop, self._core)  # also when the program ends
+        self._loaded: TextSide | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: RemoteClient | None = None  # of that loop
+        self._closing: asyncio.Task[None] | None = None
+
+    def _load(self) -> None:
+        """The text side is read while the core loads."""
+        source = resolve_model(self._config.model.model, self._config.model.revision)
+        self._core.start()
+        self._loaded = build_text_side(self._config.model, source)
+        self._core.wait_until_ready()
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt | Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: Any = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+        timeout_s: float = 0.0,
+        tenant: str = "",
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue one prompt, or answer one conversation.
+
+        What an output holds says `sampling_params.output_kind`: everything so far (CUMULATIVE),
+        what is new (DELTA), or everything at the end (FINAL_ONLY). A reader that is slower than the
+        engine gets several steps in one output. Leaving early, or cancelling the task that reads,
+        ends the request.
+
+        prompt: as `LLM.generate` and `LLM.chat` take one. sampling_params: the model's defaults if
+        absent. request_id: unique among open ones; a running number if absent. timeout_s: seconds
+        after which the request ends with finish_reason `timeout`. tenant: tenants share the engine
+        evenly. trace_headers are ignored.
+
+        Raises RequestError for a request that cannot be served, EngineBusy beyond
+        max_num_queued_reqs, EngineDead if the core has ended or ends.
+        """
+        if lora_request is not None:
+            raise RequestError("lora_request: adapters are not supported yet; leave it out.")
+        if data_parallel_rank:
+            raise RequestError(f"data_parallel_rank={data_parallel_rank}: there is one engine, 0.")
+        text = self._text
+        rendered = await self._render(prompt)
+        params = sampling_params or self.get_default_sampling_params()
+        salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
+        request = text.requests.make(
+            rendered, params, request_id, salt, priority, tenant, timeout_s
+        )
+        client = await self._connected()
+        try:
+            outputs = cast(
+                AsyncGenerator[RequestOutput, None], client.generate(request, rendered.text)
+            )
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except EngineDead as error:
+            raise self._core.dead() from error
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End one request or several: who reads them gets what there is, with finish_reason
+        `abort`. Ids that are not open are ignored."""
+        names = [request_id] if isinstance(request_id, str) else list(request_id)
+        if self._link is not None and self._loop is asyncio.get_running_loop():
+            for name in names:
+                self._link.abort(name)
+
+    async def _render(self, prompt: Prompt | Messages) -> RenderedPrompt:
+        """Token ids and text; in a thread where that takes long."""
+        render = self._text.renderer.render
+        if _num_chars(prompt) <= MAX_CHARS_ON_LOOP:
+            return render(prompt)
+        return await asyncio.to_thread(render, prompt)
+
+    # ---- the engine --------------------------------------------------------------------------
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Raises RequestError if the model has none."""
+        tokenizer = self._text.tokenizer
+        if tokenizer is None:
+            raise RequestError("this model has no tokenizer.")
+        return tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests get that bring no parameters: from the model's generation_config.json."""
+        return self._text.requests.defaults.default_sampling_params()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes."""
+        await (await self._connected()).reset_prefix_cache()
+        return True
+
+    async def check_health(self) -> None:
+        """Raise EngineDead if the core has ended, or makes no progress."""
+        self._core.check()
+
+    @property
+    def is_running(self) -> bool:
+        return self._core.is_alive and not self._core.is_stopped
+
+    @property
+    def is_stopped(self) -> bool:
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether the core has ended without being told to."""
+        return self.is_stopped and not self._core.is_stopped
+
+    @property
+    def dead_error(self) -> EngineDead:
+        """What requests get when the core has gone."""
+        return self._core.dead()
+
+    def shutdown(self) -> None:
+        """End the core and free its memory; open requests end with EngineDead. It waits until the
+        process has ended, which takes as long as its present step. A second call does nothing."""
+        loop = self._loop
+        self._end()
+        if loop is None or loop.is_closed():
+            return
+        if _is_running_here(loop):
+            self._let_go()
+        elif loop.is_running():
+            loop.call_soon_threadsafe(self._let_go)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self._end)
+        self.shutdown()
+        if self._closing is not None:
+            await self._closing
+
+    # ---- the connection ----------------------------------------------------------------------
+
+    @property
+    def _text(self) -> TextSide:
+        if self._loaded is None or not self.is_running:
+            raise self._core.dead()
+        return self._loaded
+
+    async def _connected(self) -> RemoteClient:
+        """The client of the running event loop, once it has heard of the core."""
+        client = self._client()
+        while not client.is_alive:
+            if not self.is_running:
+                raise self._core.dead()
+            try:
+                await asyncio.wait_for(client.wait_until_ready(), CONNECT_S)
+            except TimeoutError:
+                continue
+            except EngineDead as error:
+                raise self._core.dead() from error
+        return client
+
+    def _client(self) -> RemoteClient:
+        loop = asyncio.get_running_loop()
+        if self._link is not None and self._loop is loop:
+            return self._link
+        if self._loop is not None and self._loop.is_running():
+            raise ConfigError(
+                "this AsyncLLM serves another event loop, which still runs; use it from there, or"
+                " make another one."
+            )
+        self._link = RemoteClient(self._core.path, self._text.tokenizer)
+        self._loop = loop
+        self._link.start()
+        return self._link
+
+    def _let_go(self) -> None:
+        """On the event loop: nobody waits any longer."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.fail_all(self._core.dead())
+            self._closing = asyncio.ensure_future(link.close())
+
+
+class AsyncLLMEngine(AsyncLLM):
+    """vLLM's older name of it."""
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
+
+
+def _num_chars(prompt: object) -> int:
+    """About how long the text of a prompt is; token ids take no time."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, Mapping):
+        return sum(map(_num_chars, prompt.values()))
+    if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
+        return sum(map(_num_chars, prompt))
+    return 0

@@ -1,0 +1,146 @@
+"""A core process that belongs to an object of this program, and goes with it.
+
+The kernel kills a child when the thread that started it ends (`serve/child.py`), and whoever makes
+an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
+"""
+
+import os
+import selectors
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+
+from quire.base import errors
+from quire.base.clock import MonotonicClock
+from quire.base.config import EngineConfig
+from quire.base.errors import EngineDead, EngineError, QuireError
+from quire.base.messages import Ready
+from quire.engine.heartbeat import HeartbeatReader
+from quire.engine.wire import Frames, client_codec
+from quire.serve.launch import CoreProcess, StartFailure, remove_abandoned_sockets
+
+READ_BYTES = 1 << 16
+
+
+class OwnCore:
+    """Started by `start`, ended by `stop`, each from any thread."""
+
+    def __init__(self, config: EngineConfig, log_level: str) -> None:
+        self._config = config
+        self._log_level = log_level
+        self._lock = threading.Lock()
+        self._is_stopped = False
+        self._end = threading.Event()
+        self._started = threading.Event()
+        self._process: CoreProcess | None = None
+        self._error: BaseException | None = None
+        self._heartbeat: HeartbeatReader | None = None
+        self._owner_pid = os.getpid()  # a fork of this program must leave the core alone
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._is_stopped
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process was started and has not ended."""
+        return self._process is not None and self._process.process.poll() is None
+
+    @property
+    def path(self) -> Path:
+        """The socket for clients. Raises EngineDead if there is none."""
+        process = self._process
+        if process is None:
+            raise self.dead()
+        return process.path
+
+    def start(self) -> None:
+        """Start the process, which then loads its model. Raises EngineDead after a `stop`."""
+        with self._lock:
+            if self._is_stopped:
+                raise self.dead()
+            threading.Thread(target=self._keep, name="quire-core", daemon=True).start()
+            self._started.wait()
+            if self._process is None:
+                assert self._error is not None
+                raise self._error
+            self._heartbeat = HeartbeatReader(self._process.heartbeat)
+
+    def wait_until_ready(self) -> Ready:
+        """Returns what the engine is once it has loaded, however long that takes. Raises what
+        kept it from starting, EngineDead if it ended otherwise."""
+        core = self._process
+        if core is None:
+            raise self.dead()
+        codec, frames = client_codec(), Frames()
+        pidfd = os.pidfd_open(core.process.pid)
+        try:
+            with socket.socket(socket.AF_UNIX) as sock, selectors.DefaultSelector() as selector:
+                sock.connect(str(core.path))
+                selector.register(sock, selectors.EVENT_READ)
+                selector.register(pidfd, selectors.EVENT_READ)
+                while True:
+                    ready = {key.fileobj for key, _ in selector.select()}
+                    data = sock.recv(READ_BYTES) if sock in ready else b""
+                    if not data:
+                        raise self._no_start(core)
+                    for body in frames.feed(data):
+                        message = codec.decode(body)
+                        assert isinstance(message, Ready)
+                        return message
+        finally:
+            os.close(pidfd)
+
+    def stop(self) -> None:
+        """End the process, and wait until it has. A second call does nothing."""
+        if os.getpid() != self._owner_pid:
+            return
+        self._is_stopped = True
+        with self._lock:
+            process, self._process = self._process, None
+            if process is not None:
+                process.close()
+            self._end.set()
+
+    def check(self) -> None:
+        """Raise EngineDead if the process has ended or makes no progress."""
+        if self._is_stopped or not self.is_alive:
+            raise self.dead()
+        if self._heartbeat is not None and self._heartbeat.is_stuck(MonotonicClock().now()):
+            raise EngineDead("the engine's process makes no progress; shut it down.")
+
+    def dead(self) -> EngineDead:
+        """The error for those who wait for what will not come."""
+        if self._is_stopped:
+            return EngineDead("this engine was shut down; make a new one.")
+        status = None if self._process is None else self._process.process.poll()
+        how = ""
+        if status is not None:
+            how = f" (signal {-status})" if status < 0 else f" (exit status {status})"
+        return EngineDead(f"the engine's process has ended{how}; make a new one.")
+
+    def _keep(self) -> None:
+        """The thread to which the process is tied."""
+        try:
+            remove_abandoned_sockets()
+            self._process = CoreProcess(self._config, self._log_level)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._started.set()
+        self._end.wait()
+
+    def _no_start(self, core: CoreProcess) -> QuireError:
+        """What the process has left behind about its end, as the error that it was there."""
+        core.process.wait()
+        if self._is_stopped:
+            return self.dead()
+        try:
+            failure = msgspec.json.decode(core.failure.read_bytes(), type=StartFailure)
+        except (OSError, msgspec.MsgspecError):
+            return self.dead()
+        kind = getattr(errors, failure.kind, EngineError)
+        known = isinstance(kind, type) and issubclass(kind, QuireError)
+        return kind(failure.message) if known else EngineError(failure.message)

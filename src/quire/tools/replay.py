@@ -1,0 +1,293 @@
+"""A recording once more, without the model: the same calls must give the same plans.
+
+The scheduler begins with the snapshot of a segment and gets the recorded calls with their results.
+Every plan is compared field by field. Where a recording holds no tokens, digests come from it, too.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quire.base.errors import EngineError, RequestError
+from quire.base.events import Event
+from quire.base.plan import Plan
+from quire.engine.calls import (
+    ADD,
+    CALLS,
+    CONTROL,
+    PLAN_FIELDS,
+    SCHEDULE,
+    UPDATE,
+    Call,
+    Fields,
+    calls_of,
+    plan_fields,
+)
+from quire.engine.recording import Segment
+from quire.engine.redact import Redaction
+from quire.scheduler.scheduler import Scheduler, digest_blocks
+from quire.scheduler.sequence import Sequence
+from quire.scheduler.snapshot import restore
+
+MOST_CHARS = 160  # of a value that is shown
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that the replay does otherwise. step_id: of the plan; before: the call before
+    the one that made it."""
+
+    step_id: int
+    what: str
+    recorded: str
+    replayed: str
+    during: str
+    before: str
+
+    def lines(self) -> list[str]:
+        return [
+            f"step {self.step_id}: {self.what} differs",
+            f"  recorded: {self.recorded}",
+            f"  replayed: {self.replayed}",
+            f"  in the call: {self.during}",
+            f"  the call before it: {self.before}",
+        ]
+
+
+@dataclass
+class Step:
+    """One call, carried out again. events: what the scheduler told; plan: if one was made."""
+
+    call: Call
+    plan: Plan | None
+    events: list[Event]
+    difference: Difference | None = None
+
+
+@dataclass
+class Outcome:
+    """Of whole recordings. ends: how each segment ends, if not as it should."""
+
+    num_steps: int = 0
+    num_calls: int = 0
+    num_requests: int = 0
+    num_segments: int = 0
+    duration_s: float = 0.0
+    difference: Difference | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        rate = self.num_steps / max(self.duration_s, 1e-9)
+        return (
+            f"{self.num_steps:,} steps, {self.num_requests:,} requests: all plans identical"
+            f" ({rate:,.0f} steps/s)"
+        )
+
+
+class RecordedDigests:
+    """The digester of a replay without tokens: what the recording has for the call."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, list[bytes]]] = deque()
+        self._num_made = 0
+        self.problem: tuple[str, str] | None = None  # recorded, replayed
+
+    def begin(self, call: Call) -> None:
+        self._waiting = deque(call.digests)
+        self.problem = None
+
+    def end(self) -> None:
+        if self._waiting and self.problem is None:
+            self.problem = _blocks(*self._next()), "no digests asked for"
+
+    def __call__(self, sequence: Sequence, block_size: int, num_blocks: int) -> None:
+        num = num_blocks - len(sequence.digests)
+        arrival, digests = self._next()
+        if (arrival, len(digests)) == (sequence.arrival, num):
+            self._waiting.popleft()
+            sequence.digests += digests
+            return
+        if self.problem is None:
+            wanted = [b""] * num
+            self.problem = _blocks(arrival, digests), _blocks(sequence.arrival, wanted)
+        for _ in range(num):  # go on, to see what becomes of it: blocks that nobody else has
+            self._num_made += 1
+            sequence.digests.append(hashlib.sha256(b"made up %d" % self._num_made).digest())
+
+    def _next(self) -> tuple[int, list[bytes]]:
+        return self._waiting[0] if self._waiting else (-1, [])
+
+
+def replay(segment: Segment) -> Iterator[Step]:
+    """Carry out a segment's calls; ends after the first difference. Raises EngineError for a file
+    that is damaged."""
+    return _Replay(segment).steps()
+
+
+def replay_all(
+    segments: Iterable[Segment],
+    show: Callable[[Segment, Step, Scheduler], None] | None = None,
+    outcome: Outcome | None = None,
+) -> Outcome:
+    """Replay segment by segment until something differs. show: told of each call, after it."""
+    outcome = outcome or Outcome()
+    for segment in segments:
+        began_s = time.perf_counter()
+        run = _Replay(segment)
+        if not segment.header.get("follows") or outcome.num_segments == 0:
+            outcome.num_requests += len(run.scheduler.sequences)
+        outcome.num_segments += 1
+        for step in run.steps():
+            outcome.num_calls += 1
+            outcome.num_steps += step.plan is not None
+            outcome.num_requests += step.call.kind == ADD and not step.call.is_refused
+            if show is not None:
+                show(segment, step, run.scheduler)
+            if step.difference is not None:
+                outcome.difference = step.difference
+        outcome.duration_s += time.perf_counter() - began_s
+        if segment.is_cut:
+            outcome.notes.append(f"{segment.path.name} is cut off; what is whole was replayed")
+        if outcome.difference is not None:
+            return outcome
+    return outcome
+
+
+class _Replay:
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.has_tokens = bool(segment.header["has_tokens"])
+        self.redaction = None if self.has_tokens else Redaction(b"")
+        self.digests = RecordedDigests()
+        self.scheduler = restored(segment)
+        if not self.has_tokens:
+            self.scheduler.digester = self.digests
+        self.before: Call | None = None
+
+    def steps(self) -> Iterator[Step]:
+        for call in calls_of(self.segment.items):
+            self.digests.begin(call)
+            plan, raised = None, None
+            try:
+                plan = carry_out(self.scheduler, call)
+            except Exception as error:
+                raised = type(error).__name__
+            self.digests.end()
+            difference = self._compare(call, plan, raised)
+            events, self.scheduler.events = self.scheduler.events, []
+            yield Step(call, plan, events, difference)
+            if difference is not None or raised is not None:
+                return
+            self.before = call
+
+    def _compare(self, call: Call, plan: Plan | None, raised: str | None) -> Difference | None:
+        if raised != call.raised:
+            told = [
+                f"{name} was raised" if name else "nothing was raised"
+                for name in (call.raised, raised)
+            ]
+            return self._difference(call, "the outcome", *told)
+        if raised is not None:
+            return None
+        found = None if plan is None else plain(plan_fields(plan, self.redaction))
+        if found == call.plan:
+            if not self.has_tokens and self.digests.problem is not None:
+                return self._difference(call, "what is looked up", *self.digests.problem)
+            return None
+        if found is None or call.plan is None:
+            told = ["no plan" if each is None else "a plan" for each in (call.plan, found)]
+            return self._difference(call, "whether there is a plan", *told)
+        name = next(n for n in PLAN_FIELDS if found.get(n) != call.plan.get(n))
+        shown = _show(name, call.plan.get(name), found.get(name))
+        return self._difference(call, f"plan.{name}", *shown)
+
+    def _difference(self, call: Call, what: str, recorded: str, replayed: str) -> Difference:
+        step_id = self.scheduler._next_step_id
+        if call.plan is not None:
+            step_id = call.plan["step_id"]
+        return Difference(step_id, what, recorded, replayed, in_words(call), in_words(self.before))
+
+
+def restored(segment: Segment) -> Scheduler:
+    """The scheduler as it was at the beginning of a segment. Raises EngineError."""
+    scheduler = restore(segment.snapshot)
+    if not isinstance(scheduler, Scheduler):
+        raise EngineError(f"{segment.path} holds no scheduler.")
+    scheduler.events = []
+    scheduler.digester = digest_blocks
+    return scheduler
+
+
+def carry_out(scheduler: Scheduler, call: Call) -> Plan | None:
+    """Pass a call through its door."""
+    if call.kind == SCHEDULE:
+        return scheduler.schedule(call.now)
+    if call.kind == UPDATE:
+        scheduler.update(call.value, call.now)
+    elif call.kind == CONTROL:
+        scheduler.control(call.value, call.now)
+    else:
+        try:
+            scheduler.add(call.value, call.now)
+        except RequestError:
+            if not call.is_refused:
+                raise
+    return None
+
+
+def plain(fields: Fields) -> Any:
+    """Fields as they come back from a file."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(fields))
+
+
+def in_words(call: Call | None) -> str:
+    """A call in one line."""
+    if call is None:
+        return "none in this segment"
+    about = ""
+    if call.kind == ADD:
+        about = f" request {call.value.request_id}, {len(call.value.prompt_token_ids)} tokens"
+    elif call.kind == CONTROL:
+        about = f" {_cut(repr(call.value))}"
+    elif call.kind == UPDATE:
+        about = f" step {call.value.step_id}"
+    elif call.plan is not None:
+        about = f" step {call.plan['step_id']}"
+    return f"{CALLS[call.kind]}{about} at {call.now:.6f} s"
+
+
+def _show(name: str, recorded: Any, replayed: Any) -> tuple[str, str]:
+    if isinstance(recorded, bytes) or isinstance(replayed, bytes):
+        both = [np.frombuffer(value or b"", np.int32) for value in (recorded, replayed)]
+        size = min(map(len, both))
+        at = int(np.argmax(np.append(both[0][:size] != both[1][:size], True)))
+        first, second = (_array(value, at) for value in both)
+        return first, second
+    if isinstance(recorded, dict) and isinstance(replayed, dict):
+        part = next(key for key in recorded if recorded[key] != replayed[key])
+        shown = _show(part, recorded[part], replayed[part])
+        return f"{part}: {shown[0]}", f"{part}: {shown[1]}"
+    return _cut(repr(recorded)), _cut(repr(replayed))
+
+
+def _array(values: Any, at: int) -> str:
+    """Where it first differs, with a few around it."""
+    first = max(0, at - 2)
+    shown = ", ".join(str(v) for v in values[first : at + 6].tolist())
+    return f"{len(values)} entries; from entry {first}: [{shown}]"
+
+
+def _blocks(arrival: int, digests: list[bytes]) -> str:
+    if arrival < 0:
+        return "no digests"
+    return f"digests of {len(digests)} blocks of the sequence with arrival {arrival}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."

@@ -1,0 +1,190 @@
+"""A recording as a Chrome trace (JSON), which ui.perfetto.dev and chrome://tracing open.
+
+    process 1, "steps"      one track: each step from its plan to its result; counters beside it
+    process 2, "rows"       one track per row: who held it, and in that what each step did there
+    process 3, "waiting"    who waited for a row, from when to when (nested by request)
+
+The recording is replayed to make it. Times are the core's clock, in microseconds.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from quire.base.errors import ConfigError
+from quire.base.events import Admitted, Event, Finished, Preempted, Queued
+from quire.base.plan import Plan
+from quire.engine.calls import UPDATE
+from quire.engine.recording import Segment, read_recording
+from quire.scheduler.scheduler import Scheduler
+from quire.tools.replay import Step, replay_all, restored
+
+STEPS, ROWS, WAITING = 1, 2, 3
+
+TraceEvent = dict[str, Any]
+
+
+class Trace:
+    """Turns the steps of a replay into trace events, in `events`."""
+
+    def __init__(self) -> None:
+        self.events: list[TraceEvent] = [
+            _name("process_name", pid, 0, name)
+            for pid, name in ((STEPS, "steps"), (ROWS, "rows"), (WAITING, "waiting"))
+        ]
+        self._named: set[int] = set()
+        self._holders: dict[int, tuple[str, float]] = {}  # row -> request, since
+        self._waits: dict[str, tuple[float, str]] = {}  # request -> since, why
+        self._flights: deque[tuple[Plan, float]] = deque()
+        self._busy_until_s = 0.0
+        self._last_s = 0.0
+
+    def begin(self, scheduler: Scheduler, now: float) -> None:
+        """Whoever is there when the recording, or what follows a gap, begins."""
+        self._holders.clear()
+        self._waits.clear()
+        self._flights = deque((flight.plan, now) for flight in scheduler.flights)
+        for sequence in scheduler.running():
+            self._holders[sequence.row] = sequence.request.request_id, now
+        for sequence in scheduler.queue.waiting():
+            self._waits.setdefault(sequence.request.request_id, (now, "waits"))
+
+    def take(self, step: Step, scheduler: Scheduler) -> None:
+        now = self._last_s = step.call.now
+        for event in step.events:
+            self._take_event(event, now)
+        if step.plan is not None:
+            self._flights.append((step.plan, now))
+            self._count(scheduler, now)
+        if step.call.kind == UPDATE and self._flights:
+            plan, planned_s = self._flights.popleft()
+            self._take_step(plan, planned_s, now, step.call.value.duration_s)
+
+    def end(self) -> None:
+        """Close what is open when the recording ends."""
+        for row in list(self._holders):
+            self._leave(row, self._last_s, "recording ends")
+        for request_id, (since, why) in self._waits.items():
+            self._wait(request_id, since, self._last_s, why)
+
+    def _take_event(self, event: Event, now: float) -> None:
+        match event:
+            case Queued():
+                self._waits[event.request_id] = now, "waits"
+            case Admitted():
+                since = self._waits.pop(event.request_id, None)
+                if since is not None:
+                    self._wait(event.request_id, since[0], now, since[1])
+                self._leave(event.row, now, "left")
+                self._holders[event.row] = event.request_id, now
+            case Preempted():
+                way = "swapped" if event.swapped else "recomputed"
+                self._leave_all(event.request_id, now, f"preempted, {way}")
+                self._waits[event.request_id] = now, f"preempted, {way}"
+            case Finished():
+                self._leave_all(event.request_id, now, event.reason)
+                since = self._waits.pop(event.request_id, None)
+                if since is not None:
+                    self._wait(event.request_id, since[0], now, since[1])
+
+    def _leave_all(self, request_id: str, now: float, why: str) -> None:
+        for row in [row for row, holder in self._holders.items() if holder[0] == request_id]:
+            self._leave(row, now, why)
+
+    def _leave(self, row: int, now: float, why: str) -> None:
+        if row in self._holders:
+            request_id, since = self._holders.pop(row)
+            self._slice(ROWS, row, request_id, since, now, {"ends": why})
+            if row not in self._named:
+                self._named.add(row)
+                self.events.append(_name("thread_name", ROWS, row, f"row {row}"))
+
+    def _take_step(self, plan: Plan, planned_s: float, now: float, duration_s: float) -> None:
+        """It ran for duration_s until its result came, but not before the one before it ended."""
+        start = max(planned_s, self._busy_until_s)
+        if duration_s > 0:
+            start = max(start, now - duration_s)
+        start = min(start, now)
+        self._busy_until_s = now
+        number = {"step": plan.step_id, "rows": len(plan.rows), "tokens": plan.num_scheduled_tokens}
+        self._slice(STEPS, 0, f"step {plan.step_id}", start, now, number)
+        for row, num_tokens in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+            holder = self._holders.get(row)
+            if holder is None or holder[1] > now:
+                continue
+            kind = "decode" if num_tokens == 1 else f"chunk of {num_tokens}"
+            at = max(start, holder[1])
+            self._slice(ROWS, row, kind, at, now, {"step": plan.step_id, "tokens": num_tokens})
+        for move in plan.moves:
+            self._instant(f"{move.kind} of {len(move.source)} blocks", start)
+
+    def _count(self, scheduler: Scheduler, now: float) -> None:
+        counts = {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "free blocks": scheduler.kv.num_free_blocks,
+        }
+        for name, value in counts.items():
+            event = {"ph": "C", "name": name, "pid": STEPS, "tid": 0, "ts": _us(now)}
+            self.events.append(event | {"args": {name: value}})
+
+    def _wait(self, request_id: str, since: float, now: float, why: str) -> None:
+        head = {"cat": "wait", "name": request_id, "id": request_id, "pid": WAITING, "tid": 0}
+        self.events.append(head | {"ph": "b", "ts": _us(since), "args": {"why": why}})
+        self.events.append(head | {"ph": "e", "ts": _us(now)})
+
+    def _slice(
+        self, pid: int, tid: int, name: str, since: float, now: float, about: dict[str, Any]
+    ) -> None:
+        span = {"ph": "X", "ts": _us(since), "dur": _us(now) - _us(since)}
+        self.events.append({"name": name, "pid": pid, "tid": tid, "args": about} | span)
+
+    def _instant(self, name: str, now: float) -> None:
+        event = {"ph": "i", "s": "t", "name": name, "pid": STEPS, "tid": 0, "ts": _us(now)}
+        self.events.append(event)
+
+
+def trace_of(segments: Iterator[Segment]) -> list[TraceEvent]:
+    """All trace events of a recording."""
+    trace = Trace()
+    state: dict[str, Any] = {"path": None}
+
+    def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
+        if state["path"] != segment.path:
+            if state["path"] is None or not segment.header.get("follows"):
+                trace.begin(restored(segment), segment.header["now_s"])
+            state["path"] = segment.path
+        trace.take(step, scheduler)
+
+    replay_all(segments, show)
+    trace.end()
+    return trace.events
+
+
+def write_trace(recording: Path, output: Path) -> int:
+    """Returns the number of events. Raises ConfigError."""
+    events = trace_of(read_recording(recording))
+    try:
+        with output.open("w", encoding="utf-8") as file:
+            _write(events, file)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error
+    return len(events)
+
+
+def _write(events: list[TraceEvent], file: TextIO) -> None:
+    """One event per line, so that other tools can look at it, too."""
+    file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    for i, event in enumerate(events):
+        file.write(json.dumps(event) + (",\n" if i + 1 < len(events) else "\n"))
+    file.write("]}\n")
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> TraceEvent:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": {"name": name}}
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)

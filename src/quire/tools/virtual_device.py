@@ -1,0 +1,85 @@
+"""A device without arithmetic, in real time: each step takes a fixed time and gives random tokens.
+
+A step starts at the end of the one before it or when it is handed over, whichever is later; its
+result is ready at its end. What lies between the end of a step and the start of the next one is
+time in which the device waited for the host.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+
+import numpy as np
+
+from quire.base.plan import Plan, StepResult
+from quire.tools.dry_run import VOCAB_SIZE
+
+
+class VirtualDevice:
+    """An executor. step_s: how long each step takes; idle_s: how long it has waited for the host
+    between steps; busy_s: how long it has worked."""
+
+    def __init__(self, step_s: float, seed: int = 0) -> None:
+        self.step_s = step_s
+        self.idle_s = self.busy_s = 0.0
+        self._rng = np.random.default_rng(seed)
+        self._ends: deque[float] = deque()
+        self._plans: deque[Plan] = deque()
+        self._last_end_s = 0.0
+        self._alarms: SimpleQueue[float | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, on_result: Callable[[], None]) -> None:
+        """A thread rings at the end of each step."""
+        alarms = self._alarms
+
+        def ring() -> None:
+            while (end_s := alarms.get()) is not None:
+                sleep_until(end_s)
+                on_result()
+
+        self._thread = threading.Thread(target=ring, name="virtual-device", daemon=True)
+        self._thread.start()
+
+    def copy_bytes_per_s(self) -> float:
+        return 0.0
+
+    def reset(self) -> None:
+        """Count from now on, at the end of the step that is on its way."""
+        self.idle_s = self.busy_s = 0.0
+
+    def submit(self, plan: Plan) -> None:
+        now = time.monotonic()
+        start_s = max(self._last_end_s, now)
+        if self._last_end_s:
+            self.idle_s += start_s - self._last_end_s
+        self.busy_s += self.step_s
+        self._last_end_s = start_s + self.step_s
+        self._ends.append(self._last_end_s)
+        self._plans.append(plan)
+        self._alarms.put(self._last_end_s)
+
+    def is_ready(self) -> bool:
+        return bool(self._ends) and time.monotonic() >= self._ends[0]
+
+    def next_result(self) -> StepResult:
+        sleep_until(self._ends.popleft())
+        plan = self._plans.popleft()
+        num = len(plan.sample_rows)
+        token_ids = self._rng.integers(0, VOCAB_SIZE, (num, 1), np.int32)
+        return StepResult(plan.step_id, token_ids, np.ones(num, np.int32), duration_s=self.step_s)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._alarms.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+def sleep_until(end_s: float) -> None:
+    """Of the monotonic clock; wakes up some 0.06 ms late."""
+    left_s = end_s - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)

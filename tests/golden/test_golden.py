@@ -1,0 +1,40 @@
+"""Runs recorded in the past give the same plans today.
+
+If this fails after a change that was not to change any plan, the change is wrong: `quire replay
+tests/golden/NAME.rec` shows the first plan that differs. If plans were to change, record anew:
+python -m tests.golden.make
+"""
+
+from pathlib import Path
+
+import pytest
+
+from quire.engine.calls import calls_of
+from quire.engine.recording import read_recording, read_segment
+from quire.tools.replay import replay_all
+from tests.golden.make import RUNS, golden_paths
+
+MOST_BYTES = 60_000
+
+
+@pytest.mark.parametrize("path", golden_paths(), ids=lambda path: path.stem)
+def test_all_plans_are_identical(path: Path) -> None:
+    outcome = replay_all(read_recording(path))
+    assert outcome.difference is None, "\n".join(outcome.difference.lines())
+    assert outcome.num_steps > 20
+
+
+def test_the_runs_hold_what_they_should() -> None:
+    assert {path.stem for path in golden_paths()} == set(RUNS)
+    kinds: dict[str, set[str]] = {}
+    for path in golden_paths():
+        assert path.stat().st_size < MOST_BYTES, path.name
+        segment = read_segment(path)
+        assert not segment.header["has_tokens"]
+        found = kinds.setdefault(path.stem, set())
+        for call in calls_of(segment.items):
+            found |= set(call.plan or ())
+            found |= {move[2]["kind"] for move in (call.plan or {}).get("moves", [None])[1:]}
+    for name, found in kinds.items():
+        assert {"forked", "sources", "released", "block_writes", "copy"} <= found, name
+        assert ({"swap_out", "load"} <= found) == ("swap" in name), name

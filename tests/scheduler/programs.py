@@ -1,0 +1,16 @@
+"""Running a state machine of hypothesis as a test, the same examples each time."""
+
+from hypothesis import HealthCheck, Phase, settings
+
+
+def run_machine(machine: type, max_examples: int) -> None:
+    case = machine.TestCase
+    case.settings = settings(
+        max_examples=max_examples,
+        stateful_step_count=50,
+        phases=[Phase.generate],
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    case("runTest").runTest()

@@ -1,0 +1,161 @@
+"""Snapshots: what is restored goes on as if nothing had happened, and a file cannot run code."""
+
+from collections import OrderedDict, deque
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from quire.base.config import SchedulerConfig
+from quire.base.errors import EngineError
+from quire.base.messages import Request
+from quire.base.model_spec import CacheGroup
+from quire.base.sampling_params import SamplingParams
+from quire.kv.manager import KVManager
+from quire.kv.pool import BlockPool
+from quire.scheduler.beams import Beam
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.scheduler import Scheduler, digest_blocks
+from quire.scheduler.snapshot import CLASS, INSTANCE, METHOD, REF, decode, dump, encode, restore
+from tests.scheduler.programs import run_machine
+from tests.scheduler.test_scheduler_machine import FULL, MixedMachine, SchedulerMachine
+
+
+def written(value: object, **options: tuple[str, ...]) -> object:
+    """As it comes back from a file."""
+    data = msgspec.msgpack.encode(
+        dump(value, **options), enc_hook=lambda deferred: encode(deferred.value)
+    )
+    return restore(msgspec.msgpack.decode(data))
+
+
+def holder(**attributes: object) -> BlockPool:
+    """An instance that may be kept, with any attributes."""
+    pool = BlockPool(1)
+    vars(pool).update(attributes)
+    return pool
+
+
+def test_identity_and_cycles_are_kept() -> None:
+    shared, array = [1, 2], np.arange(3)
+    pool = holder(first=shared, second=shared, rows=array, same=array, line=deque([shared], 5))
+    vars(pool)["self"] = (pool, {"me": pool})
+    copy = written(pool)
+    assert copy.first is copy.second is copy.line[0] and copy.first == shared
+    assert copy.line.maxlen == 5
+    assert copy.rows is copy.same and copy.rows.tolist() == [0, 1, 2]
+    copy.rows[0] = 7  # it can be written
+    assert copy.self[0] is copy is copy.self[1]["me"]
+
+
+def test_values_come_back_as_they_are() -> None:
+    request = Request("r", [1, 2, 3], SamplingParams(stop=["x"], logit_bias={3: 1.5}), seed=-5)
+    objects = np.full((2, 2), None, object)
+    objects[0, 1] = request
+    values = {
+        "numbers": [True, 1, -(1 << 63), (1 << 64) - 1, 0.5, float("inf")],
+        "texts": ["a", "\u20ac", b"\x00\xff", None],
+        "nested": ({1, 2}, frozenset({"a"}), OrderedDict([(2, "b"), (1, "a")]), ((), [])),
+        "arrays": [np.zeros((3, 100), np.int32), np.array([[1, 0] * 50 + [0]]), np.array([], bool)],
+        "scalar": np.int64(1 << 62),
+        "objects": objects,
+        "frozen": Beam(1, 2, np.float32(0.25)),
+        "request": request,
+        "keyed": {(1, 2): [3], b"d": 4, "e": request},
+    }
+    copy = written(holder(**values))
+    for name, value in values.items():
+        got = getattr(copy, name)
+        assert type(got) is type(value), name
+        if name == "arrays":
+            for mine, theirs in zip(got, value, strict=True):
+                assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
+                assert (mine == theirs).all()
+        elif name == "objects":
+            assert got.shape == (2, 2) and got[0, 1] == request and got[1, 1] is None
+        else:
+            assert got == value, name
+    assert copy.objects[0, 1] is copy.request
+    assert list(copy.nested[2]) == [2, 1]
+
+
+def test_methods_and_functions_of_ours_are_found_again() -> None:
+    kv = KVManager((FULL,), (20,), 4)
+    scheduler = Scheduler(kv, SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8), 40)
+    copy = written(scheduler)
+    assert copy.digester is digest_blocks
+    pool = holder(make=Fifo)
+    vars(pool)["take"] = pool.allocate
+    again = written(pool)
+    assert again.make is Fifo and again.take.__self__ is again and again.take() == 0
+    blank = written(scheduler, omit=("digester", "events"))
+    assert "digester" not in vars(blank) and "events" not in vars(blank)
+
+
+def test_what_cannot_be_kept_is_named() -> None:
+    for value in (lambda: None, print, object(), open):
+        with pytest.raises(EngineError, match=r"cannot be kept"):
+            dump(holder(thing=value))
+    with pytest.raises(EngineError, match="'thing'"):
+        dump(holder(thing=[lambda: None]))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        [INSTANCE, "os:system", {}],
+        [INSTANCE, "quire.kv.pool:os", {}],
+        [INSTANCE, "quire.engine.process:CoreServer", {}],
+        [INSTANCE, "quire.kv.pool:BlockPool", {"__class__": 1}],
+        [INSTANCE, "quire.kv.pool:BlockPool.allocate", {}],
+        [INSTANCE, "quire.kv.pool:BlockPool", {"x": [CLASS, "builtins:eval"]}],
+        [INSTANCE, "quire.kv.pool:BlockPool", {"x": [METHOD, [REF, 0], "__init__"]}],
+        [INSTANCE, "quire.kv.pool:BlockPool", {"x": [METHOD, [REF, 0], "num_free"]}],
+        [INSTANCE, "quire.kv.pool:BlockPool", {"x": [REF, 9]}],
+        [INSTANCE, "quire.kv.pool:BlockPool", {"x": [99]}],
+        [4, "|O", [1], b"12345678"],
+        [5, "<i4", [1 << 40]],
+        [4, "<i4", [3], b"1"],
+        [],
+        [INSTANCE],
+    ],
+)
+def test_damaged_and_hostile_data_is_refused(entry: object) -> None:
+    with pytest.raises(EngineError):
+        restore({"root": [REF, 0], "heap": [entry]})
+    for data in (None, [], {"root": [REF, 0]}, {"heap": []}):
+        with pytest.raises(EngineError):
+            restore(data)
+
+
+def test_vocabulary_by_itself() -> None:
+    group = CacheGroup("window", (0, 1), 2, 8, window=5)
+    assert decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encode(group)))) == group
+    with pytest.raises(EngineError, match="cannot be kept"):
+        encode(object())
+
+
+class Restored:
+    """Now and then the scheduler is replaced by its restored snapshot."""
+
+    @rule(times=st.integers(1, 2))
+    def replace(self, times: int) -> None:
+        for _ in range(times):
+            self.scheduler = written(self.scheduler)
+        self.kv = self.scheduler.kv
+        self.core.scheduler = self.core.doors = self.scheduler
+
+
+class RestoredMachine(Restored, SchedulerMachine):
+    pass
+
+
+class RestoredMixedMachine(Restored, MixedMachine):
+    pass
+
+
+@pytest.mark.parametrize("machine", [RestoredMachine, RestoredMixedMachine])
+def test_restored_in_the_middle_of_random_programs(machine: type) -> None:
+    run_machine(machine, max_examples=60)

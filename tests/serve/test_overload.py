@@ -1,0 +1,85 @@
+"""The real server under more work than it takes: 503 at once, and late work dropped with 408."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+from tests.serve.processes import Server, Stream, wait_until
+
+WAITING = "quire:num_requests_waiting"
+RUNNING = "quire:num_requests_running"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """One row, and room for one that waits."""
+    server = Server("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    yield server
+    assert server.stop() == 0
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    wait_until(lambda: server.metric(RUNNING) + server.metric(WAITING) == 0, "it is idle")
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_who_comes_when_the_queue_is_full_is_sent_away(
+    server: Server, client: openai.OpenAI
+) -> None:
+    running = Stream(server)
+    running.event()
+    with ThreadPoolExecutor(1) as pool:
+        queued = pool.submit(client.completions.create, model="demo", prompt="Hi", max_tokens=2)
+        wait_until(lambda: server.metric(WAITING) == 1, "one waits")
+        with pytest.raises(openai.InternalServerError) as refused:
+            client.completions.create(model="demo", prompt="Ho", max_tokens=2)
+        assert refused.value.status_code == 503
+        assert refused.value.code == "engine_busy"
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        running.close()
+        assert queued.result(60).choices[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_late_work_is_dropped_also_while_it_waits(
+    server: Server, client: openai.OpenAI, chat: bool
+) -> None:
+    running = Stream(server)
+    running.event()
+    late = {"timeout_s": 0.05}
+    with pytest.raises(openai.APIStatusError) as refused:
+        if chat:
+            question = [{"role": "user", "content": "Hi"}]
+            client.chat.completions.create(model="demo", messages=question, extra_body=late)
+        else:
+            client.completions.create(model="demo", prompt="Hi", extra_body=late)
+    assert refused.value.status_code == 408
+    assert refused.value.code == "request_timeout"
+    assert "timeout_s=0.05" in refused.value.body["message"]
+    assert server.metric(WAITING) == 0
+    running.close()
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error_event(
+    server: Server, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.APIError, match=r"timeout_s=0\.3"):
+        stream = client.completions.create(
+            model="demo", prompt="Once upon a time", max_tokens=1900, stream=True,
+            extra_body={"timeout_s": 0.3, "ignore_eos": True},
+        )  # fmt: skip
+        assert list(stream)
+    wait_until(lambda: server.metric(RUNNING) == 0, "its row is free")
+    assert server.metric("quire:kv_cache_usage_perc") == 0
+
+
+def test_what_is_done_in_time_is_not_disturbed(server: Server, client: openai.OpenAI) -> None:
+    plain = client.completions.create(model="demo", prompt="Hi", max_tokens=8, temperature=0)
+    timed = client.completions.create(
+        model="demo", prompt="Hi", max_tokens=8, temperature=0, extra_body={"timeout_s": 60}
+    )
+    assert timed.choices[0].text == plain.choices[0].text

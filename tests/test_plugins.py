@@ -1,0 +1,285 @@
+"""Policies, attention backends and models of other packages: the examples of docs/extending.md are
+installed as they stand there, and served with."""
+
+import asyncio
+import importlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, ModelError
+from quire.base.plugins import ATTENTION_BACKENDS, MODELS, POLICIES, PluginKind
+from quire.models.registry import model_class
+from quire.ops.attention.base import AttentionBackend, KVLayout
+from quire.scheduler.policies import make_policy
+from quire.scheduler.policy import Policy
+from tests.serve.checkpoints import checkpoint
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "extending.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SMALL = {"disable_log_stats": True, "max_model_len": 96}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [5 + i, 17, 3, 60]} for i in range(5)]
+
+
+def examples() -> dict[str, tuple[str, dict]]:
+    """Module name -> (its source, its pyproject.toml), in the document's order."""
+    found: dict[str, tuple[str, dict]] = {}
+    blocks = [text for _, text in BLOCK.findall(DOCUMENT.read_text(encoding="utf-8"))]
+    for text, after in zip(blocks, blocks[1:], strict=False):
+        named = re.match(r"# (\w+)\.py\n", text)
+        if named:
+            assert after.startswith("# pyproject.toml\n")
+            found[named[1]] = (text, tomllib.loads(after))
+    return found
+
+
+EXAMPLES = examples()
+
+
+class Site:
+    """A folder on sys.path, into which packages are installed as pip does it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def install(
+        self, package: str, kind: PluginKind, name: str, target: str, source: str | None = None
+    ) -> None:
+        """target: module:object. source: of the module."""
+        module = target.split(":")[0]
+        if source is not None:
+            (self.folder / f"{module}.py").write_text(source, encoding="utf-8")
+        info = self.folder / f"{package.replace('-', '_')}-1.0.dist-info"
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n"
+        (info / "METADATA").write_text(metadata, encoding="utf-8")
+        entry = f"[{kind.group}]\n{name} = {target}\n"
+        (info / "entry_points.txt").write_text(entry, encoding="utf-8")
+
+    def install_example(self, module: str) -> None:
+        source, project = EXAMPLES[module]
+        [[group, entries]] = project["project"]["entry-points"].items()
+        [[name, target]] = entries.items()
+        [kind] = [k for k in (POLICIES, ATTENTION_BACKENDS, MODELS) if k.group == group]
+        self.install(project["project"]["name"], kind, name, target, source)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    )
+    return Site(folder)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def served(model: str, **settings: object) -> list[list[int]]:
+    with LLM(model, **SMALL, **settings) as llm:
+        return tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return served(str(checkpoint("llama")))
+
+
+# ---- one of each, from the document ------------------------------------------------------------
+
+
+def test_the_document_has_one_example_of_each_kind() -> None:
+    groups = [list(project["project"]["entry-points"]) for _, project in EXAMPLES.values()]
+    assert groups == [[POLICIES.group], [ATTENTION_BACKENDS.group], [MODELS.group]]
+
+
+def test_a_policy_changes_the_order(site: Site, expected: list[list[int]]) -> None:
+    site.install_example("quire_lifo")
+    folder = str(checkpoint("llama"))
+    with LLM(folder, **SMALL, max_num_seqs=1, scheduling_policy="lifo") as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert tokens(outputs) == expected
+    times = [output.metrics.first_token_s for output in outputs if output.metrics]
+    assert times == sorted(times, reverse=True)
+    with LLM(folder, **SMALL, max_num_seqs=1) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    times = [output.metrics.first_token_s for output in outputs if output.metrics]
+    assert times == sorted(times)
+
+
+def test_an_attention_backend_serves(
+    site: Site, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.install_example("quire_counting")
+    counting = importlib.import_module("quire_counting").CountingBackend
+    made, make = [], counting.__init__
+
+    def keep(backend: AttentionBackend, layout: KVLayout) -> None:
+        made.append(backend)
+        make(backend, layout)
+
+    monkeypatch.setattr(counting, "__init__", keep)
+    assert served(str(checkpoint("llama")), attention_backend="counting") == expected
+    [backend] = made
+    assert backend.name == "counting"
+    assert backend.num_steps >= 6
+    # Of each request all tokens but the last.
+    assert backend.num_tokens == len(PROMPTS) * (4 + 6 - 1)
+
+
+def test_a_model_serves(site: Site, tmp_path: Path, expected: list[list[int]]) -> None:
+    site.install_example("quire_fable")
+    folder = tmp_path / "fable"
+    shutil.copytree(checkpoint("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "fable", "fable_biases": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert served(str(folder)) == expected
+
+
+def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(site: Site) -> None:
+    site.install_example("quire_lifo")
+    site.install_example("quire_counting")
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-m", "quire.cli.main", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+    flags = ("--scheduling-policy", "lifo", "--attention-backend", "counting")
+    done = run("generate", "Hi", "--max-tokens", "3", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "attention: counting" in done.stderr
+    shown = run("generate", "--help").stdout
+    assert "--attention-backend {auto,cpu,torch,reference,...}" in shown
+    assert "--scheduling-policy {fifo,fcfs," in shown
+    done = run("generate", "Hi", "--scheduling-policy", "lottery")
+    assert done.returncode != 0
+    assert "scheduling_policy must be one of fifo, fcfs" in done.stderr
+    assert "lifo (of quire-lifo 1.0), got 'lottery'" in done.stderr
+    file = site.folder / "settings.yaml"
+    file.write_text("scheduling-policy: lifo\n")
+    done = run("generate", "Hi", "--max-tokens", "1", "--config", str(file))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[int]]) -> None:
+    site.install_example("quire_lifo")
+    settings = SMALL | {"scheduling_policy": "lifo", "max_num_seqs": 1}
+
+    async def program() -> list[list[int]]:
+        async with await AsyncLLM.create(str(checkpoint("llama")), **settings) as llm:
+            return await asyncio.gather(*(ask(llm, prompt) for prompt in PROMPTS))
+
+    async def ask(llm: AsyncLLM, prompt: dict) -> list[int]:
+        return [o async for o in llm.generate(prompt, GREEDY)][-1].outputs[0].token_ids
+
+    assert asyncio.run(program()) == expected
+
+
+# ---- what can be wrong -------------------------------------------------------------------------
+
+
+def test_unknown_names_list_ours_and_theirs(site: Site) -> None:
+    site.install_example("quire_lifo")
+    site.install_example("quire_counting")
+    site.install_example("quire_fable")
+    with pytest.raises(ConfigError, match=r"scheduling_policy .* fifo, .*lifo \(of quire-lifo 1.0"):
+        config_from_flat(scheduling_policy="lottery")
+    with pytest.raises(ConfigError, match=r"attention_backend .* cpu, .*counting \(of quire-coun"):
+        config_from_flat(attention_backend="magic")
+    with pytest.raises(ModelError, match=r"'unheard' are not.*llama, .*fable \(of quire-fable 1.0"):
+        model_class("unheard")
+
+
+def test_a_package_that_cannot_be_imported(site: Site) -> None:
+    site.install("broken", POLICIES, "broken", "broken_one:Policy", "import no_such_module\n")
+    assert config_from_flat(scheduling_policy="broken")  # nothing is imported for a check
+    with pytest.raises(ConfigError, match="broken 1.0, broken_one:Policy, cannot be imported: Mod"):
+        make_policy("broken")
+    site.install("nameless", MODELS, "nameless", "nameless_one:Model", "")
+    with pytest.raises(ModelError, match="nameless 1.0.*cannot be imported: AttributeError"):
+        model_class("nameless")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("Policy = 5", "it must be a class, and is a int"),
+        ("def Policy(remaining): ...", "it must be a class, and is a function"),
+        ("class Policy:\n    def push(self, s): ...\n", "it has no peek, "),
+    ],
+)
+def test_a_class_of_another_kind(site: Site, source: str, reason: str) -> None:
+    module = f"odd_{abs(len(source))}"
+    site.install("odd", POLICIES, "odd", f"{module}:Policy", source)
+    with pytest.raises(ConfigError, match=f"odd 1.0.*cannot be used: {reason}"):
+        make_policy("odd")
+
+
+def test_a_policy_that_cannot_be_made_is_an_error_at_the_start(site: Site) -> None:
+    source = EXAMPLES["quire_lifo"][0].replace("progress: Progress", "")
+    site.install("early", POLICIES, "early", "early_one:Lifo", source)
+    with pytest.raises(ConfigError, match="'early' cannot be made: TypeError"):
+        make_policy("early")
+
+
+def test_a_model_that_is_no_module(site: Site) -> None:
+    source = "class Model:\n    def forward(self): ...\n    def logits(self): ...\n"
+    site.install("plain", MODELS, "plain", "plain_one:Model", source)
+    with pytest.raises(ModelError, match="no nn.Module"):
+        model_class("plain")
+
+
+def test_two_packages_with_one_name_are_both_named(site: Site) -> None:
+    for package in ("first-lifo", "second-lifo"):
+        site.install(package, POLICIES, "lifo", "quire_lifo:Lifo", EXAMPLES["quire_lifo"][0])
+    with pytest.raises(ConfigError, match=r"first-lifo 1.0 and second-lifo 1.0 both bring"):
+        make_policy("lifo")
+
+
+def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.install("usurper", POLICIES, "fifo", "usurper_one:Policy", "raise SystemExit\n")
+    ours = make_policy("fifo")
+    assert ours.__module__ == "quire.scheduler.fifo"  # type: ignore[attr-defined]
+    with caplog.at_level(logging.WARNING), pytest.raises(ConfigError) as refused:
+        make_policy("other")
+    assert "usurper" not in str(refused.value)
+    assert "usurper 1.0 brings a scheduling policy 'fifo', which is built in" in caplog.text
+
+
+def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
+    for kind, protocol in ((POLICIES, Policy), (ATTENTION_BACKENDS, AttentionBackend)):
+        methods = [
+            name
+            for name, value in vars(protocol).items()
+            if callable(value) and (not name.startswith("_") or name == "__len__")
+        ]
+        assert sorted(methods) == sorted(kind.methods)
+
+
+def test_built_in_names_do_not_read_entry_points() -> None:
+    """What start-up must not pay for."""
+    code = (
+        "import sys; from quire.base.config import config_from_flat;"
+        "config_from_flat(scheduling_policy='fifo', attention_backend='torch');"
+        "print('importlib.metadata' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
