@@ -151,7 +151,7 @@ class AskTimeline(msgspec.Struct, frozen=True, tag=True):
     tenant: str | None = None
 
 
-ToCore = Request | Abort | ResetPrefixCache | AskMetrics | AskTimeline
+ToCore = Request | Abort | Append | ResetPrefixCache | AskMetrics | AskTimeline
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

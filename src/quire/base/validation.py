@@ -50,6 +50,17 @@ class RequestLimits:
                 f"timeout_s must be a number of seconds, or 0 for none, got {request.timeout_s!r}."
             )
 
+    def check_piece(self, token_ids: list[int], num_before: int) -> None:
+        """Raise RequestError for a piece that a prompt of num_before tokens cannot take in."""
+        if token_ids:
+            check_vocabulary(token_ids, self.vocab_size)
+        if num_before + len(token_ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt would grow to {num_before + len(token_ids)} tokens; at most"
+                f" max_model_len - 1 = {self.max_model_len - 1} are possible. Send less or raise"
+                " max_model_len."
+            )
+
     def _check_beams(self, request: Request) -> None:
         """Every beam must be able to go on as another text than all others, also if each token that
         may stop it comes first."""
@@ -67,12 +78,15 @@ class RequestLimits:
                 f"the prompt has {len(prompt)} tokens; at least 1 and at most max_model_len - 1 ="
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= self.vocab_size:
-            wrong = low if low < 0 else high
-            raise RequestError(
-                f"prompt token id {wrong} is not in the vocabulary of {self.vocab_size}."
-            )
+        check_vocabulary(prompt, self.vocab_size)
+
+
+def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+    """Raise RequestError if one of these prompt tokens does not exist. At least one."""
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise RequestError(f"prompt token id {wrong} is not in the vocabulary of {vocab_size}.")
 
 
 def _width(params: SamplingParams) -> str:

@@ -7,7 +7,8 @@ process have the same methods.
 from collections.abc import Iterable
 
 from quire.base.clock import Clock
-from quire.base.messages import Abort, Request, ResetPrefixCache
+from quire.base.errors import RequestError
+from quire.base.messages import Abort, Append, Request, ResetPrefixCache
 from quire.base.outputs import RequestOutput
 from quire.engine.core import EngineCore
 from quire.engine.output import OutputProcessor
@@ -35,6 +36,16 @@ class InProcessClient:
         """Queue a request. Raises RequestError if it cannot be served; then nothing is queued."""
         self.core.add(request)
         self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        """The next piece of a prompt that was added with is_open. Raises RequestError if the prompt
+        cannot take it in; it stays as it was."""
+        if request_id not in self._outputs:
+            raise RequestError(f"no request {request_id!r} is open; it may have ended.")
+        num_before = self._outputs.num_prompt_tokens(request_id)
+        self.core.limits.check_piece(token_ids, num_before)
+        self._outputs.append(request_id, token_ids)
+        self.core.control(Append(request_id, token_ids, is_last))
 
     def step(self) -> list[RequestOutput]:
         """Let the core take one step; what became ready to show."""

@@ -6,6 +6,8 @@ string ended, which only this side can see; what the core still sends for those 
 
 from collections.abc import Iterable
 
+import msgspec
+
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, BeamOutput, Request, SequenceOutput
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -69,6 +71,13 @@ class OutputProcessor:
         ready += [request.output() for request in groups.values() if request.is_due()]
         return ready, aborts
 
+    def append(self, request_id: str, token_ids: list[int]) -> None:
+        """A piece of a prompt that comes in pieces."""
+        self._requests[request_id].append(token_ids)
+
+    def num_prompt_tokens(self, request_id: str) -> int:
+        return self._requests[request_id].num_prompt_tokens
+
     def drop(self, request_id: str) -> None:
         """Follow a request no longer; nobody wants its output."""
         self._requests.pop(request_id, None)
@@ -95,7 +104,7 @@ class _OpenRequest:
 
     __slots__ = (
         "_kind", "_metrics", "_num_cached_tokens", "_params", "_prompt", "_prompt_logprobs",
-        "_request", "_samples", "num_open", "only",
+        "_request", "_samples", "_tokenizer", "num_open", "only",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +120,7 @@ class _OpenRequest:
         self._kind = RequestOutputKind.FINAL_ONLY if params.is_ranked else params.output_kind
         self._metrics = RequestMetrics(arrival_s)
         self._num_cached_tokens: int | None = None
+        self._tokenizer = tokenizer
         self._prompt_logprobs = _prompt_collector(request.prompt_token_ids, params, tokenizer)
         self._samples = [
             Sample(index, request.prompt_token_ids, params, tokenizer, request.hides_logprobs)
@@ -118,6 +128,18 @@ class _OpenRequest:
         ]
         self.num_open = len(self._samples)
         self.only = self._samples[0] if self.num_open == 1 else None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._request.prompt_token_ids)
+
+    def append(self, token_ids: list[int]) -> None:
+        """Take a piece of the prompt. There is no output before the last one."""
+        request = self._request
+        prompt = request.prompt_token_ids + token_ids
+        self._request = msgspec.structs.replace(request, prompt_token_ids=prompt)
+        self.only = Sample(0, prompt, self._params, self._tokenizer, request.hides_logprobs)
+        self._samples = [self.only]
 
     def take(self, output: SequenceOutput, now_s: float) -> Abort | None:
         """Take in what one step gave one sequence; the abort of one that a stop string ended."""

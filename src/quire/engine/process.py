@@ -19,6 +19,7 @@ from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError, RequestError
 from quire.base.messages import (
     Abort,
+    Append,
     AskMetrics,
     AskTimeline,
     Metrics,
@@ -37,8 +38,6 @@ from quire.engine.news import News
 from quire.engine.wire import CoreConnection, core_codec
 
 logger = logging.getLogger("quire")
-
-NOBODY = -1  # in place of a client
 
 
 class StatusSource(Protocol):
@@ -142,14 +141,18 @@ class CoreServer:
             self._watch(client)
 
     def _tokens_by_client(self, news: News) -> dict[int, NewTokens]:
+        if not news.token_ids:
+            return {}
         request_ids = news.request_ids
-        owners = [self._owners.get(request_id, NOBODY) for request_id in request_ids]
-        clients = set(owners)
-        if len(clients) == 1 and NOBODY not in clients:
-            return {owners[0]: news.tokens(request_ids)}
+        if len(self._clients) == 1:
+            return {client_id: news.tokens(request_ids) for client_id in self._clients}
+        places: dict[int | None, list[int]] = {}
+        for i, request_id in enumerate(request_ids):
+            places.setdefault(self._owners.get(request_id), []).append(i)
         return {
-            client: news.tokens(request_ids, [i for i, o in enumerate(owners) if o == client])
-            for client in clients - {NOBODY}
+            client_id: news.tokens(request_ids, mine)
+            for client_id, mine in places.items()
+            if client_id is not None
         }
 
     def _forget(self, request_id: str) -> None:
@@ -220,6 +223,9 @@ class CoreServer:
                     del self._owners[message.request_id]
                 else:
                     self._forget(message.request_id)
+        elif isinstance(message, Append):
+            if self._owners.get(message.request_id) == client.client_id:
+                self.core.control(message)
         else:
             self.core.control(message)
 

@@ -17,6 +17,7 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import EngineBusy, EngineDead, EngineError, RequestError
 from quire.base.messages import (
     Abort,
+    Append,
     AskMetrics,
     AskTimeline,
     FromCore,
@@ -66,6 +67,11 @@ class AsyncClient(Protocol):
         RequestError if the core refuses it (EngineBusy if only for the others that wait),
         EngineDead if the core is gone.
         """
+        ...
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        """The next piece of the prompt of a request with is_open whose output is awaited. Raises
+        RequestError if the prompt cannot take it in, or if the request has ended."""
         ...
 
     async def metrics(self) -> str: ...
@@ -133,11 +139,13 @@ class RemoteClient:
         return len(self._boxes)
 
     def check(self, request: Request) -> None:
+        self._limits().check(request)
+
+    def _limits(self) -> RequestLimits:
         ready = self.ready
-        limits = RequestLimits(
+        return RequestLimits(
             ready.vocab_size, ready.max_model_len, ready.max_logprobs, ready.max_num_seqs
         )
-        limits.check(request)
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
@@ -169,6 +177,14 @@ class RemoteClient:
             self._boxes[request_id].put(output)
             if self._is_alive:
                 self._send(Abort(request_id))
+
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        if request_id not in self._outputs:
+            raise RequestError(f"no request {request_id!r} is open; it may have ended.")
+        num_before = self._outputs.num_prompt_tokens(request_id)
+        self._limits().check_piece(token_ids, num_before)
+        self._outputs.append(request_id, token_ids)
+        self._send(Append(request_id, token_ids, is_last))
 
     async def metrics(self) -> str:
         return await self._ask(AskMetrics)

@@ -148,3 +148,17 @@ class Sequence:
         """Whether this token, having just become the last known one, ends the sequence."""
         enough = self.num_output_tokens >= self.request.params.min_tokens
         return enough and token_id in self.request.stop_token_ids
+
+
+def handed_over(num_prompt: int) -> tuple[int, int]:
+    """computed and total with which a decode worker takes a prefilled request over: the prefill
+    worker has sampled the first output token (T 4.4.4, disaggregation)."""
+    return num_prompt, num_prompt + 1
+
+
+def verified(
+    computed: int, total: int, num_scheduled: int, num_draft: int, num_rejected: int
+) -> tuple[int, int]:
+    """computed and total after a draft was verified: num_scheduled tokens were computed, among them
+    the draft's (T 4.4.4, speculative decoding)."""
+    return computed + num_scheduled - num_rejected, total + num_draft - num_rejected + 1

@@ -1,0 +1,187 @@
+"""Every row of T table 4.1 is an update of two counters: what the scheduler's are, step by step.
+
+Written `computed/total`. A token counts as soon as a plan will sample it, so after the
+plan that completes a prompt of L tokens its total is L + 1.
+"""
+
+import msgspec
+import numpy as np
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.events import Preempted
+from quire.base.messages import Append, MeasuredRates
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import handed_over, verified
+from tests.scheduler.device import make_request
+from tests.scheduler.test_policies import add, answer, scheduler_of, step
+
+
+def counters(scheduler: Scheduler, name: str) -> str:
+    sequence = scheduler.sequences[name]
+    return f"{sequence.num_computed_tokens}/{sequence.num_total_tokens}"
+
+
+def open_prompt(scheduler: Scheduler, name: str, prompt: list[int]) -> None:
+    request = make_request(name, prompt, temperature=0.0, max_tokens=9)
+    scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0)
+
+
+def test_prefill_and_decode() -> None:
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "a", 10)
+    assert counters(scheduler, "a") == "0/10"
+    step(scheduler)
+    assert counters(scheduler, "a") == "10/11"
+    step(scheduler)
+    assert counters(scheduler, "a") == "11/12"
+
+
+def test_chunked_prefill() -> None:
+    scheduler = scheduler_of(Fifo, budget=4)
+    add(scheduler, "a", 10)
+    seen = []
+    for _ in range(4):
+        step(scheduler)
+        seen.append(counters(scheduler, "a"))
+    assert seen == ["4/10", "8/10", "10/11", "11/12"]
+
+
+def test_preemption_by_recomputation() -> None:
+    """computed becomes 0, total stays; then all known tokens are one prefill."""
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "a", 10)
+    step(scheduler)
+    step(scheduler)
+    scheduler.preempt(scheduler.sequences["a"], "test", 0.0)
+    assert counters(scheduler, "a") == "0/12"
+    scheduler.kv.reset_prefix_cache()
+    assert step(scheduler) == {"a": 12}
+    assert counters(scheduler, "a") == "12/13"
+
+
+def test_preemption_by_swapping() -> None:
+    """What was computed is computed still when the row comes back."""
+    scheduler = scheduler_of(Fifo, budget=8, blocks=16, preemption_mode="swap")
+    scheduler.control(MeasuredRates(1.0, 1e9), 0.0)
+    add(scheduler, "a", 8)
+    add(scheduler, "b", 8)
+    while not any(isinstance(event, Preempted) for event in scheduler.events):
+        step(scheduler)
+    swapped = scheduler.sequences["b"].num_swapped_tokens
+    known = scheduler.sequences["b"].num_known_tokens
+    assert counters(scheduler, "b") == f"0/{known}" and swapped == known - 1
+    while scheduler.sequences["b"].row < 0:
+        got = step(scheduler)
+    assert got["b"] == 1 and counters(scheduler, "b") == f"{swapped + 1}/{known + 1}"
+
+
+def test_prefix_caching() -> None:
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "a", 10)
+    step(scheduler)
+    add(scheduler, "b", 14, like="a")
+    assert step(scheduler) == {"a": 1, "b": 6}
+    assert counters(scheduler, "b") == "14/15"
+
+
+def test_streaming_prefill() -> None:
+    """total grows by each piece; the last token waits until the prompt is complete."""
+    scheduler = scheduler_of(Fifo)
+    open_prompt(scheduler, "a", list(range(6)))
+    assert step(scheduler) == {"a": 5}
+    assert counters(scheduler, "a") == "5/6"
+    assert step(scheduler) == {}
+    scheduler.control(Append("a", [6, 7, 8]), 0.0)
+    assert counters(scheduler, "a") == "5/9"
+    assert step(scheduler) == {"a": 3}
+    scheduler.control(Append("a", [9], is_last=True), 0.0)
+    assert step(scheduler) == {"a": 2}
+    assert counters(scheduler, "a") == "10/11"
+    assert scheduler.sequences["a"].limit == 10 + 9
+
+
+def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
+    scheduler = scheduler_of(Fifo, budget=8)
+    open_prompt(scheduler, "a", list(range(30)))
+    for _ in range(4):
+        step(scheduler)
+    scheduler.control(Append("a", [1, 2, 3, 4], is_last=True), 0.0)
+    assert step(scheduler) == {"a": 5}
+    assert scheduler.sequences["a"].num_output_tokens == 1
+
+
+def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
+    scheduler = scheduler_of(Fifo)
+    open_prompt(scheduler, "open", [5])
+    add(scheduler, "cached", 9)
+    step(scheduler)
+    prompt = scheduler.sequences["cached"].request.prompt_token_ids
+    open_prompt(scheduler, "hit", prompt)  # all but the last token is in the index
+    add(scheduler, "behind", 4)
+    assert step(scheduler) == {"cached": 1, "behind": 4}
+    scheduler.control(Append("hit", [], is_last=True), 0.0)
+    scheduler.control(Append("open", [6], is_last=True), 0.0)
+    assert step(scheduler) == {"cached": 1, "behind": 1, "open": 2, "hit": 1}
+
+
+def test_a_prompt_that_grows_too_long_ends_with_an_error() -> None:
+    scheduler = scheduler_of(Fifo, blocks=4)
+    open_prompt(scheduler, "a", [1, 2, 3])
+    step(scheduler)
+    scheduler.control(Append("a", [1] * 20), 0.0)
+    outputs = scheduler.take_late()
+    assert [outputs.endings[s.arrival].reason for s in outputs.others] == ["error"]
+    assert not scheduler.has_work or scheduler.schedule(0.0) is None
+
+
+def test_what_cannot_come_in_pieces_is_refused() -> None:
+    scheduler = scheduler_of(Fifo)
+    for more in ({"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1}):
+        request = make_request("a", [1, 2, 3], max_tokens=9, **more)
+        with pytest.raises(RequestError, match="pieces"):
+            scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0)
+
+
+def test_a_prefilled_request_is_handed_over() -> None:
+    """A decode worker takes it over in the state that the prefill worker's request has reached."""
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "a", 10)
+    step(scheduler)
+    assert handed_over(num_prompt=10) == (10, 11)
+    assert counters(scheduler, "a") == "10/11"
+
+
+@pytest.mark.parametrize("num_rejected", [0, 1, 3])
+def test_a_draft_is_verified(num_rejected: int) -> None:
+    """A draft of three behind 20 known tokens of which 19 are computed: with all of it rejected it
+    is a plain step, with none of it the same as four."""
+    computed, total = verified(19, 20, num_scheduled=4, num_draft=3, num_rejected=num_rejected)
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "a", 19)
+    for _ in range(2 + 1 + 3 - num_rejected):
+        step(scheduler)
+    assert counters(scheduler, "a") == f"{computed}/{total}"
+
+
+def test_all_rows_of_a_step_move_alike() -> None:
+    """Prefill, a chunk, decode, a hit and a piece in one plan."""
+    scheduler = scheduler_of(Fifo, budget=18)
+    add(scheduler, "decodes", 8)
+    open_prompt(scheduler, "streams", [1, 2, 3])
+    step(scheduler)
+    scheduler.control(Append("streams", [4, 5]), 0.0)
+    add(scheduler, "hits", 10, like="decodes")
+    add(scheduler, "chunk", 40)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    table, rows = scheduler.table, plan.rows
+    names = [s.request.request_id for s in table.sequences[rows]]
+    assert dict(zip(names, plan.num_tokens.tolist(), strict=True)) == {
+        "decodes": 1, "streams": 2, "hits": 2, "chunk": 13,
+    }  # fmt: skip
+    assert np.array_equal(table.computed[rows] - plan.num_tokens, plan.computed_bound)
+    scheduler.update(answer(plan), 0.0)
+    seen = [counters(scheduler, name) for name in ("decodes", "streams", "hits", "chunk")]
+    assert seen == ["9/10", "4/5", "10/11", "13/40"]
