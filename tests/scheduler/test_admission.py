@@ -13,6 +13,7 @@ from quire.tools.branching import BranchingExecutor, group_request
 from quire.tools.dry_run import dry_run
 from quire.tools.simulate import OTHER, STOP, Arrival, StepTime, simulate, simulated_request
 from quire.tools.workloads import Lengths, Workload
+from tests.scheduler.device import make_request
 
 BLOCK = 4
 SHORT = Workload("short", Lengths(9, 0.8, 1, 30), Lengths(20, 0.9, 1, 60))
@@ -39,7 +40,9 @@ def backlog(num: int, seed: int) -> list[Arrival]:
 
 def add(scheduler: Scheduler, name: str, num_tokens: int, priority: int = 0) -> None:
     prompt = list(range(STOP + 1, STOP + 1 + num_tokens))
-    scheduler.add(simulated_request(name, prompt, 60, priority), 0.0)
+    scheduler.add(
+        make_request(name, prompt, max_tokens=60, temperature=0.0, priority=priority), 0.0
+    )
 
 
 def others(plan: Plan) -> StepResult:

@@ -11,6 +11,8 @@ from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.kv.manager import KVManager
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.policy import MakePolicy
 from quire.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 50_000
@@ -51,11 +53,13 @@ def dry_run(
     max_model_len: int,
     enable_prefix_caching: bool,
     seed: int = 0,
+    make_policy: MakePolicy = Fifo,
 ) -> tuple[Scheduler, RandomExecutor]:
     """A scheduler over one pool of a group of full attention, and an executor for its plans."""
     group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
     kv = KVManager((group,), (num_blocks,), block_size, enable_prefix_caching)
-    return Scheduler(kv, config, max_model_len), RandomExecutor(seed)
+    scheduler = Scheduler(kv, config, max_model_len, make_policy=make_policy)
+    return scheduler, RandomExecutor(seed)
 
 
 def dry_request(request_id: str, prompt_token_ids: list[int], max_tokens: int) -> Request:

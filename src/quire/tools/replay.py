@@ -4,6 +4,7 @@ The scheduler begins with the snapshot of a segment and gets the recorded calls 
 Every plan is compared field by field. Where a recording holds no tokens, digests come from it, too.
 """
 
+import dataclasses
 import hashlib
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError, RequestError
 from quire.base.events import Event
 from quire.base.plan import Plan
@@ -31,9 +33,11 @@ from quire.engine.calls import (
 )
 from quire.engine.recording import Segment
 from quire.engine.redact import Redaction
+from quire.kv.manager import KVManager
+from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler, digest_blocks
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.snapshot import restore
+from quire.scheduler.snapshot import decode, restore
 
 MOST_CHARS = 160  # of a value that is shown
 
@@ -216,11 +220,34 @@ class _Replay:
 
 def restored(segment: Segment) -> Scheduler:
     """The scheduler as it was at the beginning of a segment. Raises EngineError."""
+    if segment.header["new"] is not None:
+        return _new_scheduler(segment.header)
     scheduler = restore(segment.snapshot)
     if not isinstance(scheduler, Scheduler):
         raise EngineError(f"{segment.path} holds no scheduler.")
     scheduler.events = []
     scheduler.digester = digest_blocks
+    return scheduler
+
+
+def _new_scheduler(header: dict[str, Any]) -> Scheduler:
+    """One that has had no request yet, made as this version makes it: a recording from the start of
+    an engine can be replayed also where the state is kept in another way than it was."""
+    settings, parts = header["settings"], decode(header["new"])
+    kv = KVManager(
+        parts["groups"],
+        parts["num_blocks"],
+        settings["block_size"],
+        settings["enable_prefix_caching"],
+        block_bytes=parts["block_bytes"],
+    )
+    names = [item.name for item in dataclasses.fields(SchedulerConfig)]
+    config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})
+    policy = make_policy(config.scheduling_policy)
+    length, watermark = settings["max_model_len"], settings["watermark"]
+    scheduler = Scheduler(kv, config, length, watermark, make_policy=policy)
+    scheduler.control(parts["rates"], header["now_s"])
+    scheduler.events = []
     return scheduler
 
 

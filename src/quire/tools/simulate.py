@@ -6,6 +6,7 @@ which the scheduler cannot know beforehand.
 """
 
 import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -39,6 +40,9 @@ class StepTime:
         return compute_s + self.context_s * num_context + self.copy_s * num_moved
 
 
+# Llama-3.1-8B in 16 bits on an H200: 16 GB at 4.3 TB/s, half of 989 TFLOP/s, 131 kB per token.
+LLAMA_8B = StepTime(16e9 / 4.3e12, 16e9 / 494e12, 131_072 / 4.3e12)
+
 # P's first setting: OPT-13B in 16 bits on an A100: 26 GB at 1,555 GB/s; 26 GFLOP per token at half
 # of 312 TFLOP/s; 0.82 MB of keys and values per token, whose blocks of 16 cross PCIe at 25 GB/s.
 OPT_13B = StepTime(26e9 / 1555e9, 26e9 / 156e12, 0.82e6 / 1555e9, 16 * 0.82e6 / 25e9)
@@ -58,12 +62,18 @@ class Served:
     """What became of a request; times since the run began."""
 
     arrived_s: float
+    num_prompt: int = 0
     num_output: int = 0
     admitted_s: float = -1.0
     first_token_s: float = -1.0
     finished_s: float = -1.0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+
+    @property
+    def wait_s(self) -> float:
+        """From arrival to the first token."""
+        return self.first_token_s - self.arrived_s
 
 
 @dataclass(slots=True)
@@ -91,26 +101,40 @@ class Run:
 
 
 def simulated_request(
-    request_id: str, prompt_token_ids: list[int], max_tokens: int, priority: int = 0
+    request_id: str, prompt_token_ids: list[int], max_tokens: int, tenant: str = ""
 ) -> Request:
     """A request that stops at the simulation's stop token."""
     params = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, output_kind=RequestOutputKind.FINAL_ONLY
     )
-    return Request(request_id, prompt_token_ids, params, 0, (STOP,), priority=priority)
+    return Request(request_id, prompt_token_ids, params, 0, (STOP,), tenant=tenant)
 
 
-def simulate(scheduler: Scheduler, arrivals: Seq[Arrival], step_time: StepTime) -> Run:
-    """Serve the arrivals one step after the other (depth 1) until all of them have ended."""
+NextArrival = Callable[[str, float], Arrival | None]
+
+
+def simulate(
+    scheduler: Scheduler,
+    arrivals: Seq[Arrival],
+    step_time: StepTime,
+    then: NextArrival = lambda request_id, now: None,
+) -> Run:
+    """Serve the arrivals one step after the other (depth 1) until all of them have ended.
+
+    then: what comes because a request has ended, such as the next turn of a conversation.
+    """
     run, outputs, now, used = Run(), {}, 0.0, 0.0
     queue = [(a.at_s, i, a) for i, a in enumerate(arrivals)]
     heapq.heapify(queue)
+    num = len(queue)
     while queue or scheduler.has_work:
         while queue and queue[0][0] <= now:
             at_s, _, arrival = heapq.heappop(queue)
             scheduler.add(arrival.request, at_s)
             outputs[arrival.request.request_id] = arrival.num_output
-            run.by_id[arrival.request.request_id] = Served(at_s)
+            run.by_id[arrival.request.request_id] = Served(
+                at_s, num_prompt=len(arrival.request.prompt_token_ids)
+            )
         plan = scheduler.schedule(now)
         if plan is None:
             assert queue, "the scheduler has work and plans nothing"
@@ -127,7 +151,10 @@ def simulate(scheduler: Scheduler, arrivals: Seq[Arrival], step_time: StepTime) 
         _take_first_tokens(run, scheduler, plan, now)
         scheduler.update(result, now)
         run.num_steps += 1
-        _take_events(run, scheduler.events, now)
+        for request_id in _take_events(run, scheduler.events, now):
+            if (arrival := then(request_id, now)) is not None:
+                heapq.heappush(queue, (arrival.at_s, num, arrival))
+                num += 1
     run.duration_s, run.used = now, used / max(1, run.num_steps)
     return run
 
@@ -149,7 +176,9 @@ def _take_first_tokens(run: Run, scheduler: Scheduler, plan: Plan, now: float) -
             served.first_token_s = now
 
 
-def _take_events(run: Run, events: list[Event], now: float) -> None:
+def _take_events(run: Run, events: list[Event], now: float) -> list[str]:
+    """Returns the requests that have ended."""
+    ended = []
     for event in events:
         if isinstance(event, Admitted):
             served = run.by_id[event.request_id]
@@ -161,4 +190,6 @@ def _take_events(run: Run, events: list[Event], now: float) -> None:
         elif isinstance(event, Finished):
             served = run.by_id[event.request_id]
             served.finished_s, served.num_output = now, event.num_output_tokens
+            ended.append(event.request_id)
     events.clear()
+    return ended

@@ -53,14 +53,14 @@ class Trace:
 
     def take(self, step: Step, scheduler: Scheduler) -> None:
         now = self._last_s = step.call.now
+        if step.call.kind == UPDATE and self._flights:  # before the endings that came with it
+            plan, planned_s = self._flights.popleft()
+            self._take_step(plan, planned_s, now, step.call.value.duration_s)
         for event in step.events:
             self._take_event(event, now)
         if step.plan is not None:
             self._flights.append((step.plan, now))
             self._count(scheduler, now)
-        if step.call.kind == UPDATE and self._flights:
-            plan, planned_s = self._flights.popleft()
-            self._take_step(plan, planned_s, now, step.call.value.duration_s)
 
     def end(self) -> None:
         """Close what is open when the recording ends."""
@@ -112,8 +112,8 @@ class Trace:
         self._slice(STEPS, 0, f"step {plan.step_id}", start, now, number)
         for row, num_tokens in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
             holder = self._holders.get(row)
-            if holder is None or holder[1] > now:
-                continue
+            if holder is None or holder[1] > planned_s:
+                continue  # who had it then has lost it
             kind = "decode" if num_tokens == 1 else f"chunk of {num_tokens}"
             at = max(start, holder[1])
             self._slice(ROWS, row, kind, at, now, {"step": plan.step_id, "tokens": num_tokens})

@@ -1,0 +1,182 @@
+"""Replays: a scheduler that plans otherwise is found, with the step, the field and the values."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.engine.recording import read_recording
+from quire.kv.manager import KVManager
+from quire.scheduler import scheduler as module
+from quire.scheduler.scheduler import Scheduler
+from quire.tools import replay_model
+from quire.tools.replay import replay_all
+from tests.engine.bench import prompt
+from tests.engine.recordings import Run
+
+CHANGED_AT = 6  # step
+
+
+@pytest.fixture(params=[False, True], ids=["redacted", "tokens"])
+def recording(request, tmp_path: Path) -> Path:
+    run = Run(tmp_path / "run", keeps_tokens=request.param, pipeline_depth=2)
+    for i in range(5):
+        run.ask(f"r{i}", prompt(1, 12) + prompt(i, 9), 10)
+    run.finish()
+    return tmp_path / "run"
+
+
+def difference_of(recording: Path):
+    found = replay_all(read_recording(recording)).difference
+    assert found is not None
+    return found
+
+
+def test_a_smaller_budget_is_found(recording: Path, monkeypatch) -> None:
+    schedule = Scheduler.schedule
+
+    def stingy(self, now):
+        if self._next_step_id == 1:
+            self.token_budget = 20
+        return schedule(self, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", stingy)
+    found = difference_of(recording)
+    assert (found.step_id, found.what) == (1, "plan.num_tokens")
+    assert found.recorded.startswith("2 entries; from entry ") or "entries" in found.recorded
+    assert found.recorded != found.replayed
+    assert found.during.startswith("schedule step 1 at ")
+    assert found.before.startswith("schedule step 0 at ")
+    assert found.lines()[0] == "step 1: plan.num_tokens differs"
+
+
+def test_another_block_is_found(recording: Path, monkeypatch) -> None:
+    """From the second step on fresh blocks are taken from the other end."""
+    schedule, done = Scheduler.schedule, []
+
+    def other_end(self, now):
+        if self._next_step_id == 1 and not done:
+            done.append(self.kv.pools[0]._free.reverse())
+        return schedule(self, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", other_end)
+    found = difference_of(recording)
+    assert found.step_id >= 1
+    assert found.what == "plan.block_writes"
+    assert found.recorded.startswith("block_id: ")
+
+
+def test_no_plan_where_there_was_one(recording: Path, monkeypatch) -> None:
+    schedule = Scheduler.schedule
+
+    def lazy(self, now):
+        return None if self._next_step_id == CHANGED_AT else schedule(self, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", lazy)
+    found = difference_of(recording)
+    assert (found.step_id, found.what) == (CHANGED_AT, "whether there is a plan")
+    assert (found.recorded, found.replayed) == ("a plan", "no plan")
+
+
+def test_an_exception_is_a_difference(recording: Path, monkeypatch) -> None:
+    def broken(self, *_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(KVManager, "get_computed_blocks", broken)
+    found = difference_of(recording)
+    assert (found.step_id, found.what) == (0, "the outcome")
+    assert (found.recorded, found.replayed) == (
+        "nothing was raised",
+        "ZeroDivisionError was raised",
+    )
+
+
+def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
+    """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
+    monkeypatch.setattr(Scheduler, "_is_indexed", lambda self, sequence: False)
+    found = difference_of(recording)
+    assert (found.step_id, found.what) in ((0, "what is looked up"), (1, "plan.computed_bound"))
+
+
+def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypatch) -> None:
+    """The recording ends with the call that raised; the same scheduler raises again there."""
+    run = Run(tmp_path)
+    run.ask("r", prompt(1, 9), 20)
+    run.step(3)
+    update = Scheduler.update
+
+    def broken(self, result, now):
+        if result.step_id == 5:
+            raise KeyError("a bug")
+        return update(self, result, now)
+
+    monkeypatch.setattr(Scheduler, "update", broken)
+    with pytest.raises(Exception, match="cannot go on"):
+        run.step(10)
+    run.core.close()
+    assert replay_all(read_recording(tmp_path)).difference is None
+    monkeypatch.setattr(Scheduler, "update", update)
+    found = difference_of(tmp_path)
+    assert (found.recorded, found.replayed) == ("KeyError was raised", "nothing was raised")
+
+
+def test_the_scheduler_s_own_attributes_may_change(recording: Path, monkeypatch) -> None:
+    """A recording from the start does not depend on how the state is kept."""
+    init = module.RowTable.__init__
+
+    def with_more(self, num_rows, max_model_len):
+        init(self, num_rows, max_model_len)
+        self.new_column = np.zeros(num_rows)
+
+    monkeypatch.setattr(module.RowTable, "__init__", with_more)
+    monkeypatch.setattr(
+        Scheduler, "schedule", lambda self, now, old=Scheduler.schedule: _use(self, old, now)
+    )
+    assert replay_all(read_recording(recording)).difference is None
+
+
+def _use(scheduler, schedule, now):
+    assert not scheduler.table.new_column.any()
+    return schedule(scheduler, now)
+
+
+# ---- with the model --------------------------------------------------------------------------
+
+
+def recorded(directory: Path, keeps_tokens: bool = True, **settings: object) -> None:
+    run = Run(directory, keeps_tokens, **settings)
+    run.everything()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_model_gives_the_same_tokens(tmp_path: Path, depth: int) -> None:
+    recorded(tmp_path, pipeline_depth=depth, preemption_mode="swap")
+    outcome = replay_model.replay_with_model(read_recording(tmp_path), {})
+    assert outcome.difference is None, outcome.difference.lines()
+    assert "sampled tokens are identical" in outcome.notes[-1]
+
+
+def test_another_model_is_found(tmp_path: Path) -> None:
+    from tests.serve.checkpoints import write_checkpoint
+
+    recorded(tmp_path / "run")
+    other = write_checkpoint(tmp_path / "other", "llama", 97, seed=3)
+    segments = read_recording(tmp_path / "run")
+    outcome = replay_model.replay_with_model(segments, {"model": str(other)})
+    assert outcome.difference is not None
+    assert outcome.difference.what.startswith("the token of row ")
+
+
+def test_the_model_needs_tokens_and_the_beginning(tmp_path: Path) -> None:
+    recorded(tmp_path / "without", keeps_tokens=False)
+    with pytest.raises(ConfigError, match="record-tokens"):
+        replay_model.replay_with_model(read_recording(tmp_path / "without"), {})
+    run = Run(tmp_path / "late", keeps_tokens=True)
+    run.ask("r", prompt(1, 9))
+    run.step(2)
+    run.recorder.begin_segment()
+    run.finish()
+    late = list(read_recording(tmp_path / "late"))[1:]
+    with pytest.raises(ConfigError, match="engine's start"):
+        replay_model.replay_with_model(late, {})

@@ -1,0 +1,51 @@
+"""Traces keep to the Chrome trace event format, and show every step and every holder of a row."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.engine.recording import read_recording
+from quire.tools.replay import replay_all
+from quire.tools.trace import ROWS, STEPS, WAITING, write_trace
+from tests.engine.recordings import Run
+
+NEEDED = {
+    "M": {"name", "pid", "args"},
+    "X": {"name", "pid", "tid", "ts", "dur"},
+    "C": {"name", "pid", "ts", "args"},
+    "b": {"name", "cat", "id", "pid", "tid", "ts"},
+    "e": {"name", "cat", "id", "pid", "tid", "ts"},
+    "i": {"name", "pid", "tid", "ts", "s"},
+}
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_trace(tmp_path: Path, cut: bool) -> None:
+    """Also over several segments, of which the second begins in the middle of things."""
+    run = Run(tmp_path / "run", preemption_mode="swap", pipeline_depth=2)
+    run.ask("early", list(range(20)), 40)
+    if cut:
+        run.step(5)
+        run.recorder.begin_segment()
+    run.everything()
+    num = write_trace(tmp_path / "run", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert len(events) == num
+    for event in events:
+        assert NEEDED[event["ph"]] <= event.keys(), event
+        assert isinstance(event["ts"], int) and event["ts"] >= 0
+        assert event.get("dur", 0) >= 0
+        assert event["pid"] in (STEPS, ROWS, WAITING) and isinstance(event["tid"], int)
+    steps = [e for e in events if e["ph"] == "X" and e["pid"] == STEPS]
+    assert len(steps) == replay_all(read_recording(tmp_path / "run")).num_steps
+    assert [e["args"]["step"] for e in steps] == list(range(len(steps)))
+    spans = [(e["ts"], e["ts"] + e["dur"]) for e in steps]
+    assert all(before[1] <= after[0] for before, after in zip(spans, spans[1:], strict=False))
+    assert sum(e["name"] in ("running", "waiting", "free blocks") for e in events) == 3 * len(steps)
+    begun = {e["name"] for e in events if e["ph"] == "b"}
+    assert begun == {request.request_id for request in run.requests}
+    assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events)
+    holders = {e["name"] for e in events if e["ph"] == "X" and e["pid"] == ROWS}
+    assert begun - holders <= {"too late", "aborted"}  # ended while they waited
+    assert any("swap_out of" in e["name"] for e in events if e["ph"] == "i")
