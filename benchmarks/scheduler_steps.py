@@ -70,7 +70,7 @@ def steady_decode(num_rows: int, num_steps: int, caching: bool, spread: bool) ->
             prompt = prompt[i % BLOCK_SIZE :]
         request = dry_request(str(i), prompt, max_tokens=max_len)
         scheduler.add(request, 0.0)
-        client.add(request.request_id, None, prompt, request.params, None, 0.0)
+        client.add(request, None, None, 0.0)
     for _ in range(16):  # the first one computes all prompts
         _step(scheduler, executor, client, Times())
     gc.collect()  # what earlier runs left behind is not this run's

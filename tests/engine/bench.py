@@ -86,8 +86,10 @@ class Bench:
         **settings: Any,
     ) -> None:
         defaults = {"dtype": "float64", "max_model_len": MAX_LEN, "attention_backend": "torch"}
+        defaults["scheduling_policy"] = "fifo"  # a test knows who comes first
         config = config_from_flat(**({"model": str(folder), "block_size": 4} | defaults | settings))
         built = build_runner(config, resolve_model(str(folder)))
+        self.config = built.config
         self.runner = Troubled(built.runner, when)
         built = dataclasses.replace(built, runner=self.runner)  # type: ignore[arg-type]
         self.core = EngineCore(

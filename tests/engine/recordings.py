@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from quire.base.clock import FakeClock
+from quire.base.config import flat_settings
 from quire.base.messages import Abort, Request
 from quire.base.sampling_params import SamplingParams
 from quire.engine.record import Recorder
@@ -44,7 +45,8 @@ class Run:
         self.bench.runner.raises = lambda plan: False
         self.core = self.bench.core
         scheduler = self.core.scheduler
-        self.recorder = Recorder(scheduler, directory, max_bytes, keeps_tokens, {"model": "tiny"})
+        made_from = flat_settings(self.bench.config)
+        self.recorder = Recorder(scheduler, directory, max_bytes, keeps_tokens, made_from)
         self.core.record(self.recorder)
         self.requests: list[Request] = []
 

@@ -78,7 +78,7 @@ def test_steps_that_fail(tmp_path: Path, depth: int, keeps_tokens: bool) -> None
 
 
 def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
-    """Neither tokens in any encoding, nor texts, salts, tenants, nor digests that could be tried."""
+    """Neither tokens in any encoding, nor texts, salts, tenants, nor digests one could try out."""
     run = Run(tmp_path, preemption_mode="swap")
     secrets: list[bytes] = [SALT.encode(), STOP.encode(), b"somebody", b"tenant 0", b"tenant 1"]
     digests: set[bytes] = set()

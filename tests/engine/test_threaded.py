@@ -277,12 +277,14 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
 def test_pacing_expects_no_more_than_the_last_step_took() -> None:
     pacing = Pacing()
     steps = [Plan(i, num_tokens=tokens) for i, tokens in enumerate(map(_tokens, (8, 4, 100)))]
-    assert pacing.due_s(steps[:1]) <= 0.0
+    assert pacing.due_s(steps[:1]) == 0.0
     pacing.begin(10.0)
     pacing.end(steps[0], 12.0)
     assert pacing.due_s(steps[1:2]) == pytest.approx(12.0 + SHARE * 1.0 - LEAD_S)
     assert pacing.due_s(steps[2:3]) == pytest.approx(12.0 + SHARE * 2.0 - LEAD_S)
     assert pacing.due_s(steps[1:]) == pytest.approx(12.0 + SHARE * 3.0 - LEAD_S)
+    pacing.end(steps[1], 12.001)  # so short that there is no time to wait
+    assert pacing.due_s(steps[2:]) == 12.001
 
 
 def _tokens(num: int) -> Int32:

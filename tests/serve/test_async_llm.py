@@ -82,10 +82,11 @@ def run(program: Callable[[], Awaitable[None]]) -> None:
 @pytest.fixture
 def homes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where the private directories of this test's cores are; none must be left."""
+    text_checkpoint(), checkpoint("llama")  # kept for all tests, elsewhere
     with tempfile.TemporaryDirectory() as folder:  # tmp_path is too long for a socket
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
-        assert not list(Path(folder).iterdir())
+        assert not list(Path(folder).glob("quire-*"))
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -100,9 +100,9 @@ class SchedulerConfig:
         " 503. No limit if absent",
     )
     scheduling_policy: str = setting(
-        "fifo",
+        "two-level",
         "who is served first: fifo (fcfs is vLLM's name of it), srtf (the shortest remaining"
-        " prompt), two-level (srtf within batches of 8 arrivals)",
+        " prompt), two-level (srtf within batches of 8 arrivals, and nobody starves)",
         choices=("fifo", "fcfs", "srtf", "two-level"),
         plugins=POLICIES,
     )
@@ -115,7 +115,11 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = setting(
         0, "most tokens of one prompt in one step; 0 is no limit but the step's", unit="tokens"
     )
-    pipeline_depth: int = setting(1, "plans in flight; 1 waits for each result")
+    pipeline_depth: int = setting(
+        1,
+        "plans in flight; 1 waits for each result, which is fastest on a CPU; from 2 on the model"
+        " runs on a thread of its own, and the next step is planned meanwhile",
+    )
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,8 @@ class EngineCore:
                 news = news_of(self.take_late())
             elif waits or self._is_answered:
                 news = news_of(self.take())
+                if not waits and self._submitted and self._is_due():
+                    self.plan()  # before the news go out: steps are short
         except EngineError as error:
             self._death = str(error)
             raise

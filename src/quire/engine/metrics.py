@@ -17,7 +17,16 @@ from types import MappingProxyType
 import numpy as np
 
 from quire.base.config import CacheConfig
-from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, Stepped
+from quire.base.events import (
+    Admitted,
+    Appended,
+    Event,
+    Finished,
+    Planned,
+    Preempted,
+    Queued,
+    Stepped,
+)
 from quire.engine.histogram import (
     REQUEST_S,
     STEP_TOKENS,
@@ -115,6 +124,8 @@ class EngineMetrics:
                 self._step(event)
             case Queued():
                 self._queue(event)
+            case Appended():
+                self._append(event)
             case Admitted():
                 self._admit(event)
             case Preempted():
@@ -165,6 +176,11 @@ class EngineMetrics:
             received_s=event.received_s or event.at_s,
             queued_s=event.at_s,
         )
+
+    def _append(self, event: Appended) -> None:
+        timeline = self.timelines.get(event.request_id)
+        if timeline is not None:
+            timeline.num_prompt_tokens += event.num_tokens
 
     def _admit(self, event: Admitted) -> None:
         """A request takes over a row, and with it the place where its last token's time is kept.

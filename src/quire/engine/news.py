@@ -45,9 +45,13 @@ class News:
 
     def messages(self) -> list[SequenceOutput]:
         """One per sequence that has news."""
-        if not self.token_ids:
-            return self.outputs
-        return self.tokens(self.request_ids).outputs() + self.outputs
+        plain = [
+            SequenceOutput(
+                s.request.request_id, [token], num_cached_tokens=s.num_cached_tokens, index=s.index
+            )
+            for s, token in zip(self.sequences, self.token_ids, strict=True)
+        ]
+        return plain + self.outputs
 
 
 def news_of(outputs: StepOutputs) -> News:

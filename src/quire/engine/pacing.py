@@ -1,7 +1,7 @@
 """When to plan the next step: late, so that requests which arrive meanwhile are in it, and early
 enough that the device does not wait for it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from quire.base.plan import Plan
 
@@ -31,8 +31,10 @@ class Pacing:
         self._duration_s = now_s - self._began_s
         self._began_s = now_s
 
-    def due_s(self, in_flight: Iterable[Plan]) -> float:
+    def due_s(self, in_flight: Collection[Plan]) -> float:
         """When to plan the next step behind those in flight."""
+        if SHARE * self._duration_s * len(in_flight) <= LEAD_S:
+            return self._began_s
         per_token_s = self._duration_s / self._num_tokens
         expected_s = sum(
             min(self._duration_s, per_token_s * plan.num_scheduled_tokens) for plan in in_flight

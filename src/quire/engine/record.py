@@ -39,7 +39,7 @@ from quire.engine.calls import (
 from quire.engine.recording import FORMAT, RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
 from quire.scheduler.results import StepOutputs
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.scheduler import Digester, Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import Deferred, dump, encode
 
@@ -72,7 +72,8 @@ class Doors(Protocol):
 class Recorder:
     """The doors of a scheduler, with a record of what passes.
 
-    directory: for the segments; max_bytes: of all of them. settings: for the header, flat.
+    directory: for the segments; max_bytes: of all of them. settings: from which this scheduler was
+    just made, flat; with them a replay makes one of its own, also of a later version.
     Raises ConfigError if nothing can be written there.
     """
 
@@ -97,11 +98,13 @@ class Recorder:
         }
         self._is_on = False
         self._digests: list[tuple[int, list[bytes]]] = []
+        self._header["new"] = encode(_parts_of(scheduler)) if settings is not None else None
         self._put(self._segment(now))
+        self._header["new"] = None
         self._is_on = True
         if not keeps_tokens:
             self._digester = scheduler.digester
-            scheduler.digester = self._digest
+            scheduler.digester = _overheard(scheduler.digester, self._digests)
         self._end = weakref.finalize(self, _Writer.stop, self._writer)
 
     # ---- the doors ---------------------------------------------------------------------------
@@ -114,6 +117,7 @@ class Recorder:
 
     def schedule(self, now: float) -> Plan | None:
         if not self._is_ready(now):
+            self._digests.clear()
             return self._scheduler.schedule(now)
         put = self._put
         put((SCHEDULE, now))
@@ -149,6 +153,11 @@ class Recorder:
     @property
     def is_recording(self) -> bool:
         return self._is_on
+
+    @property
+    def writer_cpu_s(self) -> float:
+        """Processor time that the writer's thread has used."""
+        return self._writer.cpu_s
 
     def begin_segment(self) -> None:
         """Begin a new segment, with a snapshot, before the next call."""
@@ -204,7 +213,7 @@ class Recorder:
         if self._is_on:
             self._put((END, "goes on"))
         self._put(item)
-        self._digests = []
+        self._digests.clear()
         self._is_on = item[0] == SEGMENT
 
     def _segment(self, now: float) -> tuple[Any, ...]:
@@ -215,16 +224,33 @@ class Recorder:
         header = self._header | {"unix_s": time.time(), "now_s": now, "follows": self._is_on}
         return SEGMENT, header, snapshot, context
 
-    def _digest(self, sequence: Sequence, block_size: int, num_blocks: int) -> None:
-        """The scheduler's digester, overheard."""
-        known = len(sequence.digests)
-        self._digester(sequence, block_size, num_blocks)
-        if self._is_on:
-            self._digests.append((sequence.arrival, sequence.digests[known:]))
-
     def _put_digests(self) -> None:
-        self._put((DIGESTS, self._digests))
-        self._digests = []
+        if self._is_on:
+            self._put((DIGESTS, self._digests.copy()))
+        self._digests.clear()
+
+
+def _overheard(digester: Digester, found: list[tuple[int, list[bytes]]]) -> Digester:
+    """The digester, with a note of what it gave in `found`. It is called once per new block."""
+
+    def digest(sequence: Sequence, block_size: int, num_blocks: int) -> None:
+        digests = sequence.digests
+        known = len(digests)
+        digester(sequence, block_size, num_blocks)
+        found.append((sequence.arrival, digests[known:]))
+
+    return digest
+
+
+def _parts_of(scheduler: Scheduler) -> dict[str, Any]:
+    """What a new scheduler is made of beside settings."""
+    kv = scheduler.kv
+    return {
+        "groups": kv.groups,
+        "num_blocks": [pool.num_blocks for pool in kv.pools],
+        "block_bytes": kv.block_bytes,
+        "rates": scheduler.rates,
+    }
 
 
 def _open(directory: Path, max_bytes: int, redaction: Redaction | None) -> "_Writer":

@@ -92,8 +92,9 @@ class RecordingFiles:
 
 @dataclass(frozen=True)
 class Segment:
-    """header: format, version, settings, whether tokens were kept. snapshot: `scheduler.snapshot`'s
-    data. items: of `engine/calls.py`. is_cut: the last frame is not whole."""
+    """header: format, version, settings, whether tokens were kept; `new`: what the scheduler was
+    made of, if the segment begins with its start. snapshot: `scheduler.snapshot`'s data. items: of
+    `engine/calls.py`. is_cut: the last frame is not whole."""
 
     path: Path
     header: dict[str, Any]

@@ -144,7 +144,9 @@ class Redaction:
         if isinstance(value, Candidates):
             return self.candidates(value, self._context.stops.get(id(value), ()))
         if isinstance(value, SamplingParams):
-            return msgspec.structs.replace(value, **dict.fromkeys(DROPPED_PARAMS))
+            if any(getattr(value, n) for n in DROPPED_PARAMS):
+                return msgspec.structs.replace(value, **dict.fromkeys(DROPPED_PARAMS))
+            return value
         if isinstance(value, msgspec.Struct):
             fields = {n: self.value(getattr(value, n), n) for n in value.__struct_fields__}
             return type(value)(**fields)

@@ -37,7 +37,7 @@ from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.results import Ending, StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
 from quire.scheduler.streaming import append, check_open, has_something_to_compute
-from quire.scheduler.swap import forget, swap_is_cheaper, swap_out
+from quire.scheduler.swap import forget, num_kept_tokens, swap_is_cheaper, swap_out
 from quire.scheduler.time_limits import TimeLimits
 
 Digester = Callable[[Sequence, int, int], None]
@@ -309,7 +309,7 @@ class Scheduler:
         for member in members:
             rows.add(member.row)
             if swaps:
-                member.num_swapped_tokens = member.num_computed_tokens
+                member.num_swapped_tokens = num_kept_tokens(member)
             else:
                 lost += member.num_computed_tokens
             self._leave_row(member)

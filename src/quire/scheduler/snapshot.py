@@ -93,7 +93,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, np.generic):
         return [SCALAR, value.dtype.str, value.tobytes()]
     if kind.__module__.startswith(VOCABULARY):
-        return [LEAF, _name(kind), {name: encode(getattr(value, name)) for name in _fields(kind)}]
+        return [LEAF, _name(kind), {name: encode(item) for name, item in _contents(value, kind)}]
     raise EngineError(f"a {kind.__qualname__} cannot be kept in a snapshot.")
 
 
@@ -301,12 +301,16 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
     return shape
 
 
-def _fields(kind: type) -> tuple[str, ...]:
-    """Of a dataclass or a msgspec struct."""
+def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
+    """The fields of a dataclass, or those of a msgspec struct that are not as if left out."""
     if dataclasses.is_dataclass(kind):
-        return tuple(item.name for item in dataclasses.fields(kind))
+        return [(item.name, getattr(value, item.name)) for item in dataclasses.fields(kind)]
     names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
-    return names
+    defaults: tuple[Any, ...] = getattr(kind, "__struct_defaults__", ())
+    first = len(names) - len(defaults)
+    items = [(name, getattr(value, name)) for name in names]
+    rest = zip(items[first:], defaults, strict=True)
+    return items[:first] + [item for item, default in rest if item[1] is not default]
 
 
 def _attributes(value: object) -> list[str]:

@@ -58,10 +58,18 @@ def _undo(scheduler: "Scheduler", member: Sequence, draft: Draft) -> None:
             table.blocks[table.blocks.index(destination)] = source
             pool.acquire(source)
             pool.release(destination)
-    num_tokens = member.num_computed_tokens
+    num_tokens = num_kept_tokens(member)
     if member.blocks.num_tokens > num_tokens:
         scheduler.kv.truncate(member.blocks, num_tokens)
     member.blocks.advance(num_tokens)
+
+
+def num_kept_tokens(member: Sequence) -> int:
+    """Computed tokens that a running member keeps when it is swapped out. A beam whose candidates
+    are on their way will not get them, and must compute its last token again."""
+    if member.group is not None and member.group.search is not None:
+        return min(member.num_computed_tokens, member.num_known_tokens - 1)
+    return member.num_computed_tokens
 
 
 def can_swap_in(scheduler: "Scheduler", members: list[Sequence], reserve: int) -> bool:

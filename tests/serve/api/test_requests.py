@@ -1,0 +1,55 @@
+"""GET /v1/requests/{id}: a request's time line, for the key that made it."""
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.serve.api.app import create_app
+from tests.serve.api.conftest import MODEL, MakeContext
+
+BODY = {"model": MODEL, "prompt": "The sea", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+
+def test_a_completion_and_a_chat(api: TestClient) -> None:
+    answer = api.post("/v1/completions", json=BODY).json()
+    told = api.get(f"/v1/requests/{answer['id']}").json()
+    assert (told["object"], told["state"]) == ("request.timeline", "finished")
+    assert told["id"].startswith(answer["id"])
+    assert told["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    assert (told["output_tokens"], told["finish_reason"]) == (4, "length")
+    assert 0 <= told["admitted_ms"] <= told["first_token_ms"] <= told["finished_ms"]
+    assert told["in_words"][-1].startswith("ended after ")
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    answer = api.post("/v1/chat/completions", json=chat).json()
+    assert api.get(f"/v1/requests/{answer['id']}").json()["id"] == answer["id"]
+
+
+def test_an_answer_of_several_prompts(api: TestClient) -> None:
+    answer = api.post("/v1/completions", json=BODY | {"prompt": ["The sea", "A fox"]}).json()
+    told = api.get(f"/v1/requests/{answer['id']}").json()
+    assert told["object"] == "list" and len(told["data"]) == 2
+
+
+def test_unknown_ids(api: TestClient) -> None:
+    for name in ("cmpl-nothing", "x" * 500, "%00", "%E2%82%AC"):
+        response = api.get(f"/v1/requests/{name}")
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["code"], error["type"]) == ("not_found", "invalid_request_error")
+        assert len(error["message"]) < 500
+
+
+def test_only_the_key_that_asked_is_told(make_context: MakeContext) -> None:
+    """Others get the same answer as for an id that does not exist; without a key it is 401."""
+    app = create_app(make_context(api_key=("one", "two")))
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+    with TestClient(app) as api:
+        answer = api.post("/v1/completions", json=BODY, headers=one).json()
+        path = f"/v1/requests/{answer['id']}"
+        assert api.get(path, headers=one).json()["state"] == "finished"
+        assert api.get(path, headers=two).status_code == 404
+        assert api.get(path).status_code == 401
+
+
+@pytest.mark.parametrize("method", ["post", "delete", "put"])
+def test_it_is_only_read(api: TestClient, method: str) -> None:
+    assert getattr(api, method)("/v1/requests/cmpl-1").status_code == 405

@@ -1,0 +1,73 @@
+"""`quire serve --record`: the real server's runs are replayed, also that of one that was killed."""
+
+import http.client
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from quire.engine.recording import read_recording
+from quire.tools.replay import replay_all
+from tests.serve.processes import WAIT_S, Server, kill, wait_until
+
+RESTART = ("--restart-engine", "--shutdown-timeout", "5")
+
+
+def ask(server: Server, prompt: str, **more: Any) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 20} | more
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+    )
+    answer: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return answer
+
+
+def read(server: Server, path: str) -> dict[str, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+    connection.request("GET", path)
+    found: dict[str, Any] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+def test_a_server_that_is_killed_and_one_that_ends(tmp_path: Path) -> None:
+    """Many at once, n, beams; a time line while the server runs; then the core is killed: what it
+    did until then can be replayed, and the next core records on."""
+    server = Server("--record", str(tmp_path / "run"), "--max-num-seqs", "6", *RESTART)
+    try:
+        stories = [f"Story {i}: once upon a time" for i in range(6)]
+        kinds: list[dict[str, Any]] = [
+            {},
+            {"n": 3},
+            {"use_beam_search": True, "n": 2, "temperature": 0},
+        ]
+        threads = [
+            threading.Thread(target=ask, args=(server, story), kwargs=kinds[i % 3])
+            for i, story in enumerate(stories)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        answer = ask(server, stories[0])
+        told = read(server, f"/v1/requests/{answer['id']}")
+        assert told["output_tokens"] == answer["usage"]["completion_tokens"]
+        assert server.get("/v1/requests/cmpl-unknown") == 404
+        wait_until(
+            lambda: replay_all(read_recording(tmp_path / "run")).num_requests >= 6, "written"
+        )
+        kill(server.core)
+        wait_until(lambda: server.get("/health") == 503, "the core is gone")
+        wait_until(lambda: server.get("/health") == 200, "there is a new core")
+        ask(server, "After the fall")
+    finally:
+        server.stop()
+    segments = list(read_recording(tmp_path / "run"))
+    assert len(segments) == 2
+    outcome = replay_all(segments)
+    assert outcome.difference is None, outcome.difference.lines()
+    assert outcome.num_requests >= 7
+    for path in (tmp_path / "run").iterdir():
+        assert b"once upon" not in path.read_bytes()
