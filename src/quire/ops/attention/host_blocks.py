@@ -9,7 +9,7 @@ computed, and reaches its place in the mirror when somebody asks for it.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,8 @@ import torch
 from quire.ops.memory import lazy_zeros
 
 Int32 = npt.NDArray[np.int32]
+
+PART_BYTES = 16 << 20  # of one gathered buffer
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,22 @@ class HostBlocks:
 
     def swap_out(self, place: int, source: Int32, destination: Int32) -> None:
         """Copy blocks `source` of a device tensor to blocks `destination` of its mirror."""
+        for part in self._parts(place, len(source)):
+            self._swap_out(place, source[part], destination[part])
+
+    def load(self, place: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks back: from `source` of the mirror to `destination` of the device tensor."""
+        for part in self._parts(place, len(source)):
+            self._load(place, source[part], destination[part])
+
+    def _parts(self, place: int, num_blocks: int) -> Iterator[slice]:
+        """A buffer of another size each time would be taken from the operating system anew, which
+        takes longer than the copy."""
+        kv = self._device_kv[place]
+        size = max(1, PART_BYTES * kv.shape[self._dim] // max(1, kv.numel() * kv.element_size()))
+        return (slice(start, start + size) for start in range(0, num_blocks, size))
+
+    def _swap_out(self, place: int, source: Int32, destination: Int32) -> None:
         device, host = self._device_kv[place], self._mirror(place)
         blocks = device.index_select(self._dim, _index(source, device))
         if self._stream is None:
@@ -52,8 +70,7 @@ class HostBlocks:
         self._settle(only_done=True)
         self._arriving.append(self._send(self._stream, place, _index(destination, host), blocks))
 
-    def load(self, place: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks back: from `source` of the mirror to `destination` of the device tensor."""
+    def _load(self, place: int, source: Int32, destination: Int32) -> None:
         self._settle()
         device, host = self._device_kv[place], self._mirror(place)
         blocks = host.index_select(self._dim, _index(source, host))
