@@ -3,13 +3,15 @@
     python benchmarks/recording.py
 
 One scheduler, in turn for a few steps by way of the recorder and for a few past it (two schedulers
-differ by more than what is looked for, by where their arrays lie). `steady`: all rows decode; their lengths are spread, so a sixteenth of the rows
-enters a new block in every step. `churn`: in every step some requests end and as many arrive, with
-prefix hits. The device is a pause of --device-ms after each plan, in which the thread that encodes
-and writes can work, as it does while a model runs; 0 leaves it no pause at all.
+differ by more than what is looked for, by where their arrays lie). `steady`: all rows decode; their
+lengths are spread, so a sixteenth of the rows enters a new block in every step. `churn`: in every
+step some requests end and as many arrive, with prefix hits. The device is a pause of --device-ms
+after each plan, in which the thread that encodes and writes can work, as it does while a model
+runs; 0 leaves it no pause at all.
 
-`calls`: what the core's thread pays. `writer`: processor time of the other thread per step, which
-runs beside the device. `disk`: what is written. `snapshot`: the core's pause when a segment begins.
+`median`, `mean`: how much more the core's thread pays. `writer`: processor time of the other thread
+per step, which runs beside the device. `bytes/step`: what is written. `snapshot`: the core's pause
+when a segment begins.
 """
 
 import gc

@@ -37,7 +37,7 @@ def golden_paths() -> list[Path]:
 def make(name: str) -> Path:
     """Record one run; the file."""
     with tempfile.TemporaryDirectory() as directory:
-        run = Run(Path(directory), **RUNS[name])
+        run = Run(Path(directory), **({"scheduling_policy": "fifo"} | RUNS[name]))
         run.everything()
         [segment] = segment_paths(Path(directory))
         path = HERE / f"{name}.rec"

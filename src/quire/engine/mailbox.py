@@ -16,7 +16,7 @@ class Mailbox:
     def __init__(self, deltas: bool) -> None:
         self._deltas = deltas
         self._outputs: list[RequestOutput] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -27,7 +27,7 @@ class Mailbox:
         self._outputs.append(output)
         self._wake()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """The reader gets what is there, then the error."""
         self._error = error
         self._wake()

@@ -6,8 +6,6 @@ string ended, which only this side can see; what the core still sends for those 
 
 from collections.abc import Iterable
 
-import msgspec
-
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, BeamOutput, Request, SequenceOutput
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -104,7 +102,7 @@ class _OpenRequest:
 
     __slots__ = (
         "_kind", "_metrics", "_num_cached_tokens", "_params", "_prompt", "_prompt_logprobs",
-        "_request", "_samples", "_tokenizer", "num_open", "only",
+        "_prompt_token_ids", "_request", "_samples", "_tokenizer", "num_open", "only",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +114,8 @@ class _OpenRequest:
     ) -> None:
         self._request = request
         self._prompt = prompt
+        own = request.prompt_token_ids
+        self._prompt_token_ids = own.copy() if request.is_open else own  # the request's stay
         self._params = params = request.params
         self._kind = RequestOutputKind.FINAL_ONLY if params.is_ranked else params.output_kind
         self._metrics = RequestMetrics(arrival_s)
@@ -131,14 +131,13 @@ class _OpenRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self._request.prompt_token_ids)
+        return len(self._prompt_token_ids)
 
     def append(self, token_ids: list[int]) -> None:
         """Take a piece of the prompt. There is no output before the last one."""
-        request = self._request
-        prompt = request.prompt_token_ids + token_ids
-        self._request = msgspec.structs.replace(request, prompt_token_ids=prompt)
-        self.only = Sample(0, prompt, self._params, self._tokenizer, request.hides_logprobs)
+        prompt = self._prompt_token_ids
+        prompt += token_ids
+        self.only = Sample(0, prompt, self._params, self._tokenizer, self._request.hides_logprobs)
         self._samples = [self.only]
 
     def take(self, output: SequenceOutput, now_s: float) -> Abort | None:
@@ -221,11 +220,11 @@ class _OpenRequest:
         prompt_logprobs = None if collector is None else collector.logprobs
         if delta:
             self._prompt_logprobs = None  # sent once
-        only, request = self.only, self._request
+        only = self.only
         return RequestOutput(
-            request.request_id,
+            self._request.request_id,
             self._prompt,
-            request.prompt_token_ids,
+            self._prompt_token_ids,
             prompt_logprobs,
             self._completions(delta) if only is None else [only.completion(delta)],
             self.num_open == 0,

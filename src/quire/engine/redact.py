@@ -28,6 +28,7 @@ from quire.scheduler.scheduler import Scheduler
 
 NEUTRAL = -2  # stands for a token that does not end its sequence; -1 pads lists of stop ids
 DIGEST_BYTES = 16
+NUMBERS = frozenset({type(None), bool, int, float})
 BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # of the scheduler's state
 PLAIN = {"request_id", "for_request_id", "finish_reason", "kind"}
 KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
@@ -128,6 +129,8 @@ class Redaction:
 
     def value(self, value: Any, name: str = "") -> Any:
         """A value of the vocabulary without what must not be written; name: of its attribute."""
+        if type(value) in NUMBERS:
+            return value
         if isinstance(value, str):
             return value if name in PLAIN else self.text(value)
         if isinstance(value, bytes):

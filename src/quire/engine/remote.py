@@ -178,6 +178,17 @@ class RemoteClient:
             if self._is_alive:
                 self._send(Abort(request_id))
 
+    def fail(self, request_id: str, error: BaseException) -> None:
+        """End a request, here and in the core: its reader gets what there is, then the error. An id
+        that is not open is ignored."""
+        if request_id not in self._outputs:
+            return
+        self._outputs.drop(request_id)
+        box = self._boxes[request_id]
+        if self._is_alive and not box.failed:
+            self._send(Abort(request_id))
+        box.fail(error)
+
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         if request_id not in self._outputs:
             raise RequestError(f"no request {request_id!r} is open; it may have ended.")

@@ -11,8 +11,9 @@ Frozen vocabulary (`quire.base`: requests, plans, parameters) never changes afte
 what holds nothing but numbers and text is copied quickly; both are left as `Deferred`, for another
 thread to encode. Who encodes may replace them: `Deferred.name` is the attribute that holds a value.
 
-Integers have at most 64 bits. `restore` makes instances without calling anything of theirs and takes only classes, functions and
-methods of the rooms below. A file cannot make it run code of its own.
+Integers have at most 64 bits. `restore` makes instances without calling anything of theirs and
+takes only classes, functions and methods of the rooms below. A file cannot make it run code of its
+own.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ import math
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -170,9 +172,12 @@ class _Dump:
             if kinds <= PRIMITIVES:
                 return Deferred(value.copy(), name) if kinds & TEXTS else [LIST, *value]
             return [LIST, *(self.refer(item, name) for item in value)]
-        if kind is dict and kinds | set(map(type, value.values())) <= PRIMITIVES:
-            return Deferred(value.copy(), name)
         tag = DICT if kind is dict else ORDERED
+        kinds |= set(map(type, value.values()))
+        if kinds <= PRIMITIVES - TEXTS:
+            return [tag, *chain.from_iterable(value.items())]
+        if kind is dict and kinds <= PRIMITIVES:
+            return Deferred(value.copy(), name)
         return [tag, *(self.refer(item, name) for pair in value.items() for item in pair)]
 
     def name(self, what: Any, found_at: str) -> str:
