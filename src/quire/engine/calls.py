@@ -59,7 +59,10 @@ class CallEncoder:
         if kind == UPDATE:
             return [UPDATE, item[1], self._result(*item[2:])]
         if kind == DIGESTS:
-            return [DIGESTS, *([arrival, *map(self._data, new)] for arrival, new in item[1])]
+            return [
+                DIGESTS,
+                *([arrival, *map(self._data, all_[a:b])] for arrival, all_, a, b in item[1]),
+            ]
         if kind in (ADD, CONTROL):
             value = item[2]
             if self._redaction is not None:

@@ -44,7 +44,7 @@ class InProcessClient:
             raise RequestError(f"no request {request_id!r} is open; it may have ended.")
         num_before = self._outputs.num_prompt_tokens(request_id)
         self.core.limits.check_piece(token_ids, num_before)
-        self._outputs.append(request_id, token_ids)
+        self._outputs.append(request_id, token_ids, is_last)
         self.core.control(Append(request_id, token_ids, is_last))
 
     def step(self) -> list[RequestOutput]:

@@ -69,9 +69,9 @@ class OutputProcessor:
         ready += [request.output() for request in groups.values() if request.is_due()]
         return ready, aborts
 
-    def append(self, request_id: str, token_ids: list[int]) -> None:
+    def append(self, request_id: str, token_ids: list[int], is_last: bool) -> None:
         """A piece of a prompt that comes in pieces."""
-        self._requests[request_id].append(token_ids)
+        self._requests[request_id].append(token_ids, is_last)
 
     def num_prompt_tokens(self, request_id: str) -> int:
         return self._requests[request_id].num_prompt_tokens
@@ -133,12 +133,13 @@ class _OpenRequest:
     def num_prompt_tokens(self) -> int:
         return len(self._prompt_token_ids)
 
-    def append(self, token_ids: list[int]) -> None:
+    def append(self, token_ids: list[int], is_last: bool) -> None:
         """Take a piece of the prompt. There is no output before the last one."""
-        prompt = self._prompt_token_ids
+        prompt, hides = self._prompt_token_ids, self._request.hides_logprobs
         prompt += token_ids
-        self.only = Sample(0, prompt, self._params, self._tokenizer, self._request.hides_logprobs)
-        self._samples = [self.only]
+        if is_last:  # the text of the output continues that of the whole prompt
+            self.only = Sample(0, prompt, self._params, self._tokenizer, hides)
+            self._samples = [self.only]
 
     def take(self, output: SequenceOutput, now_s: float) -> Abort | None:
         """Take in what one step gave one sequence; the abort of one that a stop string ended."""

@@ -57,6 +57,9 @@ OMITTED = ("digester", "events")  # of the scheduler's state: a replay brings it
 T = TypeVar("T")
 
 
+NewDigests = tuple[int, list[bytes], int, int]  # arrival; of this list, those from here to there
+
+
 class Doors(Protocol):
     """The four ways into a scheduler; also a recorder's."""
 
@@ -97,7 +100,7 @@ class Recorder:
             "settings": dict(settings or {}),
         }
         self._is_on = False
-        self._digests: list[tuple[int, list[bytes]]] = []
+        self._digests: list[NewDigests] = []
         self._header["new"] = encode(_parts_of(scheduler)) if settings is not None else None
         self._put(self._segment(now))
         self._header["new"] = None
@@ -230,14 +233,15 @@ class Recorder:
         self._digests.clear()
 
 
-def _overheard(digester: Digester, found: list[tuple[int, list[bytes]]]) -> Digester:
+def _overheard(digester: Digester, found: list[NewDigests]) -> Digester:
     """The digester, with a note of what it gave in `found`. It is called once per new block."""
 
+    note = found.append
+
     def digest(sequence: Sequence, block_size: int, num_blocks: int) -> None:
-        digests = sequence.digests
-        known = len(digests)
+        digests = sequence.digests  # it only ever grows: the writer's thread takes its part later
+        note((sequence.arrival, digests, len(digests), num_blocks))
         digester(sequence, block_size, num_blocks)
-        found.append((sequence.arrival, digests[known:]))
 
     return digest
 

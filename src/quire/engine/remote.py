@@ -194,7 +194,7 @@ class RemoteClient:
             raise RequestError(f"no request {request_id!r} is open; it may have ended.")
         num_before = self._outputs.num_prompt_tokens(request_id)
         self._limits().check_piece(token_ids, num_before)
-        self._outputs.append(request_id, token_ids)
+        self._outputs.append(request_id, token_ids, is_last)
         self._send(Append(request_id, token_ids, is_last))
 
     async def metrics(self) -> str:
