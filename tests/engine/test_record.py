@@ -84,10 +84,11 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     digests: set[bytes] = set()
     digester = run.core.scheduler.digester
 
-    def overheard(sequence, size, num) -> None:
-        digester(sequence, size, num)
-        digests.update(sequence.digests)
-        digests.add(sequence.root)
+    def overheard(sequences, size, counts) -> None:
+        digester(sequences, size, counts)
+        for sequence in sequences:
+            digests.update(sequence.digests)
+            digests.add(sequence.root)
 
     run.core.scheduler.digester = overheard
     for i in range(4):  # a segment begins in the middle of things, several times

@@ -23,7 +23,8 @@ def computed(kv: KVManager, num_tokens: int) -> SequenceBlocks:
     """A sequence whose tokens were computed in one step and whose full blocks are named."""
     sequence = kv.new_sequence()
     assert kv.allocate_slots(sequence, num_tokens) is not None
-    kv.index_blocks(sequence, digests_of(num_tokens))
+    digests = digests_of(num_tokens)
+    kv.index_blocks(sequence, digests, len(digests))
     return sequence
 
 

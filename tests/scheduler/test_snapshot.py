@@ -16,8 +16,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.scheduler.beams import Beam
+from quire.scheduler.crossing import digest_blocks
 from quire.scheduler.fifo import Fifo
-from quire.scheduler.scheduler import Scheduler, digest_blocks
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import CLASS, INSTANCE, METHOD, REF, decode, dump, encode, restore
 from tests.scheduler.programs import run_machine
 from tests.scheduler.test_scheduler_machine import FULL, MixedMachine, SchedulerMachine

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
+from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
@@ -18,10 +19,11 @@ from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.digest import cache_fingerprint
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
+from quire.models.packing import weight_formats
 from quire.models.source import ModelSource, resolve_model
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner
-from quire.scheduler.policies import make_policy
+from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
@@ -66,6 +68,7 @@ def build_core(
 ) -> BuiltCore:
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
     flight the model is loaded, and does all its work, on a thread of its own."""
+    _check_record(config)
     if config.scheduler.pipeline_depth == 1:
         built = build_runner(config, source, progress)
         executor: Executor = InProcessExecutor(built)
@@ -97,12 +100,22 @@ def build_core(
     return BuiltCore(core, config, built.spec, built.memory)
 
 
+def _check_record(config: EngineConfig) -> None:
+    """Raise ConfigError for an engine that cannot be recorded, but shall be."""
+    policy = config.scheduler.scheduling_policy
+    if config.record is not None and policy not in POLICIES:
+        raise ConfigError(
+            f"record={config.record!r} cannot keep the scheduling policy {policy!r}, which another"
+            f" package brings; leave record out, or take one of {', '.join(POLICIES)}."
+        )
+
+
 def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
     """The scheduler of a runner, over pools of the size that its memory plan found."""
     config = built.config
     fingerprint = cache_fingerprint(
         name, config.model.revision or "", str(built.dtype), built.backend_name,
-        str(config.cache.block_size), repr(built.spec),
+        str(config.cache.block_size), repr(built.spec), repr(weight_formats(config.model)),
     )  # fmt: skip
     kv = KVManager(
         built.spec.cache_groups,

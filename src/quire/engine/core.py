@@ -33,7 +33,6 @@ logger = logging.getLogger("quire")
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2
 
-STARVED_S = 0.01  # how long to rest when nothing can be planned and nothing is in flight
 
 Subscriber = Callable[[Event], None]
 
@@ -123,13 +122,15 @@ class EngineCore:
         return self._go_on(waits=False)
 
     def rest_s(self) -> float | None:
-        """How long nothing is to be done; None: until a message comes or the bell rings."""
+        """How long nothing is to be done; None: until a message comes or the bell rings. A request
+        may become late while nothing can be planned, if its prompt is still open."""
         if not self.has_work:
             return None
         if self._is_answered or self._death is not None:
             return 0.0
         if self._is_planned_out:
-            return None if self._submitted else STARVED_S
+            late_s = None if self._submitted else self.scheduler.time_limits.next_s
+            return None if late_s is None else max(0.0, late_s - self._clock.now())
         if not self._submitted:
             return 0.0
         return max(0.0, self._pacing.due_s(self._submitted) - self._clock.now())
@@ -166,7 +167,8 @@ class EngineCore:
     def _is_due(self) -> bool:
         """Whether the next step is to be planned now: nothing runs, or not for much longer."""
         if self._is_planned_out:
-            return False
+            late_s = self.scheduler.time_limits.next_s
+            return late_s is not None and late_s <= self._clock.now()
         if not self._submitted or self._is_answered:
             return True
         return self._pacing.due_s(self._submitted) <= self._clock.now()

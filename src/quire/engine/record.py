@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -38,8 +39,9 @@ from quire.engine.calls import (
 )
 from quire.engine.recording import FORMAT, RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
+from quire.scheduler.crossing import Digester
 from quire.scheduler.results import StepOutputs
-from quire.scheduler.scheduler import Digester, Scheduler
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import Deferred, dump, encode
 
@@ -234,14 +236,17 @@ class Recorder:
 
 
 def _overheard(digester: Digester, found: list[NewDigests]) -> Digester:
-    """The digester, with a note of what it gave in `found`. It is called once per new block."""
+    """The digester, with a note of what it gave in `found`."""
 
-    note = found.append
-
-    def digest(sequence: Sequence, block_size: int, num_blocks: int) -> None:
-        digests = sequence.digests  # it only ever grows: the writer's thread takes its part later
-        note((sequence.arrival, digests, len(digests), num_blocks))
-        digester(sequence, block_size, num_blocks)
+    def digest(sequences: Seq[Sequence], block_size: int, counts: Seq[int]) -> None:
+        found.extend(  # lists that only ever grow: the writer's thread takes its part later
+            [
+                (sequence.arrival, sequence.digests, len(sequence.digests), count)
+                for sequence, count in zip(sequences, counts, strict=True)
+                if count > len(sequence.digests)
+            ]
+        )
+        digester(sequences, block_size, counts)
 
     return digest
 

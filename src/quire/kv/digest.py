@@ -42,6 +42,16 @@ def extend_digests(
         digests.append(parent)
 
 
+def extend_by_one(
+    all_digests: Iterable[list[bytes]], roots: Iterable[bytes], token_ids: npt.NDArray[np.int32]
+) -> None:
+    """Append the digest of one more block to each of N lists; token_ids: [N, block_size]."""
+    data, width = token_ids.astype("<i4", copy=False).tobytes(), 4 * token_ids.shape[1]
+    for i, (digests, root) in enumerate(zip(all_digests, roots, strict=True)):
+        parent = digests[-1] if digests else root
+        digests.append(hashlib.sha256(parent + data[i * width : (i + 1) * width]).digest())
+
+
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:
     """Each part is hashed with its length, so that no two lists of parts look alike."""
     state = hashlib.sha256(start)

@@ -178,6 +178,26 @@ class KVManager:
                 return None
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
+    def append_blocks(
+        self, sequences: Sequence[SequenceBlocks], num_tokens: Sequence[int]
+    ) -> list[int] | None:
+        """`allocate_slots` of one token for many sequences whose blocks are full: a new block each.
+
+        num_tokens: their lengths with it. Returns the blocks; None, and nothing is done, if there
+        are several cache groups, a window or too few blocks.
+        """
+        pool = self.pools[0]
+        if len(self.pools) > 1 or self.groups[0].window or pool.num_free < len(sequences):
+            return None
+        tables, size = [sequence.tables[0] for sequence in sequences], self.block_size
+        if any(len(t.blocks) * size != n - 1 for t, n in zip(tables, num_tokens, strict=True)):
+            return None
+        found = [pool.allocate() for _ in tables]
+        for table, length, block_id in zip(tables, num_tokens, found, strict=True):
+            table.blocks.append(block_id)
+            table.num_tokens = length
+        return found
+
     def num_free_slots(self, sequence: SequenceBlocks) -> int:
         """Tokens that a sequence could take in, if it got all free blocks and shares none."""
         return min(
@@ -185,13 +205,21 @@ class KVManager:
             for table, pool in zip(sequence.tables, self.pools, strict=True)
         )
 
-    def index_blocks(self, sequence: SequenceBlocks, digests: Sequence[bytes]) -> list[list[int]]:
-        """Name the full blocks up to len(digests); returns the blocks newly looked at, by group."""
-        first, sequence.num_indexed = sequence.num_indexed, len(digests)
+    def index_blocks(
+        self, sequence: SequenceBlocks, digests: Sequence[bytes], num: int
+    ) -> list[list[int]]:
+        """Name the full blocks up to `num`; returns the blocks newly looked at, by group."""
+        first, sequence.num_indexed = sequence.num_indexed, num
+        if num == first + 1 and len(self.pools) == 1:
+            block_id = sequence.tables[0].blocks[first]
+            if block_id == NULL:
+                return [[]]
+            self.pools[0].index(block_id, digests[first])
+            return [[block_id]]
         named: list[list[int]] = []
         for table, pool in zip(sequence.tables, self.pools, strict=True):
-            blocks = table.blocks[first : len(digests)]
-            for block_id, digest in zip(blocks, digests[first:], strict=True):
+            blocks = table.blocks[first:num]
+            for block_id, digest in zip(blocks, digests[first:num], strict=True):
                 if block_id != NULL:
                     pool.index(block_id, digest)
             named.append([b for b in blocks if b != NULL])

@@ -12,7 +12,6 @@ flight; no other code knows how many.
 """
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
 
@@ -23,11 +22,13 @@ from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
 from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache
 from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
-from quire.kv.digest import extend_digests, root_digest
+from quire.base.validation import check_open
+from quire.kv.digest import root_digest
 from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.admission import Headroom, admit, fits_now
 from quire.scheduler.beam_rows import is_beam
 from quire.scheduler.budget import share_budget
+from quire.scheduler.crossing import Digester, append_blocks, digest_blocks, index_rows
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
 from quire.scheduler.groups import Group, fork_members
@@ -36,11 +37,9 @@ from quire.scheduler.policy import MakePolicy
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.results import Ending, StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
-from quire.scheduler.streaming import append, check_open, has_something_to_compute
+from quire.scheduler.streaming import append, has_something_to_compute
 from quire.scheduler.swap import forget, num_kept_tokens, swap_is_cheaper, swap_out
 from quire.scheduler.time_limits import TimeLimits
-
-Digester = Callable[[Sequence, int, int], None]
 
 
 class Scheduler:
@@ -128,7 +127,7 @@ class Scheduler:
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
         if request.is_open:
-            check_open(request)
+            check_open(request.params)
         most_output = request.params.max_tokens or self.max_model_len
         limit = self.max_model_len
         if not request.is_open:
@@ -242,10 +241,12 @@ class Scheduler:
         if need.sum() > self.token_budget:
             need, draft.deferred = share_budget(self, rows, need, partial(fits_now, self))
         target = table.computed[rows] + need
-        for i in np.flatnonzero(target > table.capacity[rows]):
-            if i >= len(self._running):
-                break  # preempted meanwhile, with all that came after it
-            self.grow(self.table.sequences[rows[i]], int(target[i]), draft, now)
+        short = np.flatnonzero(target > table.capacity[rows])
+        if len(short) and not append_blocks(self, rows[short], target[short], draft):
+            for i in short:
+                if i >= len(self._running):
+                    break  # preempted meanwhile, with all that came after it
+                self.grow(self.table.sequences[rows[i]], int(target[i]), draft, now)
         alive = len(self._running)
         rows, need, target = rows[:alive], need[:alive], target[:alive]
         if not need.all():
@@ -253,9 +254,9 @@ class Scheduler:
             rows, need, target = rows[busy], need[busy], target[busy]
         table.computed[rows] = target
         draft.add_rows(rows, need)
-        full = np.minimum(target, table.known[rows]) >= table.index_at[rows]
-        for row in rows[full]:
-            self._index(self.table.sequences[row], draft)
+        full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
+        if len(full):
+            index_rows(self, full, draft)
         return int(need.sum())
 
     def _needs(self, rows: Int64) -> Int64:
@@ -343,7 +344,8 @@ class Scheduler:
         """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
         self.table.computed[sequence.row] += num_new
         draft.add_rows(np.array([sequence.row]), np.array([num_new]))
-        self._index(sequence, draft, hit)
+        if self._is_indexed(sequence):
+            index_rows(self, np.array([sequence.row]), draft, hit)
 
     def _is_indexed(self, sequence: Sequence) -> bool:
         return self.kv.enable_prefix_caching or sequence.group is not None
@@ -364,18 +366,7 @@ class Scheduler:
         """Extend the sequence's digests to its full blocks of the first num_tokens tokens."""
         num_blocks = num_tokens // self.kv.block_size
         if len(sequence.digests) < num_blocks:
-            self.digester(sequence, self.kv.block_size, num_blocks)
-
-    def _index(self, sequence: Sequence, draft: Draft, hit: Blocks = ()) -> None:
-        """Name the full blocks of known tokens that are computed once this plan has run."""
-        row, size = sequence.row, self.kv.block_size
-        if not self._is_indexed(sequence):
-            return
-        num_ready = min(int(self.table.computed[row]), int(self.table.known[row]))
-        self._digest(sequence, num_ready)
-        named = self.kv.index_blocks(sequence.blocks, sequence.digests[: num_ready // size])
-        draft.shared.append((row, hit, named))
-        self.table.index_at[row] = (num_ready // size + 1) * size
+            self.digester([sequence], self.kv.block_size, [num_blocks])
 
     def _close(self, draft: Draft, now: float) -> Plan | None:
         """Freeze the draft; rows whose last known or pending token is computed will sample."""
@@ -558,12 +549,6 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""
         check_invariants(self)
-
-
-def digest_blocks(sequence: Sequence, block_size: int, num_blocks: int) -> None:
-    """Extend the digests of a sequence to its first num_blocks blocks."""
-    known = sequence.known_tokens
-    extend_digests(sequence.digests, sequence.root, known, block_size, num_blocks)
 
 
 def _has_long_stop_list(request: Request) -> bool:

@@ -10,24 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.base.errors import RequestError
 from quire.base.events import Appended
-from quire.base.messages import Append, Request
+from quire.base.messages import Append
 from quire.base.plan import HostTokens
 from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
-
-
-def check_open(request: Request) -> None:
-    """Raise RequestError if such a request cannot come in pieces."""
-    params = request.params
-    if params.num_samples > 1 or params.use_beam_search:
-        raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
-    if params.prompt_logprobs is not None:
-        raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
 
 
 def has_something_to_compute(sequence: Sequence) -> bool:

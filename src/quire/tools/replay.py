@@ -9,6 +9,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +35,9 @@ from quire.engine.calls import (
 from quire.engine.recording import Segment
 from quire.engine.redact import Redaction
 from quire.kv.manager import KVManager
+from quire.scheduler.crossing import digest_blocks
 from quire.scheduler.policies import make_policy
-from quire.scheduler.scheduler import Scheduler, digest_blocks
+from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import decode, restore
 
@@ -110,8 +112,12 @@ class RecordedDigests:
         if self._waiting and self.problem is None:
             self.problem = _blocks(*self._next()), "no digests asked for"
 
-    def __call__(self, sequence: Sequence, block_size: int, num_blocks: int) -> None:
-        num = num_blocks - len(sequence.digests)
+    def __call__(self, sequences: Seq[Sequence], block_size: int, counts: Seq[int]) -> None:
+        for sequence, count in zip(sequences, counts, strict=True):
+            if count > len(sequence.digests):
+                self._extend(sequence, count - len(sequence.digests))
+
+    def _extend(self, sequence: Sequence, num: int) -> None:
         arrival, digests = self._next()
         if (arrival, len(digests)) == (sequence.arrival, num):
             self._waiting.popleft()
