@@ -126,6 +126,31 @@ def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
     assert step(scheduler) == {"cached": 1, "behind": 1, "open": 2, "hit": 1}
 
 
+@pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"blocks": 16}])
+def test_an_idle_open_prompt_gives_way(settings: dict[str, int]) -> None:
+    """To one that waits for its row or for its blocks; it goes on with its next piece."""
+    scheduler = scheduler_of(Fifo, **settings)
+    open_prompt(scheduler, "idle", list(range(40)))
+    for _ in range(3):
+        step(scheduler)
+    assert counters(scheduler, "idle") == "39/40"
+    add(scheduler, "other", 40, max_tokens=2)
+    assert step(scheduler) == {"other": 16}
+    assert scheduler.sequences["idle"].is_aside
+    scheduler.control(Append("idle", [1], is_last=True), 0.0)
+    for _ in range(20):
+        step(scheduler)
+    assert not scheduler.sequences and scheduler.kv.pools[0].num_used == 0
+
+
+def test_an_open_prompt_of_a_higher_class_does_not_give_way() -> None:
+    scheduler = scheduler_of(Fifo, max_num_seqs=1)
+    open_prompt(scheduler, "idle", list(range(9)))
+    step(scheduler)
+    add(scheduler, "lower", 4, priority=1)
+    assert step(scheduler) == {}
+
+
 def test_a_prompt_that_grows_too_long_ends_with_an_error() -> None:
     scheduler = scheduler_of(Fifo, blocks=4)
     open_prompt(scheduler, "a", [1, 2, 3])

@@ -25,7 +25,7 @@ from quire.scheduler.budget import contender, go_on
 from quire.scheduler.flight import Draft
 from quire.scheduler.groups import Group, must_wait_for_prompt
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.streaming import has_something_to_compute, set_aside
+from quire.scheduler.streaming import has_something_to_compute, park_idle, set_aside
 from quire.scheduler.swap import can_swap_in, swap_in
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ def admit(scheduler: "Scheduler", draft: Draft, budget: int, now: float) -> None
     while budget > 0:
         head = contender(scheduler, deferred[0]) if deferred else scheduler.queue.peek()
         used = None if head is None else _bring_in(scheduler, head, draft, budget, now)
+        if used is None and head is not None and not head.num_pending_lost:
+            if park_idle(scheduler, head, draft, now):
+                continue
         if used is None and not deferred:
             return
         budget -= go_on(scheduler, deferred.popleft(), draft, budget) if used is None else used

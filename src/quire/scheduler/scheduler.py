@@ -266,6 +266,12 @@ class Scheduler:
         need: Int64 = np.minimum(most - table.computed[rows], self.long_prefill_threshold or NEVER)
         return need
 
+    def rows_that_wait(self) -> Int64:
+        """Rows of open prompts of which all that may be is computed."""
+        rows = self._running[self.table.num_open[self._running] > 0]
+        waiting: Int64 = rows[self._needs(rows) == 0]
+        return waiting
+
     def need_of(self, sequence: Sequence) -> int:
         return int(self._needs(np.array([sequence.row]))[0])
 

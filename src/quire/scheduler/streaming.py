@@ -13,6 +13,7 @@ import numpy as np
 from quire.base.events import Appended
 from quire.base.messages import Append
 from quire.base.plan import HostTokens
+from quire.scheduler.flight import Draft
 from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Sequence
 
@@ -57,9 +58,23 @@ def append(scheduler: "Scheduler", message: Append, now: float) -> None:
 
 
 def set_aside(scheduler: "Scheduler", sequence: Sequence) -> None:
-    """Take a waiting sequence out of the queue: all but its last token is there already."""
+    """Take a waiting sequence out of the queue until the next piece of its prompt comes."""
     scheduler.queue.remove(sequence)
     sequence.is_aside = True
+
+
+def park_idle(scheduler: "Scheduler", head: Sequence, draft: Draft, now: float) -> bool:
+    """Take the row of an open prompt that only waits for its next piece, for the head of the queue,
+    which is not of a lower class; whether there was one. Without this, clients that say nothing
+    would hold up all others."""
+    rows = scheduler.rows_that_wait()
+    planned = np.concatenate([*draft.rows, rows[:0]])
+    for sequence in scheduler.running_at(rows[~np.isin(rows, planned)]):
+        if sequence.priority >= head.priority:
+            scheduler.preempt(sequence, head.request.request_id, now)
+            set_aside(scheduler, sequence)
+            return True
+    return False
 
 
 def _add_tokens(scheduler: "Scheduler", sequence: Sequence, token_ids: np.ndarray) -> None:
