@@ -23,6 +23,7 @@ from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.scheduler.policies import make_policy
 from quire.scheduler.policy import Policy
+from tests.cli.commands import run
 from tests.serve.checkpoints import checkpoint
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "extending.md"
@@ -177,6 +178,17 @@ def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(site:
     assert done.returncode == 0, done.stderr
 
 
+def test_doctor_lists_them(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "\nplug-ins\n  none\n" in run(capsys, "doctor", "--device", "cpu")[1]
+    site.install_example("quire_lifo")
+    site.install_example("quire_counting")
+    site.install("other-lifo", MODELS, "lifo", "no_such_module:Lifo")  # it is not imported
+    shown = run(capsys, "doctor", "--device", "cpu")[1]
+    assert "\n  counting           attention backend of quire-counting 1.0\n" in shown
+    both = "scheduling policy of quire-lifo 1.0, model type of other-lifo 1.0"
+    assert f"\n  lifo               {both}\n" in shown
+
+
 def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[int]]) -> None:
     site.install_example("quire_lifo")
     settings = SMALL | {"scheduling_policy": "lifo", "max_num_seqs": 1}
@@ -189,6 +201,15 @@ def test_a_core_in_another_process_finds_them(site: Site, expected: list[list[in
         return [o async for o in llm.generate(prompt, GREEDY)][-1].outputs[0].token_ids
 
     assert asyncio.run(program()) == expected
+
+
+def test_a_policy_of_another_package_cannot_be_recorded(site: Site, tmp_path: Path) -> None:
+    site.install_example("quire_lifo")
+    settings = SMALL | {"scheduling_policy": "lifo", "record": str(tmp_path / "run")}
+    for make in (LLM, AsyncLLM):
+        with pytest.raises(ConfigError, match="'lifo', which another package .*; leave record out"):
+            make(str(checkpoint("llama")), **settings)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- what can be wrong -------------------------------------------------------------------------

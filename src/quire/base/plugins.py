@@ -42,6 +42,7 @@ ATTENTION_BACKENDS = PluginKind(
     ("prepare", "write", "run", "copy_blocks", "swap_out", "load"),
 )
 MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelError)
+KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS)
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
@@ -54,6 +55,17 @@ def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
 def is_installed(kind: PluginKind, name: str, built_in: Iterable[str]) -> bool:
     """Whether a package brings this name. It is not imported."""
     return any(point.name == name for point in _entry_points(kind, tuple(built_in)))
+
+
+def installed() -> list[tuple[str, str, str]]:
+    """Of all kinds: (name, noun of its kind, package with version). Nothing is imported."""
+    from importlib.metadata import entry_points
+
+    return [
+        (point.name, kind.noun, _package(point))
+        for kind in KINDS
+        for point in sorted(entry_points(group=kind.group), key=lambda point: point.name)
+    ]
 
 
 def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[Any]:

@@ -28,6 +28,8 @@ class RequestLimits:
         """Raise RequestError for what this engine can never serve."""
         params = request.params
         params.check_samples()
+        if request.is_open:
+            check_open(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
                 f"{_width(params)} is more than max_num_seqs={self.max_num_seqs}; ask for fewer or"
@@ -79,6 +81,14 @@ class RequestLimits:
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
         check_vocabulary(prompt, self.vocab_size)
+
+
+def check_open(params: SamplingParams) -> None:
+    """Raise RequestError if a prompt with these parameters cannot come in pieces."""
+    if params.num_samples > 1 or params.use_beam_search:
+        raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
+    if params.prompt_logprobs is not None:
+        raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:

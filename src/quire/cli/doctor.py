@@ -16,6 +16,7 @@ from typing import Any
 from quire import __version__
 from quire.base.config import config_from_flat
 from quire.base.errors import QuireError
+from quire.base.plugins import installed
 from quire.cli import machine
 from quire.cli.settings import add_settings, given_settings
 
@@ -74,6 +75,7 @@ def examine(settings: dict[str, Any]) -> Report:
     """Everything, for an engine with these settings."""
     report = Report()
     _python(report)
+    _plugins(report)
     cpu = _cpu(report)
     _memory(report)
     gpus = machine.gpus()
@@ -97,6 +99,14 @@ def _python(report: Report) -> None:
         report.add_problem("this Python is older than 3.11", "install a newer one", is_fatal=True)
     if sys.platform != "linux":
         report.add_problem(f"this is {sys.platform}", "quire needs Linux", is_fatal=True)
+
+
+def _plugins(report: Report) -> None:
+    """What other packages bring. They are not imported."""
+    facts: dict[str, list[str]] = {}
+    for name, noun, package in installed():
+        facts.setdefault(name, []).append(f"{noun} of {package}")
+    report.facts["plug-ins"] = facts
 
 
 def _cpu(report: Report) -> machine.Cpu:

@@ -87,12 +87,15 @@ def admit(scheduler: "Scheduler", draft: Draft, budget: int, now: float) -> None
     while budget > 0:
         head = contender(scheduler, deferred[0]) if deferred else scheduler.queue.peek()
         used = None if head is None else _bring_in(scheduler, head, draft, budget, now)
-        if used is None and head is not None and not head.num_pending_lost:
-            if park_idle(scheduler, head, draft, now):
-                continue
+        if used is None and head is not None and _makes_room(scheduler, head, draft, now):
+            continue
         if used is None and not deferred:
             return
         budget -= go_on(scheduler, deferred.popleft(), draft, budget) if used is None else used
+
+
+def _makes_room(scheduler: "Scheduler", head: Sequence, draft: Draft, now: float) -> bool:
+    return not head.num_pending_lost and park_idle(scheduler, head, draft, now)
 
 
 def _bring_in(

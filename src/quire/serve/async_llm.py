@@ -6,14 +6,18 @@ Text is made in this process, on the event loop; the core's process does the res
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
+from msgspec import structs
+
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, EngineDead, RequestError
+from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.base.validation import check_open
 from quire.engine.remote import RemoteClient
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_model
@@ -21,10 +25,11 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.foreign import FOREIGN, ignore_foreign
 from quire.serve.own_core import OwnCore
+from quire.serve.piece_reader import MAX_CHARS_ON_LOOP, Piece, PieceReader
 
-# Longer prompts are tokenised in a thread: below this it takes about a millisecond.
-MAX_CHARS_ON_LOOP = 8192
 CONNECT_S = 1.0  # between two looks at whether the core is still there
+
+MakeRequest = Callable[[RenderedPrompt, str], Request]  # of a prompt and its cache_salt
 
 
 class AsyncEngineArgs(SimpleNamespace):
@@ -101,7 +106,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: Prompt | Messages,
+        prompt: Prompt | Messages | AsyncIterable[Piece],
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
@@ -113,6 +118,14 @@ class AsyncLLM:
         tenant: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt, or answer one conversation.
+
+        A prompt may come in pieces, from an asynchronous iterator of texts, lists of token ids,
+        {"prompt": text} or {"prompt_token_ids": ids}: each is computed while the next one is
+        awaited, and the answer begins when the iterator ends. The last word of a text waits for
+        more of it, so that the tokens are those of the whole text. The request is open from the
+        first token on; `timeout_s` and `abort` count from then. While it waits for a piece it gives
+        way to requests that need its room. What the iterator raises ends the request, and is raised
+        here.
 
         What an output holds says `sampling_params.output_kind`: everything so far (CUMULATIVE),
         what is new (DELTA), or everything at the end (FINAL_ONLY). A reader that is slower than the
@@ -132,22 +145,54 @@ class AsyncLLM:
         if data_parallel_rank:
             raise RequestError(f"data_parallel_rank={data_parallel_rank}: there is one engine, 0.")
         text = self._text
-        rendered = await self._render(prompt)
         params = sampling_params or self.get_default_sampling_params()
+
+        def make(rendered: RenderedPrompt, salt: str) -> Request:
+            return text.requests.make(
+                rendered, params, request_id, salt, priority, tenant, timeout_s
+            )
+
+        if isinstance(prompt, AsyncIterable):
+            check_open(params)
+            outputs = self._from_pieces(prompt, make)
+        else:
+            outputs = self._from_whole(prompt, make)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _from_whole(
+        self, prompt: Prompt | Messages, make: MakeRequest
+    ) -> AsyncGenerator[RequestOutput, None]:
+        rendered = await self._render(prompt)
         salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
-        request = text.requests.make(
-            rendered, params, request_id, salt, priority, tenant, timeout_s
-        )
+        request = make(rendered, salt)
         client = await self._connected()
         try:
-            outputs = cast(
-                AsyncGenerator[RequestOutput, None], client.generate(request, rendered.text)
-            )
-            async with contextlib.aclosing(outputs):
+            async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
                 async for output in outputs:
                     yield output
         except EngineDead as error:
             raise self._core.dead() from error
+
+    async def _from_pieces(
+        self, pieces: AsyncIterable[Piece], make: MakeRequest
+    ) -> AsyncGenerator[RequestOutput, None]:
+        client = await self._connected()
+        async with PieceReader(pieces, self._text.renderer) as reader:
+            rendered = await reader.first()
+            request = make(rendered, reader.cache_salt or "")
+            request = structs.replace(request, is_open=not reader.is_complete)
+            reader.follow(client, request.request_id)
+            try:
+                async with contextlib.aclosing(_sent(client, request, None)) as outputs:
+                    async for output in outputs:
+                        output.prompt = reader.text
+                        yield output
+            except EngineDead as error:
+                if error is reader.error:  # of an engine that the iterator asks
+                    raise
+                raise self._core.dead() from error
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one request or several: who reads them gets what there is, with finish_reason
@@ -276,6 +321,13 @@ class AsyncLLM:
 
 class AsyncLLMEngine(AsyncLLM):
     """vLLM's older name of it."""
+
+
+def _sent(
+    client: RemoteClient, request: Request, text: str | None
+) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of a request, which is sent when the first of them is asked for."""
+    return cast(AsyncGenerator[RequestOutput, None], client.generate(request, text))
 
 
 def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:

@@ -10,13 +10,13 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.engine.build import Engine, build_engine
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
+from quire.serve.api.process import ApiServer, uvicorn_config
 from tests.serve.api.fake_client import FakeClient
 
 MODEL = "demo"
@@ -100,8 +100,7 @@ class serving:
     def __init__(self, context: ApiContext) -> None:
         # Listening before the thread starts: early connections wait, and nobody has to poll.
         self._socket = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(context), http="h11", log_level="error", lifespan="off")
-        self._server = uvicorn.Server(config)
+        self._server = ApiServer(uvicorn_config(context, "info"))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True
         )

@@ -89,6 +89,11 @@ class FakeClient:
                 self.num_aborted += 1
                 self.engine.client.abort([name])
 
+    def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
+        if not self._alive:
+            raise EngineDead("the core's process has ended.")
+        self.engine.client.append(request_id, token_ids, is_last)
+
     async def metrics(self) -> str:
         if not self._alive:
             raise EngineDead("the core's process has ended.")

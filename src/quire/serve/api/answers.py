@@ -86,6 +86,13 @@ class Answer:
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """One piece per output that has something to show."""
+        async with aclosing(self.chunks()) as pieces:
+            async for chunks in pieces:
+                yield b"".join(map(event, chunks))
+        yield DONE
+
+    async def chunks(self) -> AsyncGenerator[list[Json], None]:
+        """What a stream sends: the chunks of each output that has something to show, then usage."""
         running = self.body.wants_running_usage
         beside: Json = {"usage": None} if self.body.wants_usage_chunk else {}
         head = self.head | beside
@@ -98,10 +105,9 @@ class Answer:
                 if running:
                     head["usage"] = usage(self.choices)
                 if chunks:
-                    yield b"".join([event(head | chunk) for chunk in chunks])
+                    yield [head | chunk for chunk in chunks]
         if self.body.wants_usage_chunk:
-            yield event(self.head | {"choices": [], "usage": usage(self.choices)})
-        yield DONE
+            yield [self.head | {"choices": [], "usage": usage(self.choices)}]
 
 
 def usage(choices: Sequence[Sequence[Choice]]) -> Json:

@@ -4,7 +4,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import quire
-from quire.serve.api import chat, completions, utility
+from quire.serve.api import chat, completions, stream, utility
 from quire.serve.api.auth import authorised
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import install_error_handlers
@@ -13,7 +13,10 @@ from quire.serve.api.request_ids import HEADER, RequestIds
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """An ASGI app over this context. Every route needs a key except those of `utility.public`."""
+    """An ASGI app over this context. Every route needs a key except those of `utility.public`.
+
+    The one of `stream` looks for it by itself: a dependency could not refuse a WebSocket.
+    """
     app = FastAPI(
         title="quire",
         version=quire.__version__,
@@ -28,6 +31,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.include_router(utility.router, dependencies=[protected])
     for router in (completions.router, chat.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])
+    app.include_router(stream.router)
     install_error_handlers(app)
     _add_middleware(app, context)
     return app

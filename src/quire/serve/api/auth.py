@@ -2,7 +2,7 @@
 
 The decision hangs on the route that was matched, as a dependency of its router, never on the text
 of the path: what a client writes into URL or Host header cannot move a request past it. Only the
-routers that `create_app` includes as public do without.
+routers that `create_app` includes as public do without. The WebSocket's route calls `has_key`.
 """
 
 import hashlib

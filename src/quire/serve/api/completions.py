@@ -147,7 +147,7 @@ class CompletionChoice:
         if self._echo is not None:
             choice["text"] = self._echo + choice["text"]
         if self._body.return_token_ids:
-            choice["prompt_token_ids"] = self._job.token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
 

@@ -1,14 +1,19 @@
-"""HTTP/1.1 for clients that take their time: uvicorn's protocol, with an end to waiting.
+"""HTTP/1.1 for clients that take their time: uvicorn's protocol, with an end to waiting; and
+WebSockets for clients that send what is no text.
 
 uvicorn times out a connection between two requests, but not one that never finishes the head of
 its request: a few thousand of those would use up all open files.
 """
 
 import asyncio
+import codecs
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 HEAD_S = 60.0
+NOT_UTF8 = 1007  # why a WebSocket is closed (RFC 6455, 7.4.1)
 
 
 class TimedProtocol(H11Protocol):
@@ -16,6 +21,7 @@ class TimedProtocol(H11Protocol):
     the connection was made."""
 
     _closing: asyncio.TimerHandle | None = None
+    _is_upgraded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -29,8 +35,19 @@ class TimedProtocol(H11Protocol):
         super().connection_lost(exc)
         self._forget()
 
+    def handle_websocket_upgrade(self, event: Any) -> None:
+        """The head of a WebSocket's handshake is there: the connection is another protocol's, whose
+        pings find out who has gone. A head that only the other one finds wrong is answered here."""
+        self._is_upgraded = True
+        self._forget()
+        super().handle_websocket_upgrade(event)
+        if not self.transport.get_protocol().handshake_initiated:
+            self.send_400_response("Invalid WebSocket handshake.")
+
     def _watch(self) -> None:
         """Let the time run while there is no request."""
+        if self._is_upgraded:
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._closing is None:
@@ -40,3 +57,33 @@ class TimedProtocol(H11Protocol):
         if self._closing is not None:
             self._closing.cancel()
             self._closing = None
+
+
+class TextProtocol(WebSocketsSansIOProtocol):
+    """Closes a WebSocket whose text is no UTF-8; uvicorn writes a traceback to the log for each."""
+
+    _decoder: codecs.IncrementalDecoder | None = None  # of the text message that comes in
+
+    def handle_text(self, event: Any) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        if self._is_text(event):
+            super().handle_text(event)
+
+    def handle_bytes(self, event: Any) -> None:
+        self._decoder = None
+        super().handle_bytes(event)
+
+    def handle_cont(self, event: Any) -> None:
+        if self._is_text(event):
+            super().handle_cont(event)
+
+    def _is_text(self, event: Any) -> bool:
+        if self._decoder is None:
+            return True
+        try:
+            self._decoder.decode(event.data, final=event.fin)
+        except UnicodeDecodeError:
+            self.conn.fail(NOT_UTF8, "the text is not UTF-8")
+            self.handle_parser_exception()
+            return False
+        return True

@@ -78,11 +78,14 @@ class _Problem:
 
 def invalid_request(error: RequestValidationError, request: fastapi.Request) -> ApiError:
     """One 400 with all fields that are wrong; `param` is the first of them."""
-    errors = error.errors()
+    return invalid_fields(error.errors(), _field_names(request))
+
+
+def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
+    """The same for pydantic's errors, whose places begin with `body`. known: all fields."""
     whole = _whole_body(errors[0])
     if whole is not None:
         return whole
-    known = _field_names(request)
     by_field: dict[str, list[Mapping[str, Any]]] = {}
     for item in errors:
         by_field.setdefault(_path(_split(item["loc"])[0]), []).append(item)

@@ -27,13 +27,14 @@ from quire.engine.text import build_text_side
 from quire.models.source import ModelSource, resolve_model
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from quire.serve.api.http import TimedProtocol
+from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.child import NO_START, begin_child
 
 logger = logging.getLogger("quire")
 
 POLL_S = 0.05
 CLOSE_S = 2.0
+PING_S = 20.0  # WebSockets: a client that does not answer for as long has gone
 
 
 class ApiConfig(msgspec.Struct, frozen=True):
@@ -75,7 +76,7 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     context = ApiContext(
         client, text.renderer, text.requests, names, config.server, started_s=int(time.time())
     )
-    server = ApiServer(_uvicorn_config(context, options.log_level))
+    server = ApiServer(uvicorn_config(context, options.log_level))
     ready = asyncio.create_task(client.wait_until_ready())
     ending = asyncio.create_task(asked.wait())
     await asyncio.wait((ready, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -118,13 +119,17 @@ async def _until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(POLL_S)
 
 
-def _uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
+def uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
     """h11, because it limits the size of headers."""
     server = context.config
     return uvicorn.Config(
         create_app(context),
         http=TimedProtocol,
-        ws="none",
+        ws=TextProtocol,
+        ws_max_size=server.max_body_bytes,
+        ws_ping_interval=PING_S,
+        ws_ping_timeout=PING_S,
+        ws_per_message_deflate=False,  # messages are small, and a window per connection is not
         lifespan="off",
         access_log=log_level == "debug",
         log_level="info" if log_level == "debug" else "warning",

@@ -1,0 +1,180 @@
+"""One completion whose prompt comes in pieces; its first tokens make the request."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from quire.base.sampling_params import SamplingParams
+from quire.render.open_text import OpenText
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.answers import Answer, Json, Tally
+from quire.serve.api.completions import CompletionChoice
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.invalid import invalid_fields, shown
+from quire.serve.api.jobs import Job, make_job
+from quire.serve.api.logprobs import TokenNames
+from quire.serve.api.neutral import Rule, check_neutral
+from quire.serve.api.params import completion_params, room_beside
+from quire.serve.api.protocol import CompletionRequest, StreamOptions
+from quire.serve.api.rendering import (
+    MAX_CHARS_ON_LOOP,
+    MAX_CHARS_PER_TOKEN,
+    check_model,
+    tokenizer_of,
+)
+
+ONE = "a prompt in pieces has one continuation; leave it out"
+RULES = {
+    "n": Rule((1,), ONE),
+    "best_of": Rule((1,), ONE),
+    "use_beam_search": Rule((False,), ONE),
+    "stream": Rule((True,), "the answer is always sent as it comes; leave it out"),
+    "echo": Rule((False,), "the prompt is not shown again; leave it out"),
+    "prompt_logprobs": Rule((), "a prompt in pieces has none; send it whole to /v1/completions"),
+    "truncate_prompt_tokens": Rule((), "pieces are computed as they come; leave it out"),
+}
+
+
+class OpenRequest:
+    """model: the name to show. is_complete: the last piece is there. answer: None before there are
+    tokens; it is to be read from then on."""
+
+    def __init__(self, api: ApiContext, fields: Json, request_id: str) -> None:
+        """fields: those of a completion. Raises ApiError or RequestError for what is wrong."""
+        body = _body(fields)
+        self.model = check_model(api, body.model)
+        check_neutral(body)
+        check_neutral(body, RULES)
+        running = body.wants_running_usage
+        options = StreamOptions(include_usage=True, continuous_usage_stats=running)
+        self.body = body.model_copy(update={"stream": True, "stream_options": options})
+        self.is_complete = False
+        self.answer: Answer | None = None
+        self._api = api
+        self._id = request_id
+        self._max_model_len = api.client.ready.max_model_len
+        self._params = self._make_params()
+        self._tally = Tally(0)
+        self._text: OpenText | None = None
+
+    async def take(self, prompt: object, is_last: bool, tenant: str) -> None:
+        """The next piece: a text, a list of token ids, or None. Raises ApiError or QuireError; then
+        the request is of no use any more."""
+        token_ids = await self._token_ids(prompt, is_last)
+        num_prompt = self._tally.num_prompt + len(token_ids)
+        if is_last:
+            self._check_length(num_prompt)
+        if self.answer is None and token_ids:
+            self._begin(token_ids, is_last, tenant)
+        elif self.answer is not None and (token_ids or is_last):
+            self._api.client.append(self._job_id, token_ids, is_last)
+        self._tally.num_prompt = num_prompt
+        self.is_complete = is_last
+
+    @property
+    def _job_id(self) -> str:
+        return f"{self._id}-0"
+
+    def _make_params(self) -> SamplingParams:
+        """Without max_tokens the answer may fill what the model has."""
+        body, room = self.body, self._max_model_len - 1
+        if body.max_tokens is None:
+            body = body.model_copy(update={"max_tokens": room})
+        return completion_params(body, self._api.requests.defaults, room)
+
+    def _check_length(self, num_prompt: int) -> None:
+        """What only the length of the whole prompt tells."""
+        if not num_prompt:
+            raise bad_request("the prompt is empty: it gives no tokens.", "prompt")
+        room = self._max_model_len - num_prompt
+        if room >= 1:  # otherwise the engine refuses it
+            completion_params(self.body, self._api.requests.defaults, room)
+
+    def _begin(self, token_ids: list[int], is_last: bool, tenant: str) -> None:
+        api, prompt = self._api, RenderedPrompt(token_ids)
+        room_beside(prompt, self._max_model_len, "prompt")
+        job = make_job(api, self.body, prompt, self._params, self._job_id, tenant)
+        if not is_last:
+            opened = msgspec.structs.replace(job.request, is_open=True)
+            job = dataclasses.replace(job, request=opened)
+        self.answer = Answer(api.client, self.body, self._head(), [job], [[self._choice(job)]])
+
+    def _choice(self, job: Job) -> CompletionChoice:
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        names = TokenNames(self._api.renderer.tokenizer, as_ids)
+        return CompletionChoice(0, self.body, job, None, names, self._tally)
+
+    def _head(self) -> Json:
+        return {
+            "type": "chunk", "id": self._id, "object": "text_completion",
+            "created": int(time.time()), "model": self.model,
+        }  # fmt: skip
+
+    # ---- pieces to tokens --------------------------------------------------------------------
+
+    async def _token_ids(self, prompt: object, is_last: bool) -> list[int]:
+        """The tokens that a piece makes certain."""
+        token_ids: list[int] = []
+        if isinstance(prompt, str):
+            token_ids = await self._tokens_of(prompt)
+        elif prompt is not None:
+            token_ids = _checked_ids(prompt)
+            if self._text is not None:
+                token_ids = await self._in_time(self._text.add_ids, token_ids)
+        if is_last and self._text is not None:
+            token_ids = token_ids + await self._in_time(self._text.close)
+        return token_ids
+
+    async def _tokens_of(self, piece: str) -> list[int]:
+        if self._text is None:
+            special = self.body.add_special_tokens is not False
+            adds_special = special and not self._tally.num_prompt
+            self._text = OpenText(tokenizer_of(self._api), adds_special)
+        most = MAX_CHARS_PER_TOKEN * self._max_model_len
+        if self._text.num_held_chars + len(piece) > most:
+            raise bad_request(
+                f"the prompt has more than {most} characters, too many for max_model_len ="
+                f" {self._max_model_len} tokens; shorten it.",
+                "prompt",
+                code="context_length_exceeded",
+            )
+        return await self._in_time(self._text.add, piece)
+
+    async def _in_time(self, encode: Any, *piece: Any) -> list[int]:
+        """Long texts are tokenised in a thread."""
+        assert self._text is not None
+        num_chars = self._text.num_held_chars + sum(map(len, piece))
+        if num_chars <= MAX_CHARS_ON_LOOP:
+            found: list[int] = encode(*piece)
+            return found
+        return await asyncio.to_thread(encode, *piece)
+
+
+def _body(fields: Json) -> CompletionRequest:
+    try:
+        return CompletionRequest.model_validate(fields)
+    except ValidationError as error:
+        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]  # type: ignore[operator]
+        raise invalid_fields(errors, list(CompletionRequest.model_fields)) from error
+
+
+def _checked_ids(prompt: object) -> list[int]:
+    """The engine looks whether they are in the vocabulary."""
+    if not isinstance(prompt, list) or not prompt:
+        raise _wrong_piece(shown(prompt))
+    for value in prompt:
+        if type(value) is not int:
+            kind = "an object" if isinstance(value, Mapping) else shown(value)
+            raise _wrong_piece(f"a list with {kind}")
+    return prompt
+
+
+def _wrong_piece(what: str) -> ApiError:
+    text = f"prompt must be a text or a list of token ids, got {what}."
+    return bad_request(text, "prompt")

@@ -1,0 +1,421 @@
+"""/v1/stream in this process: prompts in pieces, what is refused, and how it ends."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
+from starlette.websockets import WebSocketDisconnect
+
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MakeContext
+from tests.serve.api.direct import text_of, twin, wait_until
+
+PATH = "/v1/stream"
+GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+START = {"type": "start", **GREEDY}
+STORY = "Once upon a time, there was a little fox. It lived in the woods, and one day it"
+
+
+@pytest.fixture
+def line(api: TestClient) -> Iterator[WebSocketTestSession]:
+    with api.websocket_connect(PATH) as found:
+        yield found
+
+
+def answer(line: WebSocketTestSession) -> list[Any]:
+    """What comes until a request has ended, `started` included."""
+    found = [line.receive_json()]
+    while found[-1]["type"] not in ("done", "error"):
+        found.append(line.receive_json())
+    return found
+
+
+def text(messages: list[Any]) -> str:
+    assert messages[0]["type"] == "started" and messages[-1]["type"] == "done", messages
+    chunks = [choice for message in messages[1:-1] for choice in message["choices"]]
+    assert chunks[-1]["finish_reason"] == "length"
+    return "".join(chunk["text"] for chunk in chunks)
+
+
+def error_of(line: WebSocketTestSession) -> Any:
+    *_, last = answer(line)
+    return last["error"]
+
+
+def send_pieces(line: WebSocketTestSession, pieces: list[Any], **fields: Any) -> None:
+    line.send_json(START | fields)
+    for piece in pieces:
+        line.send_json({"type": "append", "prompt": piece})
+    line.send_json({"type": "end"})
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_pieces_of_text_give_what_the_whole_text_gives(line: WebSocketTestSession) -> None:
+    """Six requests on one connection, cut at random."""
+    rng, expected = random.Random(3), text_of(STORY, max_tokens=12, ignore_eos=True)
+    for _ in range(6):
+        cuts = sorted({0, len(STORY), *rng.choices(range(len(STORY)), k=rng.randint(0, 9))})
+        pieces = [STORY[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        send_pieces(line, pieces)
+        assert text(answer(line)) == expected
+
+
+def test_pieces_of_tokens_and_of_text(line: WebSocketTestSession) -> None:
+    encode = twin().renderer.tokenizer.encode
+    expected = text_of(STORY, max_tokens=12, ignore_eos=True)
+    token_ids = encode(STORY)
+    send_pieces(line, [token_ids[:5], token_ids[5:6], token_ids[6:]])
+    assert text(answer(line)) == expected
+    half = STORY.index(" It lived")
+    send_pieces(line, [STORY[:half], encode(STORY[half:])])
+    assert text(answer(line)) == expected
+    send_pieces(line, [encode(STORY[:half]), STORY[half:]])
+    assert text(answer(line)) == expected
+
+
+def test_a_prompt_in_one_piece(api: TestClient, line: WebSocketTestSession) -> None:
+    body = GREEDY | {"prompt": STORY, "seed": 5, "temperature": 0.9, "logprobs": 2}
+    whole = api.post("/v1/completions", json=body).json()
+    for pieces in ([{"type": "start", **body, "last": True}], [{"type": "start", **body},
+                   {"type": "append", "last": True}]):  # fmt: skip
+        for message in pieces:
+            line.send_json(message)
+        messages = answer(line)
+        assert text(messages) == whole["choices"][0]["text"]
+        assert messages[-2]["usage"] == whole["usage"] | {
+            "prompt_tokens_details": messages[-2]["usage"]["prompt_tokens_details"]
+        }
+
+
+def test_the_messages(line: WebSocketTestSession) -> None:
+    """Chunks are those of streamed completions; the last one has the usage of all pieces."""
+    token_ids = list(range(100, 140))
+    line.send_json(START | {"prompt": token_ids[:30], "return_token_ids": True, "max_tokens": 3})
+    line.send_json({"type": "append", "prompt": token_ids[30:], "last": True})
+    started, first, *middle, usage, done = answer(line)
+    assert started == {"type": "started", "id": first["id"], "model": "demo"}
+    assert done == {"type": "done", "id": first["id"]}
+    assert first["object"] == "text_completion" and first["id"].startswith("cmpl-")
+    assert first["choices"][0]["prompt_token_ids"] == token_ids
+    num_tokens = sum(len(chunk["choices"][0]["token_ids"]) for chunk in [first, *middle])
+    assert num_tokens == 3
+    assert usage["choices"] == [] and usage["type"] == "chunk"
+    assert usage["usage"]["prompt_tokens"] == 40
+    assert usage["usage"]["completion_tokens"] == 3
+
+
+def test_without_max_tokens_the_answer_may_fill_the_model(line: WebSocketTestSession) -> None:
+    line.send_json({"type": "start", "ignore_eos": True, "prompt": [5] * 480})
+    line.send_json({"type": "append", "prompt": [6] * 10})
+    line.send_json({"type": "end"})
+    *_, usage, _ = answer(line)
+    assert usage["usage"]["completion_tokens"] == 512 - 490
+
+
+def test_pieces_are_computed_before_the_end(
+    api_context: ApiContext, line: WebSocketTestSession
+) -> None:
+    """All but what is held back and one token."""
+    line.send_json(START | {"prompt": STORY})
+    line.receive_json()
+    scheduler = api_context.client.engine.client.core.scheduler
+    num_known = len(twin().renderer.tokenizer.encode(STORY.rpartition(" ")[0]))
+    wait_until(lambda: [s.num_computed_tokens for s in scheduler.sequences.values()]
+               == [num_known - 1])  # fmt: skip
+    line.send_json({"type": "end"})
+    assert answer(line)[-1]["type"] == "done"
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 2}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"echo": True}, "echo"),
+        ({"stream": False}, "stream"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"suffix": "x"}, "suffix"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"max_token": 5}, "max_token"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"max_tokens": 512}, "max_tokens"),
+        ({"model": "other"}, "model"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"prompt": [{"role": "user"}]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": 7}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [-1]}, None),
+        ({"prompt": [10**30]}, None),
+        ({"prompt": "a \ud800 b c"}, None),
+        ({"prompt": "x" * 200_000}, "prompt"),
+        ({"prompt": [5] * 512}, "prompt"),
+        ({"last": 1}, "last"),
+        ({"last": True}, "prompt"),
+        ({"\ud800": 1}, None),
+    ],
+)
+def test_a_start_that_is_wrong(
+    api_context: ApiContext, line: WebSocketTestSession, fields: dict[str, Any], param: str | None
+) -> None:
+    """An error, and the connection goes on; what was sent behind it is dropped."""
+    line.send_text(as_json(START | fields))
+    for _ in range(3):
+        line.send_json({"type": "append", "prompt": "more"})
+    line.send_json({"type": "end"})
+    error = error_of(line)
+    assert error["param"] == param or param is None
+    assert error["type"] == "invalid_request_error" and error["message"]
+    send_pieces(line, [STORY])
+    assert answer(line)[-1]["type"] == "done"
+    wait_until(lambda: api_context.num_open == 0)
+
+
+def as_json(value: Any) -> str:
+    """With escapes, so that halves of surrogate pairs can be sent."""
+    import json
+
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("piece", "part"),
+    [
+        ({"prompt": [10**9]}, "vocabulary"),
+        ({"prompt": [5] * 500}, "max_model_len"),
+        ({"prompt": [5] * 300, "last": True}, "max_tokens"),
+        ({"prompt": [[1]]}, "prompt must be"),
+        ({"promt": "x"}, "promt"),
+        ({"last": "yes"}, "last must be"),
+        ({"prompt": "a \ud800 b"}, "Unicode"),
+    ],
+)
+def test_a_piece_that_is_wrong_ends_the_request(
+    api_context: ApiContext, line: WebSocketTestSession, piece: dict[str, Any], part: str
+) -> None:
+    line.send_json(START | {"prompt": [5] * 100, "max_tokens": 200})
+    assert line.receive_json()["type"] == "started"
+    line.send_text(as_json({"type": "append", **piece}))
+    assert part in error_of(line)["message"]
+    wait_until(lambda: api_context.client.num_unfinished == 0)
+    line.send_json({"type": "append", "prompt": "dropped"})
+    send_pieces(line, [STORY])
+    assert answer(line)[-1]["type"] == "done"
+
+
+def test_pieces_without_a_prompt(line: WebSocketTestSession) -> None:
+    line.send_json({"type": "end"})
+    assert line.receive_json()["error"]["code"] == "not_open"
+    send_pieces(line, [])
+    assert "empty" in error_of(line)["message"]
+    send_pieces(line, ["", STORY, ""])
+    assert answer(line)[-1]["type"] == "done"
+    line.send_json({"type": "append", "prompt": "x"})
+    assert line.receive_json()["error"]["code"] == "not_open"
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        ("{", 1008),
+        ("", 1008),
+        ("[1]", 1008),
+        ('"start"', 1008),
+        ("null", 1008),
+        ("[" * 100_000, 1008),
+        ('{"type": ' * 5000, 1008),
+        ("9" * 5000, 1008),
+        ('{"type": "stop"}', 1008),
+        ('{"type": ["start"]}', 1008),
+        ("{}", 1008),
+        (b'{"type": "start"}', 1003),
+    ],
+)
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_is_no_message_closes_the_connection(
+    api_context: ApiContext, line: WebSocketTestSession, data: str | bytes, code: int,
+    is_open: bool, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    if is_open:
+        line.send_json(START | {"prompt": STORY})
+        assert line.receive_json()["type"] == "started"
+    line.send_bytes(data) if isinstance(data, bytes) else line.send_text(data)
+    assert line.receive_json()["error"]["code"] == "invalid_message"
+    with pytest.raises(WebSocketDisconnect) as closed:
+        line.receive_json()
+    assert closed.value.code == code
+    wait_until(lambda: api_context.client.num_unfinished == 0 and api_context.num_open == 0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_busy_while_a_request_is_open(api_context: ApiContext, line: WebSocketTestSession) -> None:
+    line.send_json(START | {"prompt": STORY})
+    assert line.receive_json()["type"] == "started"
+    line.send_json(START)
+    assert line.receive_json()["error"]["code"] == "busy"
+    api_context.client.hold()
+    line.send_json({"type": "end"})
+    for data in ('{"type": "append", "prompt": "x"}', as_json(START), "{"):
+        line.send_text(data)
+        assert line.receive_json()["error"]["code"] == "busy"
+    api_context.client.release()
+    assert answer(line)[-1]["type"] == "done"
+
+
+# ---- who may, and how it ends ------------------------------------------------------------------
+
+
+def test_keys(make_context: MakeContext) -> None:
+    context = make_context(api_key=("one", "two"))
+    with TestClient(create_app(context)) as client:
+        for headers in ({}, {"Authorization": "Bearer three"}, {"X-Api-Key": "one"}):
+            with (
+                pytest.raises(WebSocketDenialResponse) as refused,
+                client.websocket_connect(PATH, headers=headers),
+            ):
+                pass
+            assert refused.value.status_code == 401
+            assert refused.value.json()["error"]["code"] == "invalid_api_key"
+        good = {"Authorization": "Bearer two"}
+        with client.websocket_connect(PATH, headers=good) as line:
+            send_pieces(line, [STORY], user="somebody")
+            assert answer(line)[-1]["type"] == "done"
+    assert context.client.requests[-1].tenant == "key 2"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "origin", "is_let_in"),
+    [
+        ((), None, True),
+        ((), "https://evil.example", False),
+        ((), "null", False),
+        (("https://good.example",), "https://good.example", True),
+        (("https://good.example",), "https://good.example.evil.example", False),
+        (("https://good.example",), "http://good.example", False),
+        (("*",), "https://evil.example", True),
+    ],
+)
+def test_pages_of_other_origins(
+    make_context: MakeContext, allowed: tuple[str, ...], origin: str | None, is_let_in: bool
+) -> None:
+    headers = {} if origin is None else {"Origin": origin}
+    with TestClient(create_app(make_context(allowed_origins=allowed))) as client:
+        if is_let_in:
+            with client.websocket_connect(PATH, headers=headers) as line:
+                send_pieces(line, [STORY])
+                assert answer(line)[-1]["type"] == "done"
+            return
+        with (
+            pytest.raises(WebSocketDenialResponse) as refused,
+            client.websocket_connect(PATH, headers=headers),
+        ):
+            pass
+        assert refused.value.status_code == 403
+        assert refused.value.json()["error"]["code"] == "origin_not_allowed"
+
+
+def test_a_connection_that_is_left_ends_its_request(
+    api: TestClient, api_context: ApiContext
+) -> None:
+    """While the prompt is open, and while the answer comes."""
+    client = api_context.client
+    for is_last in (False, True):
+        with api.websocket_connect(PATH) as line:
+            line.send_json(START | {"prompt": STORY, "max_tokens": 400, "last": is_last})
+            assert line.receive_json()["type"] == "started"
+            wait_until(lambda: client.num_unfinished == 1)
+            assert api_context.num_open == 1
+            if is_last:
+                client.hold(after_steps=3)
+                assert line.receive_json()["type"] == "chunk"
+            line.close()
+            wait_until(lambda: client.num_unfinished == 0 and api_context.num_open == 0)
+        client.release()
+    assert client.num_aborted == 2
+
+
+def test_a_drain_lets_an_open_prompt_go_on(
+    api: TestClient, api_context: ApiContext, line: WebSocketTestSession
+) -> None:
+    line.send_json(START | {"prompt": "Once upon"})
+    assert line.receive_json()["type"] == "started"
+    api_context.draining = True
+    with api.websocket_connect(PATH) as other:
+        other.send_json(START | {"prompt": STORY, "last": True})
+        assert other.receive_json()["error"]["code"] == "draining"
+        assert api_context.num_open == 1
+    line.send_json({"type": "append", "prompt": " a time", "last": True})
+    assert answer(line)[-1]["type"] == "done"
+    wait_until(lambda: api_context.num_open == 0)
+
+
+def test_a_prompt_that_stays_open_without_a_word(
+    api_context: ApiContext, line: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.serve.api.stream.IDLE_S", 0.02)
+    line.send_json(START | {"prompt": STORY})
+    assert error_of(line)["code"] == "idle_timeout"
+    with pytest.raises(WebSocketDisconnect) as closed:
+        line.receive_json()
+    assert closed.value.code == 1008
+    wait_until(lambda: api_context.client.num_unfinished == 0 and api_context.num_open == 0)
+
+
+def test_a_connection_that_is_not_used(api: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.serve.api.stream.REST_S", 0.02)
+    with api.websocket_connect(PATH) as line:
+        assert line.receive_json()["error"]["code"] == "idle_timeout"
+        with pytest.raises(WebSocketDisconnect) as closed:
+            line.receive_json()
+        assert closed.value.code == 1000
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_engine_that_fails(
+    api_context: ApiContext, line: WebSocketTestSession, is_last: bool
+) -> None:
+    """The request, then the engine; the connection lives on, for when it is there again."""
+    client = api_context.client
+    for way, code in ((lambda: client.fail("late", "timeout"), "request_timeout"),
+                      (lambda: client.fail("broken"), "request_failed"),
+                      (client.kill, "engine_dead")):  # fmt: skip
+        client.hold()
+        line.send_json(START | {"prompt": STORY, "last": is_last})
+        assert line.receive_json()["type"] == "started"
+        wait_until(lambda: client.num_unfinished == 1)
+        way()
+        assert error_of(line)["code"] == code
+        client.release()
+    line.send_json(START | {"prompt": STORY})
+    assert error_of(line)["code"] == "engine_dead"
+    client.revive()
+    send_pieces(line, [STORY])
+    assert answer(line)[-1]["type"] == "done"
+
+
+def test_a_bug_of_ours_is_told_without_its_text(
+    api_context: ApiContext, line: WebSocketTestSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ZeroDivisionError("0x7f00dead")
+
+    monkeypatch.setattr(api_context.client, "check", fail)
+    line.send_json(START | {"prompt": STORY})
+    error = error_of(line)
+    assert error["code"] == "internal_error" and "7f00dead" not in error["message"]
+    with pytest.raises(WebSocketDisconnect) as closed:
+        line.receive_json()
+    assert closed.value.code == 1011
