@@ -24,7 +24,7 @@ export PROMPT
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
-	@echo '  MODEL=...         what `make serve`, `chat` and `doctor` use: a directory, a Hugging Face id'
+	@echo '  MODEL=...         what `make serve`, `chat` and `doctor` use: a directory, GGUF file or Hugging Face id'
 	@echo '  ARGS="..."        their other flags, such as ARGS="--port 8123"'
 	@echo '  PROMPT="..."      what `make run` continues'
 	@echo '  PYTHON=python3.12 the Python that the environment is made with (3.11 or newer)'

@@ -1,16 +1,27 @@
-"""Time of the linear layers of Qwen3-0.6B on this CPU, with plain and with packed weights.
+"""Linear layers of Qwen3-0.6B on this CPU: the C++ core's formats beside torch's packed weights.
 
-    python -m benchmarks.linear [--threads 2]
+    python -m benchmarks.linear [--threads 2] [--formats bfloat16 int8] [--shapes gate_up]
 
-Each shape is multiplied with as many different weights as fill 300 MB, as in a model.
+Up to 8 rows a product is bound by reading the weights: GB/s, with the share of the machine's read
+bandwidth. From 16 on it is bound by arithmetic: 10^9 operations per second, with the share of
+the peak of the instruction used, measured in registers. Both limits are measured in the same run.
+Each shape is multiplied with as many different weights as fill 300 MB, as in a model, and the best
+of many single products counts, because other processes only make them slower.
 """
 
 import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from benchmarks.timing import best_time
-from quire.ops.linear import linear, pack_weight
+from quire.ops.linear import TYPICAL_TOKENS, linear
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight, Quantization, pack, variants
+from quire.tools.limits import read_bytes_per_s
+from quire.tools.report import benchmark_parser, print_head, write_report
 
 SHAPES = {
     "qkv": (4096, 1024),
@@ -19,39 +30,137 @@ SHAPES = {
     "down": (1024, 3072),
     "head": (151936, 1024),
 }
-TOKENS = (1, 16, 256)
+FEW_ROWS = (1, 2, 4, 8)
+MANY_ROWS = (16, 64, 256, 1024)
 WORKING_SET_BYTES = 300_000_000
+MIN_REPEATS, MIN_S, MOST_S = 8, 0.3, 3.0
 
 
-def measure(shape: tuple[int, int], dtype: torch.dtype, packed: bool) -> list[float]:
-    """Seconds of one product for each number of tokens."""
-    count = max(1, WORKING_SET_BYTES // (shape[0] * shape[1] * dtype.itemsize))
-    weights = [(torch.randn(shape) * 0.02).to(dtype) for _ in range(count)]
-    if packed:
-        weights = [pack_weight(weight) for weight in weights]
-    seconds = []
-    for tokens in TOKENS:
-        x = torch.randn(tokens, shape[1]).to(dtype)
-        seconds.append(best_time(lambda x=x: [linear(x, weight) for weight in weights]) / count)
-    return seconds
+@dataclass(frozen=True)
+class Kind:
+    """A way to store and multiply. peak: the instruction that does it."""
+
+    name: str
+    dtype: torch.dtype
+    quantization: Quantization | None = None
+    is_torch: bool = False
+
+    @property
+    def peak(self) -> str:
+        name = str(self.dtype).removeprefix("torch.")
+        return "int8" if self.quantization is not None else name
+
+
+KINDS = [
+    Kind("torch bfloat16", torch.bfloat16, is_torch=True),
+    Kind("bfloat16", torch.bfloat16),
+    Kind("torch float32", torch.float32, is_torch=True),
+    Kind("float32", torch.float32),
+    Kind("float16", torch.float16),
+    Kind("int8 rows", torch.bfloat16, Quantization("int8", 0)),
+    Kind("int8", torch.bfloat16, Quantization("int8", 128)),
+    Kind("int4", torch.bfloat16, Quantization("int4", 32)),
+    Kind("int4 of 128", torch.bfloat16, Quantization("int4", 128)),
+]
+
+
+def copies(kind: Kind, shape: tuple[int, int], variant: str) -> list[Any]:
+    """Equal weights, each in memory of its own."""
+    weight = (torch.randn(shape) * 0.02).to(kind.dtype)
+    if kind.is_torch:
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        count = max(1, WORKING_SET_BYTES // weight.nbytes)
+        return [reorder(weight, TYPICAL_TOKENS) for _ in range(count)]
+    first = pack(weight, kind.quantization, variant)
+    count = max(1, WORKING_SET_BYTES // first.nbytes)
+    more = [PackedWeight(first.data.clone(), first.format, first.numbers) for _ in range(count - 1)]
+    return [first, *more]
+
+
+def best_s(weights: list[Any], x: torch.Tensor) -> float:
+    """Seconds of the fastest single product."""
+    best, spent, repeats, began = float("inf"), 0.0, 0, time.perf_counter()
+    while (repeats < MIN_REPEATS or spent < MIN_S) and spent < MOST_S:
+        weight = weights[repeats % len(weights)]
+        before = time.perf_counter()
+        linear(x, weight)
+        after = time.perf_counter()
+        best, spent, repeats = min(best, after - before), after - began, repeats + 1
+    return best
+
+
+def peaks(variant: str, threads: int) -> dict[str, float]:
+    """Operations per second of the instructions, by what they multiply, all threads together."""
+    module = core()
+    assert module is not None
+    names = ("float32", "bfloat16", "float16", "int8")
+    best = dict.fromkeys(names, 0.0)
+    for _ in range(7):
+        for index, name in enumerate(names):
+            best[name] = max(
+                best[name], module.linear_peak(index, variants().index(variant), threads)
+            )
+    return best
+
+
+def measure(
+    kind: Kind, shape: tuple[int, int], variant: str, rows: tuple[int, ...]
+) -> dict[int, float]:
+    weights = copies(kind, shape, variant)
+    return {t: best_s(weights, torch.randn(t, shape[1]).to(kind.dtype)) for t in rows}
+
+
+def cells(
+    kind: Kind, shape: tuple[int, int], seconds: dict[int, float], limits: dict[str, float]
+) -> list[str]:
+    """What is printed of a row."""
+    num = shape[0] * shape[1]
+    weight = torch.empty(shape, dtype=kind.dtype, device="meta")
+    num_bytes = num * weight.itemsize
+    if kind.quantization is not None:
+        group = kind.quantization.group_size or shape[1]
+        num_bytes = num * (4 if kind.quantization.format == "int4" else 8) // 8 + 2 * num // group
+    shown = []
+    for rows, s in seconds.items():
+        rate, limit = num_bytes / s, limits["read"]
+        if rows > max(FEW_ROWS):
+            rate, limit = 2 * rows * num / s, limits[kind.peak]
+        shown.append(f"{rate / 1e9:6.0f} {rate / limit:4.0%}")
+    return shown
+
+
+def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> dict[str, Any]:
+    limits = {
+        "read": read_bytes_per_s(torch.device("cpu")),
+        **peaks(arguments.variant, torch.get_num_threads()),
+    }
+    shown = ", ".join(f"{name} {limit / 1e9:,.0f}" for name, limit in limits.items())
+    print_line(f"limits: GB/s of reading and 10^9 operations/s in registers: {shown}")
+    heads = [f"{rows} GB/s" for rows in FEW_ROWS] + [f"{rows} Gop/s" for rows in MANY_ROWS]
+    print_line(f"{'':24s}" + "".join(f"{head:>12s}" for head in heads))
+    results: dict[str, Any] = {"limits": limits, "variant": arguments.variant, "seconds": {}}
+    for name in arguments.shapes:
+        for kind in [kind for kind in KINDS if kind.name in arguments.formats]:
+            seconds = measure(kind, SHAPES[name], arguments.variant, FEW_ROWS + MANY_ROWS)
+            shown_cells = cells(kind, SHAPES[name], seconds, limits)
+            print_line(
+                f"{name:8s}{kind.name:16s}" + "".join(f"{cell:>12s}" for cell in shown_cells)
+            )
+            results["seconds"][f"{name} {kind.name}"] = seconds
+    return results
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = benchmark_parser(__doc__)
+    names = [kind.name for kind in KINDS]
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    torch.set_num_threads(parser.parse_args().threads)
-    print(f"{torch.get_num_threads()} threads; microseconds plain -> packed (GFLOP/s packed)")
-    print(f"{'':22s}" + "".join(f"{f'{tokens} tokens':>26s}" for tokens in TOKENS))
-    for dtype in (torch.bfloat16, torch.float32):
-        for name, shape in SHAPES.items():
-            plain, packed = (measure(shape, dtype, packing) for packing in (False, True))
-            cells = [
-                f"{a * 1e6:8.0f} -> {b * 1e6:.0f} ({2 * t * shape[0] * shape[1] / b / 1e9:.0f})"
-                for t, a, b in zip(TOKENS, plain, packed, strict=True)
-            ]
-            print(
-                f"{name:8s} {dtype!s:13s}" + "".join(f"{cell:>26s}" for cell in cells), flush=True
-            )
+    parser.add_argument("--formats", nargs="+", choices=names, default=names)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--variant", choices=variants(), default=variants()[-1])
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print_head(f"linear layers, variant {arguments.variant}")
+    write_report(arguments.output_json, table(arguments, lambda line: print(line, flush=True)))
 
 
 if __name__ == "__main__":

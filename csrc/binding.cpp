@@ -2,11 +2,16 @@
 // (src/quire/ops/native.py) checks shapes, dtypes and contiguity. The interpreter runs on meanwhile.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "attention.h"
+#include "linear.h"
 #include "parallel.h"
 #include "philox.h"
 #include "sampling.h"
@@ -16,7 +21,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 3;
+constexpr int kInterfaceVersion = 4;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -108,6 +113,58 @@ void paged_attention(std::array<Address, 8> addresses, std::array<int64_t, 9> nu
     }
 }
 
+// A packed weight as numbers: format, variant, outputs, inputs, group (linear.h).
+using PackedNumbers = std::array<int64_t, 5>;
+
+quire::PackedWeight packed_weight(const PackedNumbers& numbers, Address data) {
+    const auto [format, variant, outputs, inputs, group] = numbers;
+    return {static_cast<quire::WeightFormat>(format), static_cast<int>(variant), outputs, inputs,
+            group, as<const uint8_t*>(data)};
+}
+
+quire::Matrix matrix(Address data, int element, int64_t rows, int64_t columns, int64_t stride) {
+    return {static_cast<quire::Element>(element), rows, columns, stride, as<const void*>(data)};
+}
+
+std::vector<std::string> linear_variants() {
+    std::vector<std::string> names;
+    for (int v = 0; v < quire::num_linear_variants(); ++v) {
+        names.emplace_back(quire::linear_kernels(v).name);
+    }
+    return names;
+}
+
+int64_t linear_bytes(PackedNumbers numbers) {
+    return quire::packed_bytes(packed_weight(numbers, 0));
+}
+
+void linear_pack(Address data, PackedNumbers numbers, Address weight, int element, bool search,
+                 int num_threads) {
+    const quire::PackedWeight packed = packed_weight(numbers, data);
+    const auto from = matrix(weight, element, packed.outputs, packed.inputs, packed.inputs);
+    quire::pack_weight(as<uint8_t*>(data), packed, from, search, num_threads);
+}
+
+void linear_unpack_rows(Address out, int element, Address ids, int64_t count, PackedNumbers numbers,
+                        Address data) {
+    const quire::PackedWeight packed = packed_weight(numbers, data);
+    quire::unpack_rows(matrix(out, element, count, packed.inputs, packed.inputs), packed,
+                       as<ConstInts>(ids));
+}
+
+// x: rows x inputs of an element type, with a stride between rows; bias may be 0.
+void linear(Address out, Address x, Address bias, int element, int64_t rows, int64_t x_stride,
+            PackedNumbers numbers, Address data, int num_threads) {
+    const quire::PackedWeight packed = packed_weight(numbers, data);
+    quire::linear(matrix(out, element, rows, packed.outputs, packed.outputs), packed,
+                  matrix(x, element, rows, packed.inputs, x_stride), as<const void*>(bias),
+                  num_threads);
+}
+
+double linear_peak(int format, int variant, int num_threads) {
+    return quire::linear_peak(static_cast<quire::WeightFormat>(format), variant, num_threads);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -123,4 +180,10 @@ NB_MODULE(_core, m) {
     m.def("log_sum_exp", &log_sum_exp, Unlocked());
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
+    m.def("linear_variants", &linear_variants);
+    m.def("linear_bytes", &linear_bytes);
+    m.def("linear_pack", &linear_pack, Unlocked());
+    m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());
+    m.def("linear", &linear, Unlocked());
+    m.def("linear_peak", &linear_peak, Unlocked());
 }

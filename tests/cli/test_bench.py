@@ -79,7 +79,7 @@ def test_serve(capsys: pytest.CaptureFixture[str]) -> None:
 def test_throughput(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(throughput, "measure_limits", lambda dtype, device: Limits(1e9, 1e9))
+    monkeypatch.setattr(throughput, "measure_limits", lambda *given: Limits(1e9, 1e9))
     path = tmp_path / "out.json"
     line = f"--num-prompts 2 --input-len 4 --output-len 3 --block-size 8 --output-json {path}"
     status, out, _ = run(capsys, "throughput", *line.split(), "--disable-log-stats")

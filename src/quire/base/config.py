@@ -38,9 +38,12 @@ class ModelConfig:
     """Which model, in which precision, with which tokenizer."""
 
     model: str = setting(
-        "demo", "directory, Hugging Face id, `demo`, or a named shape such as shape:qwen3-0.6b"
+        "demo",
+        "directory, GGUF file, Hugging Face id, `demo`, or a named shape such as shape:qwen3-0.6b",
     )
-    tokenizer: str | None = setting(None, "directory or id of the tokenizer; the model's if absent")
+    tokenizer: str | None = setting(
+        None, "directory, GGUF file or id of the tokenizer; the model's if absent"
+    )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
     dtype: str = setting(
         "auto",
@@ -66,6 +69,22 @@ class ModelConfig:
         "auto takes sampling defaults from the model's generation_config.json; `none` does not",
     )
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
+    quantization: str | None = setting(
+        None,
+        "store the weights in 8 or 4 bits and multiply in integers (CPUs with the C++ core); as"
+        " they are if absent",
+        choices=("int8", "int4"),
+    )
+    quantization_group_size: int | None = setting(
+        None,
+        "inputs that share a scale: 32, 64, 128, or for int8 0, which is all of an output's; if"
+        " absent 128 for int8, 32 for int4",
+    )
+    quantized_head: str = setting(
+        "auto",
+        "the head's weights where the others are quantised; auto is int8, none leaves them",
+        choices=("auto", "none", "int8", "int4"),
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +235,7 @@ def _check_choices(*configs: Any) -> None:
         for item in dataclasses.fields(config):
             choices = item.metadata.get("choices", ())
             value = getattr(config, item.name)
-            if not choices or value in choices:
+            if not choices or value in choices or value is None is item.default:
                 continue
             kind = item.metadata["plugins"]
             if kind is None or not is_installed(kind, value, choices):

@@ -1,4 +1,4 @@
-"""A model's shape, read from its Hugging Face config.json, without torch.
+"""A model's shape, read from its Hugging Face config.json or its GGUF file, without torch.
 
 `ModelSpec` holds what memory sizing, the scheduler and the layers need; `cache_groups` says what
 each attention layer caches (design: "Cache groups"). Numbers that only one architecture needs are
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
+from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
+from quire.base.gguf_config import gguf_config
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,15 +75,25 @@ class ModelSpec:
 
 
 def load_spec(directory: Path) -> ModelSpec:
-    """Read DIRECTORY/config.json. Raises ModelError if it is absent or not understood."""
+    """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place. Raises
+    ModelError if it is absent or not understood."""
+    if is_gguf(directory):
+        return parse_spec(gguf_config(GGUFFile(directory)))
     path = directory / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"{directory} has no config.json, so it is not a model.") from error
+        raise ModelError(_no_config(directory)) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}.") from error
     return parse_spec(raw)
+
+
+def _no_config(directory: Path) -> str:
+    files = sorted(path.name for path in directory.glob(f"*{SUFFIX}"))
+    if files:
+        return f"{directory} has no config.json; to load {files[0]}, give the path of that file."
+    return f"{directory} has no config.json, so it is not a model."
 
 
 def parse_spec(raw: dict[str, Any]) -> ModelSpec:

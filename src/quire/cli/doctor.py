@@ -16,6 +16,7 @@ from typing import Any
 from quire import __version__
 from quire.base.config import config_from_flat
 from quire.base.errors import QuireError
+from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.plugins import installed
 from quire.cli import machine
 from quire.cli.settings import add_settings, given_settings
@@ -216,6 +217,8 @@ def _model(report: Report, settings: dict[str, Any]) -> None:
         "max_model_len": config.model.max_model_len if memory is None else memory.max_model_len,
         "memory plan": (measured if memory is None else memory.describe().removeprefix("memory: ")),
     }
+    if is_gguf(source.directory):
+        report.facts["model"]["tensors"] = GGUFFile(source.directory).describe()
 
 
 def _environment(report: Report) -> None:

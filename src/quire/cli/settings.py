@@ -25,6 +25,7 @@ from quire.serve.foreign import FOREIGN
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
+SHORT_FLAGS = {"quantization": "-q"}
 SECRETS = {"api_key"}
 FLAG = "flag"  # where a value came from
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -223,7 +224,8 @@ def _add_option(group: argparse._ActionsContainer, option: Option) -> None:
         "help": _help(option).replace("%", "%%"),
     }
     same = [alias for alias, name in ALIASES.items() if name == option.name]
-    flags = [option.flag, *("--" + alias.replace("_", "-") for alias in same)]
+    short = [SHORT_FLAGS[option.name]] if option.name in SHORT_FLAGS else []
+    flags = [*short, option.flag, *("--" + alias.replace("_", "-") for alias in same)]
     if option.kind is bool:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, **known)
         return

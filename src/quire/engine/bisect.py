@@ -13,6 +13,7 @@ which the owner of the copy writes as well, so to copy it once more does no harm
 """
 
 import dataclasses
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,15 +73,15 @@ class _Bisection:
             self.run(middle, last)
 
 
-def restrict(plan: Plan, rows: Int32) -> Plan:
-    """The plan with only these of its rows, and all that it does beside them."""
+def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
+    """The plan with only these of its rows, and all that it does beside them: also for rows that
+    start with it, but compute nothing yet. gone: rows whose sequences have ended or went back."""
     if len(rows) == len(plan.rows):
         return plan
     kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
-    writes, row_set = plan.block_writes, set(rows.tolist())
+    row_set = set(rows.tolist()) | (idle_rows(plan) - gone)
     new = plan.new_forks
     forked = tuple(f for f in plan.forked if f not in new or f.parent in row_set)
-    written = np.isin(writes.row, [*row_set, *(fork.child for fork in forked)])
     return dataclasses.replace(
         plan,
         rows=plan.rows[kept],
@@ -91,11 +92,57 @@ def restrict(plan: Plan, rows: Int32) -> Plan:
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,
         forked=forked,
         started=tuple(start for start in plan.started if start.row in row_set),
+        block_writes=_writes_of(plan.block_writes, row_set | {fork.child for fork in forked}),
+    )
+
+
+def idle_rows(plan: Plan) -> set[int]:
+    """Rows that start with a plan and compute nothing in it."""
+    return {start.row for start in plan.started} - set(plan.rows.tolist())
+
+
+def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
+    kept = np.isin(writes.row, list(rows))
+    return BlockWrites(
+        writes.group[kept], writes.row[kept], writes.index[kept], writes.block_id[kept]
+    )
+
+
+def leftover(plan: Plan, released: Set[int] = frozenset()) -> Plan:
+    """What a plan without rows does: for the next one. released: rows that changed hands since.
+
+    Copies are left out: they were for rows that the plan has lost.
+    """
+    started = tuple(start for start in plan.started if start.row not in released)
+    forked = tuple(f for f in plan.forked if not {f.parent, f.child} & released)
+    return dataclasses.replace(
+        plan,
+        started=started,
+        forked=forked,
+        host_tokens=tuple(host for host in plan.host_tokens if host.row not in released),
+        block_writes=_writes_of(
+            plan.block_writes, {item.row for item in started} | {fork.child for fork in forked}
+        ),
+        moves=tuple(move for move in plan.moves if move.kind != "copy"),
+    )
+
+
+def with_leftover(plan: Plan, left: Plan) -> Plan:
+    """A plan that also does, before, what one without rows was to do."""
+    left = leftover(left, set(plan.released.tolist()))
+    first, then = left.block_writes, plan.block_writes
+    return dataclasses.replace(
+        plan,
+        released=np.concatenate([left.released, plan.released]),
+        started=left.started + plan.started,
+        forked=left.forked + plan.forked,
+        host_tokens=left.host_tokens + plan.host_tokens,
+        moves=left.moves + plan.moves,
         block_writes=BlockWrites(
-            writes.group[written],
-            writes.row[written],
-            writes.index[written],
-            writes.block_id[written],
+            np.concatenate([first.group, then.group]),
+            np.concatenate([first.row, then.row]),
+            np.concatenate([first.index, then.index]),
+            np.concatenate([first.block_id, then.block_id]),
         ),
     )
 
@@ -104,7 +151,7 @@ def leave_out(plan: Plan, rows: set[int]) -> Plan:
     """The plan without these rows."""
     if not rows:
         return plan
-    return restrict(plan, plan.rows[~np.isin(plan.rows, list(rows))])
+    return restrict(plan, plan.rows[~np.isin(plan.rows, list(rows))], rows)
 
 
 def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None) -> StepResult:
@@ -130,7 +177,15 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
 
 def _rows_alone(plan: Plan) -> Plan:
     """The plan without what it does beside its rows."""
-    nothing = np.empty(0, np.int32)
+    nothing, idle = np.empty(0, np.int32), idle_rows(plan)
+    written = set(plan.block_writes.row.tolist()) - idle
     return dataclasses.replace(
-        plan, released=nothing, forked=plan.new_forks, truncated=(), host_tokens=(), moves=()
+        plan,
+        released=nothing,
+        started=tuple(start for start in plan.started if start.row not in idle),
+        block_writes=_writes_of(plan.block_writes, written),
+        forked=plan.new_forks,
+        truncated=(),
+        host_tokens=(),
+        moves=(),
     )

@@ -12,15 +12,13 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-import numpy as np
-
 from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError
 from quire.base.events import Event
 from quire.base.messages import Control, MeasuredRates, Request, SequenceOutput
-from quire.base.plan import Int32, Move, Plan, StepResult
+from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
-from quire.engine.bisect import bisect_step, combine, leave_out
+from quire.engine.bisect import bisect_step, combine, leave_out, leftover, with_leftover
 from quire.engine.executor import Executor
 from quire.engine.news import News, news_of
 from quire.engine.pacing import Pacing
@@ -64,8 +62,7 @@ class EngineCore:
         self._submitted: deque[Plan] = deque()  # the plans in flight, as the executor got them
         self._pacing = Pacing()
         self._is_planned_out = False  # nothing can be planned before something comes in
-        self._unreleased: Int32 = np.empty(0, np.int32)  # rows that the next plan must release
-        self._unmoved: tuple[Move, ...] = ()  # moves of plans that were not carried out
+        self._left: Plan | None = None  # of a plan that was not carried out: for the next one
         self._death: str | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
@@ -220,18 +217,16 @@ class EngineCore:
     def _submit(self, plan: Plan) -> None:
         """Hand over a plan. One that has lost all rows is not carried out; what it does beside them
         is for the next one."""
-        if len(self._unreleased) or self._unmoved:
-            released = np.concatenate([self._unreleased, plan.released])
-            moves = self._unmoved + plan.moves
-            plan = dataclasses.replace(plan, released=released, moves=moves)
+        if self._left is not None:
+            plan = with_leftover(plan, self._left)
         if not self._submitted:
             self._pacing.begin(self._clock.now())
         self._submitted.append(plan)
         if len(plan.rows):
-            self._unreleased, self._unmoved = plan.released[:0], ()
+            self._left = None
             self.executor.submit(plan)
         else:
-            self._unreleased, self._unmoved = plan.released, plan.moves
+            self._left = leftover(plan)
 
     def _recover(self, failed: Plan, error: str) -> StepOutputs:
         """The oldest plan raised: repeat it in parts, then carry out the later ones without the
@@ -247,7 +242,9 @@ class EngineCore:
         part = leave_out(failed, flight.left_out)
         result = bisect_step(self.executor, part)
         if len(result.row_errors) == len(part.rows):
-            self._unreleased = part.released  # perhaps no part of the plan was carried out
+            # Perhaps no part of the plan was carried out. All but its moves may be done again.
+            empty = leave_out(part, set(part.rows.tolist()))
+            self._left = dataclasses.replace(leftover(empty), moves=())
         outputs = self._update(combine(flight.plan, [(part, result)]))
         for plan, in_flight in zip(later, self.scheduler.flights, strict=True):
             self._submit(leave_out(plan, in_flight.left_out))

@@ -19,7 +19,8 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.embedding import embedding
 from quire.ops.gelu import gelu, gelu_tanh
 from quire.ops.layer_norm import layer_norm
-from quire.ops.linear import linear, pack_weight
+from quire.ops.linear import Weight, linear, pack_weight
+from quire.ops.packed import PackedWeight, Quantization
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm
 
@@ -71,6 +72,15 @@ class Layer(nn.Module):
         raise NotImplementedError
 
 
+def set_weight(layer: Layer, weight: Weight) -> None:
+    """Replace the parameter `weight`. A packed one is no parameter."""
+    if weight is layer.weight:
+        return
+    del layer.weight
+    is_tensor = isinstance(weight, torch.Tensor)
+    layer.weight = nn.Parameter(weight, requires_grad=False) if is_tensor else weight
+
+
 class Linear(Layer):
     """x W^T + b, of one or several checkpoint modules with the same inputs, merged.
 
@@ -108,9 +118,9 @@ class Linear(Layer):
             ]
         return parts
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None = None) -> None:
         """Put the loaded weight in the order that the device multiplies fastest with."""
-        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+        set_weight(self, pack_weight(self.weight, quantization))
 
 
 class Embedding(Layer):
@@ -118,20 +128,29 @@ class Embedding(Layer):
 
     def __init__(self, name: str, rows: int, size: int, place: Place, first_row: int = 0) -> None:
         super().__init__()
-        self._name, self._first_row = name, first_row
+        self._name, self._first_row, self._dtype = name, first_row, place.dtype
         self.weight = place.parameter(first_row + rows, size)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.weight, PackedWeight):
+            return embedding(ids_T, self.weight, self._dtype)
         return embedding(ids_T, self.weight[self._first_row :])
 
     def sources(self) -> list[Source]:
         return [Source(f"{self._name}.weight", self.weight)]
 
+    def share(self, head: Weight) -> None:
+        """Look up in the packed weight of the head that is tied to this table, instead of keeping
+        the table beside it. Weights of 4 bits are too coarse for that, oneDNN's have no rows."""
+        if isinstance(head, PackedWeight) and head.format != "int4" and not self._first_row:
+            set_weight(self, head)
+
 
 class LMHead(Layer):
     """Logits from hidden states; tied to the embedding if the model says so.
 
-    A tied head costs no memory until it is packed; then it holds a copy in packed order.
+    A tied head costs no memory until it is packed; then the embedding looks up in its packed
+    weight, or where that is not possible keeps its own table beside it.
     """
 
     def __init__(
@@ -148,9 +167,9 @@ class LMHead(Layer):
     def sources(self) -> list[Source]:
         return [] if self._is_tied else [Source(f"{self._name}.weight", self.weight)]
 
-    def pack(self) -> None:
+    def pack(self, quantization: Quantization | None = None) -> None:
         """As Linear.pack; the embedding keeps its table."""
-        self.weight = nn.Parameter(pack_weight(self.weight), requires_grad=False)
+        set_weight(self, pack_weight(self.weight, quantization))
 
 
 class RMSNorm(Layer):

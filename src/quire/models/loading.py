@@ -1,7 +1,7 @@
-"""Fills a model's parameters: from safetensors files, or with seeded random numbers.
+"""Fills a model's parameters: from safetensors or GGUF files, or with seeded random numbers.
 
 Files are mapped into memory and copied tensor by tensor to where they belong, so there is never a
-second copy of the model. Other formats than safetensors are not read: they can run code.
+second copy of the model. Formats that can run code are not read.
 """
 
 import json
@@ -13,8 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ModelError
+from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
-from quire.models.layers import HeadNorm, Layer, LayerNorm, Linear, LMHead, RMSNorm, Source
+from quire.models.gguf.weights import gguf_tensors
+from quire.models.layers import HeadNorm, Layer, LayerNorm, RMSNorm, Source
+from quire.models.packing import AS_THEY_ARE, WeightFormats, model_bytes, pack_model
 from quire.models.registry import make_model
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -30,10 +33,12 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
+    quantization: WeightFormats = AS_THEY_ARE,
 ) -> nn.Module:
     """The model on the device, ready to run.
 
-    load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, `dummy` reads nothing.
+    load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
+    stands in its place; `dummy` reads nothing.
     Raises ModelError for an unknown architecture and for tensors that are missing, unknown or of
     another shape than the config says.
     """
@@ -41,21 +46,12 @@ def load_model(
     report = progress or _no_progress
     if load_format == "dummy":
         fill_with_random(model, seed, report)
+    elif is_gguf(directory):
+        fill_from_gguf(model, directory, spec, report)
     else:
         fill_from_files(model, weight_files(directory), report)
-    for module in model.modules():
-        if isinstance(module, Linear | LMHead):
-            module.pack()
+    pack_model(model, quantization)
     return model
-
-
-def model_bytes(model: nn.Module, count_shared: bool = False) -> int:
-    """Bytes of all parameters, those in packed order included.
-
-    A shared one counts once, or with count_shared each time: what it will be when all are packed.
-    """
-    named = model.named_parameters(remove_duplicate=not count_shared)
-    return sum(p.numel() * p.element_size() for _, p in named)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -103,6 +99,25 @@ def fill_from_files(model: nn.Module, files: Iterable[Path], report: Progress) -
             filled.add(source.name)
         done += tensor.nbytes
         report(min(done, total), total)
+    _check_complete(filled, sources, unknown)
+    report(total, total)
+
+
+def fill_from_gguf(model: nn.Module, path: Path, spec: ModelSpec, report: Progress) -> None:
+    """Dequantise each tensor of a GGUF file into the parameters that it fills."""
+    file, sources = GGUFFile(path), _sources_by_name(model)
+    total, done = sum(place.num_bytes for place in file.tensors.values()), 0
+    filled: set[str] = set()
+    unknown: list[str] = []
+    for tensor in gguf_tensors(file, spec):
+        source = sources.get(tensor.name)
+        if source is None:
+            unknown.append(tensor.name)
+        else:
+            tensor.fill(source)
+            filled.add(source.name)
+        done += tensor.num_bytes
+        report(done, total)
     _check_complete(filled, sources, unknown)
     report(total, total)
 
@@ -188,8 +203,8 @@ def _check_complete(filled: set[str], sources: dict[str, Source], unknown: list[
         problems.append(f"hold unknown tensors ({_listed(unknown)})")
     if problems:
         raise ModelError(
-            f"the weight files {' and '.join(problems)}. They do not match config.json: check that"
-            " both are of the same model and that its download is complete."
+            f"the weight files {' and '.join(problems)}. They do not match the model's config:"
+            " check that both are of the same model and that its download is complete."
         )
 
 

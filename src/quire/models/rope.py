@@ -4,6 +4,8 @@ Shape legend: T tokens, H head dim, E = H / 2.
 
 A config names the variant either in `rope_parameters` (which also holds `rope_theta`) or, in older
 files, in `rope_scaling` beside a `rope_theta` of its own. Frequencies are radians per token.
+The variant `divisors` comes from GGUF files, which hold a number for each frequency instead of the
+rule that gives them.
 """
 
 import math
@@ -16,7 +18,7 @@ from quire.base.model_spec import ModelSpec
 from quire.models.layers import Place
 from quire.ops.rotary import rotary_rows
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "divisors")
 
 
 class Rotary:
@@ -59,6 +61,8 @@ def rope_frequencies(spec: ModelSpec, parameters: dict[str, Any]) -> tuple[torch
     kind = parameters["rope_type"]
     if kind == "linear":
         return frequencies_E / parameters["factor"], 1.0
+    if kind == "divisors":
+        return frequencies_E / torch.tensor(parameters["divisors"], dtype=torch.float64), 1.0
     if kind == "llama3":
         return _llama3(frequencies_E, parameters), 1.0
     if kind == "yarn":

@@ -1,4 +1,5 @@
-"""Where a model comes from: a directory, the demo model, a named shape, or the Hugging Face hub.
+"""Where a model comes from: a directory, a GGUF file, the demo model, a named shape, or the Hugging
+Face hub.
 
 No torch here: the API process resolves a model as well, for its tokenizer.
 """
@@ -8,6 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from quire.base.errors import ModelError, ModelNotFound
+from quire.base.gguf import is_gguf
 
 DEMO = "demo"
 SHAPE_PREFIX = "shape:"
@@ -19,14 +21,17 @@ CONFIG_ONLY = ("config.json",)
 # The same weights once more, in their maker's own format.
 UNUSED_PATTERNS = ["consolidated*", "original/*"]
 
-_WHAT_TO_DO = "Give a local directory, a Hugging Face id that this machine can reach, or `demo`."
+_WHAT_TO_DO = (
+    "Give a local directory, a GGUF file, a Hugging Face id that this machine can reach, or `demo`."
+)
 
 
 @dataclass(frozen=True)
 class ModelSource:
     """A model on this machine.
 
-    directory: holds config.json, and the weights unless load_format is `dummy`.
+    directory: holds config.json, and the weights unless load_format is `dummy`; or it is a GGUF
+    file, which holds all of it.
     load_format: how to load it where the user said `auto`. name: for display.
     """
 
@@ -55,8 +60,12 @@ def resolve_model(
     directory = Path(name).expanduser()
     if directory.is_dir():
         return ModelSource(directory, "auto", directory.resolve().name)
+    if is_gguf(directory):
+        return ModelSource(directory, "auto", directory.stem)
     if directory.exists():
-        raise ModelNotFound(f"{name} is a file; a model is a directory with a config.json.")
+        raise ModelNotFound(
+            f"{name} is a file; a model is a directory with a config.json, or a GGUF file."
+        )
     if not _looks_like_hub_id(name):
         raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
     return ModelSource(_download(name, revision, progress, files), "auto", name)

@@ -1,21 +1,37 @@
-"""x W^T + b, with the weight packed for the CPU's matrix kernels where that is faster.
+"""x W^T + b, with the weight packed for the CPU's matrix kernels.
 
 Shape legend: T tokens, K inputs, N outputs.
 
-Packing puts the weight in the order in which oneDNN's kernels read it. Without it they reorder the
-weight at each call, which costs as much as the product itself when T is small (docs/numbers.md).
+On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all quantised ones, are
+multiplied by it: faster than torch with few tokens, equal with many, and each token's result has
+the same bits in any batch. Without the core oneDNN's packed order is taken where it is faster than
+plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md).
 """
 
 import torch
 
+from quire.base.errors import ConfigError
+from quire.ops.native import address, core, num_threads
+from quire.ops.packed import (
+    ELEMENTS,
+    PackedWeight,
+    Quantization,
+    can_pack_natively,
+    pack,
+    packed_bytes,
+)
 from quire.ops.registry import op
+
+Weight = torch.Tensor | PackedWeight
 
 
 @op("linear")
 def linear(
-    x_TK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+    x_TK: torch.Tensor, weight_NK: Weight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[T, N] in x's dtype. The weight is a plain tensor or one from pack_weight."""
+    """[T, N] in x's dtype. The weight is a plain tensor or what pack_weight made of it."""
+    if isinstance(weight_NK, PackedWeight):
+        return _native_linear(x_TK, weight_NK, bias_N)
     if weight_NK.is_mkldnn:
         packed_linear = torch.ops.mkldnn._linear_pointwise
         result_TN: torch.Tensor = packed_linear(x_TK, weight_NK, bias_N, "none", [], "")
@@ -23,22 +39,84 @@ def linear(
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 
-def pack_weight(weight_NK: torch.Tensor) -> torch.Tensor:
-    """The weight in packed order if this device and dtype have one, else the weight itself."""
-    if not can_pack(weight_NK):
+def _native_linear(
+    x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None
+) -> torch.Tensor:
+    (outputs, inputs), dtype, module = weight.shape, x_TK.dtype, core()
+    assert module is not None and x_TK.dim() == 2 and x_TK.shape[1] == inputs
+    out_TN = torch.empty(x_TK.shape[0], outputs, dtype=dtype)
+    if x_TK.stride(1) != 1:
+        x_TK = x_TK.contiguous()
+    module.linear(
+        out_TN.data_ptr(),
+        x_TK.data_ptr(),
+        0 if bias_N is None else address(bias_N, dtype),
+        ELEMENTS[dtype],
+        x_TK.shape[0],
+        x_TK.stride(0),
+        weight.numbers,
+        weight.data.data_ptr(),
+        num_threads(),
+    )
+    return out_TN
+
+
+def pack_weight(weight_NK: torch.Tensor, quantization: Quantization | None = None) -> Weight:
+    """The weight in packed order if this device and dtype have one, else the weight itself.
+
+    Raises ConfigError where it cannot be quantised.
+    """
+    dtype, device = weight_NK.dtype, weight_NK.device
+    if quantization is not None:
+        check_quantization(dtype, device)
+    if can_pack_natively(dtype, device):
+        return pack(weight_NK, quantization)
+    if not can_pack(dtype, device):
         return weight_NK
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_TOKENS)
     return packed
 
 
-# The number of tokens that the packed order is chosen for; any other number works with it.
+# The number of tokens that oneDNN's packed order is chosen for; any other number works with it.
 TYPICAL_TOKENS = 16
 
 
-def can_pack(weight_NK: torch.Tensor) -> bool:
-    """Whether oneDNN has a packed order and fast kernels for this weight."""
-    if weight_NK.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a packed order and fast kernels for such weights."""
+    if can_pack_natively(dtype, device):
+        return True
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight_NK.dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight_NK.dtype == torch.float32
+    return dtype == torch.float32
+
+
+def packed_weight_bytes(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+) -> int:
+    """What pack_weight's result will take."""
+    if can_pack_natively(dtype, device):
+        return packed_bytes(shape, dtype, quantization)
+    return shape[0] * shape[1] * dtype.itemsize
+
+
+def check_quantization(dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError, saying what to do, where quantised weights cannot be multiplied."""
+    if device.type != "cpu":
+        raise ConfigError(
+            f"quantization works on CPUs only so far, not on {device.type}; leave it out, or use"
+            " --device cpu."
+        )
+    if dtype not in ELEMENTS:
+        names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENTS)
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"quantization needs dtype {names}, not {name}.")
+    if core() is None:
+        raise ConfigError(
+            "quantization needs the C++ core, which was not built here; install a C++17 compiler"
+            " and then quire again, or leave quantization out."
+        )

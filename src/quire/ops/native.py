@@ -13,7 +13,7 @@ from types import ModuleType
 
 import torch
 
-INTERFACE_VERSION = 3
+INTERFACE_VERSION = 4
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"

@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from quire.ops.packed import PackedWeight
+
 P = ParamSpec("P")
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -81,4 +83,5 @@ def record_ops() -> Iterator[OpRecord]:
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, ...]:
     values = (*args, *kwargs.values())
-    return tuple(tuple(value.shape) for value in values if isinstance(value, torch.Tensor))
+    tensors = (value for value in values if isinstance(value, torch.Tensor | PackedWeight))
+    return tuple(tuple(tensor.shape) for tensor in tensors)

@@ -1,11 +1,16 @@
-"""generation_config.json: what ends a sequence, and how the model's makers would sample."""
+"""generation_config.json: what ends a sequence, and how the model's makers would sample.
+
+A GGUF file has the same in its metadata.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
+from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.sampling_params import SamplingParams
+from quire.render.gguf_tokenizer import gguf_generation
 from quire.render.tokenizer_files import read_json
 
 SAMPLING_FIELDS = {
@@ -33,14 +38,15 @@ class GenerationDefaults:
 def read_generation_defaults(
     directory: str | Path, tokenizer_eos: int | None = None, use_sampling: bool = True
 ) -> GenerationDefaults:
-    """Read a model directory.
+    """Read a model directory or a GGUF file.
 
     tokenizer_eos: the tokenizer's end of sequence, which comes first. config.json is asked where
     there is no generation_config.json. use_sampling: False for `generation_config="none"`.
     """
     folder = Path(directory)
-    path = folder / "generation_config.json"
-    values = read_json(path)
+    from_gguf = is_gguf(folder)
+    path = folder if from_gguf else folder / "generation_config.json"
+    values = gguf_generation(GGUFFile(folder)) if from_gguf else read_json(path)
     ids = values.get("eos_token_id")
     if ids is None:
         ids = _config_eos(read_json(folder / "config.json"))

@@ -1,4 +1,4 @@
-"""`Tokenizer`: text to token ids and back, from a model directory.
+"""`Tokenizer`: text to token ids and back, from a model directory or a GGUF file.
 
 A thin layer over the `tokenizers` library that adds what the files beside tokenizer.json say:
 special tokens, begin and end of sequence, chat templates. It gives the ids that transformers'
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelError, RequestError
+from quire.base.gguf import GGUFFile, is_gguf
+from quire.render.gguf_tokenizer import gguf_tokenizer
 from quire.render.pieces import Pieces, read_pieces
 from quire.render.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
@@ -33,9 +35,13 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
-        """Load tokenizer.json, or vocab.json with merges.txt. Raises ModelError without them."""
-        files = read_tokenizer_files(path)
-        backend = _load_backend(files)
+        """Load tokenizer.json, or vocab.json with merges.txt, or what a GGUF file holds. Raises
+        ModelError without them."""
+        if is_gguf(path):
+            backend, files = gguf_tokenizer(GGUFFile(path))
+        else:
+            files = read_tokenizer_files(path)
+            backend = _load_backend(files)
         backend.no_truncation()
         backend.no_padding()
         _mark_special(backend, files)

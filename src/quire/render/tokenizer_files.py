@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
+from quire.base.gguf import GGUFFile, is_gguf
 
 NAMED_TOKENS = (
     "bos_token",
@@ -22,6 +23,8 @@ NAMED_TOKENS = (
 GPT2_END = "<|endoftext|>"
 GPT2_CLASSES = ("", "GPT2Tokenizer", "GPT2TokenizerFast")
 DEFAULT_TEMPLATE = "default"
+# Where the metadata of a GGUF file has its vocabulary, or else all of tokenizer.json.
+GGUF_TOKENS, WHOLE_TOKENIZER = "tokenizer.ggml.tokens", "tokenizer.huggingface.json"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class TokenizerFiles:
 
 def has_tokenizer(directory: str | Path) -> bool:
     """Whether `Tokenizer.from_directory` would find a vocabulary there."""
+    if is_gguf(directory):
+        return any(key in GGUFFile(directory).metadata for key in (GGUF_TOKENS, WHOLE_TOKENIZER))
     files = TokenizerFiles(Path(directory))
     pair = files.vocab_json.is_file() and files.merges_txt.is_file()
     return files.tokenizer_json.is_file() or pair

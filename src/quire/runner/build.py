@@ -14,7 +14,8 @@ from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan
-from quire.models.loading import load_model, model_bytes
+from quire.models.loading import load_model
+from quire.models.packing import model_bytes, weight_formats
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
@@ -81,12 +82,14 @@ def build_runner(
     device = choose_device(config.device)
     config = derive_config(config, spec, device)
     dtype = choose_dtype(config.model.dtype, spec, device)
+    formats = weight_formats(config.model)
+    formats.check(dtype, device)
     free = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     load_format = (
         source.load_format if config.model.load_format == "auto" else config.model.load_format
     )
     model = load_model(
-        source.directory, spec, dtype, device, load_format, config.model.seed, progress
+        source.directory, spec, dtype, device, load_format, config.model.seed, progress, formats
     )
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, dtype, model_bytes(model), free)

@@ -7,12 +7,11 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.model_spec import load_spec
 from quire.kv.sizing import MemoryPlan
-from quire.models.loading import model_bytes
+from quire.models.packing import planned_bytes, weight_formats
 from quire.models.registry import make_model
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
-from quire.ops.linear import can_pack
 from quire.runner.build import derive_config
 from quire.runner.memory import available_cpu_bytes, choose_device, choose_dtype, plan_cpu_memory
 
@@ -34,8 +33,9 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     device = choose_device(config.device)
     config = derive_config(config, spec, device)
     dtype = choose_dtype(config.model.dtype, spec, device)
-    packs = can_pack(torch.empty(0, dtype=dtype, device=device))
-    weights = model_bytes(make_model(spec, dtype, torch.device("meta")), count_shared=packs)
+    formats = weight_formats(config.model)
+    formats.check(dtype, device)
+    weights = planned_bytes(make_model(spec, dtype, torch.device("meta")), dtype, device, formats)
     memory = None
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, dtype, weights, available_cpu_bytes())

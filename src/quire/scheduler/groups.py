@@ -109,6 +109,7 @@ def add_member(scheduler: "Scheduler", leader: Sequence, row: int, now: float) -
         group=group,
         index=index,
         tenant=leader.tenant,
+        due_at=leader.due_at,
         num_prompt_tokens=leader.num_prompt_tokens,
     )
     group.members.append(child)

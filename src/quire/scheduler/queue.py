@@ -5,19 +5,20 @@ import heapq
 
 from quire.scheduler.policy import MakePolicy, Policy, Progress
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.tenants import Tenants
+from quire.scheduler.tenants import LeastServed, Tenants
 
-Rank = tuple[int, tuple[int, int], int]
+Rank = tuple[int, int, int]
 
 
 class _Class:
     """The waiting sequences of one priority. preempted: by arrival; new: by tenant, none empty."""
 
-    __slots__ = ("new", "preempted")
+    __slots__ = ("least", "new", "preempted")
 
     def __init__(self) -> None:
         self.preempted: dict[int, Sequence] = {}
         self.new: dict[str, Policy] = {}
+        self.least = LeastServed()
 
 
 class WaitingQueue:
@@ -41,10 +42,11 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """A new sequence arrived."""
-        new, name = self._class_of(sequence).new, sequence.request.tenant
-        if name not in new:
-            new[name] = self._make_policy(self._progress)
-        new[name].push(sequence)
+        waits, name = self._class_of(sequence), sequence.request.tenant
+        if name not in waits.new:
+            waits.new[name] = self._make_policy(self._progress)
+            waits.least.add(name, self.tenants.served(name))
+        waits.new[name].push(sequence)
         self._num += 1
 
     def requeue(self, sequence: Sequence) -> None:
@@ -97,10 +99,8 @@ class WaitingQueue:
         return found
 
     def _next_policy(self, waits: _Class) -> Policy:
-        """That of the tenant that was served least; of equals, the first that came."""
-        if len(waits.new) == 1:
-            return next(iter(waits.new.values()))
-        return waits.new[min(waits.new, key=self.tenants.served)]
+        """That of the tenant that was served least."""
+        return waits.new[waits.least.first(waits.new, self.tenants.served)]
 
     def _class_of(self, sequence: Sequence) -> _Class:
         found = self._classes.get(sequence.priority)

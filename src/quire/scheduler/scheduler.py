@@ -228,7 +228,8 @@ class Scheduler:
         self.time_limits.drop_late(self, now)
         draft, self._swaps = Draft(self._next_step_id, swaps=self._swaps), []
         budget = self.token_budget - self._serve_running(draft, now)
-        if not draft.has_preempted:
+        # If nothing is planned, those who gave way were the only ones with something to do.
+        if not draft.has_preempted or budget == self.token_budget:
             admit(self, draft, budget, now)
         return self._close(draft, now)
 

@@ -16,6 +16,7 @@ from quire.base.plan import HostTokens
 from quire.scheduler.flight import Draft
 from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Sequence
+from quire.scheduler.two_level import PATIENCE
 
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
@@ -47,6 +48,7 @@ def append(scheduler: "Scheduler", message: Append, now: float) -> None:
         return
     sequence.num_prompt_tokens, sequence.limit = num_prompt, limit
     sequence.is_open = not message.is_last
+    sequence.due_at += int(PATIENCE * len(message.token_ids))
     _add_tokens(scheduler, sequence, np.asarray(message.token_ids, np.int32))
     scheduler.events.append(Appended(now, message.request_id, len(message.token_ids)))
     if sequence.is_aside and has_something_to_compute(sequence):
@@ -72,6 +74,7 @@ def park_idle(scheduler: "Scheduler", head: Sequence, draft: Draft, now: float) 
     for sequence in scheduler.running_at(rows[~np.isin(rows, planned)]):
         if sequence.priority >= head.priority:
             scheduler.preempt(sequence, head.request.request_id, now)
+            sequence.num_preemptions -= 1  # it lost nothing by it that it was waiting for
             set_aside(scheduler, sequence)
             return True
     return False

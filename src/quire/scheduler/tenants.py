@@ -7,10 +7,15 @@ Who comes back from a pause begins at the smallest counter of those that are the
 a claim by being away.
 """
 
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+MOST_ABSENT = 4096  # tenants without a request whose counters are kept
 
 
 @dataclass(slots=True)
@@ -21,31 +26,67 @@ class Tenant:
     num_requests: int = 0
 
 
+class LeastServed:
+    """The one of some tenants that was served least; of equals, the one that was added first.
+
+    Counters only grow, so that an entry can be too small but never too large: it is put right when
+    it comes to the top.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, str]] = []
+        self._numbers: dict[str, int] = {}  # of the entry that counts
+        self._num_added = 0
+
+    def add(self, name: str, served: int) -> None:
+        self._numbers[name] = self._num_added
+        heapq.heappush(self._heap, (served, self._num_added, name))
+        self._num_added += 1
+
+    def first(self, names: Collection[str], served: Callable[[str], int]) -> str:
+        """Of `names`, all of which were added; the others are forgotten."""
+        if len(self._heap) > 2 * len(names) + 64:  # of those that left and came back several times
+            self._numbers = {name: self._numbers[name] for name in names}
+            self._heap = [(served(name), number, name) for name, number in self._numbers.items()]
+            heapq.heapify(self._heap)
+        while True:
+            was, number, name = self._heap[0]
+            if name not in names or self._numbers[name] != number:
+                heapq.heappop(self._heap)
+            elif (now := served(name)) > was:
+                heapq.heapreplace(self._heap, (now, number, name))
+            else:
+                return name
+
+
 class Tenants:
-    """The counters of all tenants that have a request, and of others as long as they matter."""
+    """The counters of all tenants that have a request, and of those that left last."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
+        self._absent: OrderedDict[str, None] = OrderedDict()  # who left first comes first
+        self._present: set[str] = set()
+        self._least = LeastServed()
         self._served = np.zeros(16, np.int64)
         self._free_slots = list(range(15, -1, -1))
-        self._num_present = 0
 
-    def served(self, name: str) -> tuple[int, int]:
-        """Its counter, in tokens, and its unfinished requests; the smallest comes first."""
-        tenant = self._tenants[name]
-        return int(self._served[tenant.slot]), tenant.num_requests
+    def served(self, name: str) -> int:
+        """Its counter, in tokens; the smallest comes first."""
+        return int(self._served[self._tenants[name].slot])
 
     def enter(self, name: str) -> int:
         """A request of this tenant has come; returns the tenant's slot."""
-        if self._num_present == 0:
-            self._start_anew()
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(self._new_slot())
         if tenant.num_requests == 0:
-            served = self._served[tenant.slot]
-            self._served[tenant.slot] = max(served, self._least(default=served))
-            self._num_present += 1
+            self._absent.pop(name, None)
+            if self._present:
+                least = self.served(self._least.first(self._present, self.served))
+                # One less: of equals, who comes back goes first.
+                self._served[tenant.slot] = max(self._served[tenant.slot], least - 1)
+            self._present.add(name)
+            self._least.add(name, self.served(name))
         tenant.num_requests += 1
         return tenant.slot
 
@@ -54,29 +95,20 @@ class Tenants:
         tenant = self._tenants[name]
         tenant.num_requests -= 1
         if tenant.num_requests == 0:
-            self._num_present -= 1
+            self._present.remove(name)
+            self._absent[name] = None
+            if len(self._absent) > MOST_ABSENT:
+                gone, _ = self._absent.popitem(last=False)
+                self._free_slots.append(self._tenants.pop(gone).slot)
 
     def charge(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int32]) -> None:
         """Tokens were planned for rows of these tenants. Both [N]."""
-        if len(self._tenants) == 1:
+        if len(self._present) == 1:
             self._served[slots[0]] += num_tokens.sum()
         else:
             np.add.at(self._served, slots, num_tokens)
 
-    def _least(self, default: int = 0) -> int:
-        """The smallest counter of those that are there."""
-        present = (t for t in self._tenants.values() if t.num_requests)
-        return min((int(self._served[tenant.slot]) for tenant in present), default=default)
-
-    def _start_anew(self) -> None:
-        """Nobody is there: only differences between those that are matter."""
-        self._tenants.clear()
-        self._served[:] = 0
-        self._free_slots = list(range(len(self._served) - 1, -1, -1))
-
     def _new_slot(self) -> int:
-        if not self._free_slots:
-            self._forget_absent()
         if not self._free_slots:
             size = len(self._served)
             self._served = np.concatenate([self._served, np.zeros(size, np.int64)])
@@ -84,11 +116,3 @@ class Tenants:
         slot = self._free_slots.pop()
         self._served[slot] = 0
         return slot
-
-    def _forget_absent(self) -> None:
-        """Drop those without a request whose counter would be raised if they came back."""
-        least = self._least()
-        for name, tenant in list(self._tenants.items()):
-            if tenant.num_requests == 0 and self._served[tenant.slot] <= least:
-                del self._tenants[name]
-                self._free_slots.append(tenant.slot)

@@ -31,9 +31,11 @@ class TwoLevel:
         self._staging: dict[int, Sequence] = {}
         self._held: dict[int, Sequence] = {}
         self._shortest: list[tuple[int, int]] = []  # heap of what was held: tokens, arrival
+        self._sizes: dict[int, int] = {}  # tokens of each when it came
         self._num_tokens = 0
 
     def push(self, sequence: Sequence) -> None:
+        self._sizes[sequence.arrival] = sequence.num_known_tokens
         self._num_tokens += sequence.num_known_tokens
         before = self._num_tokens + self._progress.num_tokens_under_way()
         sequence.due_at = self._progress.num_planned_tokens + int(PATIENCE * before)
@@ -53,7 +55,7 @@ class TwoLevel:
         self._staging.clear()
 
     def remove(self, sequence: Sequence) -> None:
-        self._num_tokens -= sequence.num_known_tokens
+        self._num_tokens -= self._sizes.pop(sequence.arrival)  # it may have got pieces since
         for place in (self._queue, self._staging, self._held):
             if place.pop(sequence.arrival, None) is not None:
                 return

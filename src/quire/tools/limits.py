@@ -17,8 +17,10 @@ import torch
 
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import Linear, LMHead
+from quire.models.packing import AS_THEY_ARE, WeightFormats
 from quire.models.registry import make_model
-from quire.ops.linear import linear, pack_weight
+from quire.ops.linear import Weight, linear, pack_weight, packed_weight_bytes
+from quire.ops.packed import Quantization
 
 ROUNDS = 7
 NUM_PIECES = 8
@@ -43,19 +45,15 @@ class StepCost:
     """What a step needs at least. Attention, norms and sampling are left out of both numbers.
 
     layers and head: weights that multiply each token, and each sampled token (elements).
+    weight_bytes: read once in a step that samples.
     """
 
     layers: int
     head: int
-    dtype_bytes: int
+    weight_bytes: int
 
     def flops(self, num_tokens: int, num_sampled: int) -> int:
         return 2 * (num_tokens * self.layers + num_sampled * self.head)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Read once in a step that samples."""
-        return (self.layers + self.head) * self.dtype_bytes
 
     def least_s(self, num_tokens: int, num_sampled: int, limits: Limits) -> float:
         """The shortest time that the machine's limits allow."""
@@ -63,27 +61,43 @@ class StepCost:
         return max(arithmetic, self.weight_bytes / limits.bytes_per_s)
 
 
-def step_cost(spec: ModelSpec, dtype: torch.dtype) -> StepCost:
+def step_cost(
+    spec: ModelSpec, dtype: torch.dtype, formats: WeightFormats = AS_THEY_ARE
+) -> StepCost:
     """Counted on a model without memory."""
     modules = list(make_model(spec, dtype, torch.device("meta")).modules())
-    layers = sum(m.weight.numel() for m in modules if isinstance(m, Linear))
-    head = sum(m.weight.numel() for m in modules if isinstance(m, LMHead))
-    return StepCost(layers, head, dtype.itemsize)
+    layers = [m.weight for m in modules if isinstance(m, Linear)]
+    heads = [m.weight for m in modules if isinstance(m, LMHead)]
+    weight_bytes = sum(_stored_bytes(weight, formats.layers) for weight in layers)
+    weight_bytes += sum(_stored_bytes(weight, formats.head) for weight in heads)
+    counts = [sum(weight.numel() for weight in group) for group in (layers, heads)]
+    return StepCost(*counts, weight_bytes)
 
 
-def measure_limits(dtype: torch.dtype, device: torch.device) -> Limits:
+def _stored_bytes(weight: torch.Tensor, quantization: Quantization | None) -> int:
+    if quantization is None:
+        return weight.numel() * weight.itemsize
+    return packed_weight_bytes(weight.shape, weight.dtype, torch.device("cpu"), quantization)
+
+
+def measure_limits(
+    dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+) -> Limits:
     """Takes about a second on a small machine."""
-    return Limits(gemm_flops_per_s(dtype, device), read_bytes_per_s(device))
+    return Limits(gemm_flops_per_s(dtype, device, quantization), read_bytes_per_s(device))
 
 
-def gemm_flops_per_s(dtype: torch.dtype, device: torch.device) -> float:
-    """Of [M, K] times [K, N], packed or not, at sizes large enough to reach the peak."""
+def gemm_flops_per_s(
+    dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+) -> float:
+    """Of [M, K] times [K, N], packed or not, at sizes large enough to reach the peak. Of quantised
+    weights a product and its addition count as two operations, too."""
     tokens, size = (1024, 2048) if device.type == "cpu" else (8192, 8192)
     x_TK = torch.randn(tokens, size, device=device).to(dtype)
     weight_NK = torch.randn(size, size, device=device).to(dtype)
-    weights = [weight_NK]
+    weights: list[Weight] = [weight_NK]
     if device.type == "cpu":
-        weights.append(pack_weight(weight_NK))
+        weights.append(pack_weight(weight_NK, quantization))
     fastest = min(_best_s(partial(linear, x_TK, weight), device) for weight in weights)
     return 2 * tokens * size * size / fastest
 

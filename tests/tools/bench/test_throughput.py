@@ -68,7 +68,7 @@ def test_step_cost_counts_what_is_multiplied() -> None:
 
 
 def test_least_time_is_the_larger_limit() -> None:
-    cost = StepCost(layers=10, head=5, dtype_bytes=2)
+    cost = StepCost(layers=10, head=5, weight_bytes=30)
     limits = Limits(flops_per_s=100.0, bytes_per_s=60.0)
     assert cost.least_s(1, 1, limits) == pytest.approx(0.5)  # 30 bytes against 30 operations
     assert cost.least_s(4, 2, limits) == pytest.approx(1.0)  # 100 operations
@@ -77,7 +77,7 @@ def test_least_time_is_the_larger_limit() -> None:
 def test_share_of_limits() -> None:
     steps = [bench.Step(2, 8, 3.0), bench.Step(2, 2, 1.0), bench.Step(2, 2, 1.0)]
     run = bench.Run(5.0, 2, 8, 6, steps, [], [])
-    cost, limits = StepCost(10, 5, 2), Limits(flops_per_s=100.0, bytes_per_s=60.0)
+    cost, limits = StepCost(10, 5, 30), Limits(flops_per_s=100.0, bytes_per_s=60.0)
     share = bench.share_of_limits(run, cost, limits)
     flops = 2 * (8 * 10 + 2 * 5) + 2 * 2 * (2 * 10 + 2 * 5)
     assert share.of_flops == pytest.approx(flops / 5.0 / 100.0)
@@ -96,7 +96,7 @@ def options(line: str) -> argparse.Namespace:
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured before and after: the better of each counts."""
     measured = iter([Limits(1e9, 4e9), Limits(2e9, 3e9)])
-    monkeypatch.setattr(bench, "measure_limits", lambda dtype, device: next(measured))
+    monkeypatch.setattr(bench, "measure_limits", lambda *given: next(measured))
 
 
 @pytest.mark.usefixtures("quick_limits")

@@ -17,6 +17,7 @@ import torch
 from quire.base.events import Event, Planned
 from quire.base.sampling_params import SamplingParams
 from quire.engine.build import Engine
+from quire.models.packing import weight_formats
 from quire.serve.llm import LLM
 from quire.tools.bench.datasets import BenchRequest, make_requests
 from quire.tools.bench.tokens import LocalTokens
@@ -230,10 +231,11 @@ def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
         engine = llm.engine
         dtype = getattr(torch, engine.config.model.dtype)
         device = torch.device(engine.config.device)
-        limits = measure_limits(dtype, device)
+        formats = weight_formats(engine.config.model)
+        limits = measure_limits(dtype, device, formats.layers)
         runs = measure_rounds(llm, requests, options)
-        limits = limits.better(measure_limits(dtype, device))
-        cost = step_cost(engine.spec, dtype)
+        limits = limits.better(measure_limits(dtype, device, formats.layers))
+        cost = step_cost(engine.spec, dtype, formats)
         print_run(median_run(runs))
         print_share(share_of_limits(median_run(runs), cost, limits), cost, limits)
         write_report(options.output_json, results(model, runs, cost, limits, engine))

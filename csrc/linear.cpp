@@ -1,0 +1,97 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+
+#include "parallel.h"
+#include "variants.h"
+
+namespace quire {
+
+const LinearKernels& linear_kernels(int variant) {
+#ifdef QUIRE_X86_VARIANTS
+    switch (static_cast<Variant>(variant)) {
+        case Variant::kAvx2: return kLinearAvx2;
+        case Variant::kAvx512: return kLinearAvx512;
+        case Variant::kAvx512Bf16: return kLinearAvx512Bf16;
+        default: break;
+    }
+#endif
+    (void)variant;
+    return kLinearPortable;
+}
+
+int num_linear_variants() { return static_cast<int>(best_variant()) + 1; }
+
+namespace {
+
+// Panels that a thread takes at a time: few enough to share the work evenly, and one after the other
+// in memory.
+constexpr int64_t kPartsPerThread = 8;
+
+// Rows from which on threads share the preparation: below, waking them takes longer.
+constexpr int64_t kAloneElements = 16 * 1024;
+
+// Memory of one operand.
+class OperandMemory {
+   public:
+    OperandMemory(int64_t row_bytes, int64_t rows, int64_t groups) {
+        const int64_t stride = (row_bytes + 63) / 64 * 64, numbers = rows * groups;
+        memory_.reset(new uint8_t[static_cast<size_t>(rows * stride + 8 * numbers + 64)]);
+        uint8_t* begin = memory_.get();
+        begin += (64 - reinterpret_cast<uintptr_t>(begin) % 64) % 64;
+        auto* scales = reinterpret_cast<float*>(begin + rows * stride);
+        operand_ = {rows, stride, begin, scales, reinterpret_cast<int32_t*>(scales + numbers)};
+    }
+    const Operand& operand() const { return operand_; }
+
+   private:
+    std::unique_ptr<uint8_t[]> memory_;
+    Operand operand_;
+};
+
+void multiply_all(const Matrix& out, const void* bias, const PackedWeight& weight,
+                  const Operand& operand, int num_threads) {
+    const LinearKernels& kernels = linear_kernels(weight.variant);
+    const int64_t panels = (weight.outputs + kernels.panel - 1) / kernels.panel;
+    const int64_t parts = std::min(panels, kPartsPerThread * num_threads);
+    parallel_parts(parts, num_threads, [&](int64_t part) {
+        kernels.multiply(out, bias, weight, operand, part * panels / parts,
+                         (part + 1) * panels / parts);
+    });
+}
+
+}  // namespace
+
+void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
+            int num_threads) {
+    const LinearKernels& kernels = linear_kernels(weight.variant);
+    const int64_t row_bytes = kernels.operand_bytes(weight, x);
+    if (row_bytes == 0) {
+        const int64_t size = x.element == Element::kFloat32 ? 4 : 2;
+        auto* values = static_cast<uint8_t*>(const_cast<void*>(x.data));
+        const Operand operand{x.rows, x.stride * size, values, nullptr, nullptr};
+        return multiply_all(out, bias, weight, operand, num_threads);
+    }
+    const OperandMemory memory(row_bytes, x.rows, weight.is_quantised() ? weight.groups() : 0);
+    const Operand& operand = memory.operand();
+    const int threads = x.rows * x.columns < kAloneElements ? 1 : num_threads;
+    parallel_for(x.rows, threads, [&](int64_t begin, int64_t end) {
+        kernels.prepare(operand, weight, x, begin, end);
+    });
+    multiply_all(out, bias, weight, operand, num_threads);
+}
+
+double linear_peak(WeightFormat format, int variant, int num_threads) {
+    constexpr int64_t kSteps = 200'000;
+    const LinearKernels& kernels = linear_kernels(variant);
+    std::atomic<int64_t> operations{0};
+    const auto began = std::chrono::steady_clock::now();
+    parallel_for(num_threads, num_threads,
+                 [&](int64_t, int64_t) { operations += kSteps * kernels.repeat(format, kSteps); });
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - began;
+    return static_cast<double>(operations) / took.count();
+}
+
+}  // namespace quire

@@ -1,0 +1,65 @@
+// AVX-512 with VNNI: 32 registers of 16 floats, and 64 products of bytes in one instruction.
+// Included by the variants with and without dots of bfloat16, below their target pragmas.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace quire {
+namespace {
+
+struct Isa {
+    using F = __m512;
+    // Not __m512i, which is made of 64-bit integers: GCC 12 then keeps two copies of each sum.
+    typedef int32_t I __attribute__((vector_size(64)));
+    static inline __m512i raw(I words) { return reinterpret_cast<__m512i>(words); }
+    static inline I words_of(__m512i bits) { return reinterpret_cast<I>(bits); }
+
+    static constexpr int64_t kLanes = 16, kTileRows = 6, kWideRows = 6;
+    static constexpr int kVectors = 4;
+    static constexpr int32_t kInt8Offset = 128;  // vpdpbusd multiplies unsigned by signed bytes
+#ifdef QUIRE_BFLOAT16_DOTS
+    static constexpr const char* kName = "avx512_bf16";
+#else
+    static constexpr const char* kName = "avx512";
+#endif
+
+    static inline F zero() { return _mm512_setzero_ps(); }
+    static inline F all(float value) { return _mm512_set1_ps(value); }
+    static inline I all(int32_t value) { return words_of(_mm512_set1_epi32(value)); }
+    static inline I all_word(const void* at) {
+        int32_t word;
+        __builtin_memcpy(&word, at, sizeof word);
+        return all(word);
+    }
+    static inline F load(const void* at) { return _mm512_loadu_ps(at); }
+    static inline void store(float* at, F values) { _mm512_storeu_ps(at, values); }
+    static inline I load_words(const void* at) { return words_of(_mm512_loadu_si512(at)); }
+    static inline F load_halves(const void* at) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+    }
+    static inline F widen_bfloat16(const void* at) {
+        const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(at));
+        return low_halves(words_of(_mm512_cvtepu16_epi32(halves)));
+    }
+    static inline F low_halves(I words) { return reinterpret_cast<F>(words << 16); }
+    static inline F high_halves(I words) { return reinterpret_cast<F>(words & -65536); }
+    static inline I low_nibbles(I words) { return words & 0x0F0F0F0F; }
+    static inline I high_nibbles(I words) { return (words >> 4) & 0x0F0F0F0F; }
+    static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static inline F times(F a, F b) { return a * b; }
+    static inline F to_float(I values) { return __builtin_convertvector(values, F); }
+    static inline I dot_bytes(I sum, I w, I x) {
+        return words_of(_mm512_dpbusd_epi32(raw(sum), raw(w), raw(x)));
+    }
+    static inline I dot_nibbles(I sum, I w, I x) { return dot_bytes(sum, w, x); }
+#ifdef QUIRE_BFLOAT16_DOTS
+    static inline F dot_bfloat16(F sum, I w, I x) {
+        return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
+    }
+#endif
+};
+
+}  // namespace
+}  // namespace quire

@@ -1,0 +1,20 @@
+// Linear layers with AVX-512, VNNI and dots of bfloat16 (AMD from Zen 4, Intel from Sapphire Rapids).
+#include "variants.h"
+
+#ifdef QUIRE_X86_VARIANTS
+#include <cstring>
+#include <type_traits>
+
+#include "elements.h"
+#include "linear.h"
+#include <immintrin.h>
+
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
+#define QUIRE_BFLOAT16_DOTS
+#include "linear_avx512.h"
+#include "linear_tiles.h"
+
+namespace quire {
+const LinearKernels kLinearAvx512Bf16 = kKernels;
+}
+#endif

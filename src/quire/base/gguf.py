@@ -1,0 +1,380 @@
+"""The container of GGUF files (versions 2 and 3): metadata, and where each tensor's bytes are.
+
+    "GGUF" | version u32 | tensors u64 | pairs u64
+    pairs:    key | type u32 | value             value: number, text, or type u32 | count u64 | ...
+    tensors:  name | dims u32 | dim u64 ... | kind u32 | offset u64
+    padding up to a multiple of general.alignment
+    data: blocks of each tensor at its offset
+
+All little-endian; a text is its length (u64) and that many bytes. The file is mapped, not read.
+Whoever made the file may mean ill: each length is checked against what is left of the file before
+it is used, and arrays stay in the file until they are asked for.
+"""
+
+import mmap
+import struct
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from quire.base.errors import ModelError
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 1 << 28
+MAX_TENSORS = 1 << 20
+MAX_PAIRS = 1 << 16
+MAX_DIMS = 4
+MAX_NESTING = 4
+DEFAULT_ALIGNMENT = 32
+ALIGNMENTS = (8, 1 << 20)
+
+# Types of metadata values: number -> struct's letter.
+NUMBERS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+TEXT, ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class TensorKind:
+    """How values are stored: blocks of `block_size` values in `block_bytes` bytes."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether each value stands for itself."""
+        return self.block_size == 1
+
+
+KINDS = {
+    0: TensorKind("F32", 1, 4),
+    1: TensorKind("F16", 1, 2),
+    2: TensorKind("Q4_0", 32, 18),
+    3: TensorKind("Q4_1", 32, 20),
+    6: TensorKind("Q5_0", 32, 22),
+    7: TensorKind("Q5_1", 32, 24),
+    8: TensorKind("Q8_0", 32, 34),
+    10: TensorKind("Q2_K", 256, 84),
+    11: TensorKind("Q3_K", 256, 110),
+    12: TensorKind("Q4_K", 256, 144),
+    13: TensorKind("Q5_K", 256, 176),
+    14: TensorKind("Q6_K", 256, 210),
+    30: TensorKind("BF16", 1, 2),
+}
+# Only for the error message.
+OTHER_KINDS = {
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
+    22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+Scalar = int | float | bool | str
+
+
+@dataclass(frozen=True)
+class ArrayPlace:
+    """An array of the metadata that has been measured but not read."""
+
+    kind: int
+    count: int
+    start: int
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor of the file. shape: as torch writes it (the file has the dimensions reversed)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: TensorKind
+    start: int
+    num_bytes: int
+
+
+def is_gguf(path: str | Path) -> bool:
+    """Whether this is a GGUF file, by its first bytes or at least by its name."""
+    path = Path(path)
+    if not path.is_file():
+        return False
+    if path.suffix.lower() == SUFFIX:
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+class GGUFFile:
+    """An opened file. Raises ModelError for one that is damaged or of another version."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: the file is empty
+            raise ModelError(f"{path} cannot be read: {error}.") from error
+        cursor = _Cursor(self._map, self.path)
+        num_tensors, num_pairs = _read_start(cursor)
+        self.metadata = _read_pairs(cursor, num_pairs)
+        infos = [_read_tensor(cursor) for _ in range(num_tensors)]
+        alignment = self.integer("general.alignment", DEFAULT_ALIGNMENT)
+        least, most = ALIGNMENTS
+        if not least <= alignment <= most or alignment & (alignment - 1):
+            raise cursor.error(f"its alignment is {alignment}, not a power of two")
+        data_start = -(-cursor.position // alignment) * alignment
+        self.tensors = _placed(infos, data_start, alignment, cursor)
+
+    def describe(self) -> str:
+        """How many tensors of which kind, such as `Q8_0 197, F32 113`."""
+        counts = Counter(place.kind.name for place in self.tensors.values())
+        return ", ".join(f"{name} {count}" for name, count in counts.most_common())
+
+    def data(self, place: TensorPlace) -> memoryview:
+        """A tensor's blocks, mapped."""
+        return memoryview(self._map)[place.start : place.start + place.num_bytes]
+
+    def forget(self, place: TensorPlace) -> None:
+        """Let the system take back the memory that holds a tensor's blocks; they can be read
+        again."""
+        first = place.start // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, first, place.start + place.num_bytes - first)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of the metadata. Raises ModelError if it is none, or absent without a
+        default; so do the others."""
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "a whole number")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._value(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, "a number")
+        return float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, "a text")
+        return value
+
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        value = self._value(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false")
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        """An array of texts; empty if absent. What is no UTF-8 is replaced."""
+        place = self._array(key, "an array of texts", {TEXT})
+        if place is None:
+            return []
+        cursor = _Cursor(self._map, self.path, place.start)
+        return [cursor.text() for _ in range(place.count)]
+
+    def numbers(self, key: str) -> list[float]:
+        """An array of numbers; empty if absent."""
+        place = self._array(key, "an array of numbers", set(NUMBERS))
+        if place is None:
+            return []
+        return list(
+            struct.unpack_from(f"<{place.count}{NUMBERS[place.kind]}", self._map, place.start)
+        )
+
+    def _value(self, key: str, default: Scalar | None) -> Scalar | ArrayPlace:
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise ModelError(f"{self.path} lacks the metadata {key}, so it cannot be used.")
+        return value
+
+    def _array(self, key: str, wanted: str, kinds: set[int]) -> ArrayPlace | None:
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, ArrayPlace) or (value.kind not in kinds and value.count):
+            raise self._wrong(key, wanted)
+        return value
+
+    def _wrong(self, key: str, wanted: str) -> ModelError:
+        value = self.metadata.get(key)
+        shown = "an array" if isinstance(value, ArrayPlace) else repr(value)[:60]
+        return ModelError(f"{self.path}: the metadata {key} must be {wanted}, not {shown}.")
+
+
+class _Cursor:
+    """Reads one thing after the other, never beyond the end."""
+
+    def __init__(self, data: mmap.mmap, path: Path, position: int = 0) -> None:
+        self._data, self._path, self.position = data, path, position
+        self.size = len(data)
+
+    @property
+    def left(self) -> int:
+        return min(self.size, MAX_HEADER_BYTES) - self.position
+
+    def skip(self, num_bytes: int) -> int:
+        """Step over so many bytes; returns where they begin."""
+        start = self.position
+        if num_bytes > self.left:
+            reason = "its header ends too early" if self.size <= MAX_HEADER_BYTES else "too large"
+            raise self.error(f"{reason} (at byte {start} it needs {num_bytes} more)")
+        self.position += num_bytes
+        return start
+
+    def integer(self, letter: str) -> int:
+        value: int = struct.unpack_from(
+            f"<{letter}", self._data, self.skip(struct.calcsize(letter))
+        )[0]
+        return value
+
+    def number(self, kind: int) -> Scalar:
+        letter = NUMBERS[kind]
+        start = self.skip(struct.calcsize(f"<{letter}"))
+        value: Scalar = struct.unpack_from(f"<{letter}", self._data, start)[0]
+        return value
+
+    def raw_text(self) -> bytes:
+        length = self.integer("Q")
+        start = self.skip(length)
+        return self._data[start : start + length]
+
+    def text(self) -> str:
+        return self.raw_text().decode("utf-8", errors="replace")
+
+    def name(self) -> str:
+        """A text that identifies something, so it must be exact."""
+        try:
+            return self.raw_text().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self.error("a name in it is not UTF-8") from error
+
+    def array(self, depth: int = 0) -> ArrayPlace:
+        """Step over an array, checking that all of it is there."""
+        kind, count = self.integer("I"), self.integer("Q")
+        start = self.position
+        if kind in NUMBERS:
+            self.skip(count * struct.calcsize(f"<{NUMBERS[kind]}"))
+        elif kind == TEXT:
+            self._skip_texts(count)
+        elif kind == ARRAY and depth < MAX_NESTING:
+            self._check_count(count)
+            for _ in range(count):
+                self.array(depth + 1)
+        else:
+            raise self.error(f"an array in it has the unknown type {kind}")
+        return ArrayPlace(kind, count, start)
+
+    def value(self) -> Scalar | ArrayPlace:
+        kind = self.integer("I")
+        if kind in NUMBERS:
+            return self.number(kind)
+        if kind == TEXT:
+            return self.text()
+        if kind == ARRAY:
+            return self.array()
+        raise self.error(f"a value in it has the unknown type {kind}")
+
+    def error(self, reason: str) -> ModelError:
+        return ModelError(
+            f"{self._path} is not a valid GGUF file: {reason}. Check that its download is complete."
+        )
+
+    def _skip_texts(self, count: int) -> None:
+        """A vocabulary has 150,000 texts, so there are no calls of our own inside."""
+        self._check_count(count)
+        data, position, end = self._data, self.position, self.position + self.left
+        unpack = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if position + 8 > end:
+                position = end + 1
+                break
+            position += 8 + unpack(data, position)[0]
+        if position > end:
+            raise self.error("a list of texts in it ends too early")
+        self.position = position
+
+    def _check_count(self, count: int) -> None:
+        """Each text or array takes 8 bytes at least."""
+        if count > self.left // 8:
+            raise self.error(f"it announces {count} elements where there is no room for them")
+
+
+def _read_start(cursor: _Cursor) -> tuple[int, int]:
+    """(number of tensors, number of pairs)."""
+    if cursor.left < 24 or cursor.integer("I") != int.from_bytes(MAGIC, "little"):
+        raise cursor.error("it does not begin with GGUF")
+    version = cursor.integer("I")
+    if version not in VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+        what = "it is big-endian" if swapped else f"its version is {version}"
+        raise cursor.error(f"{what}; versions 2 and 3, little-endian, are read")
+    num_tensors, num_pairs = cursor.integer("Q"), cursor.integer("Q")
+    if num_tensors > MAX_TENSORS or num_pairs > MAX_PAIRS:
+        raise cursor.error(f"it announces {num_tensors} tensors and {num_pairs} values")
+    return num_tensors, num_pairs
+
+
+def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Scalar | ArrayPlace]:
+    metadata: dict[str, Scalar | ArrayPlace] = {}
+    for _ in range(count):
+        key = cursor.name()
+        if key in metadata:
+            raise cursor.error(f"it has the metadata {key!r} twice")
+        metadata[key] = cursor.value()
+    return metadata
+
+
+def _read_tensor(cursor: _Cursor) -> TensorPlace:
+    """A tensor's place, counted from the start of the data."""
+    name = cursor.name()
+    num_dims = cursor.integer("I")
+    if not 1 <= num_dims <= MAX_DIMS:
+        raise cursor.error(f"its tensor {name!r} has {num_dims} dimensions")
+    shape = tuple(cursor.integer("Q") for _ in range(num_dims))[::-1]
+    number, offset = cursor.integer("I"), cursor.integer("Q")
+    if number not in KINDS:
+        known = ", ".join(kind.name for kind in KINDS.values())
+        raise ModelError(
+            f"the tensor {name!r} is stored as {OTHER_KINDS.get(number, f'type {number}')};"
+            f" supported are {known}. Take a file with another quantisation."
+        )
+    kind = KINDS[number]
+    if prod(shape) == 0 or shape[-1] % kind.block_size:
+        raise cursor.error(f"its tensor {name!r} of type {kind.name} has the shape {list(shape)}")
+    num_bytes = prod(shape) // kind.block_size * kind.block_bytes
+    return TensorPlace(name, shape, kind, offset, num_bytes)
+
+
+def _placed(
+    infos: list[TensorPlace], data_start: int, alignment: int, cursor: _Cursor
+) -> dict[str, TensorPlace]:
+    """The tensors by name, with their places counted from the start of the file."""
+    tensors: dict[str, TensorPlace] = {}
+    for info in infos:
+        start = data_start + info.start
+        if info.name in tensors:
+            raise cursor.error(f"it has the tensor {info.name!r} twice")
+        if info.start % alignment:
+            raise cursor.error(f"its tensor {info.name!r} begins at no multiple of {alignment}")
+        if start + info.num_bytes > cursor.size:
+            missing = start + info.num_bytes - cursor.size
+            raise cursor.error(f"its tensor {info.name!r} ends {missing} bytes behind the file")
+        tensors[info.name] = TensorPlace(info.name, info.shape, info.kind, start, info.num_bytes)
+    if sum(info.num_bytes for info in infos) > cursor.size:
+        raise cursor.error("its tensors overlap")
+    return tensors

@@ -1,0 +1,151 @@
+"""The tensors of a GGUF file under the names that our layers ask for, in their order of rows.
+
+In: an opened file. Out: `GGUFTensor`s, one per tensor, which hold blocks as the file stores them
+and dequantise them a stretch of rows at a time, so that no second copy of a matrix ever exists.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.errors import ModelError
+from quire.base.gguf import GGUFFile, TensorKind
+from quire.base.gguf_config import ROPE_FACTORS
+from quire.base.model_spec import ModelSpec
+from quire.models.gguf.dequantise import dequantise
+from quire.models.layers import Source
+
+VALUES_AT_ONCE = 1 << 18  # 1 MB of float32: stays in the cache between its steps
+
+DECODER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+DECODER_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GPT2 = {
+    "token_embd": "transformer.wte",
+    "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+    "output": "lm_head",
+}
+GPT2_LAYER = {
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """A tensor as the file has it. A vector counts as rows of one value each.
+
+    name: as our layers call it. order: which of the file's rows each of ours is; None: the same.
+    """
+
+    name: str
+    kind: TensorKind
+    shape: tuple[int, ...]
+    stored: npt.NDArray[np.uint8]
+    order: npt.NDArray[np.int64] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stored.nbytes
+
+    def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Rows from `start` to before `stop`, in our order, as the file stores their values.
+
+        This is where packing that takes Q8_0 or Q4_0 as they are begins: a row is whole blocks,
+        and a permutation of rows leaves them whole."""
+        if self.order is None:
+            return self.stored[start:stop]
+        return self.stored[self.order[start:stop]]
+
+    def fill(self, source: Source) -> None:
+        """Dequantise into the part of a parameter that the source names, converting to its dtype.
+        Raises ModelError for another shape than the parameter has."""
+        destination = source.destination
+        # What a checkpoint of gpt2 holds transposed, llama.cpp stores as all the others.
+        wanted = tuple(destination.shape[1:] if source.repeated else destination.shape)
+        if self.shape != wanted:
+            raise ModelError(
+                f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
+                f" asks for {list(wanted)}: the file contradicts itself."
+            )
+        if len(self.shape) == 1:
+            destination.copy_(torch.from_numpy(self._values(0, len(self.stored))[:, 0]))
+            return
+        step = max(1, VALUES_AT_ONCE // self.shape[1])
+        for start in range(0, self.shape[0], step):
+            stop = min(start + step, self.shape[0])
+            destination[start:stop].copy_(torch.from_numpy(self._values(start, stop)))
+
+    def _values(self, start: int, stop: int) -> npt.NDArray[np.float32]:
+        return dequantise(self.kind, self.blocks(start, stop))
+
+
+def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
+    """All tensors of the file, one at a time. Those that we have no name for keep theirs."""
+    for place in file.tensors.values():
+        if place.name == ROPE_FACTORS:  # part of the config
+            continue
+        if len(place.shape) > 2 or (len(place.shape) == 1 and not place.kind.is_float):
+            raise ModelError(
+                f"{file.path}: the tensor {place.name} of type {place.kind.name} has the shape"
+                f" {list(place.shape)}, which no layer of {spec.model_type} has."
+            )
+        stored = np.frombuffer(file.data(place), np.uint8).reshape(place.shape[0], -1)
+        order = _row_order(place.name, file, spec, len(stored))
+        yield GGUFTensor(_our_name(place.name, spec), place.kind, place.shape, stored, order)
+        file.forget(place)
+
+
+def _our_name(name: str, spec: ModelSpec) -> str:
+    is_gpt2 = spec.model_type == "gpt2"
+    stem, _, kind = name.rpartition(".")
+    found = IN_LAYER.fullmatch(stem)
+    if found is None:
+        ours = (GPT2 if is_gpt2 else DECODER).get(stem)
+        return name if ours is None else f"{ours}.{kind}"
+    layer, part = found.groups()
+    part = (GPT2_LAYER if is_gpt2 else DECODER_LAYER).get(part, "")
+    prefix = "transformer.h" if is_gpt2 else "model.layers"
+    return f"{prefix}.{layer}.{part}.{kind}" if part else name
+
+
+def _row_order(
+    name: str, file: GGUFFile, spec: ModelSpec, num_rows: int
+) -> npt.NDArray[np.int64] | None:
+    """Of llama's queries and keys; None for all others.
+
+    llama.cpp rotates neighbours (0, 1), (2, 3), ... of a head where we rotate (0, H/2), (1, H/2+1),
+    ..., so its files hold the rows of each head as 0, H/2, 1, H/2+1, ...
+    """
+    is_permuted = file.text("general.architecture") == "llama" and re.fullmatch(
+        r"blk\.\d+\.attn_[qk]\.(weight|bias)", name
+    )
+    if not is_permuted or num_rows % spec.head_dim or spec.head_dim % 2:
+        return None  # a wrong number of rows is found when the parameter is filled
+    rows = np.arange(num_rows).reshape(-1, spec.head_dim // 2, 2)
+    return rows.swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,67 @@
+"""How byte-level vocabularies of GGUF files cut a text into words before they merge bytes.
+
+A GGUF file only names the rule (tokenizer.ggml.pre), with names that llama.cpp gives; this is what
+the names mean. Where llama.cpp comes close to the model's own tokenizer.json but differs, the rule
+here is that of tokenizer.json.
+"""
+
+from dataclasses import dataclass
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_MODERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3 = _MODERN.replace("DIGITS", r"\p{N}{1,3}")
+QWEN2 = _MODERN.replace("DIGITS", r"\p{N}")
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """patterns: each cuts what the one before it left; matches and what is between them are words.
+
+    ignore_merges: a word that is in the vocabulary is one token, whatever the merges say.
+    add_bos: whether texts begin with the begin of sequence where the file does not say.
+    is_composed: whether texts are brought into Unicode's composed form (NFC) first.
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    is_composed: bool = False
+
+
+_DEFAULT = PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"))
+_GPT2 = PreTokenizer((GPT2,))
+_DIGITS = PreTokenizer((r"\p{N}", GPT2))
+_LLAMA3 = PreTokenizer((LLAMA3,), ignore_merges=True, add_bos=True)
+_QWEN2 = PreTokenizer((QWEN2,), is_composed=True)
+_TEKKEN = PreTokenizer((TEKKEN,), ignore_merges=True, add_bos=True)
+_CODER = PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}"))
+
+PRE_TOKENIZERS = {
+    "default": _DEFAULT,
+    "gpt-2": _GPT2,
+    "mpt": _GPT2,
+    "olmo": _GPT2,
+    "phi-2": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "smaug-bpe": PreTokenizer((LLAMA3,)),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "megrez": _QWEN2,
+    "stablelm2": PreTokenizer((QWEN2,)),
+    "tekken": _TEKKEN,
+    "deepseek-coder": _CODER,
+}

@@ -1,0 +1,264 @@
+"""Writes GGUF files: any metadata and tensors, and a Hugging Face checkpoint as llama.cpp's
+converter would write it (its names, its order of Llama's rows, its way to scale frequencies)."""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.torch import load_file
+
+from quire.models.loading import weight_files
+
+F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30
+BLOCK = {F32: 1, F16: 1, BF16: 1, Q4_0: 32, Q8_0: 32}
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """shape: as numpy writes it."""
+
+    kind: int
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def write_gguf(
+    path: Path,
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, Tensor] | None = None,
+    version: int = 3,
+    alignment: int = 32,
+) -> Path:
+    """metadata: int is u32, float is f32, bool, str, and lists of one of these."""
+    tensors = tensors or {}
+    header = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata))
+    for key, value in metadata.items():
+        header += _text(key) + _value(value)
+    data = bytearray()
+    for name, tensor in tensors.items():
+        data += bytes(-len(data) % alignment)
+        dims = tensor.shape[::-1]
+        header += _text(name) + struct.pack(f"<I{len(dims)}Q", len(dims), *dims)
+        header += struct.pack("<IQ", tensor.kind, len(data))
+        data += tensor.data
+    path.write_bytes(header + bytes(-len(header) % alignment) + bytes(data))
+    return path
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, list):
+        kind, _ = _typed(value[0]) if value else (4, b"")
+        items = b"".join(_typed(item)[1] for item in value)
+        return struct.pack("<IIQ", 9, kind, len(value)) + items
+    kind, raw = _typed(value)
+    return struct.pack("<I", kind) + raw
+
+
+def _typed(value: Any) -> tuple[int, bytes]:
+    if isinstance(value, bool):
+        return 7, struct.pack("<?", value)
+    if isinstance(value, int):
+        return (4, struct.pack("<I", value)) if value >= 0 else (5, struct.pack("<i", value))
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    return 8, _text(value)
+
+
+# ---- tensors ---------------------------------------------------------------------------------
+
+
+def stored(values: Array, kind: int) -> Tensor:
+    """Vectors, and rows that are no whole blocks, stay float32."""
+    values = np.ascontiguousarray(values, np.float32)
+    if values.ndim == 1 or values.shape[-1] % BLOCK[kind]:
+        kind = F32
+    if kind == F32:
+        data = values.tobytes()
+    elif kind == F16:
+        data = values.astype(np.float16).tobytes()
+    elif kind == BF16:
+        bits = values.view(np.uint32)
+        data = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
+    else:
+        data = (_q8_0 if kind == Q8_0 else _q4_0)(values.reshape(-1, 32)).tobytes()
+    return Tensor(kind, values.shape, data)
+
+
+def _q8_0(blocks: Array) -> Array:
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / 127
+    q = np.rint(blocks / np.maximum(scale, 1e-30)).astype(np.int8)
+    return np.concatenate((scale.astype(np.float16).view(np.uint8), q.view(np.uint8)), axis=1)
+
+
+def _q4_0(blocks: Array) -> Array:
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scale = largest / -8
+    q = np.clip(blocks / np.where(scale == 0, 1, scale) + 8.5, 0, 15).astype(np.uint8)
+    packed = q[:, :16] | q[:, 16:] << 4
+    return np.concatenate((scale.astype(np.float16).view(np.uint8), packed), axis=1)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+KEYS = {
+    "block_count": ("num_hidden_layers", "n_layer"),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon",),
+    "attention.sliding_window": ("sliding_window",),
+}
+
+
+def convert(
+    folder: Path, path: Path, kind: int = F32, extra: Mapping[str, Any] | None = None
+) -> Path:
+    """The checkpoint of a directory as one GGUF file. extra: more metadata."""
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {}
+    for file in weight_files(folder):
+        for name, tensor in load_file(file).items():
+            values = tensor.float().numpy()
+            tensors[_name(name)] = stored(_arranged(name, values, config), kind)
+    if "output.weight" in tensors and config.get("tie_word_embeddings"):
+        del tensors["output.weight"]
+    divisors = rope_divisors(config)
+    if divisors is not None:
+        tensors["rope_freqs.weight"] = stored(divisors, F32)
+    return write_gguf(path, model_metadata(config) | dict(extra or {}), tensors)
+
+
+def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = config["model_type"]
+    architecture = "llama" if kind == "mistral" else kind
+    found: dict[str, Any] = {"general.architecture": architecture, "general.name": "tiny"}
+    for key, names in KEYS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None and not (key.endswith("window") and kind != "mistral"):
+            found[f"{architecture}.{key}"] = value
+    hidden = found[f"{architecture}.embedding_length"]
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    found[f"{architecture}.feed_forward_length"] = inner
+    if kind != "gpt2":
+        rope = config.get("rope_parameters") or {}
+        found[f"{architecture}.rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
+        if rope.get("rope_type") in ("linear", "yarn"):
+            found[f"{architecture}.rope.scaling.type"] = rope["rope_type"]
+            found[f"{architecture}.rope.scaling.factor"] = float(rope["factor"])
+        if rope.get("rope_type") == "yarn":
+            length = rope["original_max_position_embeddings"]
+            found[f"{architecture}.rope.scaling.original_context_length"] = length
+    return found
+
+
+def rope_divisors(config: Mapping[str, Any]) -> Array | None:
+    """Llama 3's rule, worked out for each frequency."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    length, factors = rope["original_max_position_embeddings"], []
+    for i in range(0, size, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / size)
+        if wavelength < length / high:
+            factors.append(1.0)
+        elif wavelength > length / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+def _name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    found = re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)", stem)
+    if found is None:
+        return f"{NAMES[stem]}.{kind}"
+    return f"blk.{found.group(1)}.{NAMES[found.group(2)]}.{kind}"
+
+
+def _arranged(name: str, values: Array, config: Mapping[str, Any]) -> Array:
+    if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
+        return values.T
+    is_rotated = re.search(r"\.([qk])_proj\.", name)
+    if not is_rotated or config["model_type"] not in ("llama", "mistral"):
+        return values
+    heads = config["num_attention_heads"]
+    if is_rotated.group(1) == "k":
+        heads = config["num_key_value_heads"]
+    halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+# ---- tokenizers ------------------------------------------------------------------------------
+
+
+def byte_level_metadata(folder: Path, pre: str = "gpt-2", **extra: Any) -> dict[str, Any]:
+    """Of a directory with a byte-level tokenizer.json, and of its chat template."""
+    state = json.loads((folder / "tokenizer.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    texts = {token_id: text for text, token_id in state["model"]["vocab"].items()}
+    kinds = dict.fromkeys(texts, 1)
+    for token in state["added_tokens"]:
+        texts[token["id"]] = token["content"]
+        kinds[token["id"]] = 3 if token["special"] else 4
+    size = max(texts) + 1
+    merges = [m if isinstance(m, str) else " ".join(m) for m in state["model"]["merges"]]
+    found = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(size)],
+        "tokenizer.ggml.token_type": [kinds.get(i, 5) for i in range(size)],
+        "tokenizer.ggml.merges": merges,
+    }
+    ids = {text: token_id for token_id, text in texts.items()}
+    for name in ("bos_token", "eos_token"):
+        if config.get(name):
+            found[f"tokenizer.ggml.{name}_id"] = ids[config[name]]
+    if config.get("chat_template"):
+        found["tokenizer.chat_template"] = config["chat_template"]
+    return found | extra

@@ -1,0 +1,147 @@
+"""Quantised models: near the unquantised ones, the same bits in any batch, and their bytes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.base.config import ModelConfig, config_from_flat
+from quire.base.errors import ConfigError
+from quire.models.layers import Embedding
+from quire.models.loading import load_model, model_bytes
+from quire.models.packing import AS_THEY_ARE, WeightFormats, planned_bytes, weight_formats
+from quire.models.registry import make_model
+from quire.models.source import resolve_model
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight, Quantization
+from quire.runner.preview import preview_runner
+from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.paged import CPU, run_paged
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+META = torch.device("meta")
+SEQUENCES = random_tokens(23, 5, 61)
+WHOLE = [[23], [5], [61]]
+
+FORMATS = {
+    name: weight_formats(ModelConfig(quantization=q, quantization_group_size=g, quantized_head=h))
+    for name, q, g, h in [
+        ("int8", "int8", None, "auto"),
+        ("int8 rows", "int8", 0, "auto"),
+        ("int8 but head", "int8", 32, "none"),
+        ("int4", "int4", None, "auto"),
+        ("int4 with head", "int4", 64, "int4"),
+    ]
+}
+# Of the logits' norm. The weights are random, with no redundancy, and the layers few.
+MOST_ERROR = {"int8": 0.08, "int8 rows": 0.08, "int8 but head": 0.08, "int4": 0.7}
+MOST_ERROR |= {"int4 with head": 0.7}
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("variant", ["llama", "qwen3_tied", "gpt2", "opt_350m", "qwen2"])
+def test_logits_are_near_the_unquantised(variant: str, formats: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    exact = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+    rounded = load_model(
+        tmp_path, checkpoint.spec, torch.float32, CPU, quantization=FORMATS[formats]
+    )
+    wanted = torch.cat(run_paged(exact, checkpoint.spec, SEQUENCES, WHOLE))
+    got = torch.cat(run_paged(rounded, checkpoint.spec, SEQUENCES, WHOLE))
+    error = ((got - wanted).norm() / wanted.norm()).item()
+    assert 0 < error < MOST_ERROR[formats], error
+
+
+@pytest.mark.parametrize("formats", [*FORMATS, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_layers_do_not_depend_on_the_batch(
+    formats: str | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
+    chosen = AS_THEY_ARE if formats is None else FORMATS[formats]
+    model = load_model(tmp_path, checkpoint.spec, dtype, CPU, quantization=chosen)
+    layers = [m for m in model.modules() if isinstance(getattr(m, "weight", None), PackedWeight)]
+    assert layers
+    x = torch.randn(19, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for layer in layers:
+        if isinstance(layer, Embedding) or layer.weight.shape[1] != 32:
+            continue
+        whole = layer(x)
+        assert torch.equal(torch.cat([layer(row[None]) for row in x]), whole)
+        assert torch.equal(torch.cat([layer(x[:3]), layer(x[3:])]), whole)
+
+
+@pytest.mark.parametrize("formats", [*FORMATS, None])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bytes_are_planned(variant: str, formats: str | None, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    chosen = AS_THEY_ARE if formats is None else FORMATS[formats]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        if dtype == torch.float64 and formats is not None:
+            continue
+        model = load_model(tmp_path, checkpoint.spec, dtype, CPU, quantization=chosen)
+        empty = make_model(checkpoint.spec, dtype, META)
+        assert planned_bytes(empty, dtype, CPU, chosen) == model_bytes(model)
+
+
+@pytest.mark.parametrize(
+    ("formats", "shares"), [(None, True), ("int8", True), ("int4", True), ("int4 with head", False)]
+)
+def test_a_tied_table_is_stored_once_if_its_rows_are_good_enough(
+    formats: str | None, shares: bool, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
+    chosen = AS_THEY_ARE if formats is None else FORMATS[formats]
+    model = load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU, quantization=chosen)
+    assert (model.embedding.weight is model.head.weight) == shares
+    ids = torch.tensor([0, 96, 5], dtype=torch.int32)
+    plain = load_model(tmp_path, checkpoint.spec, torch.float64, CPU).embedding(ids)
+    bound = 0.004 if formats is None or not shares else 0.015
+    assert (model.embedding(ids).double() - plain).norm() < bound * plain.norm()
+
+
+def test_preview_knows_the_bytes() -> None:
+    source = resolve_model("shape:qwen3-0.6b")
+    sizes = {}
+    for name in (None, "int8", "int4"):
+        config = config_from_flat(model="shape:qwen3-0.6b", dtype="bfloat16", quantization=name)
+        sizes[name] = preview_runner(config, source).weights_bytes / 1e6
+    assert sizes[None] == pytest.approx(1192, rel=0.01)
+    assert sizes["int8"] == pytest.approx(596 * (1 + 2 / 128), rel=0.01)
+    assert sizes["int4"] == pytest.approx(440.4 * 0.5625 + 155.6 * (1 + 2 / 128), rel=0.01)
+
+
+def test_the_demo_model_says_the_same_in_int8() -> None:
+    """What the unquantised model would say next, at each position of what it says itself."""
+    prompts = ["Once upon a time", "The little fox", "What is 17 + 25?", "The sea"]
+    params = SamplingParams(temperature=0.0, max_tokens=48)
+    with LLM("demo", disable_log_stats=True) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        spec = llm.engine.spec
+    sequences = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    chunks = [[len(sequence)] for sequence in sequences]
+    directory = resolve_model("demo").directory
+    choices = {}
+    for name, formats in ((None, AS_THEY_ARE), *FORMATS.items()):
+        model = load_model(directory, spec, torch.float32, CPU, quantization=formats)
+        choices[name] = torch.cat(run_paged(model, spec, sequences, chunks)).argmax(-1)
+    agreement = {n: (c == choices[None]).float().mean().item() for n, c in choices.items()}
+    assert min(agreement[name] for name in FORMATS if "int8" in name) >= 0.95, agreement
+    assert min(agreement.values()) >= 0.6, agreement
+
+
+def test_impossible_settings_are_told() -> None:
+    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, got 'fp8'"):
+        config_from_flat(quantization="fp8")
+    for name, size in (("int8", 48), ("int4", 0), ("int4", 256)):
+        config = ModelConfig(quantization=name, quantization_group_size=size)
+        with pytest.raises(ConfigError, match=f"quantization_group_size .* for {name}, got {size}"):
+            weight_formats(config)
+    int8 = WeightFormats(Quantization("int8", 128))
+    with pytest.raises(ConfigError, match="CPUs only so far, not on cuda.*--device cpu"):
+        int8.check(torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="needs dtype float32, bfloat16, float16, not float64"):
+        LLM("demo", dtype="float64", quantization="int8")

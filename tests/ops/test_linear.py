@@ -1,0 +1,236 @@
+"""The core's linear layers, in every variant that runs here, against float64; and their bits.
+
+A row's result must not depend on what else is in the batch, nor on the number of threads.
+"""
+
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.ops import packed
+from quire.ops.linear import linear, pack_weight, packed_weight_bytes
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight, Quantization, pack
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+VARIANTS = packed.variants()
+CPU = torch.device("cpu")
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+QUANTIZATIONS = [Quantization("int8", size) for size in (0, 32, 64, 128)]
+QUANTIZATIONS += [Quantization("int4", size) for size in (32, 64, 128)]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+# Neither a multiple of any panel nor of any step; small, and larger than a chunk of K.
+SHAPES = [(1, 1), (3, 5), (33, 48), (70, 131), (257, 96), (64, 2050), (20, 1027)]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def stored(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The whole weight, with the values that it has after packing."""
+    return weight.rows(torch.arange(weight.shape[0]), dtype)
+
+
+def groups_of(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[rows, groups, size] in float64, filled up with zeros."""
+    padding = -x.shape[1] % size
+    return torch.nn.functional.pad(x.double(), (0, padding)).unflatten(1, (-1, size))
+
+
+def quantised_activations(x: torch.Tensor, size: int) -> torch.Tensor:
+    """What int8 activations stand for; in float32, because which way halves go depends on it."""
+    grouped = groups_of(x, size).float()
+    largest = grouped.abs().amax(-1, keepdim=True)
+    integers = (grouped * torch.full_like(largest, 127.0).div(largest)).nan_to_num().round()
+    return (integers.double() * largest.div(127.0).double()).flatten(1)[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_floats(shape: tuple[int, int], variant: str, dtype: torch.dtype) -> None:
+    outputs, inputs = shape
+    weight = random(*shape, dtype=dtype, seed=1) * inputs**-0.5
+    bias = random(outputs, dtype=dtype, seed=2)
+    opaque = pack(weight, None, variant)
+    assert torch.equal(stored(opaque, dtype), weight)
+    for tokens in (0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 130):
+        x = random(tokens, inputs, dtype=dtype)
+        for offset in (None, bias):
+            got = linear(x, opaque, offset)
+            assert got.dtype == dtype
+            wanted = x.double() @ weight.double().T
+            if offset is not None:
+                wanted += offset.double()
+            tolerance = TOLERANCE[dtype]
+            torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_quantised(
+    shape: tuple[int, int], quantization: Quantization, variant: str, dtype: torch.dtype
+) -> None:
+    """Products are exact; groups are added in float32."""
+    outputs, inputs = shape
+    weight = random(*shape, dtype=dtype, seed=1) * inputs**-0.5
+    bias = random(outputs, dtype=dtype, seed=2)
+    opaque = pack(weight, quantization, variant)
+    size = quantization.group_of(inputs)
+    values = stored(opaque).double()
+    for tokens in (0, 1, 2, 3, 4, 6, 7, 8, 13, 130):
+        x = random(tokens, inputs, dtype=dtype)
+        wanted = quantised_activations(x, size) @ values.T + bias.double()
+        got = linear(x, opaque, bias)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+def test_weights_are_rounded_to_the_nearest(quantization: Quantization) -> None:
+    weight = random(40, 300, seed=1)
+    levels = 127 if quantization.format == "int8" else 7
+    size = quantization.group_of(300)
+    exact = groups_of(weight, size)
+    got = groups_of(stored(pack(weight, quantization)), size)
+    largest = exact.abs().amax(-1, keepdim=True)
+    error = (got - exact).abs()
+    if quantization.format == "int8":
+        assert (error <= largest / levels * 0.505).all()
+    plain = (exact / (largest / levels)).round() * largest / levels - exact
+    assert got.sub(exact).square().mean() <= plain.square().mean() * 1.06
+    assert error.square().mean().sqrt() < {127: 0.01, 7: 0.12}[levels]
+
+
+def test_searching_a_scale_of_int4_pays() -> None:
+    """An outlier per group: clipping it costs less than coarse steps for all the others."""
+    weight = random(64, 512, seed=1) * 0.1
+    weight[:, ::32] *= 5
+    quantization = Quantization("int4", 32)
+    exact = groups_of(weight, 32)
+    scale = exact.abs().amax(-1, keepdim=True) / 7
+    plain = ((exact / scale).round() * scale - exact).square().mean()
+    got = groups_of(stored(pack(weight, quantization)), 32)
+    assert (got - exact).square().mean() < 0.95 * plain
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_a_row_has_the_same_bits_in_any_batch(
+    dtype: torch.dtype, quantization: Quantization | None, variant: str
+) -> None:
+    weight = pack(random(150, 1100, dtype=dtype, seed=1) / 32, quantization, variant)
+    x = random(300, 1100, dtype=dtype)
+    alone = torch.cat([linear(x[i : i + 1], weight) for i in range(300)])
+    for tokens in (*range(1, 18), 119, 120, 121, 240, 300):
+        assert torch.equal(linear(x[:tokens], weight), alone[:tokens]), tokens
+        assert torch.equal(linear(x[-tokens:], weight), alone[-tokens:]), tokens
+    assert torch.equal(linear(x.flip(0), weight), alone.flip(0))
+
+
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
+def test_threads_change_no_bit(quantization: Quantization | None) -> None:
+    before = torch.get_num_threads()
+    weight, x = random(700, 520, seed=1), random(40, 520)
+    results = []
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            opaque = pack(weight, quantization)
+            results.append((opaque.data, linear(x, opaque), linear(x[:1], opaque)))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS, ids=str)
+def test_integers_are_the_same_in_all_variants(quantization: Quantization) -> None:
+    """Only the last addition of float32 may be fused or not."""
+    weight, x = random(100, 600, seed=1), random(9, 600)
+    results = [linear(x, pack(weight, quantization, variant)) for variant in VARIANTS]
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_extreme_integers_do_not_overflow(variant: str) -> None:
+    """All operands at their largest, of either sign: sums of 16 bits would saturate."""
+    inputs = 4096
+    signs = torch.where(random(2, inputs) < 0, -1.0, 1.0)
+    weight = torch.stack([torch.ones(inputs), -torch.ones(inputs), signs[0]])
+    x = torch.stack([torch.ones(inputs), -torch.ones(inputs), signs[0], signs[1]])
+    for quantization in QUANTIZATIONS:
+        got = linear(x, pack(weight, quantization, variant))
+        torch.testing.assert_close(got, x @ weight.T, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("quantization", [None, Quantization("int8", 32)], ids=str)
+def test_what_is_not_finite_stays_in_its_row(
+    quantization: Quantization | None, variant: str
+) -> None:
+    weight = pack(random(40, 64, seed=1), quantization, variant)
+    x = random(4, 64)
+    clean = linear(x, weight)
+    x[1, 3], x[2, 5], x[3] = float("nan"), float("inf"), 0.0
+    got = linear(x, weight)
+    assert torch.equal(got[0], clean[0])
+    assert not got[1].isfinite().any() and not got[2].isfinite().any()
+    assert torch.equal(got[3], torch.zeros(40))
+
+
+def test_rows_need_not_be_contiguous() -> None:
+    weight, x = random(30, 48, seed=1), random(5, 96)
+    opaque = pack(weight, None)
+    assert torch.equal(linear(x[:, :48], opaque), linear(x[:, :48].contiguous(), opaque))
+    assert torch.equal(linear(x[:, ::2], opaque), linear(x[:, ::2].contiguous(), opaque))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
+def test_bytes_are_known_before(dtype: torch.dtype, quantization: Quantization | None) -> None:
+    opaque = pack_weight(random(100, 200, dtype=dtype), quantization)
+    assert isinstance(opaque, PackedWeight) and opaque.shape == (100, 200)
+    assert opaque.nbytes == packed_weight_bytes((100, 200), dtype, CPU, quantization)
+
+
+def test_a_variant_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = random(3, 8)
+    assert pack(weight, None).variant == VARIANTS[-1]
+    monkeypatch.setenv(packed.VARIANT, VARIANTS[0])
+    assert pack(weight, None).variant == VARIANTS[0] == "portable"
+    monkeypatch.setenv(packed.VARIANT, "avx1024")
+    with pytest.raises(ConfigError, match="QUIRE_CPU_VARIANT=avx1024 .*portable"):
+        pack(weight, None)
+
+
+def test_what_cannot_be_quantised_is_told() -> None:
+    weight = random(4, 8)
+    int8 = Quantization("int8", 32)
+    with pytest.raises(ConfigError, match="CPUs only"):
+        pack_weight(weight.to("meta"), int8)
+    with pytest.raises(ConfigError, match="not float64"):
+        pack_weight(weight.double(), int8)
+    weight[0, 0] = float("inf")
+    with pytest.raises(ConfigError, match="not finite"):
+        pack_weight(weight, int8)
+    with pytest.raises(ConfigError, match="70,000 inputs.*quantization_group_size"):
+        Quantization("int8", 0).group_of(70_000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_survives(dtype: torch.dtype) -> None:
+    """Subnormals, infinities and NaN of activations, through the portable conversions."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    one = torch.ones(1, 1, dtype=dtype)
+    got = linear(every[:, None], pack(one, None, "portable"))[:, 0]
+    same = (got == every) | (got.isnan() & every.isnan())
+    assert same.all(), every[~same][:9]

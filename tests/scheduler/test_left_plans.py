@@ -1,0 +1,154 @@
+"""What a plan does beside its rows is done, also if the plan fails or loses all its rows; and the
+core never rests while something can be planned."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.config import SchedulerConfig
+from quire.base.messages import Append, Request
+from quire.base.model_spec import CacheGroup
+from quire.base.plan import Plan, StepResult
+from quire.base.validation import RequestLimits
+from quire.engine.core import EngineCore
+from quire.kv.manager import KVManager
+from quire.scheduler.flight import Draft
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.device import (
+    Curse,
+    CursedStep,
+    FakeDevice,
+    FakeExecutor,
+    expected_tokens,
+    make_request,
+)
+
+FULL = (CacheGroup("full", (0,), 1, 8),)
+MAX_LEN = 100
+
+
+class Unlucky(FakeDevice):
+    """Fails once in each plan that starts rows which compute nothing yet."""
+
+    last = -1
+    num_failed = 0
+
+    def run(self, plan: Plan) -> StepResult:
+        idle = {start.row for start in plan.started} - set(plan.rows.tolist())
+        if idle and len(plan.rows) > 1 and plan.step_id != self.last:
+            self.last = plan.step_id
+            self.num_failed += 1
+            raise CursedStep("by chance")
+        return super().run(plan)
+
+
+class Driver:
+    """A core over a plain device, and the tokens that came."""
+
+    def __init__(self, num_blocks: int, is_lazy: bool = False, **settings: Any) -> None:
+        settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4} | settings
+        kv = KVManager(FULL, (num_blocks,), 4)
+        self.device = Unlucky(FULL, (num_blocks,), 4)
+        self.scheduler = Scheduler(kv, SchedulerConfig(**settings), MAX_LEN, watermark=0.0)
+        self.clock = FakeClock()
+        limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
+        executor: Any = FakeExecutor(self.device, is_lazy)
+        self.core = EngineCore(self.scheduler, executor, self.clock, limits)
+        self.output: dict[tuple[str, int], list[int]] = {}
+
+    def take(self) -> None:
+        outputs = self.core.take()
+        for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
+            name = sequence.request.request_id, sequence.index
+            self.output.setdefault(name, []).append(token)
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                return
+            self.core.plan()
+            if self.scheduler.flights:
+                self.take()
+        raise AssertionError("a request starves")
+
+
+def is_open(request: Request) -> Request:
+    return msgspec.structs.replace(request, is_open=True)
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_a_piece_in_a_plan_that_loses_its_rows_reaches_the_device(is_lazy: bool) -> None:
+    driver = Driver(25, is_lazy, pipeline_depth=2, max_num_batched_tokens=1)
+    core, scheduler = driver.core, driver.scheduler
+    streamed = make_request("streamed", [1, 2, 3], max_tokens=3, temperature=0.0, seed=5)
+    core.add(is_open(streamed))
+    for _ in range(2):
+        core.plan()
+        driver.take()
+    core.add(make_request("guilty", [9], max_tokens=30, temperature=0.0, seed=1, priority=-1))
+    driver.device.curses[1] = Curse(6, raises=True)
+    guilty = scheduler.sequences["guilty"]
+    while True:
+        core.plan()
+        if guilty.num_computed_tokens == 7:
+            break  # this plan is to raise
+        driver.take()
+    core.control(Append("streamed", [11, 12, 13], is_last=True))
+    plan = core.plan()
+    assert plan is not None and len(plan.host_tokens) == 1 and plan.rows.tolist() == [guilty.row]
+    driver.finish()
+    whole = msgspec.structs.replace(streamed, prompt_token_ids=[1, 2, 3, 11, 12, 13])
+    assert driver.output["streamed", 0] == expected_tokens(whole, MAX_LEN)
+
+
+def test_rows_that_start_in_a_step_that_fails_once() -> None:
+    """A group comes back from swap space with more members than the budget has tokens."""
+    driver = Driver(18, max_num_batched_tokens=2, preemption_mode="swap")
+    group = make_request("group", list(range(20, 26)), max_tokens=10, n=3, seed=2)
+    driver.core.add(group)
+    scheduler = driver.scheduler
+    while scheduler.num_running != 3:
+        driver.core.plan()
+        driver.take()
+    draft = Draft(0)
+    scheduler.preempt(scheduler.running()[0], "test", 0.0, draft)
+    scheduler._swaps = draft.swaps
+    assert scheduler.num_running == 0 and draft.swaps
+    driver.finish()
+    assert driver.device.num_failed == 1
+    for index in range(3):
+        assert driver.output["group", index] == expected_tokens(group, MAX_LEN)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_core_does_not_rest_while_something_can_be_planned(depth: int, mode: str) -> None:
+    """The only one with something to do gives way, and may come back at once."""
+    driver = Driver(25, pipeline_depth=depth, preemption_mode=mode)
+    core = driver.core
+    core.add(is_open(make_request("open", list(range(40)), max_tokens=4, temperature=0.0)))
+    prompt = list(range(49, 19, -1))
+    core.add(make_request("busy", prompt, max_tokens=60, temperature=0.0, seed=1))
+    while "busy" in driver.scheduler.sequences:
+        rest_s = core.rest_s()
+        assert rest_s is not None, "it waits for a message that need not come"
+        driver.clock.advance(max(rest_s, 1e-3))
+        core.advance()
+
+
+def test_a_silent_client_of_a_higher_class_does_not_lock_others_out() -> None:
+    """Also not one that was preempted so often that it needs room for all that may grow."""
+    driver = Driver(40, max_num_batched_tokens=16)
+    core, scheduler = driver.core, driver.scheduler
+    core.add(is_open(make_request("silent", [1, 2, 3], max_tokens=4, temperature=0.0, priority=-1)))
+    core.plan()
+    driver.take()
+    core.add(make_request("low", [7, 8, 9], max_tokens=30, temperature=0.0, seed=1))
+    scheduler.sequences["low"].num_preemptions = 3
+    for _ in range(40):
+        core.plan()
+        if scheduler.flights:
+            driver.take()
+    assert list(scheduler.sequences) == ["silent"]
