@@ -108,7 +108,7 @@ def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
     )
 
 
-def leftover(plan: Plan, released: Set[int] = frozenset()) -> Plan:
+def _leftover(plan: Plan, released: Set[int]) -> Plan:
     """What a plan without rows does: for the next one. released: rows that changed hands since.
 
     Copies are left out: they were for rows that the plan has lost.
@@ -129,7 +129,7 @@ def leftover(plan: Plan, released: Set[int] = frozenset()) -> Plan:
 
 def with_leftover(plan: Plan, left: Plan) -> Plan:
     """A plan that also does, before, what one without rows was to do."""
-    left = leftover(left, set(plan.released.tolist()))
+    left = _leftover(left, set(plan.released.tolist()))
     first, then = left.block_writes, plan.block_writes
     return dataclasses.replace(
         plan,

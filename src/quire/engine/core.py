@@ -18,7 +18,7 @@ from quire.base.events import Event
 from quire.base.messages import Control, MeasuredRates, Request, SequenceOutput
 from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
-from quire.engine.bisect import bisect_step, combine, leave_out, leftover, with_leftover
+from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
 from quire.engine.executor import Executor
 from quire.engine.news import News, news_of
 from quire.engine.pacing import Pacing
@@ -226,7 +226,7 @@ class EngineCore:
             self._left = None
             self.executor.submit(plan)
         else:
-            self._left = leftover(plan)
+            self._left = plan
 
     def _recover(self, failed: Plan, error: str) -> StepOutputs:
         """The oldest plan raised: repeat it in parts, then carry out the later ones without the
@@ -244,7 +244,7 @@ class EngineCore:
         if len(result.row_errors) == len(part.rows):
             # Perhaps no part of the plan was carried out. All but its moves may be done again.
             empty = leave_out(part, set(part.rows.tolist()))
-            self._left = dataclasses.replace(leftover(empty), moves=())
+            self._left = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(flight.plan, [(part, result)]))
         for plan, in_flight in zip(later, self.scheduler.flights, strict=True):
             self._submit(leave_out(plan, in_flight.left_out))

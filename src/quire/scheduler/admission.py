@@ -70,7 +70,7 @@ def reserved_blocks(scheduler: "Scheduler", sequence: Sequence) -> int:
 
 def _worst_growth(scheduler: "Scheduler", sequence: Sequence) -> int:
     """Blocks that all that run, and the request of this sequence, lack up to their limits."""
-    size, idle = scheduler.kv.block_size, scheduler.rows_that_wait().tolist()
+    size, idle = scheduler.kv.block_size, set(scheduler.rows_that_wait().tolist())
     running = [other for other in scheduler.running() if other.row not in idle]
     members = [sequence] if sequence.group is None else sequence.group.unfinished
     heads = [(s.limit, s.num_known_tokens, 1) for s in members if s.row < 0]

@@ -53,12 +53,11 @@ def index_rows(scheduler: "Scheduler", rows: Int64, draft: Draft, hit: Blocks = 
 
 def digest_blocks(sequences: Seq[Sequence], block_size: int, counts: Seq[int]) -> None:
     """Extend the digests of each sequence to its first `count` blocks."""
-    one_more = [
-        (sequence, count)
+    lacks_one = (
+        len(sequence.digests) == count - 1 and sequence.row >= 0
         for sequence, count in zip(sequences, counts, strict=True)
-        if len(sequence.digests) == count - 1 and sequence.row >= 0
-    ]
-    if len(one_more) < len(sequences) or len(one_more) < 2:
+    )
+    if len(sequences) < 2 or not all(lacks_one):
         for sequence, count in zip(sequences, counts, strict=True):
             known = sequence.known_tokens
             extend_digests(sequence.digests, sequence.root, known, block_size, count)

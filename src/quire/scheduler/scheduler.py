@@ -387,9 +387,9 @@ class Scheduler:
         forked, sources = self._fork(samples, draft, now)
         samples = np.concatenate([samples, forked])
         table.total[samples if not self.num_beam_searches else self._without_beams(samples)] += 1
-        num_each = num_tokens + is_sampling
-        self.num_planned_tokens += int(num_tokens.sum())
-        self.queue.tenants.charge(table.tenant[rows], num_each)
+        num_planned = int(num_tokens.sum())
+        self.num_planned_tokens += num_planned
+        self.queue.tenants.charge(table.tenant[rows], num_tokens + is_sampling)
         plan = Plan(
             step_id=draft.step_id,
             rows=rows,
@@ -415,7 +415,7 @@ class Scheduler:
         self.flights.append(
             Flight(plan, row_epochs, row_sequences, epochs, sequences, draft.shared)
         )
-        self.events.append(Planned(now, plan.step_id, len(rows), int(num_tokens.sum()), plan))
+        self.events.append(Planned(now, plan.step_id, len(rows), num_planned, plan))
         return plan
 
     def _fork(self, samples: Int32, draft: Draft, now: float) -> tuple[Int32, Int32]:

@@ -12,6 +12,7 @@ Both rates are measured and come through `control`. Where one is not known, it i
 
 from typing import TYPE_CHECKING
 
+from quire.scheduler.beam_rows import is_beam
 from quire.scheduler.flight import Draft
 from quire.scheduler.sequence import Sequence
 
@@ -67,7 +68,7 @@ def _undo(scheduler: "Scheduler", member: Sequence, draft: Draft) -> None:
 def num_kept_tokens(member: Sequence) -> int:
     """Computed tokens that a running member keeps when it is swapped out. A beam whose candidates
     are on their way will not get them, and must compute its last token again."""
-    if member.group is not None and member.group.search is not None:
+    if is_beam(member):
         return min(member.num_computed_tokens, member.num_known_tokens - 1)
     return member.num_computed_tokens
 
