@@ -20,6 +20,7 @@ import torch
 from quire.ops.linear import TYPICAL_TOKENS, linear
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight, Quantization, pack, variants
+from quire.ops.threads import num_threads, set_num_threads
 from quire.tools.limits import read_bytes_per_s
 from quire.tools.report import benchmark_parser, print_head, write_report
 
@@ -132,7 +133,7 @@ def cells(
 def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> dict[str, Any]:
     limits = {
         "read": read_bytes_per_s(torch.device("cpu")),
-        **peaks(arguments.variant, torch.get_num_threads()),
+        **peaks(arguments.variant, num_threads()),
     }
     shown = ", ".join(f"{name} {limit / 1e9:,.0f}" for name, limit in limits.items())
     print_line(f"limits: GB/s of reading and 10^9 operations/s in registers: {shown}")
@@ -153,12 +154,13 @@ def table(arguments: argparse.Namespace, print_line: Callable[[str], None]) -> d
 def main() -> None:
     parser = benchmark_parser(__doc__)
     names = [kind.name for kind in KINDS]
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--variant", choices=variants(), default=variants()[-1])
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    set_num_threads(arguments.threads)
     print_head(f"linear layers, variant {arguments.variant}")
     write_report(arguments.output_json, table(arguments, lambda line: print(line, flush=True)))
 

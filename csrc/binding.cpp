@@ -2,6 +2,7 @@
 // (src/quire/ops/native.py) checks shapes, dtypes and contiguity. The interpreter runs on meanwhile.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,8 +13,8 @@
 
 #include "attention.h"
 #include "linear.h"
-#include "parallel.h"
 #include "philox.h"
+#include "program.h"
 #include "sampling.h"
 
 namespace nb = nanobind;
@@ -21,7 +22,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 4;
+constexpr int kInterfaceVersion = 5;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -87,30 +88,52 @@ void choose(Address ids, Address logits, Address temperatures, Address top_k, Ad
                   num_threads);
 }
 
-// gomp_parallel: address of that function in the OpenMP library to share threads with, or 0.
-void share_threads(Address gomp_parallel) {
-    quire::parallel_region = as<quire::ParallelRegion>(gomp_parallel);
+// addresses: tables, query_starts, context_lens; numbers: AttentionStep's (attention.h), in its order.
+void plan_prepare(quire::AttentionPlan& plan, std::array<Address, 3> addresses,
+                  std::array<int64_t, 7> numbers, int num_threads, bool split, bool cascade) {
+    const auto [tables, query_starts, context_lens] = addresses;
+    const auto [table_stride, num_rows, block_size, window, kv_heads, group, head_dim] = numbers;
+    plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
+                  as<const int32_t*>(context_lens), num_rows, block_size, window, kv_heads, group,
+                  head_dim},
+                 num_threads, {split, cascade});
 }
 
-// The addresses and numbers of PagedRows (attention.h), in its order. element_bytes tells float32
-// (4) from bfloat16 (2).
-void paged_attention(std::array<Address, 8> addresses, std::array<int64_t, 9> numbers, float scale,
-                     int element_bytes, int num_threads) {
-    const auto [out, q, keys, values, tables, query_starts, context_lens, rows] = addresses;
-    const auto [num_rows, kv_heads, group, head_dim, block_size, num_blocks, table_stride, q_stride,
-                window] = numbers;
-    const quire::PagedRows step{
-        as<const int32_t*>(tables), as<const int32_t*>(query_starts),
-        as<const int32_t*>(context_lens), as<const int32_t*>(rows), num_rows, kv_heads, group,
-        head_dim, block_size, num_blocks, table_stride, q_stride, window, scale};
-    if (element_bytes == 4) {
-        quire::paged_attention(as<Floats>(out), as<ConstFloats>(q), as<ConstFloats>(keys),
-                               as<ConstFloats>(values), step, num_threads);
-    } else {
-        using Half = uint16_t;
-        quire::paged_attention(as<Half*>(out), as<const Half*>(q), as<const Half*>(keys),
-                               as<const Half*>(values), step, num_threads);
+// One layer's keys and values: two addresses, and KvLayer's numbers in its order.
+quire::KvLayer kv_layer(const std::array<Address, 2>& addresses,
+                        const std::array<int64_t, 5>& numbers) {
+    const auto [format, heads, num_blocks, block_size, head_dim] = numbers;
+    return {static_cast<quire::KvFormat>(format), heads, num_blocks, block_size, head_dim,
+            as<uint8_t*>(addresses[0]), as<uint8_t*>(addresses[1])};
+}
+
+// Address, element type (linear.h) and token stride.
+using HeadRowNumbers = std::array<int64_t, 3>;
+
+quire::HeadRows head_rows(const HeadRowNumbers& numbers) {
+    return {static_cast<quire::Element>(numbers[1]), numbers[2],
+            as<void*>(static_cast<Address>(numbers[0]))};
+}
+
+void paged_attention(const quire::AttentionPlan& plan, std::array<Address, 2> kv,
+                     std::array<int64_t, 5> kv_numbers, HeadRowNumbers q, HeadRowNumbers out,
+                     float scale, int num_threads, int variant) {
+    quire::paged_attention(plan, kv_layer(kv, kv_numbers), head_rows(q), head_rows(out),
+                           scale, num_threads, variant);
+}
+
+void store_kv(std::array<Address, 2> kv, std::array<int64_t, 5> kv_numbers, HeadRowNumbers k,
+              HeadRowNumbers v, Address slots, int64_t count, int num_threads) {
+    quire::store_kv(kv_layer(kv, kv_numbers), head_rows(k), head_rows(v),
+                    as<ConstInts>(slots), count, num_threads);
+}
+
+std::vector<std::string> attention_variants() {
+    std::vector<std::string> names;
+    for (int v = 0; v < quire::num_attention_variants(); ++v) {
+        names.emplace_back(quire::attention_variant_name(v));
     }
+    return names;
 }
 
 // A packed weight as numbers: format, variant, outputs, inputs, group (linear.h).
@@ -161,8 +184,50 @@ void linear(Address out, Address x, Address bias, int element, int64_t rows, int
                   num_threads);
 }
 
+// Bytes that a row of float32 takes once it is prepared for products with this weight; 0 if it is
+// read as it is.
+int64_t linear_operand_bytes(PackedNumbers numbers) {
+    const quire::PackedWeight packed = packed_weight(numbers, 0);
+    const auto x = matrix(0, static_cast<int>(quire::Element::kFloat32), 1, packed.inputs,
+                          packed.inputs);
+    return quire::linear_kernels(packed.variant).operand_bytes(packed, x);
+}
+
 double linear_peak(int format, int variant, int num_threads) {
     return quire::linear_peak(static_cast<quire::WeightFormat>(format), variant, num_threads);
+}
+
+// --- programs (program.h) ---
+
+using Numbers = std::vector<int64_t>;
+
+void make_program(quire::Program* at, Numbers widths, Numbers places, int64_t arena_width) {
+    new (at) quire::Program(std::move(widths), std::move(places), arena_width);
+}
+
+void add_layer(quire::Program& program, size_t group, std::array<Address, 2> kv,
+               std::array<int64_t, 5> kv_numbers) {
+    program.add_layer({group, kv_layer(kv, kv_numbers)});
+}
+
+// views: buffer and offset of up to four.
+void add_instruction(quire::Program& program, int kind, std::array<int64_t, 8> views,
+                     std::array<int64_t, 2> sizes, std::array<Address, 2> addresses, int64_t layer,
+                     double number, PackedNumbers weight, Address data, bool begins_phase) {
+    quire::Instruction instruction{
+        static_cast<quire::Kind>(kind), {}, sizes, {}, layer, number, packed_weight(weight, data)};
+    for (size_t i = 0; i < 4; ++i) instruction.views[i] = {views[2 * i], views[2 * i + 1]};
+    for (size_t i = 0; i < 2; ++i) instruction.addresses[i] = as<const void*>(addresses[i]);
+    program.add(instruction, begins_phase);
+}
+
+// groups: each cache group's plan, and the address of its slots.
+void run_program(quire::Program& program, int64_t rows, Address ids, Address positions, Address out,
+                 std::vector<std::pair<quire::AttentionPlan*, Address>> groups, int num_threads) {
+    quire::ProgramStep step{
+        rows, as<ConstInts>(ids), as<ConstInts>(positions), {}, as<Floats>(out)};
+    for (const auto& [plan, slots] : groups) step.groups.push_back({plan, as<ConstInts>(slots)});
+    program.run(std::move(step), num_threads);
 }
 
 }  // namespace
@@ -170,8 +235,15 @@ double linear_peak(int format, int variant, int num_threads) {
 NB_MODULE(_core, m) {
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     m.def("version", [] { return kInterfaceVersion; });
-    m.def("share_threads", &share_threads);
+    nb::class_<quire::AttentionPlan>(m, "AttentionPlan")
+        .def(nb::init<>())
+        .def("prepare", &plan_prepare)
+        .def_prop_ro("address", [](const quire::AttentionPlan& plan) { return reinterpret_cast<Address>(&plan); })
+        .def_prop_ro("num_items", [](const quire::AttentionPlan& plan) { return plan.items().size(); })
+        .def_prop_ro("num_merges", [](const quire::AttentionPlan& plan) { return plan.merges().size(); });
+    m.def("attention_variants", &attention_variants);
     m.def("paged_attention", &paged_attention, Unlocked());
+    m.def("store_kv", &store_kv, Unlocked());
     m.def("philox_words", &philox_words);
     m.def("philox_uniform", &philox_uniform, Unlocked());
     m.def("philox_uniform_at", &philox_uniform_at, Unlocked());
@@ -185,5 +257,11 @@ NB_MODULE(_core, m) {
     m.def("linear_pack", &linear_pack, Unlocked());
     m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());
     m.def("linear", &linear, Unlocked());
+    m.def("linear_operand_bytes", &linear_operand_bytes);
     m.def("linear_peak", &linear_peak, Unlocked());
+    nb::class_<quire::Program>(m, "Program")
+        .def("__init__", &make_program)
+        .def("add_layer", &add_layer)
+        .def("add", &add_instruction)
+        .def("run", &run_program, Unlocked());
 }

@@ -1,6 +1,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 
@@ -51,8 +52,10 @@ class OperandMemory {
     Operand operand_;
 };
 
-void multiply_all(const Matrix& out, const void* bias, const PackedWeight& weight,
-                  const Operand& operand, int num_threads) {
+}  // namespace
+
+void multiply(const Matrix& out, const PackedWeight& weight, const Operand& operand,
+              const void* bias, int num_threads) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
     const int64_t panels = (weight.outputs + kernels.panel - 1) / kernels.panel;
     const int64_t parts = std::min(panels, kPartsPerThread * num_threads);
@@ -62,8 +65,6 @@ void multiply_all(const Matrix& out, const void* bias, const PackedWeight& weigh
     });
 }
 
-}  // namespace
-
 void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
             int num_threads) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
@@ -72,7 +73,7 @@ void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, cons
         const int64_t size = x.element == Element::kFloat32 ? 4 : 2;
         auto* values = static_cast<uint8_t*>(const_cast<void*>(x.data));
         const Operand operand{x.rows, x.stride * size, values, nullptr, nullptr};
-        return multiply_all(out, bias, weight, operand, num_threads);
+        return multiply(out, weight, operand, bias, num_threads);
     }
     const OperandMemory memory(row_bytes, x.rows, weight.is_quantised() ? weight.groups() : 0);
     const Operand& operand = memory.operand();
@@ -80,7 +81,7 @@ void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, cons
     parallel_for(x.rows, threads, [&](int64_t begin, int64_t end) {
         kernels.prepare(operand, weight, x, begin, end);
     });
-    multiply_all(out, bias, weight, operand, num_threads);
+    multiply(out, weight, operand, bias, num_threads);
 }
 
 double linear_peak(WeightFormat format, int variant, int num_threads) {

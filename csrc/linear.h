@@ -94,6 +94,10 @@ void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& weight
 // out[i] = row ids[i] of the weight, with the values that it has after packing.
 void unpack_rows(const Matrix& out, const PackedWeight& weight, const int64_t* ids);
 
+// out[T, N] = the operand's rows times W^T, plus bias ([N] of out's element, or null).
+void multiply(const Matrix& out, const PackedWeight& weight, const Operand& operand,
+              const void* bias, int num_threads);
+
 // out[T, N] = x[T, K] W^T + bias, in x's element.
 void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
             int num_threads);

@@ -1,7 +1,137 @@
+// The core's own threads. A step is some hundred phases of a few microseconds to milliseconds, so idle
+// threads first look for the next phase, giving their core to whoever wants it, and sleep only later.
+//
+// A phase is over when its parts are done, not when all threads have come: one that the operating
+// system keeps from running holds up nobody unless it has taken a part.
 #include "parallel.h"
 
-namespace quire {
+#include <unistd.h>
 
-ParallelRegion parallel_region = nullptr;
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+namespace quire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kPatientLooks = 300;  // before the core is offered to others: some microseconds
+constexpr auto kAwake = std::chrono::microseconds(200);  // how long an idle thread looks for work
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+class Pool {
+   public:
+    void run(int64_t num_parts, int num_threads, void (*work)(void*, int64_t), void* context) {
+        for (; num_workers_ < num_threads - 1; ++num_workers_) {
+            std::thread([this, index = num_workers_] { serve(index); }).detach();
+        }
+        work_.store(work, std::memory_order_relaxed);
+        context_.store(context, std::memory_order_relaxed);
+        num_parts_.store(num_parts, std::memory_order_relaxed);
+        helpers_.store(num_threads - 1, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        const uint32_t phase = phase_of(ticket_.load(std::memory_order_relaxed)) + 1;
+        ticket_.store(uint64_t{phase} << 32);
+        if (sleeping_.load() > 0) wake();
+        take_parts(phase);
+        for (int looks = 0; done_.load(std::memory_order_acquire) < num_parts; ++looks) {
+            looks < kPatientLooks ? pause_briefly() : std::this_thread::yield();
+        }
+    }
+
+   private:
+    static uint32_t phase_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
+
+    // Takes parts of this phase until none is left. What the phase is was read before a part was
+    // taken, and it cannot have changed then: a phase with a part to take is not over.
+    void take_parts(uint32_t phase) {
+        uint64_t ticket = ticket_.load(std::memory_order_acquire);
+        while (phase_of(ticket) == phase) {
+            const auto part = static_cast<int64_t>(static_cast<uint32_t>(ticket));
+            const auto work = work_.load(std::memory_order_relaxed);
+            void* context = context_.load(std::memory_order_relaxed);
+            if (part >= num_parts_.load(std::memory_order_relaxed)) return;
+            if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
+                continue;
+            }
+            work(context, part);
+            done_.fetch_add(1, std::memory_order_acq_rel);
+            ticket = ticket_.load(std::memory_order_acquire);
+        }
+    }
+
+    void serve(int index) {
+        uint32_t seen = 0;
+        while (true) {
+            seen = next_phase(seen);
+            if (index < helpers_.load(std::memory_order_relaxed)) take_parts(seen);
+        }
+    }
+
+    // Waits for a phase other than the one seen last.
+    uint32_t next_phase(uint32_t seen) {
+        const auto phase = [&] { return phase_of(ticket_.load()); };
+        for (int looks = 0; looks < kPatientLooks; ++looks) {
+            if (phase() != seen) return phase();
+            pause_briefly();
+        }
+        for (const auto until = Clock::now() + kAwake; Clock::now() < until;) {
+            if (phase() != seen) return phase();
+            std::this_thread::yield();
+        }
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleeping_.fetch_add(1);
+        awake_.wait(lock, [&] { return phase() != seen; });
+        sleeping_.fetch_sub(1);
+        return phase();
+    }
+
+    void wake() {
+        { const std::lock_guard<std::mutex> lock(mutex_); }  // between their look and their sleep
+        awake_.notify_all();
+    }
+
+    // The phase in the upper half, its next part in the lower one.
+    alignas(64) std::atomic<uint64_t> ticket_{0};
+    alignas(64) std::atomic<int64_t> done_{0};
+    alignas(64) std::atomic<void (*)(void*, int64_t)> work_{nullptr};
+    std::atomic<void*> context_{nullptr};
+    std::atomic<int64_t> num_parts_{0};
+    std::atomic<int> helpers_{0};  // workers that may take part
+    std::atomic<int> sleeping_{0};
+    int num_workers_ = 0;
+    std::mutex mutex_;
+    std::condition_variable awake_;
+};
+
+std::atomic_flag in_use = ATOMIC_FLAG_INIT;
+Pool* pool = nullptr;  // never deleted: its threads may outlive everything
+pid_t owner = 0;
+
+}  // namespace
+
+void run_parts(int64_t num_parts, int num_threads, void (*work)(void*, int64_t), void* context) {
+    const int threads = static_cast<int>(std::min<int64_t>(num_threads, num_parts));
+    if (threads <= 1 || in_use.test_and_set(std::memory_order_acquire)) {
+        for (int64_t part = 0; part < num_parts; ++part) work(context, part);
+        return;
+    }
+    if (owner != getpid()) {  // the threads of a forked process stayed in its parent
+        pool = new Pool;
+        owner = getpid();
+    }
+    pool->run(num_parts, threads, work, context);
+    in_use.clear(std::memory_order_release);
+}
 
 }  // namespace quire

@@ -2,14 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from quire.base.model_spec import ModelSpec
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.select import make_backend
+from quire.runner.native_model import NativeModel
 
 CPU = torch.device("cpu")
 
@@ -64,7 +66,7 @@ def make_layout(
 
 
 def run_paged(
-    model: nn.Module,
+    model: Any,
     spec: ModelSpec,
     sequences: Sequence[Sequence[int]],
     chunks: Sequence[Sequence[int]],
@@ -73,8 +75,9 @@ def run_paged(
     backend: str = "torch",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    native: bool = False,
 ) -> list[torch.Tensor]:
-    """Logits [tokens, V] of each sequence.
+    """Logits [tokens, V] of each sequence. native: by the core's program of the model.
 
     chunks[s] are the numbers of tokens of sequence s in step 0, 1, ...; 0 leaves it out of a step,
     and the numbers must add up to its length. Blocks are scattered over the pool.
@@ -82,6 +85,9 @@ def run_paged(
     blocks_per_row = [-(-len(tokens) // block_size) for tokens in sequences]
     num_blocks = sum(blocks_per_row) + 3
     attention = make_backend(backend, make_layout(spec, num_blocks, block_size, dtype))
+    if native:
+        assert isinstance(attention, CpuBackend)
+        model = NativeModel(model, attention)
     order = np.random.default_rng(seed).permutation(num_blocks).tolist()
     tables = [[order.pop() for _ in range(count)] for count in blocks_per_row]
     done = [0] * len(sequences)
@@ -102,7 +108,7 @@ def run_paged(
 
 @torch.inference_mode()
 def run_step(
-    model: nn.Module, attention: AttentionBackend, ids: Sequence[int], step: AttentionStep
+    model: Any, attention: AttentionBackend, ids: Sequence[int], step: AttentionStep
 ) -> torch.Tensor:
     """Logits [T, V] of one step's tokens."""
     attention.prepare(step)

@@ -6,7 +6,6 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import CacheGroup
-from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import BACKENDS, kv_block_bytes, make_backend
 from quire.ops.native import core
 from tests.models.paged import RowPart, make_step
@@ -79,7 +78,7 @@ def test_torch_is_softmax(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.skipif(core() is None, reason="the C++ core was not built")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cpu_is_softmax(case: Case, dtype: torch.dtype) -> None:
     wanted = attend_contiguous(case, make_contents(case))
@@ -179,18 +178,12 @@ def test_selection() -> None:
     fast = "torch" if core() is None else "cpu"
     assert make_backend("auto", layout(torch.float32)).name == fast
     assert make_backend("auto", layout(torch.bfloat16)).name == fast
-    assert make_backend("auto", layout(torch.float16)).name == "torch"
+    assert make_backend("auto", layout(torch.float16)).name == fast
     assert make_backend("auto", layout(torch.float64)).name == "reference"
     with pytest.raises(ConfigError, match="attention_backend must be one of auto, cpu, torch"):
         make_backend("magic", layout(torch.float32))
-    with pytest.raises(ConfigError, match="float32 and bfloat16, not torch.float64"):
+    with pytest.raises(ConfigError, match="bfloat16 and float16, not torch.float64"):
         make_backend("cpu", layout(torch.float64))
-
-
-def test_head_sizes_that_the_core_does_not_have_go_to_torch() -> None:
-    group = CacheGroup("full", (0,), 1, head_dim=24)
-    layout = KVLayout((group,), (2,), 4, torch.float32, torch.device("cpu"))
-    assert make_backend("auto", layout).name == "torch"
 
 
 def test_block_bytes() -> None:

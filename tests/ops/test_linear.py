@@ -11,6 +11,7 @@ from quire.ops import packed
 from quire.ops.linear import linear, pack_weight, packed_weight_bytes
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight, Quantization, pack
+from quire.ops.threads import set_num_threads
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -137,16 +138,15 @@ def test_a_row_has_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("quantization", [None, *QUANTIZATIONS], ids=str)
 def test_threads_change_no_bit(quantization: Quantization | None) -> None:
-    before = torch.get_num_threads()
     weight, x = random(700, 520, seed=1), random(40, 520)
     results = []
     try:
         for threads in (1, 2, 3, 5):
-            torch.set_num_threads(threads)
+            set_num_threads(threads)
             opaque = pack(weight, quantization)
             results.append((opaque.data, linear(x, opaque), linear(x[:1], opaque)))
     finally:
-        torch.set_num_threads(before)
+        set_num_threads(None)
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
 

@@ -59,13 +59,23 @@ def test_choose_dtype(
 ) -> None:
     """What is asked for is taken; auto is the checkpoint's where this machine multiplies it."""
     monkeypatch.setattr(memory, "has_native_bfloat16", lambda: "bf16" in flags)
+    monkeypatch.setattr(memory, "core", lambda: None)
     spec = shape("qwen3-0.6b")
     assert spec.dtype == "bfloat16"
     assert choose_dtype(name, spec, device) == expected
 
 
-def test_float16_is_float32_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "opt-125m"])
+def test_the_core_multiplies_all_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "has_native_bfloat16", lambda: False)
+    monkeypatch.setattr(memory, "core", lambda: object())
+    spec = shape(name)
+    assert choose_dtype("auto", spec, CPU) == getattr(torch, spec.dtype)
+
+
+def test_float16_is_float32_on_a_cpu_without_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "has_native_bfloat16", lambda: True)
+    monkeypatch.setattr(memory, "core", lambda: None)
     spec = shape("opt-125m")
     assert spec.dtype == "float16"
     assert choose_dtype("auto", spec, CPU) == torch.float32

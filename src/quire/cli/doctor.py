@@ -179,12 +179,12 @@ def _torch(report: Report, cpu: machine.Cpu, has_gpu: bool) -> None:
 
 
 def _core(report: Report) -> None:
-    from quire.ops import native
+    from quire.ops import native, threads
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         core = native.core()
-    report.facts["C++ core"] = {"present": core is not None}
+    report.facts["C++ core"] = {"present": core is not None, "threads": threads.num_threads()}
     if core is None:
         reason = str(caught[0].message) if caught else "the C++ core is not there"
         report.add_problem(reason, "install g++, then `touch CMakeLists.txt && make install`")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from quire.ops.threads import cpu_quota
+
 CPUINFO = Path("/proc/cpuinfo")
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
@@ -41,18 +43,6 @@ def cpu() -> Cpu:
         quota=cpu_quota(CGROUP),
         features=tuple(name for name in FEATURES if name in present),
     )
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """Cores' worth of time under a version 2 or version 1 control group."""
-    pair = (_read(cgroup / "cpu.max") or "").split()
-    if len(pair) != 2:
-        pair = [_read(cgroup / "cpu" / f"cpu.cfs_{part}_us") or "" for part in ("quota", "period")]
-    try:
-        quota, period = (int(number) for number in pair)
-    except ValueError:  # no such group, or "max"
-        return None
-    return quota / period if quota > 0 and period > 0 else None
 
 
 def memory_bytes(cgroup: Path = CGROUP) -> int:

@@ -11,7 +11,7 @@ plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md).
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.native import address, core, num_threads
+from quire.ops.native import address, core
 from quire.ops.packed import (
     ELEMENTS,
     PackedWeight,
@@ -21,6 +21,7 @@ from quire.ops.packed import (
     packed_bytes,
 )
 from quire.ops.registry import op
+from quire.ops.threads import num_threads
 
 Weight = torch.Tensor | PackedWeight
 

@@ -6,6 +6,7 @@ Shape legend: R rows, V vocabulary.
 import torch
 
 from quire.ops import native
+from quire.ops.threads import num_threads
 
 
 def log_sum_exp_reference(
@@ -39,6 +40,6 @@ def log_sum_exp(
         native.address(temperatures_R, torch.float32),
         num_rows,
         vocab_size,
-        native.num_threads(),
+        num_threads(),
     )
     return out_R

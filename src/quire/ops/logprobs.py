@@ -9,6 +9,7 @@ import torch
 
 from quire.ops import native
 from quire.ops.log_sum_exp import log_sum_exp
+from quire.ops.threads import num_threads
 from quire.ops.top_k import top_k
 
 
@@ -44,7 +45,7 @@ def token_rank(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         native.address(logits_RV, torch.float32),
         native.address(ids_R, torch.int64),
         *logits_RV.shape,
-        native.num_threads(),
+        num_threads(),
     )
     return ranks_R
 

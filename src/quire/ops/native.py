@@ -4,16 +4,14 @@ Its functions take addresses and sizes; what is passed is checked here. They rel
 interpreter's lock. A missing core is never an error: `core()` warns once and returns None.
 """
 
-import ctypes
 import functools
 import importlib
-import sys
 import warnings
 from types import ModuleType
 
 import torch
 
-INTERFACE_VERSION = 4
+INTERFACE_VERSION = 5
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"
@@ -36,24 +34,7 @@ def core() -> ModuleType | None:
             stacklevel=2,
         )
         return None
-    module.share_threads(_gomp_parallel())
     return module
-
-
-def _gomp_parallel() -> int:
-    """Address of GOMP_parallel in the OpenMP library that torch has loaded; 0 if it uses another.
-
-    With it the core works on the threads of torch's own operations. With threads of its own it
-    would wait for cores on which torch's idle threads spin.
-    """
-    if sys.platform != "linux":
-        return 0
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        loaded = {line.split()[-1] for line in maps if "/libgomp" in line}
-    if len(loaded) != 1:
-        return 0
-    library = ctypes.CDLL(loaded.pop())
-    return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value or 0
 
 
 def core_for(*tensors: torch.Tensor) -> ModuleType | None:
@@ -70,8 +51,3 @@ def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
     assert tensor.is_contiguous(), f"needs a contiguous tensor, got strides {tensor.stride()}"
     assert tensor.device.type == "cpu", f"needs a tensor on the CPU, got {tensor.device}"
     return tensor.data_ptr()
-
-
-def num_threads() -> int:
-    """Threads that one operation may use: as many as torch's own operations."""
-    return torch.get_num_threads()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.native import address, core, num_threads
+from quire.ops.native import address, core
+from quire.ops.threads import num_threads
 
 VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
 

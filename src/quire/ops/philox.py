@@ -17,6 +17,7 @@ Shape legend: R rows, K chosen token ids of a row, V vocabulary, C counters.
 import torch
 
 from quire.ops import native
+from quire.ops.threads import num_threads
 
 DOMAIN_SAMPLING = 0
 
@@ -98,7 +99,7 @@ def uniform(
         native.address(out_RV, torch.float32),
         *out_RV.shape,
         *(native.address(stream, torch.int64) for stream in streams),
-        native.num_threads(),
+        num_threads(),
     )
     return out_RV
 

@@ -18,6 +18,7 @@ import torch
 from quire.ops import native
 from quire.ops.log_sum_exp import log_sum_exp
 from quire.ops.philox import uniform, uniform_at
+from quire.ops.threads import num_threads
 from quire.ops.top_k import top_k
 
 FIRST_K = 1024
@@ -167,6 +168,6 @@ def choose(
         native.address(streams.seeds, torch.int64),
         native.address(streams.sample_index, torch.int64),
         native.address(streams.positions, torch.int64),
-        native.num_threads(),
+        num_threads(),
     )
     return ids_R

@@ -7,6 +7,7 @@ Shape legend: R rows, V vocabulary, K the largest of a row.
 import torch
 
 from quire.ops import native
+from quire.ops.threads import num_threads
 
 _LOW_31 = 0x7FFFFFFF
 _ID_BITS = 32
@@ -35,7 +36,7 @@ def arg_max(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         native.address(logits_RV, torch.float32),
         num_rows,
         vocab_size,
-        native.num_threads(),
+        num_threads(),
     )
     return ids_R, values_R
 
@@ -76,6 +77,6 @@ def top_k(logits_RV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         num_rows,
         vocab_size,
         k,
-        native.num_threads(),
+        num_threads(),
     )
     return values_RK, ids_RK

@@ -19,6 +19,7 @@ from quire.models.packing import model_bytes, weight_formats
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.threads import num_threads
 from quire.runner.budget import cpu_token_budget
 from quire.runner.memory import (
     GPU_RESERVE_BYTES,
@@ -29,6 +30,7 @@ from quire.runner.memory import (
     plan_cpu_memory,
 )
 from quire.runner.model_runner import DecoderModel, ModelRunner
+from quire.runner.native_model import native_or_same
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
@@ -62,7 +64,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -
             " leave it out for that, or give auto for what fits the memory."
         )
     dtype = choose_dtype(config.model.dtype, spec, device)
-    budget = cpu_token_budget(spec, dtype, torch.get_num_threads()) if on_cpu else 8192
+    budget = cpu_token_budget(spec, dtype, num_threads()) if on_cpu else 8192
     scheduler = dataclasses.replace(
         config.scheduler,
         max_num_seqs=config.scheduler.max_num_seqs or (64 if on_cpu else 256),
@@ -142,7 +144,7 @@ def _assemble(
     rows = DeviceRows(num_rows, length, len(spec.cache_groups), config.cache.block_size, device)
     sampler = Sampler(num_rows, spec.vocab_size, device)
     backend = make_backend(config.attention_backend, layout)
-    return ModelRunner(model, backend, rows, sampler)
+    return ModelRunner(native_or_same(model, backend), backend, rows, sampler)
 
 
 def _plan_gpu_memory(

@@ -11,6 +11,7 @@ from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
+from quire.ops.native import core
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
@@ -54,12 +55,13 @@ def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs
 
 
 def choose_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU lacks them."""
+    """The dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU
+    is slow with them: without our core and without products of bfloat16."""
     if name == "auto":
         name = spec.dtype if spec.dtype in DTYPE_BYTES else "float32"
         if device.type == "cpu" and name in ("bfloat16", "float16"):
-            fast = name == "bfloat16" and has_native_bfloat16()
-            name = name if fast else "float32"
+            is_fast = core() is not None or (name == "bfloat16" and has_native_bfloat16())
+            name = name if is_fast else "float32"
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

@@ -26,8 +26,10 @@ def machine_facts() -> dict[str, Any]:
     """The machine and the software, for the head of a report."""
     import torch
 
+    from quire.ops.threads import num_threads
+
     return plain_facts() | {
-        "threads": torch.get_num_threads(),
+        "threads": num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
     }

@@ -70,7 +70,7 @@ def test_loglikelihood_as_lm_eval_asks_for_it(
         num_prompt = len(prompt)
         expected = logprobs_by_transformers(reference, prompt)
         shown = logprobs["token_logprobs"][1:num_prompt]
-        np.testing.assert_allclose(shown, expected, atol=0.2)  # the engine may run in bfloat16
+        np.testing.assert_allclose(shown, expected, atol=0.5)  # the engine may run in bfloat16
 
 
 def test_the_greedy_continuation_is_seen_as_greedy(server_url: str) -> None:

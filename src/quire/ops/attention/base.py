@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.base.errors import ConfigError
 from quire.base.model_spec import CacheGroup
 
 Int32 = npt.NDArray[np.int32]
@@ -77,13 +78,27 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a backend needs to make its KV tensors: the groups and how many blocks each has."""
+    """What a backend needs to make its KV tensors: the groups and how many blocks each has.
+
+    dtype: of queries and results. kv_format: how keys and values are stored, `auto` (in that dtype)
+    or `int8` (with a float32 scale per token and head).
+    """
 
     groups: tuple[CacheGroup, ...]
     num_blocks: tuple[int, ...]
     block_size: int
     dtype: torch.dtype
     device: torch.device
+    kv_format: str = "auto"
 
     def group_of_layer(self) -> dict[int, int]:
         return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
+
+
+def refuse_kv_format(backend: str, layout: KVLayout) -> None:
+    """Raises ConfigError for a layout whose keys and values are not stored in its dtype."""
+    if layout.kv_format != "auto":
+        raise ConfigError(
+            f"attention_backend {backend} stores keys and values in the model's dtype, not as"
+            f" {layout.kv_format}; take cpu, on a CPU and with the C++ core."
+        )

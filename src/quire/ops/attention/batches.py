@@ -59,10 +59,9 @@ class Batch:
 
 
 class BatchBuilder:
-    """Makes the batches of one cache group, leaving rows of up to `longest_left_out` tokens out."""
+    """Makes the batches of one cache group."""
 
-    def __init__(self, group: CacheGroup, layout: KVLayout, longest_left_out: int = 0) -> None:
-        self._longest_left_out = longest_left_out
+    def __init__(self, group: CacheGroup, layout: KVLayout) -> None:
         self._window = group.window
         self._block_size = layout.block_size
         self._device, self._dtype = layout.device, layout.dtype
@@ -71,7 +70,7 @@ class BatchBuilder:
         self._batch_blocks = max(1, budget // (layer_block_bytes * layout.block_size))
 
     def build(self, step: AttentionStep, table_SL: torch.Tensor) -> list[Batch]:
-        """The batches of a step; each row that is not left out is in one of them."""
+        """The batches of a step; each row is in one of them."""
         num_blocks_S = self._num_blocks(step)
         starts = np.concatenate(([0], np.cumsum(step.query_lens_host)))
         return [
@@ -109,7 +108,7 @@ class BatchBuilder:
 
     def _sort_rows(self, query_lens: Int32, num_blocks_S: Int32) -> Iterator[Int32]:
         """Row indices of each batch. Rows stay in the step's order where they can."""
-        for length in np.unique(query_lens[query_lens > self._longest_left_out]):
+        for length in np.unique(query_lens):
             (rows,) = np.nonzero(query_lens == length)
             if length > SHORT_QUERY:
                 yield from np.split(rows, rows.size)

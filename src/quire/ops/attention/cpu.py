@@ -1,95 +1,205 @@
-"""Attention on a CPU: rows with few new tokens by the C++ core, chunks of prompts by torch.
+"""Attention on a CPU by the C++ core (csrc/attention.h): all rows, where their blocks stand.
 
-The core (csrc/attention.cpp) reads keys and values where they stand, each once, while torch must
-gather them first; for chunks the products of torch's matrix kernels outweigh that. Shape legend as
-in `torch_cpu.py`.
+Shape legend as in `base.py`, and: G = N / K query heads of one KV head. A step's work is cut once
+per cache group and used by all of its layers. A query's result has the same bits in any batch,
+however its sequence was cut into chunks, and on any number of threads.
 """
 
-import numpy as np
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, KVLayout
-from quire.ops.attention.batches import SHORT_QUERY
-from quire.ops.attention.torch_cpu import TorchBackend
-from quire.ops.native import address, core, num_threads
+from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.native import address, core
+from quire.ops.packed import ELEMENTS, chosen_variant
 from quire.ops.registry import op
+from quire.ops.threads import num_threads
 
-LANES = 32  # a chunk of the core's vectors: head sizes must be multiples
+INT8 = 3  # of the core's KV formats; the others are numbered as the element types
+KV_FORMATS = ("auto", "int8")
 
 
 def why_not(layout: KVLayout) -> str | None:
     """Why this backend cannot serve the layout; None if it can."""
     if layout.device.type != "cpu":
         return f"it is for CPUs, not {layout.device.type}"
-    if layout.dtype not in (torch.float32, torch.bfloat16):
-        return f"it has float32 and bfloat16, not {layout.dtype}"
-    if any(group.head_dim % LANES for group in layout.groups):
-        return f"it needs head sizes that are multiples of {LANES}"
+    if layout.dtype not in ELEMENTS:
+        return f"it has float32, bfloat16 and float16, not {layout.dtype}"
+    if layout.kv_format not in KV_FORMATS:
+        return f"it stores keys and values as {' or '.join(KV_FORMATS)}, not {layout.kv_format!r}"
     return "the C++ core was not built" if core() is None else None
 
 
-class CpuBackend(TorchBackend):
-    """Raises ConfigError for a layout that it cannot serve."""
+@dataclass(frozen=True)
+class LayerKV:
+    """A layer's keys and values as the core takes them. addresses: of the keys and of the values;
+    numbers: format, K, B, P, H."""
+
+    group: int
+    addresses: tuple[int, int]
+    numbers: tuple[int, int, int, int, int]
+
+
+class CpuBackend:
+    """Raises ConfigError for a layout that it cannot serve.
+
+    split, cascade: whether a step's work may be cut along contexts, and whether rows that share
+    blocks may read them together; neither changes a bit. variant: a name of `variants`.
+    """
 
     name = "cpu"
-    longest_left_out = SHORT_QUERY
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        variant: str | None = None,
+        split: bool = True,
+        cascade: bool = True,
+    ) -> None:
         reason = why_not(layout)
         if reason is not None:
             raise ConfigError(f"attention_backend cpu cannot be used here: {reason}; take torch.")
-        super().__init__(layout)
+        self._core: Any = core()
+        self._layout = layout
+        self._memory = KVMemory(layout)
+        self._layers = {
+            layer: self._layer_kv(*place) for layer, place in self._memory.place.items()
+        }
+        self._variant = variant_number(variant or chosen_variant())
+        self._options = (split, cascade)
         self._step: AttentionStep | None = None
-        self._short_rows = torch.empty(0, dtype=torch.int32)
         self._tables: list[torch.Tensor] = []
+        self._plans = [self._core.AttentionPlan() for _ in layout.groups]
+        self._planned = [0] * len(layout.groups)  # G of each group's plan for this step, 0 for none
 
     def prepare(self, step: AttentionStep) -> None:
-        """As the torch backend does for its rows; and which rows are the core's."""
-        super().prepare(step)
+        """Take the step. Its work is cut when a group's first layer says how many heads it has."""
         self._step = step
-        (short,) = np.nonzero(step.query_lens_host <= SHORT_QUERY)
-        self._short_rows = torch.from_numpy(short.astype(np.int32))
-        self._tables = [table_SL.contiguous() for table_SL in step.block_tables_SL]
+        self._tables = [
+            table_SL if table_SL.stride(1) == 1 else table_SL.contiguous()
+            for table_SL in step.block_tables_SL
+        ]
+        self._planned = [0] * len(self._plans)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def layer_kv(self, layer: int) -> LayerKV:
+        """Where a layer's keys and values stand; the same for the backend's whole life."""
+        return self._layers[layer]
+
+    def slots(self, group: int) -> torch.Tensor:
+        """int64 [T], of the prepared step."""
+        assert self._step is not None, "prepare comes first"
+        return self._step.slots_T[group]
+
+    def plan(self, group: int, queries_per_kv_head: int) -> Any:
+        """The prepared step's work for layers of a group; valid until the next step."""
+        plan = self._plans[group]
+        if self._planned[group] != queries_per_kv_head:
+            self._make_plan(plan, group, queries_per_kv_head)
+            self._planned[group] = queries_per_kv_head
+        return plan
+
+    @op("kv_write")
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Store this step's keys and values in their slots."""
+        kv = self._layers[layer]
+        slots_T = self.slots(kv.group)
+        assert len(slots_T) == len(k_TKH) == len(v_TKH), "one key and one value per slot"
+        self._core.store_kv(
+            kv.addresses,
+            kv.numbers,
+            _head_rows(k_TKH),
+            _head_rows(v_TKH),
+            address(slots_T, torch.int64),
+            len(slots_T),
+            num_threads(),
+        )
 
     @op("attention")
     def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention of all rows, [T, N, H]."""
+        kv = self._layers[layer]
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
-        if len(self._short_rows):
-            self._run_short(layer, q_TNH, scale, out_TNH)
-        self._run_batches(layer, q_TNH, scale, out_TNH)
+        self._core.paged_attention(
+            self.plan(kv.group, q_TNH.shape[1] // kv.numbers[1]),
+            kv.addresses,
+            kv.numbers,
+            _head_rows(q_TNH),
+            _head_rows(out_TNH),
+            scale,
+            num_threads(),
+            self._variant,
+        )
         return out_TNH
 
-    def _run_short(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, out_TNH: torch.Tensor
-    ) -> None:
-        step, module = self._step, core()
-        assert step is not None and module is not None, "prepare comes first"
-        g, index = self._place_of_layer[layer]
-        group, table_SL, kv = self._layout.groups[g], self._tables[g], self._kv[g]
-        heads, size = group.num_kv_heads, group.head_dim
-        assert q_TNH.stride()[1:] == (size, 1), "the heads of a token must be contiguous"
-        dtype = self._layout.dtype
-        addresses = [
-            address(out_TNH, dtype),
-            q_TNH.data_ptr(),
-            address(kv[0, index], dtype),
-            address(kv[1, index], dtype),
-            address(table_SL, torch.int32),
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of the group."""
+        self._memory.copy_blocks(group, source, destination)
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of a group to blocks of host memory."""
+        self._memory.swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of host memory to blocks of a group."""
+        self._memory.load(group, source, destination)
+
+    def _make_plan(self, plan: Any, group: int, queries_per_kv_head: int) -> None:
+        step, table_SL = self._step, self._tables[group]
+        assert step is not None, "prepare comes first"
+        cache = self._layout.groups[group]
+        assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
+        addresses = (
+            table_SL.data_ptr(),
             address(step.query_starts_S1, torch.int32),
             address(step.context_lens_S, torch.int32),
-            address(self._short_rows, torch.int32),
-        ]
-        numbers = [
-            len(self._short_rows),
-            heads,
-            q_TNH.shape[1] // heads,
-            size,
-            self._layout.block_size,
-            kv.shape[3],
+        )
+        numbers = (
             table_SL.stride(0),
-            q_TNH.stride(0),
-            group.window or 0,
-        ]
-        module.paged_attention(addresses, numbers, scale, dtype.itemsize, num_threads())
+            len(step.context_lens_S),
+            self._layout.block_size,
+            cache.window or 0,
+            cache.num_kv_heads,
+            queries_per_kv_head,
+            cache.head_dim,
+        )
+        plan.prepare(addresses, numbers, num_threads(), *self._options)
+
+    def _layer_kv(self, group: int, index: int) -> LayerKV:
+        layout, kv = self._layout, self._memory.kv[group]
+        cache = layout.groups[group]
+        number = INT8 if layout.kv_format == "int8" else ELEMENTS[layout.dtype]
+        numbers = (
+            number,
+            cache.num_kv_heads,
+            layout.num_blocks[group],
+            layout.block_size,
+            cache.head_dim,
+        )
+        return LayerKV(group, (kv[0, index].data_ptr(), kv[1, index].data_ptr()), numbers)
+
+
+def variants() -> tuple[str, ...]:
+    """The instruction sets that attention has here, the best last; none without the core."""
+    module = core()
+    return () if module is None else tuple(module.attention_variants())
+
+
+def variant_number(name: str) -> int:
+    """Of the variant; of the best for an instruction set that attention makes no use of."""
+    names = variants()
+    return names.index(name) if name in names else len(names) - 1
+
+
+def _head_rows(x: torch.Tensor) -> tuple[int, int, int]:
+    """Rows [T, heads, H] as the core takes them: address, element type, token stride."""
+    token_stride, *inner = x.stride()
+    assert inner == [x.shape[2], 1], f"the heads of a token must be contiguous, got {x.stride()}"
+    return x.data_ptr(), ELEMENTS[x.dtype], token_stride

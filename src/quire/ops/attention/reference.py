@@ -8,7 +8,7 @@ sum of the softmax let each block be seen once.
 
 import torch
 
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionStep, Int32, KVLayout, refuse_kv_format
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
@@ -21,6 +21,7 @@ class ReferenceBackend:
     name = "reference"
 
     def __init__(self, layout: KVLayout) -> None:
+        refuse_kv_format(self.name, layout)
         self._layout = layout
         self._group_of_layer = layout.group_of_layer()
         self._kv = {

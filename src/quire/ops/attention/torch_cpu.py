@@ -16,12 +16,10 @@ import math
 
 import torch
 
-from quire.base.model_spec import CacheGroup
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionStep, Int32, KVLayout, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
-from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.attention.weigh import weigh
-from quire.ops.memory import lazy_zeros
 from quire.ops.registry import op
 
 
@@ -29,25 +27,15 @@ class TorchBackend:
     """Gathers blocks, then multiplies."""
 
     name = "torch"
-    longest_left_out = 0  # rows with at most so many new tokens are somebody else's
 
     def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
-        # Zeros, not garbage: tokens that a row does not see yet are weighted with 0, and
+        refuse_kv_format(self.name, layout)
+        # The memory begins as zeros: tokens that a row does not see yet are weighted with 0, and
         # 0 * NaN would be NaN.
-        self._kv = [
-            lazy_zeros(_kv_shape(group, num_blocks, layout), layout.dtype, layout.device)
-            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
-        ]
-        self._host = HostBlocks(self._kv, dim=3)
-        self._place_of_layer = {
-            layer: (g, index)
-            for g, group in enumerate(layout.groups)
-            for index, layer in enumerate(group.layers)
-        }
-        self._builders = [
-            BatchBuilder(group, layout, self.longest_left_out) for group in layout.groups
-        ]
+        self._memory = KVMemory(layout)
+        self._kv = self._memory.kv
+        self._place_of_layer = self._memory.place
+        self._builders = [BatchBuilder(group, layout) for group in layout.groups]
         self._batches: list[list[Batch]] = []
         self._slots_T: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0, dtype=layout.dtype, device=layout.device)
@@ -78,34 +66,24 @@ class TorchBackend:
     def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
         """Attention batch by batch, [T, N, H]."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-        self._run_batches(layer, q_TNH, scale, out_TNH)
-        return out_TNH
-
-    def _run_batches(
-        self, layer: int, q_TNH: torch.Tensor, scale: float, out_TNH: torch.Tensor
-    ) -> None:
-        """Write the attention of all batches' tokens to `out`."""
         g, index = self._place_of_layer[layer]
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
             _attend(batch, q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
+        return out_TNH
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""
-        device = self._layout.device
-        kv = self._kv[group]
-        read = torch.as_tensor(source, dtype=torch.int64, device=device)
-        write = torch.as_tensor(destination, dtype=torch.int64, device=device)
-        kv.index_copy_(3, write, kv.index_select(3, read))
+        self._memory.copy_blocks(group, source, destination)
 
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of a group to blocks of host memory."""
-        self._host.swap_out(group, source, destination)
+        self._memory.swap_out(group, source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of host memory to blocks of a group."""
-        self._host.load(group, source, destination)
+        self._memory.load(group, source, destination)
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a batch, [K, R, C, H] each, in memory that the next batch reuses.
@@ -121,12 +99,6 @@ class TorchBackend:
         torch.index_select(kv, 2, batch.blocks, out=gathered)
         k_KRCH, v_KRCH = gathered.view(2, heads, batch.num_rows, -1, size)
         return k_KRCH, v_KRCH
-
-
-def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:
-    """[2, Y, K, B, P, H]."""
-    heads, size = group.num_kv_heads, group.head_dim
-    return (2, len(group.layers), heads, num_blocks, layout.block_size, size)
 
 
 def _attend(

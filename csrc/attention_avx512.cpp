@@ -1,0 +1,89 @@
+// Attention with AVX-512: 32 registers of 16 floats.
+#include "variants.h"
+
+#ifdef QUIRE_X86_VARIANTS
+#include "attention_kernels.h"
+#include "elements.h"
+
+#include <cstring>
+#include <immintrin.h>
+#include <type_traits>
+
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+
+namespace quire {
+namespace {
+
+struct Isa {
+    using F = __m512;
+    typedef int32_t I __attribute__((vector_size(64)));
+    static constexpr int kLanes = 16, kTileRows = 6, kWideRows = 6;
+    static constexpr const char* kName = "avx512";
+
+    static inline F all(float value) { return _mm512_set1_ps(value); }
+    static inline F load(const void* at) { return _mm512_loadu_ps(at); }
+    static inline void store(float* at, F values) { _mm512_storeu_ps(at, values); }
+    static inline I load_words(const void* at) { return words_of(_mm512_loadu_si512(at)); }
+    static inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+    static inline I where_at_least(F x, F limit, I value) {
+        const __mmask16 mask = _mm512_cmp_ps_mask(x, limit, _CMP_GE_OQ);
+        return words_of(_mm512_maskz_mov_epi32(mask, raw(value)));
+    }
+    static inline F float16_of(I words) {
+        return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(raw(words)));
+    }
+    static inline F load_bfloat16(const void* at) {
+        const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(at));
+        return reinterpret_cast<F>(words_of(_mm512_cvtepu16_epi32(halves)) << 16);
+    }
+    static inline F load_float16(const void* at) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+    }
+    static inline F load_int8(const void* at) {
+        const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(at));
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    }
+    // Within the 128-bit quarters first, then the quarters themselves.
+    static inline void transpose(I (&rows)[kLanes]) {
+        __m512i pairs[kLanes], fours[kLanes];
+#pragma GCC unroll 8
+        for (int i = 0; i < kLanes; i += 2) {
+            pairs[i] = _mm512_unpacklo_epi32(raw(rows[i]), raw(rows[i + 1]));
+            pairs[i + 1] = _mm512_unpackhi_epi32(raw(rows[i]), raw(rows[i + 1]));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < kLanes; i += 4) {
+#pragma GCC unroll 2
+            for (int k = 0; k < 2; ++k) {
+                fours[i + 2 * k] = _mm512_unpacklo_epi64(pairs[i + k], pairs[i + k + 2]);
+                fours[i + 2 * k + 1] = _mm512_unpackhi_epi64(pairs[i + k], pairs[i + k + 2]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            const __m512i a = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0x88);
+            const __m512i b = _mm512_shuffle_i32x4(fours[i], fours[i + 4], 0xDD);
+            const __m512i c = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0x88);
+            const __m512i d = _mm512_shuffle_i32x4(fours[i + 8], fours[i + 12], 0xDD);
+            rows[i] = words_of(_mm512_shuffle_i32x4(a, c, 0x88));
+            rows[i + 8] = words_of(_mm512_shuffle_i32x4(a, c, 0xDD));
+            rows[i + 4] = words_of(_mm512_shuffle_i32x4(b, d, 0x88));
+            rows[i + 12] = words_of(_mm512_shuffle_i32x4(b, d, 0xDD));
+        }
+    }
+
+   private:
+    static inline __m512i raw(I words) { return reinterpret_cast<__m512i>(words); }
+    static inline I words_of(__m512i bits) { return reinterpret_cast<I>(bits); }
+};
+
+}  // namespace
+}  // namespace quire
+
+#include "attention_tiles.h"
+
+namespace quire {
+const AttentionKernels kAttentionAvx512 = kKernels;
+}
+#endif

@@ -1,0 +1,321 @@
+// One item of the plan for one KV head, and the folding of its states: included by
+// attention_tiles.h. Legend: M queries of an item, piece by piece, token by token, G of each token.
+#pragma once
+
+namespace quire {
+namespace {
+
+struct Query {
+    int64_t token;     // of the step
+    int64_t position;  // the last that it sees
+    int64_t first;     // the first
+    int64_t low, high;  // what it sees of the span at hand
+};
+
+template <class Element>
+void read_query(float* to, const Element* from, float scale, int64_t dim, int64_t padded) {
+    for (int64_t h = 0; h < dim; ++h) to[h] = widen(from[h]) * scale;
+    fill(to + dim, to + padded, 0.0f);
+}
+
+void read_query(float* to, const HeadRows& q, int64_t token, int64_t head, float scale, int64_t dim,
+                int64_t padded) {
+    const int64_t at = token * q.stride + head * dim;
+    switch (q.element) {
+        case Element::kFloat32:
+            return read_query(to, static_cast<const float*>(q.data) + at, scale, dim, padded);
+        case Element::kBfloat16:
+            return read_query(to, static_cast<const Bfloat16*>(q.data) + at, scale, dim, padded);
+        default:
+            return read_query(to, static_cast<const Float16*>(q.data) + at, scale, dim, padded);
+    }
+}
+
+template <class Element>
+void write_result(Element* to, State state, int64_t dim) {
+    const float scale = 1.0f / *state.sum;
+    // Adding 0 makes -0, which depends on how zeros were added, 0.
+    for (int64_t h = 0; h < dim; ++h) narrow(to[h], state.acc[h] * scale + 0.0f);
+}
+
+void write_result(const HeadRows& out, int64_t token, int64_t head, State state, int64_t dim) {
+    const int64_t at = token * out.stride + head * dim;
+    switch (out.element) {
+        case Element::kFloat32: return write_result(static_cast<float*>(out.data) + at, state, dim);
+        case Element::kBfloat16:
+            return write_result(static_cast<Bfloat16*>(out.data) + at, state, dim);
+        default: return write_result(static_cast<Float16*>(out.data) + at, state, dim);
+    }
+}
+
+QUIRE_INLINE State state_at(float* memory) { return {memory, memory + 1, memory + kStateHead}; }
+
+template <class Kv>
+class ItemRun {
+   public:
+    ItemRun(const AttentionCall& call, const AttentionItem& item, int64_t head)
+        : call_(call),
+          item_(item),
+          step_(call.step),
+          pieces_(call.pieces + item.first_piece),
+          head_(head),
+          dim_(call.kv.head_dim),
+          padded_(call.padded_dim()),
+          queries_(item.tokens * step_.group),
+          row_bytes_(kv_row_bytes(call.kv.format, dim_)) {
+        const int64_t head_bytes = call.kv.num_blocks * call.kv.block_size * row_bytes_;
+        keys_ = call.kv.keys + head * head_bytes;
+        values_ = call.kv.values + head * head_bytes;
+        const int64_t tokens_size = (queries_ * static_cast<int64_t>(sizeof(Query)) + 63) / 64 * 16;
+        const int64_t tile_size = kTile * padded_;
+        float* memory = attention_scratch(queries_ * (2 * call.state_size() + padded_ + kSpan) +
+                                          tile_size + tokens_size + kSpan);
+        tile_ = memory;
+        q_ = tile_ + tile_size;
+        weights_ = q_ + queries_ * padded_;
+        states_ = weights_ + queries_ * kSpan;
+        parts_ = states_ + queries_ * call.state_size();
+        scales_ = parts_ + queries_ * call.state_size();
+        all_ = reinterpret_cast<Query*>(scales_ + kSpan);
+    }
+
+    void run() {
+        read_queries();
+        for (int64_t span = item_.first_span; span < item_.end_span; ++span) {
+            if (!see(span * kSpan)) {
+                if (!keeps_spans()) continue;
+            } else {
+                score();
+                weigh();
+                add_values();
+                check_parts();
+            }
+            finish_span(span - item_.first_span);
+        }
+        if (!keeps_spans()) finish();
+    }
+
+   private:
+    bool keeps_spans() const { return item_.partial >= 0 && !item_.folds; }
+    State state(int64_t m) const { return state_at(states_ + m * call_.state_size()); }
+    State part(int64_t m) const { return state_at(parts_ + m * call_.state_size()); }
+
+    void read_queries() {
+        int64_t m = 0;
+        for (int32_t p = 0; p < item_.num_pieces; ++p) {
+            const QueryPiece& piece = pieces_[p];
+            for (int64_t i = 0; i < piece.count; ++i) {
+                const int64_t position = piece.position + i;
+                const int64_t hidden = step_.window == 0 ? 0 : position - step_.window + 1;
+                for (int64_t g = 0; g < step_.group; ++g, ++m) {
+                    all_[m] = {piece.token + i, position, maximum(hidden, 0), 0, 0};
+                    read_query(q_ + m * padded_, call_.q, piece.token + i,
+                               head_ * step_.group + g, call_.scale, dim_, padded_);
+                    clear(state(m));
+                }
+            }
+        }
+    }
+
+    // What the queries see of the span that begins at `start`, and where it stands. False: nothing.
+    bool see(int64_t start) {
+        begin_ = kSpan;
+        end_ = 0;
+        for (int64_t m = 0; m < queries_; ++m) {
+            Query& query = all_[m];
+            query.low = maximum(query.first - start, 0);
+            query.high = minimum(query.position + 1 - start, kSpan);
+            clear(part(m));
+            if (query.low >= query.high) continue;
+            begin_ = minimum(begin_, query.low);
+            end_ = maximum(end_, query.high);
+        }
+        if (begin_ >= end_) return false;
+        const int32_t* table = step_.tables + pieces_->row * step_.table_stride;
+        for (int64_t t = begin_; t < end_;) {
+            const int64_t block = (start + t) / step_.block_size;
+            const int64_t next = minimum((block + 1) * step_.block_size - start, end_);
+            int64_t slot = table[block] * step_.block_size + start + t - block * step_.block_size;
+            for (; t < next; ++t) offsets_[t] = slot++ * row_bytes_;
+        }
+        // Nothing else is ever read: neighbours in a vector are tokens that are seen.
+        fill(offsets_ + begin_ / kTile * kTile, offsets_ + begin_, offsets_[begin_]);
+        fill(offsets_ + end_, offsets_ + kSpan + kAhead, offsets_[end_ - 1]);
+        return true;
+    }
+
+    // The queries [first, last) that see something of the tile of tokens from `tile` on.
+    void rows_of(int64_t tile, int64_t& first, int64_t& last) const {
+        const auto sees = [&](int64_t m) {
+            return all_[m].low < all_[m].high && all_[m].low < tile + kTile && all_[m].high > tile;
+        };
+        for (first = 0; first < queries_ && !sees(first);) ++first;
+        for (last = queries_; last > first && !sees(last - 1);) --last;
+    }
+
+    void score() {
+        for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
+            int64_t first, last;
+            rows_of(tile, first, last);
+            const int64_t left = minimum(kTile, end_ - tile);
+            const int64_t tokens = (left + kSumLanes - 1) / kSumLanes * kSumLanes;
+            load_keys<Kv>(tile_, keys_, offsets_ + tile, tokens, dim_);
+            const ScoreTile products{weights_ + tile, q_, padded_, tile_, dim_};
+            run_rows(products, first, last, tokens / kLanes);
+        }
+        for (int64_t t = begin_; t < minimum(begin_ + kAhead, end_); ++t) {
+            for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(values_ + offsets_[t] + b);
+        }
+        if constexpr (Kv::kScaled) read_scales(keys_);
+    }
+
+    // Scales of the tokens from begin_ to end_ and of those around them.
+    void read_scales(const uint8_t* rows) {
+        for (int64_t t = begin_ / kSumLanes * kSumLanes; t < kSpan; ++t) {
+            std::memcpy(scales_ + t, rows + offsets_[t] + dim_, sizeof(float));
+        }
+    }
+
+    void scale_row(float* row, int64_t low, int64_t high) const {
+        for (int64_t t = low; t < high; ++t) row[t] *= scales_[t];
+    }
+
+    // Weights of all queries, 0 wherever one of them does not see what another sees.
+    void weigh() {
+        for (int64_t m = 0; m < queries_; ++m) {
+            const Query& query = all_[m];
+            float* row = weights_ + m * kSpan;
+            if (query.low >= query.high) {
+                fill(row + begin_, row + end_, 0.0f);
+                continue;
+            }
+            if constexpr (Kv::kScaled) scale_row(row, query.low, query.high);
+            const State mine = part(m);
+            weigh_scores(row, query.low, query.high, *mine.peak, *mine.sum);
+            if (begin_ < query.low) fill(row + begin_, row + query.low, 0.0f);
+            if (query.high < end_) fill(row + query.high, row + end_, 0.0f);
+        }
+        if constexpr (Kv::kScaled) {
+            read_scales(values_);
+            for (int64_t m = 0; m < queries_; ++m) {
+                if (all_[m].low < all_[m].high) {
+                    scale_row(weights_ + m * kSpan, all_[m].low, all_[m].high);
+                }
+            }
+        }
+    }
+
+    void add_values() {
+        for (int64_t m = 0; m < queries_; ++m) {
+            std::memset(part(m).acc, 0, static_cast<size_t>(padded_) * sizeof(float));
+        }
+        const bool widens = queries_ > Isa::kTileRows || dim_ % kLanes != 0;
+        for (int64_t tile = begin_ / kTile * kTile; tile < end_; tile += kTile) {
+            int64_t first, last;
+            rows_of(tile, first, last);
+            const int64_t from = maximum(tile, begin_), tokens = minimum(tile + kTile, end_) - from;
+            add_tile(first, last, from, tokens, widens);
+        }
+    }
+
+    // Adds the values of span positions [from, from + tokens) to queries [first, last).
+    void add_tile(int64_t first, int64_t last, int64_t from, int64_t tokens, bool widens) {
+        const int64_t stride = call_.state_size(), vectors = padded_ / kLanes;
+        float* acc = parts_ + kStateHead;
+        if (widens) {
+            widen_values<Kv>(tile_, padded_, values_, offsets_ + from, tokens, dim_);
+            const WidenedValues widened{tile_, padded_};
+            const ValueTile<WidenedValues> products{acc, stride, weights_ + from, widened, tokens};
+            run_rows(products, first, last, vectors);
+        } else {
+            const StoredValues<Kv> stored{values_, offsets_ + from};
+            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored, tokens};
+            run_rows(products, first, last, dim_ / kLanes);
+        }
+    }
+
+    // 0 times a value that is not finite is NaN. Where a query does not see all that others of the
+    // item see, such a sum is taken again over what it sees.
+    void check_parts() {
+        for (int64_t m = 0; m < queries_; ++m) {
+            const Query& query = all_[m];
+            if (query.low >= query.high || (query.low <= begin_ && query.high >= end_)) continue;
+            float* acc = part(m).acc;
+            float rest = 0;
+            for (int64_t h = 0; h < padded_; ++h) rest += acc[h] - acc[h];
+            if (rest == 0) continue;
+            std::memset(acc, 0, static_cast<size_t>(padded_) * sizeof(float));
+            for (int64_t t = query.low; t < query.high; t += kTile) {
+                add_tile(m, m + 1, t, minimum(kTile, query.high - t), true);
+            }
+        }
+    }
+
+    void finish_span(int64_t span) {
+        for (int64_t m = 0; m < queries_; ++m) {
+            if (keeps_spans()) {
+                copy_state(kept(span, m), part(m), padded_);
+            } else {
+                fold(state(m), part(m), padded_);
+            }
+        }
+    }
+
+    State kept(int64_t span, int64_t m) const {
+        return state_at(call_.state_of(item_, head_, span, 0) + m * call_.state_size());
+    }
+
+    void finish() {
+        for (int64_t m = 0; m < queries_; ++m) {
+            if (item_.partial >= 0) {
+                copy_state(kept(0, m), state(m), padded_);
+            } else {
+                const int64_t head = head_ * step_.group + m % step_.group;
+                write_result(call_.out, all_[m].token, head, state(m), dim_);
+            }
+        }
+    }
+
+    const AttentionCall& call_;
+    const AttentionItem& item_;
+    const AttentionStep& step_;
+    const QueryPiece* pieces_;
+    const int64_t head_, dim_, padded_, queries_, row_bytes_;
+    const uint8_t *keys_, *values_;
+    float *tile_, *q_, *weights_, *states_, *parts_, *scales_;
+    Query* all_;
+    int64_t begin_ = 0, end_ = 0;  // of the span at hand: what any query sees
+    int64_t offsets_[kSpan + kAhead];  // of its tokens, in bytes
+};
+
+void run_item(const AttentionCall& call, const AttentionItem& item, int64_t head) {
+    switch (call.kv.format) {
+        case KvFormat::kFloat32: return ItemRun<Float32Kv>(call, item, head).run();
+        case KvFormat::kBfloat16: return ItemRun<Bfloat16Kv>(call, item, head).run();
+        case KvFormat::kFloat16: return ItemRun<Float16Kv>(call, item, head).run();
+        default: return ItemRun<Int8Kv>(call, item, head).run();
+    }
+}
+
+void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {
+    const int64_t group = call.step.group, padded = call.padded_dim();
+    const State state = state_at(attention_scratch(call.state_size()));
+    for (int64_t m = 0; m < job.piece.count * group; ++m) {
+        clear(state);
+        for (int32_t s = 0; s < job.num_sources; ++s) {
+            const PartialSource& source = call.sources[job.first_source + s];
+            const AttentionItem& item = call.items[source.item];
+            for (int64_t span = 0; span < item.states(); ++span) {
+                float* first = call.state_of(item, head, span, source.offset);
+                fold(state, state_at(first + m * call.state_size()), padded);
+            }
+        }
+        const int64_t token = job.piece.token + m / group;
+        write_result(call.out, token, head * group + m % group, state, call.kv.head_dim);
+    }
+}
+
+}  // namespace
+}  // namespace quire
+
+#include "attention_store.h"

@@ -1,0 +1,144 @@
+#include "program.h"
+
+#include <utility>
+
+#include "parallel.h"
+#include "row_ops.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kAlign = 16;  // floats of a cache line
+
+// Floats that a phase must write before its rows are shared between threads.
+constexpr int64_t kAloneFloats = 8 * 1024;
+constexpr int64_t kPartsPerThread = 4;
+
+bool is_shared_work(Kind kind) { return kind == Kind::kMultiply || kind == Kind::kAttend; }
+
+const float* floats(const void* address) { return static_cast<const float*>(address); }
+
+}  // namespace
+
+Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width)
+    : widths_(std::move(widths)), places_(std::move(places)), arena_width_(arena_width) {}
+
+void Program::add(const Instruction& instruction, bool begins_phase) {
+    if (begins_phase) phases_.push_back({instructions_.size(), instructions_.size(), 0});
+    instructions_.push_back(instruction);
+    Phase& phase = phases_.back();
+    phase.end = instructions_.size();
+    phase.width += widths_[static_cast<size_t>(instruction.views[0].buffer)];
+}
+
+void Program::run(ProgramStep step, int num_threads) {
+    step_ = std::move(step);
+    reserve(step_.rows);
+    for (const Phase& phase : phases_) run_phase(phase, num_threads);
+}
+
+void Program::reserve(int64_t rows) {
+    if (rows <= capacity_) return;
+    capacity_ = std::max(rows, 2 * capacity_);
+    memory_.reset(new float[static_cast<size_t>(arena_width_ * capacity_ + kAlign)]);
+    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
+    arena_ = memory_.get() + (64 - address % 64) % 64 / sizeof(float);
+}
+
+float* Program::row(const View& view, int64_t row) const {
+    const auto buffer = static_cast<size_t>(view.buffer);
+    float* begin = buffer == 0 ? step_.out : arena_ + places_[buffer] * step_.rows;
+    return begin + row * widths_[buffer] + view.offset;
+}
+
+Matrix Program::matrix(const View& view, int64_t columns) const {
+    const int64_t stride = widths_[static_cast<size_t>(view.buffer)];
+    return {Element::kFloat32, step_.rows, columns, stride, row(view, 0)};
+}
+
+HeadRows Program::heads(const View& view) const {
+    return {Element::kFloat32, widths_[static_cast<size_t>(view.buffer)], row(view, 0)};
+}
+
+// An operand's buffer holds the values of all rows, then the scales, then the sums; or it is x itself.
+Operand Program::operand(const Instruction& instruction) const {
+    const PackedWeight& weight = instruction.weight;
+    const View& view = instruction.views[instruction.kind == Kind::kPrepare ? 0 : 1];
+    const int64_t rows = step_.rows, stride = instruction.sizes[0];
+    const int64_t groups = weight.is_quantised() ? weight.groups() : 0;
+    auto* values = reinterpret_cast<uint8_t*>(row(view, 0));
+    auto* scales = reinterpret_cast<float*>(values + rows * stride);
+    return {rows, stride, values, scales, reinterpret_cast<int32_t*>(scales + rows * groups)};
+}
+
+void Program::run_phase(const Phase& phase, int num_threads) {
+    const Instruction& first = instructions_[phase.begin];
+    if (first.kind == Kind::kMultiply) {
+        const Matrix out = matrix(first.views[0], first.weight.outputs);
+        return multiply(out, first.weight, operand(first), first.addresses[0], num_threads);
+    }
+    if (first.kind == Kind::kAttend) {
+        const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];
+        return paged_attention(*step_.groups[cache.group].plan, cache.kv, heads(first.views[1]),
+                               heads(first.views[0]), static_cast<float>(first.number),
+                               num_threads);
+    }
+    const int64_t rows = step_.rows;
+    const bool alone = rows * phase.width < kAloneFloats;
+    const int64_t parts = alone ? 1 : std::min(rows, kPartsPerThread * num_threads);
+    parallel_parts(parts, num_threads, [&](int64_t part) {
+        const int64_t begin = part * rows / parts, end = (part + 1) * rows / parts;
+        for (size_t i = phase.begin; i < phase.end; ++i) run_rows(instructions_[i], begin, end);
+    });
+}
+
+void Program::run_rows(const Instruction& instruction, int64_t begin, int64_t end) {
+    const auto& views = instruction.views;
+    if (instruction.kind == Kind::kPrepare) {
+        const PackedWeight& weight = instruction.weight;
+        const Matrix x = matrix(views[1], weight.inputs);
+        linear_kernels(weight.variant).prepare(operand(instruction), weight, x, begin, end);
+    } else if (instruction.kind == Kind::kStore) {
+        const LayerCache& cache = layers_[static_cast<size_t>(instruction.layer)];
+        const int64_t* slots = step_.groups[cache.group].slots;
+        store_tokens(cache.kv, heads(views[0]), heads(views[1]), slots, begin, end);
+    } else {
+        for (int64_t r = begin; r < end; ++r) run_row(instruction, r);
+    }
+}
+
+void Program::run_row(const Instruction& instruction, int64_t r) {
+    const auto& [kind, views, sizes, addresses, layer, number, weight] = instruction;
+    float* out = row(views[0], r);
+    const float* x = row(views[1], r);
+    const auto eps = static_cast<float>(number);
+    switch (kind) {
+        case Kind::kEmbedding: {
+            const int64_t id = (sizes[1] == 0 ? step_.ids : step_.positions)[r];
+            return look_up_row(out, static_cast<Element>(layer), addresses[0], id, sizes[0]);
+        }
+        case Kind::kPackedRows:
+            return unpack_rows({Element::kFloat32, 1, weight.inputs, weight.inputs, out}, weight,
+                               step_.ids + r);
+        case Kind::kRotaryFactors:
+            return rotary_factors(out, step_.positions[r],
+                                  static_cast<const double*>(addresses[0]), sizes[0], number);
+        case Kind::kRmsNorm:
+            return rms_norm_row(out, x, floats(addresses[0]), sizes[0], sizes[1], eps);
+        case Kind::kAddRmsNorm:
+            return add_rms_norm_row(out, row(views[1], r), row(views[2], r), row(views[3], r),
+                                    floats(addresses[0]), sizes[1], eps);
+        case Kind::kLayerNorm:
+            return layer_norm_row(out, x, floats(addresses[0]), floats(addresses[1]), sizes[1],
+                                  eps);
+        case Kind::kRotary: return rotary_row(out, x, row(views[2], r), sizes[0], sizes[1]);
+        case Kind::kSiluMul: return silu_mul_row(out, x, sizes[1]);
+        case Kind::kGelu: return gelu_row(out, x, sizes[1]);
+        case Kind::kGeluTanh: return gelu_tanh_row(out, x, sizes[1]);
+        case Kind::kRelu: return relu_row(out, x, sizes[1]);
+        case Kind::kAdd: return add_row(out, x, row(views[2], r), sizes[1]);
+        default: return;
+    }
+}
+
+}  // namespace quire

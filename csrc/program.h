@@ -1,0 +1,111 @@
+// A model's forward pass as a list of instructions, traced once (ops/program.py) and then carried out
+// in one call per step: what a graph is to a GPU.
+//
+// Instructions stand in phases. Those of a phase work row by row (a row is a token), so threads take
+// rows through all of them without waiting for each other; or the phase is one matrix product or one
+// attention, whose threads share the work in their own way.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace quire {
+
+enum class Kind : int {
+    kEmbedding,     // out = rows of a table; index: which input holds the ids
+    kPackedRows,    // the same of a packed weight
+    kRotaryFactors, // out = factors of positions; address 0: frequencies, number: scale
+    kRmsNorm,       // out, x; address 0: weight; sizes: heads, size; number: eps
+    kAddRmsNorm,    // out, total, x, y in views 0, 1, 2, 3
+    kLayerNorm,     // out, x; addresses: weight, bias
+    kRotary,        // out, x, factors; sizes: heads, size
+    kSiluMul,       // out, x; sizes: size of out
+    kGelu,
+    kGeluTanh,
+    kRelu,
+    kAdd,           // out, x, y
+    kStore,         // keys and values into blocks: views k, v; layer
+    kPrepare,       // operand, x: activations as the product with `weight` reads them
+    kMultiply,      // out, operand; address 0: bias or null
+    kAttend,        // out, q; layer; number: scale
+};
+
+// Some columns of a buffer, from `offset` on.
+struct View {
+    int64_t buffer;
+    int64_t offset;
+};
+
+struct Instruction {
+    Kind kind;
+    std::array<View, 4> views;
+    std::array<int64_t, 2> sizes;
+    std::array<const void*, 2> addresses;
+    int64_t layer;  // or which input, or element type of a table
+    double number;
+    PackedWeight weight;
+};
+
+// Keys and values of a layer, and which of the step's cache groups they belong to.
+struct LayerCache {
+    size_t group;
+    KvLayer kv;
+};
+
+// A cache group's part of a step. slots: [T], where new keys and values go.
+struct GroupStep {
+    const AttentionPlan* plan;
+    const int64_t* slots;
+};
+
+// A step: T rows. ids, positions: [T]; out: what buffer 0 is.
+struct ProgramStep {
+    int64_t rows;
+    const int64_t* ids;
+    const int64_t* positions;
+    std::vector<GroupStep> groups;
+    float* out;
+};
+
+// Buffers hold float32 [T, width], and are places in one arena: buffer b begins at column
+// `places[b]` times T. Buffer 0 is the step's result.
+class Program {
+   public:
+    Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width);
+
+    void add_layer(const LayerCache& layer) { layers_.push_back(layer); }
+    void add(const Instruction& instruction, bool begins_phase);
+    void run(ProgramStep step, int num_threads);
+
+   private:
+    struct Phase {
+        size_t begin, end;
+        int64_t width;  // floats that its instructions write for a row
+    };
+
+    float* row(const View& view, int64_t row) const;
+    Operand operand(const Instruction& instruction) const;
+    Matrix matrix(const View& view, int64_t columns) const;
+    HeadRows heads(const View& view) const;
+    void run_phase(const Phase& phase, int num_threads);
+    void run_rows(const Instruction& instruction, int64_t begin, int64_t end);
+    void run_row(const Instruction& instruction, int64_t row);
+    void reserve(int64_t rows);
+
+    std::vector<int64_t> widths_, places_;
+    int64_t arena_width_;
+    std::vector<LayerCache> layers_;
+    std::vector<Instruction> instructions_;
+    std::vector<Phase> phases_;
+    ProgramStep step_{};
+    std::unique_ptr<float[]> memory_;
+    float* arena_ = nullptr;
+    int64_t capacity_ = 0;  // rows that the arena has room for
+};
+
+}  // namespace quire

@@ -1,0 +1,176 @@
+#include "row_ops.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "elements.h"
+#include "exponential.h"
+#include "parallel.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kSums = 16;
+
+inline float merged(const float* sums) {
+    float total = 0;
+    for (int64_t i = 0; i < kSums; ++i) total += sums[i];
+    return total;
+}
+
+// The sum of (x - shift)^2.
+QUIRE_VECTOR
+float sum_of_squares(const float* x, int64_t size, float shift) {
+    float sums[kSums] = {};
+    const int64_t whole = size / kSums * kSums;
+    for (int64_t i = 0; i < whole; i += kSums) {
+        for (int64_t j = 0; j < kSums; ++j) {
+            const float value = x[i + j] - shift;
+            sums[j] += value * value;
+        }
+    }
+    for (int64_t i = whole; i < size; ++i) sums[i - whole] += (x[i] - shift) * (x[i] - shift);
+    return merged(sums);
+}
+
+QUIRE_VECTOR
+float sum_of(const float* x, int64_t size) {
+    float sums[kSums] = {};
+    const int64_t whole = size / kSums * kSums;
+    for (int64_t i = 0; i < whole; i += kSums) {
+        for (int64_t j = 0; j < kSums; ++j) sums[j] += x[i + j];
+    }
+    for (int64_t i = whole; i < size; ++i) sums[i - whole] += x[i];
+    return merged(sums);
+}
+
+QUIRE_VECTOR
+void scale_all(float* out, const float* x, const float* weight, float factor, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+QUIRE_VECTOR
+void turn(float* out, const float* x, const float* factors, int64_t half) {
+    const float *cosines = factors, *sines = factors + 3 * half;
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = x[i], b = x[i + half];
+        out[i] = a * cosines[i] - b * sines[i];
+        out[i + half] = b * cosines[i] + a * sines[i];
+    }
+}
+
+// erf by Abramowitz and Stegun 7.1.26, absolute error 2e-7.
+inline float erf_of(float x) {
+    const float size = float_of(bits_of(x) & 0x7FFFFFFF);
+    const float t = 1.0f / (1.0f + 0.3275911f * size);
+    float p = 1.061405429f;
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const float result = 1.0f - p * t * exp_negative(-size * size);
+    return float_of(bits_of(result) | (bits_of(x) & static_cast<int32_t>(0x80000000u)));
+}
+
+template <class T>
+QUIRE_VECTOR void widen_all(float* out, const T* from, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = widen(from[i]);
+}
+
+}  // namespace
+
+void rms_norm_row(float* out, const float* x, const float* weight, int64_t heads, int64_t size,
+                  float eps) {
+    for (int64_t head = 0; head < heads; ++head, x += size, out += size, weight += size) {
+        const float mean = sum_of_squares(x, size, 0.0f) / static_cast<float>(size);
+        scale_all(out, x, weight, 1.0f / std::sqrt(mean + eps), size);
+    }
+}
+
+void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
+                      const float* weight, int64_t size, float eps) {
+    add_row(total, x, y, size);
+    rms_norm_row(out, total, weight, 1, size, eps);
+}
+
+QUIRE_VECTOR
+void layer_norm_row(float* out, const float* x, const float* weight, const float* bias,
+                    int64_t size, float eps) {
+    const auto count = static_cast<float>(size);
+    const float mean = sum_of(x, size) / count;
+    const float factor = 1.0f / std::sqrt(sum_of_squares(x, size, mean) / count + eps);
+    if (weight == nullptr) {
+        for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * factor;
+    } else {
+        for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * factor * weight[i] + bias[i];
+    }
+}
+
+void rotary_factors(float* factors, int64_t position, const double* frequencies, int64_t size,
+                    double scale) {
+    const int64_t half = size / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const double angle = static_cast<double>(position) * frequencies[i];
+        const double cosine = std::cos(angle) * scale, sine = std::sin(angle) * scale;
+        factors[i] = factors[half + i] = static_cast<float>(cosine);
+        factors[2 * half + i] = static_cast<float>(-sine);
+        factors[3 * half + i] = static_cast<float>(sine);
+    }
+}
+
+void rotary_row(float* out, const float* x, const float* factors, int64_t heads, int64_t size) {
+    for (int64_t head = 0; head < heads; ++head, x += size, out += size) {
+        turn(out, x, factors, size / 2);
+    }
+}
+
+// x / (1 + e^-x), with an exponential whose argument is never positive.
+QUIRE_VECTOR
+void silu_mul_row(float* out, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+        const float value = x[i];
+        const float e = exp_negative(-float_of(bits_of(value) & 0x7FFFFFFF));
+        const float upper = bits_of(value) < 0 ? e : 1.0f;
+        out[i] = value * (upper / (1.0f + e)) * x[size + i];
+    }
+}
+
+QUIRE_VECTOR
+void gelu_row(float* out, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+        out[i] = 0.5f * x[i] * (1.0f + erf_of(x[i] * 0.70710678f));
+    }
+}
+
+// tanh(u) = (1 - e^-2|u|) / (1 + e^-2|u|), with u's sign.
+QUIRE_VECTOR
+void gelu_tanh_row(float* out, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+        const float u = 0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
+        const float e = exp_negative(-2.0f * float_of(bits_of(u) & 0x7FFFFFFF));
+        const float sign = bits_of(u) < 0 ? -1.0f : 1.0f;
+        out[i] = 0.5f * x[i] * (1.0f + sign * (1.0f - e) / (1.0f + e));
+    }
+}
+
+QUIRE_VECTOR
+void relu_row(float* out, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] < 0.0f ? 0.0f : x[i];  // NaN stays
+}
+
+QUIRE_VECTOR
+void add_row(float* out, const float* x, const float* y, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] + y[i];
+}
+
+void look_up_row(float* out, Element element, const void* table, int64_t id, int64_t size) {
+    const int64_t at = id * size;
+    switch (element) {
+        case Element::kFloat32: return widen_all(out, static_cast<const float*>(table) + at, size);
+        case Element::kBfloat16:
+            return widen_all(out, static_cast<const Bfloat16*>(table) + at, size);
+        default: return widen_all(out, static_cast<const Float16*>(table) + at, size);
+    }
+}
+
+}  // namespace quire

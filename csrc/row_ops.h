@@ -1,0 +1,42 @@
+// What a step does with single rows between its matrix products. All values are float32; x, y and out
+// point to one row (token) each. Sums are made in 16 lanes, merged in one order: a row's result has the
+// same bits wherever it is computed.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+
+namespace quire {
+
+// out = x / sqrt(mean(x^2) + eps) * weight, for `heads` heads of `size` elements; weight: [heads, size].
+void rms_norm_row(float* out, const float* x, const float* weight, int64_t heads, int64_t size,
+                  float eps);
+
+// total = x + y, then out = rms_norm(total).
+void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
+                      const float* weight, int64_t size, float eps);
+
+// Weight and bias may both be null.
+void layer_norm_row(float* out, const float* x, const float* weight, const float* bias,
+                    int64_t size, float eps);
+
+// factors[2 H] = (cos, cos, -sin, sin) * scale of the angles position * frequencies[H / 2].
+void rotary_factors(float* factors, int64_t position, const double* frequencies, int64_t size,
+                    double scale);
+
+// The two halves of each of the heads, turned by the factors.
+void rotary_row(float* out, const float* x, const float* factors, int64_t heads, int64_t size);
+
+// out[F] = silu(x[0, F)) * x[F, 2 F).
+void silu_mul_row(float* out, const float* x, int64_t size);
+
+void gelu_row(float* out, const float* x, int64_t size);
+void gelu_tanh_row(float* out, const float* x, int64_t size);
+void relu_row(float* out, const float* x, int64_t size);
+void add_row(float* out, const float* x, const float* y, int64_t size);
+
+// Row `id` of a table [V, size] of any element type.
+void look_up_row(float* out, Element element, const void* table, int64_t id, int64_t size);
+
+}  // namespace quire

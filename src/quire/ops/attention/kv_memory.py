@@ -1,0 +1,54 @@
+"""Block memory of a backend's cache groups, and the moves of whole blocks.
+
+Shape legend: Y layers of a group, K KV heads, B blocks, P tokens per block, H head dim.
+Keys and values of a group stand as [2, Y, K, B, P, H].
+"""
+
+import torch
+
+from quire.base.model_spec import CacheGroup
+from quire.ops.attention.base import Int32, KVLayout
+from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.memory import lazy_zeros
+
+SCALE_BYTES = 4  # behind the H values of an int8 row
+
+
+class KVMemory:
+    """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8 it
+    holds bytes, and a row is H values and their scale. place[layer]: (group, index in the group).
+    """
+
+    def __init__(self, layout: KVLayout) -> None:
+        dtype = torch.uint8 if layout.kv_format == "int8" else layout.dtype
+        self.kv = [
+            lazy_zeros(_kv_shape(group, num_blocks, layout), dtype, layout.device)
+            for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
+        ]
+        self.place = {
+            layer: (g, index)
+            for g, group in enumerate(layout.groups)
+            for index, layer in enumerate(group.layers)
+        }
+        self._host = HostBlocks(self.kv, dim=3)
+        self._device = layout.device
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of the group."""
+        kv = self.kv[group]
+        read = torch.as_tensor(source, dtype=torch.int64, device=self._device)
+        write = torch.as_tensor(destination, dtype=torch.int64, device=self._device)
+        kv.index_copy_(3, write, kv.index_select(3, read))
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of a group to blocks of host memory."""
+        self._host.swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of host memory to blocks of a group."""
+        self._host.load(group, source, destination)
+
+
+def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:
+    row = group.head_dim + (SCALE_BYTES if layout.kv_format == "int8" else 0)
+    return (2, len(group.layers), group.num_kv_heads, num_blocks, layout.block_size, row)

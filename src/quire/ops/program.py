@@ -1,0 +1,323 @@
+"""A model's forward pass as a program of the C++ core (csrc/program.h), made from its record of
+operations: what a graph is to a GPU. A step is then one call instead of hundreds of operations.
+
+Shape legend: T tokens of the step, N heads, H head dim.
+
+The record of one forward pass over a few tokens holds every operation with its arguments. A tensor
+that an operation returned is a buffer of the program; a view of it is some of the buffer's columns,
+since the first dimension of all of them counts tokens. All buffers are float32, whatever the
+model's dtype: between its weights, a program rounds nothing.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from quire.ops.native import core
+from quire.ops.packed import ELEMENTS, PackedWeight
+from quire.ops.registry import OpRecord
+
+CACHE_LINE = 16  # floats
+
+
+class Kind(IntEnum):
+    """As in csrc/program.h."""
+
+    EMBEDDING = 0
+    PACKED_ROWS = 1
+    ROTARY_FACTORS = 2
+    RMS_NORM = 3
+    ADD_RMS_NORM = 4
+    LAYER_NORM = 5
+    ROTARY = 6
+    SILU_MUL = 7
+    GELU = 8
+    GELU_TANH = 9
+    RELU = 10
+    ADD = 11
+    STORE = 12
+    PREPARE = 13
+    MULTIPLY = 14
+    ATTEND = 15
+
+
+# Kinds whose threads share the work of all rows in a way of their own: a phase each.
+SHARED = (Kind.MULTIPLY, Kind.ATTEND)
+IDS, POSITIONS = 0, 1
+
+
+class Untraceable(Exception):
+    """The record holds something that a program cannot do; operations must be called one by one."""
+
+
+@dataclass(frozen=True)
+class View:
+    """Columns of a buffer from `offset` on."""
+
+    buffer: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One step of a program; its fields mean what csrc/program.h says for the kind."""
+
+    kind: Kind
+    views: tuple[View, ...]
+    outputs: int = 1  # how many of the views are written
+    sizes: tuple[int, int] = (0, 0)
+    constants: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    layer: int = 0
+    number: float = 0.0
+    weight: PackedWeight | None = None
+
+
+@dataclass
+class ProgramDraft:
+    """Instructions over buffers, of which buffer 0 is the result. widths: float32 per token."""
+
+    widths: list[int] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+
+    @property
+    def phases(self) -> list[int]:
+        """The phase of each instruction."""
+        found: list[int] = []
+        for i, instruction in enumerate(self.instructions):
+            joins = i > 0 and not {instruction.kind, self.instructions[i - 1].kind} & set(SHARED)
+            found.append(0 if i == 0 else found[-1] + (0 if joins else 1))
+        return found
+
+    def places(self) -> tuple[list[int], int]:
+        """Where each buffer begins in the arena, in floats per token, and the arena's width.
+
+        A place is free again from the phase after the last that uses it: within a phase the
+        threads may be anywhere.
+        """
+        first, last = self._lifetimes()
+        places = [0] * len(self.widths)
+        live: list[tuple[int, int, int]] = []  # begin, end, last phase
+        total = 0
+        for buffer in sorted(range(1, len(self.widths)), key=lambda b: first[b]):
+            live = sorted(item for item in live if item[2] >= first[buffer])
+            width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
+            begin = 0
+            for taken, end, _ in live:
+                if begin + width <= taken:
+                    break
+                begin = max(begin, end)
+            places[buffer] = begin
+            live.append((begin, begin + width, last[buffer]))
+            total = max(total, begin + width)
+        return places, total
+
+    def _lifetimes(self) -> tuple[list[int], list[int]]:
+        first, last = [0] * len(self.widths), [0] * len(self.widths)
+        for phase, instruction in zip(self.phases, self.instructions, strict=True):
+            for i, view in enumerate(instruction.views):
+                if i < instruction.outputs and not first[view.buffer]:
+                    first[view.buffer] = phase
+                last[view.buffer] = phase
+        return first, last
+
+
+class Tracer:
+    """Turns a record into a draft. Raises Untraceable."""
+
+    def __init__(self, record: OpRecord, ids_T: torch.Tensor, positions_T: torch.Tensor) -> None:
+        self._record = record
+        self._num_tokens = len(ids_T)
+        self._inputs = {_storage(ids_T): IDS, _storage(positions_T): POSITIONS}
+        self._buffers: dict[int, int] = {}  # by storage
+        self._draft = ProgramDraft()
+        self._rules: dict[str, Callable[..., None]] = {
+            "embedding": self._embedding,
+            "rotary_rows": self._rotary_rows,
+            "rms_norm": self._rms_norm,
+            "add_rms_norm": self._add_rms_norm,
+            "layer_norm": self._layer_norm,
+            "rotary": self._rotary,
+            "silu_mul": self._silu_mul,
+            "gelu": self._unary(Kind.GELU),
+            "gelu_tanh": self._unary(Kind.GELU_TANH),
+            "relu": self._unary(Kind.RELU),
+            "add": self._add,
+            "linear": self._linear,
+            "kv_write": self._kv_write,
+            "attention": self._attention,
+        }
+
+    def trace(self, result_TD: torch.Tensor) -> ProgramDraft:
+        """The program that computes the result, a tensor that the record's last call returned."""
+        self._draft.widths = [math.prod(result_TD.shape[1:])]
+        self._buffers[_storage(result_TD)] = 0
+        for call in self._record.calls:
+            rule = self._rules.get(call.name)
+            if rule is None:
+                raise Untraceable(f"the operation {call.name} has no native form")
+            rule(call.result, *call.args, **call.kwargs)
+        return self._draft
+
+    # --- operands ---
+
+    def _view(self, tensor: torch.Tensor) -> View:
+        buffer = self._buffers.get(_storage(tensor))
+        if buffer is None:
+            raise Untraceable("an operand is neither an input nor the result of an operation")
+        width, shape = self._draft.widths[buffer], tensor.shape
+        whole = len(shape) > 1 and shape[0] == self._num_tokens and tensor[0].is_contiguous()
+        if not whole or tensor.stride(0) != width or tensor.storage_offset() >= width:
+            raise Untraceable(f"a view of shape {list(shape)} is not made of columns")
+        return View(buffer, tensor.storage_offset())
+
+    def _new(self, result: torch.Tensor) -> View:
+        """The buffer of a result."""
+        storage = _storage(result)
+        if self._buffers.get(storage) != 0:
+            if storage in self._buffers or storage in self._inputs:
+                raise Untraceable("an operation returned one of its arguments")
+            self._buffers[storage] = len(self._draft.widths)
+            self._draft.widths.append(math.prod(result.shape[1:]))
+        return self._view(result)
+
+    def _add_instruction(self, kind: Kind, *views: View, **rest: Any) -> None:
+        self._draft.instructions.append(Instruction(kind, views, **rest))
+
+    # --- one rule for each operation, with the operation's own arguments ---
+
+    def _embedding(
+        self, out: torch.Tensor, ids_T: torch.Tensor, weight_VD: Any, dtype: Any = None
+    ) -> None:
+        source = self._inputs.get(_storage(ids_T))
+        if source is None:
+            raise Untraceable("an embedding looks up something that is no input")
+        view = self._new(out)
+        if isinstance(weight_VD, torch.Tensor) and weight_VD.dtype not in ELEMENTS:
+            raise Untraceable(f"a table holds {weight_VD.dtype}")
+        if isinstance(weight_VD, PackedWeight):
+            if source != IDS:
+                raise Untraceable("a packed table is looked up by positions")
+            return self._add_instruction(Kind.PACKED_ROWS, view, weight=weight_VD)
+        self._add_instruction(
+            Kind.EMBEDDING,
+            view,
+            sizes=(weight_VD.shape[1], source),
+            constants=(weight_VD, None),
+            layer=ELEMENTS[weight_VD.dtype],
+        )
+
+    def _rotary_rows(
+        self, out: torch.Tensor, positions_T: torch.Tensor, frequencies_E: Any, scale: float, _: Any
+    ) -> None:
+        if self._inputs.get(_storage(positions_T)) != POSITIONS:
+            raise Untraceable("rotary factors of something other than the positions")
+        self._add_instruction(
+            Kind.ROTARY_FACTORS,
+            self._new(out),
+            sizes=(2 * len(frequencies_E), 0),
+            constants=(frequencies_E, None),
+            number=scale,
+        )
+
+    def _rms_norm(self, out: torch.Tensor, x: torch.Tensor, weight: Any, eps: float) -> None:
+        heads, size = math.prod(x.shape[1:-1]), x.shape[-1]
+        weight = weight.float().expand(heads, size).contiguous()
+        self._add_instruction(
+            Kind.RMS_NORM,
+            *(self._new(out), self._view(x)),
+            sizes=(heads, size),
+            constants=(weight, None),
+            number=eps,
+        )
+
+    def _add_rms_norm(
+        self, out: tuple[torch.Tensor, torch.Tensor], x: Any, residual: Any, weight: Any, eps: float
+    ) -> None:
+        sources = self._view(x), self._view(residual)
+        self._add_instruction(
+            Kind.ADD_RMS_NORM,
+            *(self._new(out[0]), self._new(out[1]), *sources),
+            outputs=2,
+            sizes=(1, x.shape[-1]),
+            constants=(weight.float(), None),
+            number=eps,
+        )
+
+    def _layer_norm(
+        self, out: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any, eps: float
+    ) -> None:
+        constants = tuple(None if value is None else value.float() for value in (weight, bias))
+        views = self._new(out), self._view(x)
+        sizes = (1, x.shape[-1])
+        self._add_instruction(Kind.LAYER_NORM, *views, sizes=sizes, constants=constants, number=eps)
+
+    def _rotary(self, out: torch.Tensor, x_TNH: torch.Tensor, rows: torch.Tensor) -> None:
+        views = self._new(out), self._view(x_TNH), self._view(rows)
+        self._add_instruction(Kind.ROTARY, *views, sizes=(x_TNH.shape[1], x_TNH.shape[2]))
+
+    def _silu_mul(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        views = self._new(out), self._view(x)
+        self._add_instruction(Kind.SILU_MUL, *views, sizes=(0, out.shape[-1]))
+
+    def _unary(self, kind: Kind) -> Callable[..., None]:
+        def rule(out: torch.Tensor, x: torch.Tensor) -> None:
+            views = self._new(out), self._view(x)
+            self._add_instruction(kind, *views, sizes=(0, math.prod(out.shape[1:])))
+
+        return rule
+
+    def _add(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        views = self._new(out), self._view(x), self._view(y)
+        self._add_instruction(Kind.ADD, *views, sizes=(0, math.prod(out.shape[1:])))
+
+    def _linear(self, out: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any = None) -> None:
+        if not isinstance(weight, PackedWeight):
+            raise Untraceable("a weight is not packed for the core")
+        view = self._view(x)
+        stride = operand_stride(weight)
+        if stride == 0:
+            operand, stride = view, 4 * self._draft.widths[view.buffer]
+        else:
+            operand = View(len(self._draft.widths))
+            self._draft.widths.append(stride // 4 + 2 * num_groups(weight))
+            self._add_instruction(Kind.PREPARE, operand, view, sizes=(stride, 0), weight=weight)
+        self._add_instruction(
+            Kind.MULTIPLY,
+            *(self._new(out), operand),
+            sizes=(stride, 0),
+            constants=(None if bias is None else bias.float(), None),
+            weight=weight,
+        )
+
+    def _kv_write(self, _out: None, _backend: Any, layer: int, k: Any, v: Any) -> None:
+        views = self._view(k), self._view(v)
+        self._add_instruction(Kind.STORE, *views, outputs=0, layer=layer)
+
+    def _attention(
+        self, out: torch.Tensor, _backend: Any, layer: int, q: torch.Tensor, scale: float
+    ) -> None:
+        views = self._new(out), self._view(q)
+        heads = (q.shape[1], q.shape[2])
+        self._add_instruction(Kind.ATTEND, *views, sizes=heads, layer=layer, number=scale)
+
+
+def operand_stride(weight: PackedWeight) -> int:
+    """Bytes between the rows of a product's prepared activations; 0 if they need no preparation."""
+    module = core()
+    assert module is not None
+    num_bytes = int(module.linear_operand_bytes(weight.numbers))
+    return -(-num_bytes // 64) * 64
+
+
+def num_groups(weight: PackedWeight) -> int:
+    """Scales of one row of a product's int8 activations; 0 if they are not int8."""
+    _, _, _, inputs, group = weight.numbers
+    return -(-inputs // group) if weight.format in ("int8", "int4") else 0
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

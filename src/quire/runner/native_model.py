@@ -1,0 +1,143 @@
+"""A model whose forward pass is one call into the C++ core (csrc/program.h).
+
+Shape legend: T tokens of the step, R rows, D model dim, V vocabulary, N query heads, H head dim.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention.cpu import CpuBackend
+from quire.ops.native import address, core
+from quire.ops.program import Instruction, Kind, ProgramDraft, Tracer, Untraceable
+from quire.ops.registry import op, record_ops
+from quire.ops.threads import num_threads
+
+logger = logging.getLogger(__name__)
+
+TRACED_TOKENS = 3  # any number that no other dimension is likely to have
+
+
+class TracedAttention:
+    """Stands for an attention backend while a model is traced: stores and computes nothing."""
+
+    name = "traced"
+
+    @op("kv_write")
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Noted."""
+
+    @op("attention")
+    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+        """Noted. [T, N, H]."""
+        return q_TNH.new_zeros(q_TNH.shape)
+
+
+class NativeModel:
+    """Has what the runner needs of a model; raises Untraceable for one that the core cannot run."""
+
+    def __init__(self, model: Any, backend: CpuBackend) -> None:
+        self._model, self._backend = model, backend
+        draft, self._size = trace(model)
+        self._program, self._constants = assemble(draft, backend)
+        self._heads = query_heads(draft, backend)
+
+    def __call__(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Hidden states [T, D], float32, of the step that the backend has prepared."""
+        assert attention is self._backend
+        ids_T = input_ids_T.long()
+        out_TD = torch.empty(len(ids_T), self._size)
+        slots = [self._backend.slots(group) for group in range(len(self._heads))]
+        groups = [
+            (self._backend.plan(group, heads), address(slots[group], torch.int64))
+            for group, heads in enumerate(self._heads)
+        ]
+        self._program.run(
+            len(ids_T),
+            address(ids_T, torch.int64),
+            address(positions_T, torch.int64),
+            address(out_TD, torch.float32),
+            groups,
+            num_threads(),
+        )
+        return out_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V], float32."""
+        logits_RV: torch.Tensor = self._model.logits(hidden_RD)
+        return logits_RV
+
+
+@torch.inference_mode()
+def trace(model: Any) -> tuple[ProgramDraft, int]:
+    """The model's program, and the size of the hidden states that it returns."""
+    ids_T = torch.zeros(TRACED_TOKENS, dtype=torch.int64)
+    positions_T = torch.arange(TRACED_TOKENS)
+    with record_ops(keeps_values=True) as record:
+        hidden_TD = model(ids_T, positions_T, TracedAttention())
+    draft = Tracer(record, ids_T, positions_T).trace(hidden_TD)
+    return draft, hidden_TD.shape[1]
+
+
+def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int]:
+    """Of each cache group: query heads of a KV head, which must be equally many in all layers."""
+    found: dict[int, int] = {}
+    for instruction in draft.instructions:
+        if instruction.kind == Kind.ATTEND:
+            kv = backend.layer_kv(instruction.layer)
+            heads = instruction.sizes[0] // kv.numbers[1]
+            if found.setdefault(kv.group, heads) != heads:
+                raise Untraceable("layers of a cache group differ in their number of heads")
+    return [found[group] for group in sorted(found)]
+
+
+def assemble(draft: ProgramDraft, backend: CpuBackend) -> tuple[Any, list[Any]]:
+    """The core's program; and all memory that it points to, which must outlive it."""
+    module = core()
+    assert module is not None
+    places, width = draft.places()
+    program = module.Program(draft.widths, places, width)
+    for layer in range(backend.num_layers):
+        kv = backend.layer_kv(layer)
+        program.add_layer(kv.group, kv.addresses, kv.numbers)
+    constants: list[Any] = []
+    phases = draft.phases
+    for i, instruction in enumerate(draft.instructions):
+        begins = i == 0 or phases[i] != phases[i - 1]
+        constants += [*instruction.constants, instruction.weight]
+        program.add(*_numbers(instruction), begins)
+    return program, constants
+
+
+def _numbers(instruction: Instruction) -> tuple[Any, ...]:
+    """An instruction's fields, as the core takes them."""
+    views = [number for view in instruction.views for number in (view.buffer, view.offset)]
+    views += [0] * (8 - len(views))
+    constants = instruction.constants
+    addresses = [0 if value is None else address(value, value.dtype) for value in constants]
+    weight = instruction.weight
+    return (
+        int(instruction.kind),
+        views,
+        instruction.sizes,
+        addresses,
+        instruction.layer,
+        instruction.number,
+        (0, 0, 0, 0, 1) if weight is None else weight.numbers,
+        0 if weight is None else address(weight.data, torch.uint8),
+    )
+
+
+def native_or_same(model: Any, backend: AttentionBackend) -> Any:
+    """The model in its native form where there is one, else the model itself."""
+    if not isinstance(backend, CpuBackend):
+        return model
+    try:
+        return NativeModel(model, backend)
+    except Untraceable as reason:
+        logger.warning("The model runs operation by operation: %s.", reason)
+        return model

@@ -1,0 +1,336 @@
+"""Attention of the C++ core: against a plain softmax, and the same bits however the work is cut."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.base.model_spec import CacheGroup
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention.cpu import KV_FORMATS, CpuBackend, variants
+from quire.ops.attention.reference import ReferenceBackend
+from quire.ops.attention.torch_cpu import TorchBackend
+from quire.ops.native import core
+from quire.ops.threads import set_num_threads
+from tests.models.paged import CPU, RowPart, make_step
+from tests.ops.attention_cases import (
+    HEAD_DIM,
+    Case,
+    Contents,
+    attend_contiguous,
+    make_contents,
+    run_backend,
+)
+
+pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+MIXED = [(0, 9), (300, 1), (5, 7), (0, 1), (31, 1), (3, 90), (200, 70)]
+CASES = {
+    "block_1": Case(MIXED, block_size=1),
+    "block_3": Case(MIXED, block_size=3),
+    "block_16": Case(MIXED, block_size=16),
+    "block_256": Case(MIXED, block_size=256),
+    "multi_query": Case(MIXED, heads=8, kv_heads=1, block_size=16),
+    "multi_head": Case(MIXED, heads=3, kv_heads=3, block_size=16),
+    "window_5": Case(MIXED, window=5),
+    "window_290": Case([*MIXED, (700, 100)], window=290, block_size=16),
+    "many_heads": Case([(40, 3), (0, 70)], heads=70, kv_heads=1, block_size=16),
+}
+
+
+@dataclass
+class Sequences:
+    """Whole sequences, [length, heads, H] each; blocks of different sequences are different."""
+
+    q: list[torch.Tensor]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(q) for q in self.q]
+
+    def only(self, row: int) -> "Sequences":
+        return Sequences([self.q[row]], [self.k[row]], [self.v[row]])
+
+
+def make_sequences(
+    lengths: Sequence[int], dtype: torch.dtype = torch.float32, head_dim: int = 32
+) -> Sequences:
+    """Four query heads, two KV heads."""
+    generator = torch.Generator().manual_seed(1)
+
+    def values(heads: int) -> list[torch.Tensor]:
+        return [torch.randn(n, heads, head_dim, generator=generator).to(dtype) for n in lengths]
+
+    return Sequences(values(4), values(2), values(2))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How sequences are computed. steps: tokens of each row in each step."""
+
+    steps: Sequence[Sequence[int]]
+    block_size: int = 16
+    window: int | None = None
+    kv_format: str = "auto"
+    variant: str | None = None
+    split: bool = True
+    cascade: bool = True
+    shared: int = 0  # tokens at the beginning of all rows whose blocks are the first row's
+
+
+def make_backend(cut: Cut, sequences: Sequences) -> tuple[CpuBackend, list[list[int]]]:
+    """With blocks in random order, and the rows' tables."""
+    first = sequences.k[0]
+    counts = [-(-n // cut.block_size) for n in sequences.lengths]
+    kind = "full" if cut.window is None else "window"
+    group = CacheGroup(kind, (0,), first.shape[1], first.shape[2], cut.window)
+    layout = KVLayout((group,), (sum(counts) + 1,), cut.block_size, first.dtype, CPU, cut.kv_format)
+    backend = CpuBackend(layout, variant=cut.variant, split=cut.split, cascade=cut.cascade)
+    order = np.random.default_rng(3).permutation(sum(counts) + 1).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in counts]
+    same = cut.shared // cut.block_size
+    return backend, [tables[0][:same] + table[same:] for table in tables]
+
+
+def compute(cut: Cut, sequences: Sequences) -> list[torch.Tensor]:
+    """What each sequence's tokens get, [length, N, H]."""
+    backend, tables = make_backend(cut, sequences)
+    done = [0] * len(tables)
+    outs: list[list[torch.Tensor]] = [[] for _ in tables]
+    for lens in cut.steps:
+        rows = [r for r, n in enumerate(lens) if n]
+        parts = [RowPart(done[r], done[r] + lens[r], (tables[r],)) for r in rows]
+        q, k, v = (
+            torch.cat([x[r][done[r] : done[r] + lens[r]] for r in rows])
+            for x in (sequences.q, sequences.k, sequences.v)
+        )
+        backend.prepare(make_step(parts, cut.block_size))
+        backend.write(0, k, v)
+        out = backend.run(0, q, q.shape[-1] ** -0.5)
+        for r, piece in zip(rows, out.split([lens[r] for r in rows]), strict=True):
+            outs[r].append(piece)
+            done[r] += lens[r]
+    return [torch.cat(pieces) for pieces in outs]
+
+
+def same_bits(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    """NaN like NaN."""
+    return all(
+        np.array_equal(x.float().numpy(), y.float().numpy(), equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Puts the number of threads back."""
+    yield
+    set_num_threads(None)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_variant_is_softmax(case: Case, dtype: torch.dtype, variant: str) -> None:
+    contents = make_contents(case)
+    backend = CpuBackend(case.layout(dtype), variant=variant)
+    got = run_backend(backend, case, contents, case.tables(), dtype)
+    wanted = attend_contiguous(case, contents)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+
+
+def as_int8(values: torch.Tensor) -> torch.Tensor:
+    """[..., H] as it is after it was stored, in float64."""
+    values = values.float()
+    largest = values.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest == 0, 0.0, torch.tensor(127.0) / largest)
+    return (values * inverse).round().double() * (largest / 127.0).double()
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_int8_is_softmax_of_what_is_stored(case: Case, variant: str) -> None:
+    contents = make_contents(case)
+    contents.k[0][0, 0] = 0.0
+    layout = replace(case.layout(torch.float32), kv_format="int8")
+    got = run_backend(
+        CpuBackend(layout, variant=variant), case, contents, case.tables(), torch.float32
+    )
+    stored = Contents(
+        contents.q, [as_int8(k) for k in contents.k], [as_int8(v) for v in contents.v]
+    )
+    wanted = attend_contiguous(case, stored)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-5)
+    exact = attend_contiguous(case, contents)
+    assert (got.double() - exact).abs().max() < 0.08
+    assert (got.double() - exact).square().mean().sqrt() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_may_be_wider_than_keys(dtype: torch.dtype) -> None:
+    case = CASES["block_16"]
+    contents = make_contents(case)
+    backend = CpuBackend(case.layout(dtype))
+    run_backend(backend, case, contents, case.tables(), dtype)
+    q = torch.cat([x[row[0] :] for x, row in zip(contents.q, case.rows, strict=True)])
+    got = backend.run(1, q.float(), HEAD_DIM**-0.5)
+    stored = Contents(
+        contents.q,
+        [k.to(dtype).double() for k in contents.k],
+        [v.to(dtype).double() for v in contents.v],
+    )
+    assert got.dtype == torch.float32
+    wanted = attend_contiguous(case, stored)
+    torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("head_dim", [2, 8, 20, 72, 80, 128])
+def test_any_head_size(head_dim: int, kv_format: str, variant: str) -> None:
+    sequences = make_sequences([70, 3], torch.bfloat16, head_dim)
+    cut = Cut([(60, 3), (10, 0)], kv_format=kv_format, variant=variant)
+    for out, q, k, v in zip(
+        compute(cut, sequences), sequences.q, sequences.k, sequences.v, strict=True
+    ):
+        if kv_format == "int8":
+            k, v = as_int8(k), as_int8(v)
+        k, v = (x.double().repeat_interleave(2, dim=1).transpose(0, 1) for x in (k, v))
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            q.double().transpose(0, 1), k, v, is_causal=True
+        )
+        torch.testing.assert_close(out.double(), wanted.transpose(0, 1), rtol=0, atol=4e-2)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_the_same_bits_however_the_work_is_cut(
+    kv_format: str, window: int | None, variant: str, threads: None
+) -> None:
+    sequences = make_sequences([700, 300, 31])
+    whole = Cut([(700, 300, 31)], 16, window, kv_format, variant)
+    wanted = compute(whole, sequences)
+    for row, length in enumerate(sequences.lengths):
+        alone = compute(replace(whole, steps=[(length,)]), sequences.only(row))
+        assert same_bits(alone, wanted[row : row + 1]), f"row {row} alone"
+    chunks = [(257, 1, 0), (1, 255, 5), (300, 2, 20), (7, 40, 1), (134, 1, 4), (1, 1, 1)]
+    for block_size in (1, 3, 16, 256):
+        cut = replace(whole, block_size=block_size, steps=chunks)
+        assert same_bits(compute(cut, sequences), wanted), f"chunks, blocks of {block_size}"
+    for count in (1, 2, 3):
+        set_num_threads(count)
+        assert same_bits(compute(whole, sequences), wanted), f"{count} threads"
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("window", [None, 2000])
+def test_the_same_bits_if_a_context_is_split(
+    window: int | None, variant: str, threads: None
+) -> None:
+    sequences = make_sequences([4000, 40])
+    steps = [(3960, 39), (1, 1), (39, 0)]
+    wanted = compute(Cut(steps, 16, window, variant=variant, split=False), sequences)
+    for count in (2, 16):
+        set_num_threads(count)
+        assert same_bits(compute(Cut(steps, 16, window, variant=variant), sequences), wanted)
+
+
+def test_long_contexts_are_split_for_several_threads(threads: None) -> None:
+    sequences = make_sequences([6000])
+    backend, tables = make_backend(Cut([]), sequences)
+    step = make_step([RowPart(5999, 6000, (tables[0],))], 16)
+    set_num_threads(1)
+    backend.prepare(step)
+    assert backend.plan(0, 2).num_items == 1
+    set_num_threads(4)
+    backend.prepare(step)
+    assert backend.plan(0, 2).num_items > 4
+    assert backend.plan(0, 2).num_merges == 1
+
+
+def make_shared(shared: int, lengths: Sequence[int]) -> Sequences:
+    """Sequences that begin with the same tokens."""
+    sequences = make_sequences(lengths)
+    for values in (sequences.q, sequences.k, sequences.v):
+        for other in values[1:]:
+            other[:shared] = values[0][:shared]
+    return sequences
+
+
+@pytest.mark.parametrize("block_size", [3, 16, 256])
+@pytest.mark.parametrize("variant", variants())
+def test_the_same_bits_if_rows_share_blocks(block_size: int, variant: str, threads: None) -> None:
+    shared = 768
+    sequences = make_shared(shared, [1100, 800, 769, 900])
+    # The rows after the first begin with blocks that it wrote, in the same or an earlier step.
+    steps = [(1000, 0, 0, 0), (9, 0, 0, 0), (91, 800, 769, 900)]
+    apart = compute(Cut(steps, block_size, variant=variant, cascade=False), sequences)
+    steps = [(1000, 760, 768, 768), (90, 8, 0, 100), (1, 10, 1, 12), (9, 22, 0, 20)]
+    cut = Cut(steps, block_size, variant=variant, shared=shared)
+    for count in (1, 2, 16):
+        set_num_threads(count)
+        assert same_bits(compute(cut, sequences), apart)
+
+
+def test_shared_spans_are_read_once(threads: None) -> None:
+    """Three rows share two spans; a fourth, which has one of them, would make it fewer reads."""
+    set_num_threads(1)
+    contexts = [800, 800, 790, 300]
+    backend, tables = make_backend(Cut([], shared=512), make_shared(512, [800, 800, 790, 600]))
+    parts = [RowPart(n - 1, n, (t,)) for n, t in zip(contexts, tables, strict=True)]
+    backend.prepare(make_step(parts, 16))
+    plan = backend.plan(0, 2)
+    assert (plan.num_items, plan.num_merges) == (1 + 4, 3)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_reaches_those_who_see_it(
+    bad: float, kv_format: str, variant: str
+) -> None:
+    """Of queries before the bad token and of those whose window has left it, no bit changes."""
+    for name in ("k", "v"):
+        sequences = make_sequences([400])
+        cut = Cut([(400,)], 16, 50, kv_format, variant)
+        (wanted,) = compute(cut, sequences)
+        getattr(sequences, name)[0][270] = bad
+        (got,) = compute(cut, sequences)
+        assert same_bits([got[:270], got[320:]], [wanted[:270], wanted[320:]])
+        assert not got[270:320].isfinite().any()
+        assert same_bits(compute(replace(cut, steps=[(1,)] * 400), sequences), [got])
+
+
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_blocks_move_whole(kv_format: str) -> None:
+    sequences = make_sequences([40])
+    backend, tables = make_backend(Cut([], kv_format=kv_format), sequences)
+    q, k, v = sequences.q[0], sequences.k[0], sequences.v[0]
+    backend.prepare(make_step([RowPart(0, 40, (tables[0],))], 16))
+    backend.write(0, k, v)
+    wanted = backend.run(0, q, 0.2)
+    used = np.array(tables[0], np.int32)
+    (free,) = set(range(4)) - set(tables[0])
+    backend.copy_blocks(0, used[:1], np.array([free], np.int32))
+    backend.swap_out(0, used[1:], used[1:])
+    backend.write(0, torch.zeros_like(k), torch.zeros_like(v))
+    backend.load(0, used[1:], used[1:])
+    backend.prepare(make_step([RowPart(0, 40, ([free, *tables[0][1:]],))], 16))
+    assert torch.equal(backend.run(0, q, 0.2), wanted)
+
+
+def test_only_this_backend_stores_int8() -> None:
+    layout = replace(Case([(0, 1)]).layout(torch.float32), kv_format="int8")
+    for backend in (TorchBackend, ReferenceBackend):
+        with pytest.raises(ConfigError, match="not as int8"):
+            backend(layout)
+    with pytest.raises(ConfigError, match="auto or int8, not 'int3'"):
+        CpuBackend(replace(layout, kv_format="int3"))

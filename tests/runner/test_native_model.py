@@ -1,0 +1,121 @@
+"""A model's program in the C++ core against its operations; and the bits of its logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.base.config import ModelConfig
+from quire.models.loading import load_model
+from quire.models.packing import AS_THEY_ARE, weight_formats
+from quire.ops.attention.select import make_backend
+from quire.ops.native import core
+from quire.ops.program import Kind
+from quire.ops.threads import set_num_threads
+from quire.runner.native_model import NativeModel, native_or_same, trace
+from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.paged import CPU, make_layout, run_paged
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+SEQUENCES = random_tokens(23, 5, 61)
+WHOLE = [[23], [5], [61]]
+CUTS = [[1, 20, 2], [0, 0, 4, 1], [33, 1, 1, 1, 25]]
+FORMATS = {
+    "as they are": AS_THEY_ARE,
+    **{
+        f"{name} of {group}": weight_formats(
+            ModelConfig(quantization=name, quantization_group_size=group, quantized_head=head)
+        )
+        for name, group, head in [("int8", 0, "int8"), ("int8", 32, "none"), ("int4", 32, "int4")]
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_program_computes_what_the_operations_compute(variant: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+    wanted = run_paged(model, checkpoint.spec, SEQUENCES, WHOLE, backend="torch")
+    got = run_paged(model, checkpoint.spec, SEQUENCES, CUTS, backend="cpu", native=True)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)], ids=str
+)
+def test_it_rounds_less_than_the_operations(
+    dtype: torch.dtype, most: float, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    exact = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
+    wanted = torch.cat(run_paged(exact, checkpoint.spec, SEQUENCES, WHOLE, dtype=torch.float64))
+    model = load_model(tmp_path, checkpoint.spec, dtype, CPU)
+    errors = []
+    for native in (False, True):
+        got = run_paged(
+            model, checkpoint.spec, SEQUENCES, WHOLE, backend="cpu", dtype=dtype, native=native
+        )
+        errors.append(((torch.cat(got).double() - wanted).norm() / wanted.norm()).item())
+    by_operations, by_program = errors
+    assert by_program < min(by_operations, most)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("variant", ["qwen3_tied", "mistral_window", "gpt2"])
+def test_logits_have_the_same_bits_alone_batched_and_chunked(
+    variant: str, dtype: torch.dtype, formats: str, tmp_path: Path
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    model = load_model(tmp_path, checkpoint.spec, dtype, CPU, quantization=FORMATS[formats])
+
+    def run(sequences: list[list[int]], cuts: list[list[int]], **rest: Any) -> list[torch.Tensor]:
+        return run_paged(
+            model, checkpoint.spec, sequences, cuts, backend="cpu", dtype=dtype, native=True, **rest
+        )
+
+    alone = [run([line], [[1] * len(line)])[0] for line in SEQUENCES]
+    others = [
+        run(SEQUENCES, WHOLE),
+        run(SEQUENCES, CUTS, block_size=16),
+        run(SEQUENCES, WHOLE, block_size=1, seed=3),
+    ]
+    set_num_threads(1)
+    try:
+        others.append(run(SEQUENCES, CUTS))
+    finally:
+        set_num_threads(None)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
+
+
+def test_a_layer_has_ten_phases(tmp_path: Path) -> None:
+    """Four products, one attention, and what is done with rows between them."""
+    checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
+    model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+    draft, size = trace(model)
+    kinds = [instruction.kind for instruction in draft.instructions]
+    layers = checkpoint.spec.num_layers
+    assert kinds.count(Kind.MULTIPLY) == 4 * layers
+    assert kinds.count(Kind.ATTEND) == layers
+    assert draft.widths[0] == size == checkpoint.spec.hidden_size
+    quantised = load_model(
+        tmp_path, checkpoint.spec, torch.float32, CPU, quantization=FORMATS["int8 of 0"]
+    )
+    assert max(trace(quantised)[0].phases) + 1 == 10 * layers + 1
+
+
+def test_what_cannot_be_traced_runs_by_operations(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama")
+    model = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
+    layout = make_layout(checkpoint.spec, 4, 4, torch.float32)
+    assert native_or_same(model, make_backend("torch", layout)) is model
+    assert native_or_same(model, make_backend("cpu", layout)) is model
+    assert "operation by operation: a table holds torch.float64" in caplog.text
+    packed = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+    assert isinstance(native_or_same(packed, make_backend("cpu", layout)), NativeModel)

@@ -1,0 +1,80 @@
+"""A request's tokens and log-probabilities have the same bits whatever happens around it: alone, in
+a batch, in chunks, preempted, found in the prefix cache; for every format of weights, on a CPU."""
+
+from typing import Any
+
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.ops.native import core
+from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.serve.test_exactness import prompts
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+NUM_TOKENS = 10
+FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 per output": {"dtype": "float16", "quantization": "int8", "quantization_group_size": 0},
+    "int4": {"dtype": "bfloat16", "quantization": "int4", "quantized_head": "int4"},
+}
+PARAMS = [
+    SamplingParams(
+        temperature=0.0 if i % 2 else 0.8,
+        seed=i,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        logprobs=3,
+    )
+    for i in range(len(prompts()))
+]
+
+Found = list[list[tuple[int, dict[int, float]]]]
+
+
+def found(outputs: list[RequestOutput]) -> Found:
+    """Each request's tokens, with the log-probabilities that came with each."""
+    return [
+        [
+            (token, {t: logprob.logprob for t, logprob in entry.items()})
+            for token, entry in zip(
+                output.outputs[0].token_ids, output.outputs[0].logprobs or [], strict=True
+            )
+        ]
+        for output in outputs
+    ]
+
+
+def open_llm(architecture: str, **settings: Any) -> LLM:
+    defaults = {"max_model_len": 64, "block_size": 4, "scheduling_policy": "fifo"}
+    return LLM(str(checkpoint(architecture)), disable_log_stats=True, **(defaults | settings))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_nothing_around_a_request_changes_a_bit(architecture: str, name: str) -> None:
+    settings = FORMATS[name]
+    with open_llm(architecture, enable_prefix_caching=False, **settings) as llm:
+        alone = [
+            found(llm.generate([prompt], params))[0]
+            for prompt, params in zip(prompts(), PARAMS, strict=True)
+        ]
+        assert found(llm.generate(prompts(), PARAMS)) == alone
+    chunks = {"max_num_batched_tokens": 7}
+    with open_llm(architecture, **chunks, **settings) as llm:
+        assert found(llm.generate(prompts(), PARAMS)) == alone
+        again = llm.generate(prompts(), PARAMS)
+        assert found(again) == alone
+        assert sum(output.num_cached_tokens or 0 for output in again) > 100
+    for mode in ("recompute", "swap"):
+        size = 4 if name == "float32" else 2
+        pool = pool_bytes(checkpoint(architecture), 18, 4) * size // 8
+        few = {"kv_cache_memory_bytes": pool, "preemption_mode": mode}
+        with open_llm(architecture, **few, **settings) as llm:
+            outputs = llm.generate(prompts(), PARAMS)
+            assert found(outputs) == alone
+            assert any(o.metrics is not None and o.metrics.num_preemptions for o in outputs)
