@@ -212,7 +212,6 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
         ("--trust-remote-code", "trust_remote_code=True is not supported: code from a model's"),
         ("--tensor-parallel-size 2", "tensor_parallel_size='2' is not supported"),
         ("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
-        ("--kv-cache-dtype fp8", "see --dtype"),
         ("--speculative-config {}", "speculative decoding is not supported yet"),
     ],
 )

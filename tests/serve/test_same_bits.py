@@ -20,6 +20,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8 per output": {"dtype": "float16", "quantization": "int8", "quantization_group_size": 0},
+    "int8 keys and values": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4", "quantized_head": "int4"},
 }
 PARAMS = [
@@ -71,8 +72,8 @@ def test_nothing_around_a_request_changes_a_bit(architecture: str, name: str) ->
         assert found(again) == alone
         assert sum(output.num_cached_tokens or 0 for output in again) > 100
     for mode in ("recompute", "swap"):
-        size = 4 if name == "float32" else 2
-        pool = pool_bytes(checkpoint(architecture), 18, 4) * size // 8
+        pool = pool_bytes(checkpoint(architecture), 18, 4, 4)
+        pool = pool if name == "float32" else pool // 2
         few = {"kv_cache_memory_bytes": pool, "preemption_mode": mode}
         with open_llm(architecture, **few, **settings) as llm:
             outputs = llm.generate(prompts(), PARAMS)

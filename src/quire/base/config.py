@@ -96,6 +96,12 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = setting(
         None, "size of the KV pool; derived from the memory plan if absent", unit="bytes"
     )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "how keys and values are stored: in the model's dtype, or in 8 bits with a scale for each"
+        " token and head (CPUs only)",
+        choices=("auto", "int8"),
+    )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
     watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
 
@@ -183,7 +189,7 @@ class EngineConfig:
         pool = cache.kv_cache_memory_bytes
         _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
-        _check_choices(self, self.model, self.scheduler)
+        _check_choices(self, self.model, self.cache, self.scheduler)
 
 
 @dataclass(frozen=True)

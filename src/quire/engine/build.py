@@ -21,6 +21,7 @@ from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.packing import weight_formats
 from quire.models.source import ModelSource, resolve_model
+from quire.ops.attention.select import kv_block_bytes
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner
 from quire.scheduler.policies import POLICIES, make_policy
@@ -115,7 +116,8 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
     config = built.config
     fingerprint = cache_fingerprint(
         name, config.model.revision or "", str(built.dtype), built.backend_name,
-        str(config.cache.block_size), repr(built.spec), repr(weight_formats(config.model)),
+        str(config.cache.block_size), config.cache.kv_cache_dtype, repr(built.spec),
+        repr(weight_formats(config.model)),
     )  # fmt: skip
     kv = KVManager(
         built.spec.cache_groups,
@@ -123,7 +125,7 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
         config.cache.block_size,
         config.cache.enable_prefix_caching,
         block_bytes=[
-            group.block_bytes(config.cache.block_size, built.dtype.itemsize)
+            kv_block_bytes(group, config.cache.block_size, built.dtype, config.cache.kv_cache_dtype)
             for group in built.spec.cache_groups
         ],
     )

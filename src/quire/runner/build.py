@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.base.config import AUTO_LENGTH, EngineConfig
+from quire.base.config import AUTO_LENGTH, CacheConfig, EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import BlockWrites, Plan, RowStart
@@ -18,7 +18,7 @@ from quire.models.loading import load_model
 from quire.models.packing import model_bytes, weight_formats
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
-from quire.ops.attention.select import make_backend
+from quire.ops.attention.select import kv_block_bytes, make_backend
 from quire.ops.threads import num_threads
 from quire.runner.budget import cpu_token_budget
 from quire.runner.memory import (
@@ -99,14 +99,14 @@ def build_runner(
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
     config = _with_length(config, memory.max_model_len)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks)
-    rate = copy_rate(runner, spec, config.cache.block_size, dtype, device, min(memory.num_blocks))
+    rate = copy_rate(runner, spec, config.cache, dtype, device, min(memory.num_blocks))
     return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name, rate)
 
 
 def copy_rate(
     runner: ModelRunner,
     spec: ModelSpec,
-    block_size: int,
+    cache: CacheConfig,
     dtype: torch.dtype,
     device: torch.device,
     num_blocks: int,
@@ -121,7 +121,9 @@ def copy_rate(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    num_bytes = num * spec.cache_groups[0].block_bytes(block_size, dtype.itemsize)
+    num_bytes = num * kv_block_bytes(
+        spec.cache_groups[0], cache.block_size, dtype, cache.kv_cache_dtype
+    )
     return num_bytes / max(seconds[-1], 1e-9)
 
 
@@ -138,7 +140,10 @@ def _assemble(
     model: DecoderModel,
     num_blocks: tuple[int, ...],
 ) -> ModelRunner:
-    layout = KVLayout(spec.cache_groups, num_blocks, config.cache.block_size, dtype, device)
+    cache = config.cache
+    layout = KVLayout(
+        spec.cache_groups, num_blocks, cache.block_size, dtype, device, cache.kv_cache_dtype
+    )
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length
     rows = DeviceRows(num_rows, length, len(spec.cache_groups), config.cache.block_size, device)

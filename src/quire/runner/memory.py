@@ -11,6 +11,7 @@ from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
+from quire.ops.attention.select import kv_block_bytes
 from quire.ops.native import core
 
 CPU_POOL_SHARE = 0.25
@@ -124,7 +125,10 @@ def make_plan(
     cache, scheduler = config.cache, config.scheduler
     length = config.model.max_model_len
     assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    block_bytes = [g.block_bytes(cache.block_size, dtype.itemsize) for g in spec.cache_groups]
+    block_bytes = [
+        kv_block_bytes(group, cache.block_size, dtype, cache.kv_cache_dtype)
+        for group in spec.cache_groups
+    ]
     pool = (spec.cache_groups, block_bytes, cache.kv_cache_memory_bytes or budget, cache.block_size)
     rows = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     if length == AUTO_LENGTH:

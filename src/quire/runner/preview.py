@@ -40,7 +40,10 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, dtype, weights, available_cpu_bytes())
     smallest = (1,) * len(spec.cache_groups)
-    layout = KVLayout(spec.cache_groups, smallest, config.cache.block_size, dtype, device)
+    cache = config.cache
+    layout = KVLayout(
+        spec.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
+    )
     backend = make_backend(config.attention_backend, layout)
     return Preview(config, backend.name, weights, memory)
 

@@ -66,7 +66,6 @@ FOREIGN: dict[str, ForeignSetting] = {
     "cpu_offload_gb": _value("weights stay on the device", 0),
     "tokenizer_mode": _value("there is one tokenizer, from tokenizer.json", "auto"),
     "skip_tokenizer_init": _switch("the tokenizer is loaded if the model has one", False),
-    "kv_cache_dtype": _value("keys and values have the model's dtype; see --dtype", "auto"),
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "task": _value("models generate text", "auto", "generate"),
     "runner": _value("models generate text", "auto", "generate"),
