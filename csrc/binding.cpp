@@ -16,6 +16,7 @@
 #include "philox.h"
 #include "program.h"
 #include "sampling.h"
+#include "step_inputs.h"
 
 namespace nb = nanobind;
 
@@ -230,6 +231,28 @@ void run_program(quire::Program& program, int64_t rows, Address ids, Address pos
     program.run(std::move(step), num_threads);
 }
 
+// out: memory of the 64-bit results (ids, positions, slots of each group) and of the 32-bit ones
+// (query starts, context lengths, table of each group), one after the other. in: tokens, computed,
+// rows, number of tokens of each. tables: address and row stride.
+void gather_step(std::array<Address, 2> out, std::array<Address, 4> in,
+                 std::array<int64_t, 5> numbers,
+                 std::vector<std::pair<Address, int64_t>> tables) {
+    const auto [tokens, computed, rows, num_tokens] = in;
+    const auto [token_stride, block_size, num_rows, total, longest] = numbers;
+    auto* wide = as<Ints>(out[0]);
+    auto* narrow = as<int32_t*>(out[1]);
+    std::vector<quire::GroupTables> groups;
+    for (const auto& [table, stride] : tables) {
+        const auto g = static_cast<int64_t>(groups.size());
+        groups.push_back({as<const int32_t*>(table), stride, wide + (2 + g) * total,
+                          narrow + 2 * num_rows + 1 + g * num_rows * longest, longest});
+    }
+    quire::gather_step({wide, wide + total, narrow, narrow + num_rows + 1}, groups,
+                       {as<const int32_t*>(tokens), token_stride, as<ConstInts>(computed),
+                        block_size},
+                       as<const int32_t*>(rows), as<const int32_t*>(num_tokens), num_rows);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -252,6 +275,7 @@ NB_MODULE(_core, m) {
     m.def("log_sum_exp", &log_sum_exp, Unlocked());
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
+    m.def("gather_step", &gather_step);
     m.def("linear_variants", &linear_variants);
     m.def("linear_bytes", &linear_bytes);
     m.def("linear_pack", &linear_pack, Unlocked());

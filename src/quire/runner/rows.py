@@ -17,6 +17,7 @@ import torch
 from quire.base.plan import Plan
 from quire.ops.attention.base import AttentionStep
 from quire.ops.memory import lazy_zeros
+from quire.ops.step_inputs import RowState, gather_step
 
 Int64 = npt.NDArray[np.int64]
 
@@ -63,34 +64,20 @@ class DeviceRows:
 
     def step_inputs(self, plan: Plan) -> tuple[torch.Tensor, AttentionStep]:
         """Input ids [T] and what attention needs, gathered on the device."""
-        rows_S, query_lens_S = self._index(plan.rows), self._index(plan.num_tokens)
-        num_tokens = plan.num_scheduled_tokens
-        starts_S = self.computed_R[rows_S]
-        query_starts_S1 = torch.zeros(len(rows_S) + 1, dtype=torch.int64, device=self.device)
-        torch.cumsum(query_lens_S, 0, out=query_starts_S1[1:])
-        if num_tokens == len(rows_S):
-            rows_T, positions_T = rows_S, starts_S
-        else:
-            rows_T = rows_S.repeat_interleave(query_lens_S, output_size=num_tokens)
-            shift_S = starts_S - query_starts_S1[:-1]
-            shift_T = shift_S.repeat_interleave(query_lens_S, output_size=num_tokens)
-            positions_T = torch.arange(num_tokens, device=self.device) + shift_T
         context_host = plan.computed_bound + plan.num_tokens
         longest = -(-int(context_host.max()) // self.block_size)
-        blocks_T, offsets_T = positions_T // self.block_size, positions_T % self.block_size
+        state = RowState(self.tokens_RM, self.computed_R, self.tables_RL, self.block_size)
+        inputs = gather_step(state, plan.rows, plan.num_tokens, longest)
         step = AttentionStep(
-            positions_T=positions_T,
-            query_starts_S1=query_starts_S1.int(),
-            context_lens_S=(starts_S + query_lens_S).int(),
-            slots_T=tuple(
-                table_RL[rows_T, blocks_T].long() * self.block_size + offsets_T
-                for table_RL in self.tables_RL
-            ),
-            block_tables_SL=tuple(table_RL[rows_S, :longest] for table_RL in self.tables_RL),
+            positions_T=inputs.positions_T,
+            query_starts_S1=inputs.query_starts_S1,
+            context_lens_S=inputs.context_lens_S,
+            slots_T=inputs.slots_T,
+            block_tables_SL=inputs.block_tables_SL,
             query_lens_host=plan.num_tokens,
             context_lens_host=context_host,
         )
-        return self.tokens_RM[rows_T, positions_T], step
+        return inputs.ids_T, step
 
     def advance(self, plan: Plan, token_ids_N: torch.Tensor, lengths_N: Int64) -> None:
         """Store the sampled tokens behind their rows' last token, then move the counters.

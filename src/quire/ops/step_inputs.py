@@ -1,0 +1,107 @@
+"""What a forward pass reads of the rows that a step serves: one gather of their state.
+
+Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step, L blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.native import address, core_for
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """ids_T, positions_T: int64. query_starts_S1, context_lens_S: int32. Per cache group slots_T
+    (block * size + offset, int64) and block_tables_SL (int32)."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    query_starts_S1: torch.Tensor
+    context_lens_S: torch.Tensor
+    slots_T: tuple[torch.Tensor, ...]
+    block_tables_SL: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class RowState:
+    """tokens_RM: int32; computed_R: int64, tokens whose keys and values are stored; tables_RL: a
+    block table [R, L] per cache group, int32."""
+
+    tokens_RM: torch.Tensor
+    computed_R: torch.Tensor
+    tables_RL: Sequence[torch.Tensor]
+    block_size: int
+
+
+def gather_step(state: RowState, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
+    """The tokens of each of the rows from its computed ones on, one row after the other.
+
+    longest: blocks of the longest context, the width of the step's tables.
+    """
+    if core_for(state.tokens_RM) is None:
+        return gather_step_reference(state, rows, num_tokens, longest)
+    return _gather_natively(state, rows, num_tokens, longest)
+
+
+def gather_step_reference(
+    state: RowState, rows: Int32, num_tokens: Int32, longest: int
+) -> StepInputs:
+    """The torch path of `gather_step`, on any device."""
+    device, size = state.tokens_RM.device, state.block_size
+    rows_S, query_lens_S = (torch.from_numpy(a.astype(np.int64)) for a in (rows, num_tokens))
+    rows_S, query_lens_S = rows_S.to(device), query_lens_S.to(device)
+    total = int(num_tokens.sum())
+    starts_S = state.computed_R[rows_S]
+    query_starts_S1 = torch.zeros(len(rows_S) + 1, dtype=torch.int64, device=device)
+    torch.cumsum(query_lens_S, 0, out=query_starts_S1[1:])
+    rows_T = rows_S.repeat_interleave(query_lens_S, output_size=total)
+    shift_S = starts_S - query_starts_S1[:-1]
+    shift_T = shift_S.repeat_interleave(query_lens_S, output_size=total)
+    positions_T = torch.arange(total, device=device) + shift_T
+    blocks_T, offsets_T = positions_T // size, positions_T % size
+    tables = state.tables_RL
+    return StepInputs(
+        ids_T=state.tokens_RM[rows_T, positions_T].long(),
+        positions_T=positions_T,
+        query_starts_S1=query_starts_S1.int(),
+        context_lens_S=(starts_S + query_lens_S).int(),
+        slots_T=tuple(t[rows_T, blocks_T].long() * size + offsets_T for t in tables),
+        block_tables_SL=tuple(t[rows_S, :longest] for t in tables),
+    )
+
+
+def _gather_natively(state: RowState, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
+    module = core_for(state.tokens_RM)
+    assert module is not None
+    assert rows.dtype == num_tokens.dtype == np.int32
+    num_rows, total, groups = len(rows), int(num_tokens.sum()), len(state.tables_RL)
+    # One piece of memory each for the 64-bit and the 32-bit results.
+    long = torch.empty((2 + groups) * total, dtype=torch.int64)
+    short = torch.empty(2 * num_rows + 1 + groups * num_rows * longest, dtype=torch.int32)
+    module.gather_step(
+        (long.data_ptr(), short.data_ptr()),
+        (
+            address(state.tokens_RM, torch.int32),
+            address(state.computed_R, torch.int64),
+            np.ascontiguousarray(rows).ctypes.data,
+            np.ascontiguousarray(num_tokens).ctypes.data,
+        ),
+        (state.tokens_RM.stride(0), state.block_size, num_rows, total, longest),
+        [(address(t, torch.int32), t.stride(0)) for t in state.tables_RL],
+    )
+    ids_T, positions_T, *slots_T = long.split(total)
+    tables = short[2 * num_rows + 1 :].view(groups, num_rows, longest)
+    return StepInputs(
+        ids_T,
+        positions_T,
+        short[: num_rows + 1],
+        short[num_rows + 1 : 2 * num_rows + 1],
+        tuple(slots_T),
+        tuple(tables.unbind()),
+    )
