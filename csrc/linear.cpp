@@ -18,6 +18,13 @@ const LinearKernels& linear_kernels(int variant) {
         case Variant::kAvx512Bf16: return kLinearAvx512Bf16;
         default: break;
     }
+#elif defined(QUIRE_ARM_VARIANTS)
+    switch (static_cast<Variant>(variant)) {
+        case Variant::kNeon: return kLinearNeon;
+        case Variant::kNeonDotprod: return kLinearNeonDotprod;
+        case Variant::kNeonI8mm: return kLinearNeonI8mm;
+        default: break;
+    }
 #endif
     (void)variant;
     return kLinearPortable;

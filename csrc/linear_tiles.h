@@ -480,13 +480,14 @@ void prepare(const Operand& operand, const PackedWeight& weight, const Matrix& x
 template <class Weight, class X, class Sum>
 int64_t repeat_step(int64_t steps, const Sum& zero) {
     constexpr int kRows = Isa::kWideRows, kVectors = Isa::kVectors;
-    alignas(64) static const uint8_t w[kPanel * 4] = {};
-    alignas(64) static const X x[8] = {};
+    alignas(64) static const uint8_t zeros[kPanel * 4] = {};
+    const uint8_t* w = zeros;
+    asm volatile("" : "+r"(w));  // or the compiler sees that all weights are the same
     Sum sums[kRows][kVectors];
     const X* rows[kRows];
     unrolled<kRows>(QUIRE_EACH(r) {
-        rows[r] = x;
-        asm volatile("" : "+r"(rows[r]));  // or the compiler sees that all rows are the same
+        rows[r] = reinterpret_cast<const X*>(zeros);
+        asm volatile("" : "+r"(rows[r]));  // nor that all rows are
         unrolled<kVectors>(QUIRE_EACH(v) { sums[r][v] = zero; });
     });
     for (int64_t s = 0; s < steps; ++s) {

@@ -1,18 +1,40 @@
 // Code for several instruction sets in one object, chosen when it runs.
 //
-// A loop that the compiler vectorises by itself is marked QUIRE_VECTOR (parallel.h): the loader picks.
-// Kernels that are written for an instruction set have a source file each, whose functions carry that
-// target, and are picked by variant. A variant is chosen by itself only if the tests have run it.
+// A loop that the compiler vectorises by itself is marked QUIRE_VECTOR (parallel.h): the loader
+// picks. Kernels that are written for an instruction set have a source file each, whose functions
+// carry that target, and are picked by variant. A variant is chosen by itself only if the tests
+// have run it. Those of x86 they ran on CPUs; those of ARM so far in emulation alone: by
+// tests/ops/test_neon.py with QEMU 7.2 in user mode (Linux), whose CPU
+//
+//   cortex-a53     chooses neon
+//   neoverse-n1    chooses neon_dotprod
+//   max            chooses neon_i8mm
+//
+// The look-up of features on macOS has been compiled only.
 #pragma once
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
 #define QUIRE_X86_VARIANTS
 #endif
 
+#if defined(__aarch64__) && (defined(__linux__) || defined(__APPLE__)) && defined(__GNUC__)
+#define QUIRE_ARM_VARIANTS
+#endif
+
 namespace quire {
 
-// From the least to the most that a CPU can have.
-enum class Variant : int { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
+// From the least to the most that a CPU can have. kNeonI8mm: sdot, smmla and bfmmla.
+enum class Variant : int {
+    kPortable,
+    // x86-64
+    kAvx2 = 1,
+    kAvx512,
+    kAvx512Bf16,
+    // 64-bit ARM
+    kNeon = 1,
+    kNeonDotprod,
+    kNeonI8mm,
+};
 
 // The best that this CPU runs.
 Variant best_variant();

@@ -1,0 +1,320 @@
+// Checks every variant of attention that this CPU runs, without Python: against a softmax in double
+// precision over the stored keys and values; and that a row has the same bits alone, however the
+// work is cut, and on two threads.
+//
+// Prints a line per variant. The exit status is 1 if something was wrong.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "attention.h"
+#include "elements.h"
+
+namespace {
+
+using namespace quire;
+
+struct Row {
+    int64_t context, new_tokens;  // the context ends with the new tokens
+};
+
+struct Case {
+    KvFormat format;
+    Element element;  // of queries and results, and of keys and values before they are stored
+    int64_t head_dim, kv_heads, group, block_size, window;
+    int64_t shared;  // positions whose blocks all rows have in common
+    std::vector<Row> rows;
+
+    int64_t heads() const { return kv_heads * group; }
+};
+
+int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
+
+class Random {
+   public:
+    // In [-1, 1).
+    float next() {
+        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
+        return static_cast<float>(static_cast<int32_t>(state_ >> 32)) * 0x1p-31f;
+    }
+
+   private:
+    uint64_t state_ = 1;
+};
+
+template <class T>
+float read_as(const void* data, int64_t i) {
+    T value;
+    std::memcpy(&value, static_cast<const uint8_t*>(data) + i * static_cast<int64_t>(sizeof value),
+                sizeof value);
+    return widen(value);
+}
+
+// Contiguous values of an element.
+class Values {
+   public:
+    Values(Element element, int64_t count)
+        : element_(element), bytes_(static_cast<size_t>(count * size_of(element))) {}
+    void fill(Random& random, float size) {
+        const auto count = static_cast<int64_t>(bytes_.size()) / size_of(element_);
+        for (int64_t i = 0; i < count; ++i) set(i, random.next() * size);
+    }
+    void set(int64_t i, float value) {
+        switch (element_) {
+            case Element::kFloat32: return put(i, value);
+            case Element::kBfloat16: return put(i, narrowed<Bfloat16>(value));
+            default: return put(i, narrowed<Float16>(value));
+        }
+    }
+    float at(int64_t i) const {
+        switch (element_) {
+            case Element::kFloat32: return read_as<float>(bytes_.data(), i);
+            case Element::kBfloat16: return read_as<Bfloat16>(bytes_.data(), i);
+            default: return read_as<Float16>(bytes_.data(), i);
+        }
+    }
+    HeadRows rows(int64_t first, int64_t stride) {
+        return {element_, stride, bytes_.data() + first * stride * size_of(element_)};
+    }
+    bool is_same(int64_t at, const Values& other, int64_t count) const {
+        return std::memcmp(bytes_.data() + at * size_of(element_), other.bytes_.data(),
+                           static_cast<size_t>(count * size_of(element_))) == 0;
+    }
+
+   private:
+    template <class T>
+    static T narrowed(float value) {
+        T out;
+        narrow(out, value);
+        return out;
+    }
+    template <class T>
+    void put(int64_t i, T value) {
+        std::memcpy(bytes_.data() + i * static_cast<int64_t>(sizeof value), &value, sizeof value);
+    }
+
+    Element element_;
+    std::vector<uint8_t> bytes_;
+};
+
+// Blocks full of keys and values, the rows' tables, and their queries.
+class Batch {
+   public:
+    explicit Batch(const Case& c)
+        : case_(c), num_blocks_(lay_out()), q_(c.element, starts_.back() * c.heads() * c.head_dim) {
+        Random random;
+        q_.fill(random, 2.0f);
+        const int64_t slots = num_blocks_ * c.block_size, stride = c.kv_heads * c.head_dim;
+        Values k(c.element, slots * stride), v(c.element, slots * stride);
+        k.fill(random, 2.0f);
+        v.fill(random, 1.0f);
+        const auto bytes = static_cast<size_t>(slots * c.kv_heads * row_bytes());
+        keys_.resize(bytes);
+        values_.resize(bytes);
+        std::vector<int64_t> places;
+        for (int64_t slot = 0; slot < slots; ++slot) places.push_back(slot);
+        store_kv(layer(), k.rows(0, stride), v.rows(0, stride), places.data(), slots, 2);
+    }
+
+    // Results of rows [first, first + count).
+    Values attend(int variant, int64_t first, int64_t count, int num_threads, PlanOptions options) {
+        std::vector<int32_t> starts, lens;
+        for (int64_t r = first; r <= first + count; ++r) {
+            starts.push_back(starts_[static_cast<size_t>(r)] - starts_[static_cast<size_t>(first)]);
+        }
+        for (int64_t r = first; r < first + count; ++r) {
+            lens.push_back(static_cast<int32_t>(case_.rows[static_cast<size_t>(r)].context));
+        }
+        const AttentionStep step{tables_.data() + first * table_stride_, table_stride_,
+                                 starts.data(), lens.data(), count, case_.block_size,
+                                 case_.window, case_.kv_heads, case_.group, case_.head_dim};
+        AttentionPlan plan;
+        plan.prepare(step, num_threads, options);
+        Values out(case_.element, starts.back() * token_size());
+        paged_attention(plan, layer(), q_.rows(starts_[static_cast<size_t>(first)], token_size()),
+                        out.rows(0, token_size()), scale(), num_threads, variant);
+        return out;
+    }
+
+    int64_t token_size() const { return case_.heads() * case_.head_dim; }
+    int64_t start(int64_t row) const { return starts_[static_cast<size_t>(row)]; }
+    float scale() const { return 1.0f / std::sqrt(static_cast<float>(case_.head_dim)); }
+
+    // Of the query at `position` of a row, which is the step's token `token`.
+    std::vector<double> expected(int64_t row, int64_t position, int64_t token, int64_t head) const {
+        const int64_t kv_head = head / case_.group, dim = case_.head_dim;
+        const int64_t hidden = case_.window == 0 ? 0 : position - case_.window + 1;
+        std::vector<double> scores, sums(static_cast<size_t>(dim));
+        double peak = -1e300, total = 0;
+        const int64_t first = hidden > 0 ? hidden : 0;
+        for (int64_t t = first; t <= position; ++t) {
+            double score = 0;
+            for (int64_t h = 0; h < dim; ++h) {
+                const double q = q_.at((token * case_.heads() + head) * dim + h);
+                score += q * stored(keys_, row, kv_head, t, h);
+            }
+            scores.push_back(score * scale());
+            peak = std::fmax(peak, scores.back());
+        }
+        for (int64_t t = first; t <= position; ++t) {
+            const double weight = std::exp(scores[static_cast<size_t>(t - first)] - peak);
+            total += weight;
+            for (int64_t h = 0; h < dim; ++h) {
+                sums[static_cast<size_t>(h)] += weight * stored(values_, row, kv_head, t, h);
+            }
+        }
+        for (double& sum : sums) sum /= total;
+        return sums;
+    }
+
+   private:
+    int64_t row_bytes() const { return kv_row_bytes(case_.format, case_.head_dim); }
+
+    KvLayer layer() {
+        return {case_.format,     case_.kv_heads, num_blocks_,    case_.block_size,
+                case_.head_dim, keys_.data(),   values_.data()};
+    }
+
+    // Tables with blocks in falling order behind the shared ones; returns the number of blocks.
+    int64_t lay_out() {
+        const int64_t size = case_.block_size, shared = case_.shared / size;
+        const auto blocks = [&](int64_t n) { return (n + size - 1) / size; };
+        int64_t total = shared;
+        starts_.push_back(0);
+        for (const Row& row : case_.rows) {
+            starts_.push_back(starts_.back() + static_cast<int32_t>(row.new_tokens));
+            total += blocks(row.context) > shared ? blocks(row.context) - shared : 0;
+            table_stride_ = std::max(table_stride_, blocks(row.context));
+        }
+        int64_t next = total;
+        for (const Row& row : case_.rows) {
+            for (int64_t b = 0; b < table_stride_; ++b) {
+                const bool is_used = b < blocks(row.context);
+                const int64_t id = b < shared ? b : is_used ? --next : -1;
+                tables_.push_back(static_cast<int32_t>(id));
+            }
+        }
+        return total;
+    }
+
+    double stored(const std::vector<uint8_t>& data, int64_t row, int64_t head, int64_t position,
+                  int64_t h) const {
+        const int64_t entry = row * table_stride_ + position / case_.block_size;
+        const int64_t block = head * num_blocks_ + tables_[static_cast<size_t>(entry)];
+        const int64_t slot = block * case_.block_size + position % case_.block_size;
+        const uint8_t* at = data.data() + slot * row_bytes();
+        switch (case_.format) {
+            case KvFormat::kFloat32: return read_as<float>(at, h);
+            case KvFormat::kBfloat16: return read_as<Bfloat16>(at, h);
+            case KvFormat::kFloat16: return read_as<Float16>(at, h);
+            default: break;
+        }
+        const double scale = read_as<float>(at + case_.head_dim, 0);
+        return static_cast<int8_t>(at[h]) * scale;
+    }
+
+    Case case_;
+    int64_t table_stride_ = 0;
+    std::vector<int32_t> tables_, starts_;
+    int64_t num_blocks_;
+    Values q_;
+    std::vector<uint8_t> keys_, values_;
+};
+
+class Check {
+   public:
+    void expect(bool is_right, const Case& c, const char* what) {
+        ++count_;
+        if (is_right) return;
+        if (++failures_ > 5) return;
+        std::printf("  wrong: %s; format %d element %d head dim %d group %d block size %d\n", what,
+                    static_cast<int>(c.format), static_cast<int>(c.element),
+                    static_cast<int>(c.head_dim), static_cast<int>(c.group),
+                    static_cast<int>(c.block_size));
+    }
+    int64_t count() const { return count_; }
+    int64_t failures() const { return failures_; }
+
+   private:
+    int64_t count_ = 0, failures_ = 0;
+};
+
+// Values are below 1, so errors are absolute.
+void check_results(Check& check, const Case& c, const Batch& batch, const Values& out) {
+    const double error = c.element == Element::kFloat32    ? 3e-6
+                         : c.element == Element::kBfloat16 ? 4e-3
+                                                           : 5e-4;
+    bool is_right = true;
+    for (size_t r = 0; r < c.rows.size(); ++r) {
+        const auto row = static_cast<int64_t>(r);
+        for (int64_t i = 0; i < c.rows[r].new_tokens; i += 3) {
+            const int64_t token = batch.start(row) + i;
+            const int64_t position = c.rows[r].context - c.rows[r].new_tokens + i;
+            const int64_t head = (row + i) % c.heads();
+            const std::vector<double> sums = batch.expected(row, position, token, head);
+            for (int64_t h = 0; h < c.head_dim; ++h) {
+                const float value = out.at((token * c.heads() + head) * c.head_dim + h);
+                is_right &= std::fabs(value - sums[static_cast<size_t>(h)]) <= error;
+            }
+        }
+    }
+    check.expect(is_right, c, "further from the softmax in double precision than rounding is");
+}
+
+void check_case(Check& check, const Case& c, int variant) {
+    Batch batch(c);
+    const auto rows = static_cast<int64_t>(c.rows.size());
+    const Values out = batch.attend(variant, 0, rows, 1, {false, false});
+    check_results(check, c, batch, out);
+    for (const PlanOptions options : {PlanOptions{true, false}, PlanOptions{true, true}}) {
+        for (int num_threads = 1; num_threads <= 2; ++num_threads) {
+            const Values again = batch.attend(variant, 0, rows, num_threads, options);
+            check.expect(out.is_same(0, again, batch.start(rows) * batch.token_size()), c,
+                         "other bits where the work was cut in another way");
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        const Values alone = batch.attend(variant, row, 1, 1, {});
+        const int64_t first = batch.start(row), count = batch.start(row + 1) - first;
+        check.expect(out.is_same(first * batch.token_size(), alone, count * batch.token_size()), c,
+                     "a row has other bits in a batch");
+    }
+}
+
+std::vector<Case> cases() {
+    const Element f32 = Element::kFloat32, bf16 = Element::kBfloat16, f16 = Element::kFloat16;
+    const std::vector<Row> decodes = {{1, 1}, {600, 1}, {257, 1}, {777, 1}};
+    const std::vector<Row> mixed = {{9, 9}, {301, 1}, {270, 70}, {32, 1}, {64, 5}};
+    const std::vector<Row> shared = {{600, 1}, {601, 2}, {900, 1}};
+    std::vector<Case> all;
+    for (const KvFormat format :
+         {KvFormat::kFloat32, KvFormat::kBfloat16, KvFormat::kFloat16, KvFormat::kInt8}) {
+        const Element element = format == KvFormat::kBfloat16  ? bf16
+                                : format == KvFormat::kFloat16 ? f16
+                                                               : f32;
+        for (const Element e : {element, f32}) {
+            all.push_back({format, e, 64, 2, 2, 16, 0, 0, mixed});
+            all.push_back({format, e, 40, 1, 7, 1, 0, 0, decodes});
+            all.push_back({format, e, 27, 2, 3, 3, 100, 0, mixed});
+            all.push_back({format, e, 128, 1, 4, 32, 0, 576, shared});
+        }
+    }
+    return all;
+}
+
+}  // namespace
+
+int main() {
+    int64_t failures = 0;
+    for (int variant = 0; variant < num_attention_variants(); ++variant) {
+        Check check;
+        for (const Case& c : cases()) check_case(check, c, variant);
+        failures += check.failures();
+        std::printf("%s: %lld checks, %lld wrong\n", attention_variant_name(variant),
+                    static_cast<long long>(check.count()),
+                    static_cast<long long>(check.failures()));
+    }
+    return failures == 0 ? 0 : 1;
+}
