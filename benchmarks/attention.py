@@ -1,39 +1,55 @@
 """Time of one layer's attention on this CPU.
 
-    python -m benchmarks.attention [--dtype bfloat16] [--backend torch] [--threads 2]
+    python -m benchmarks.attention [--part cases,paged,split,cascade,formats] [--dtype bfloat16]
+                                   [--backend cpu] [--threads 2]
 
-Prints for each case the time of one layer, the keys and values that it needs per second, and the
-share of that in the bandwidth of a plain copy (bytes read and written). For chunks of a prompt also
-GFLOP/s of the products, counting only what the causal mask leaves.
-The shape is that of Qwen3-0.6B: 16 query heads, 8 KV heads, head dim 128, blocks of 16.
+The parts, each a table of one layer's times, of the keys and values that it needs per second, and
+of the share of that in the bandwidth of reading memory that fits in no cache:
+
+    cases     decode rows, prompts and chunks; also GFLOP/s of the products that the mask leaves
+    paged     16 rows in scattered blocks of 16 tokens against the same rows in one block each
+    split     one row, its context cut for all threads against one pass
+    cascade   16 rows that share their first tokens, read once for all against once for each
+    formats   how keys and values are stored
+
+`cases` runs with any backend, the others with `cpu`. The shape is that of Qwen3-0.6B: 16 query
+heads, 8 KV heads, head dim 128.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from benchmarks.timing import best_time, copy_bandwidth
+from benchmarks.timing import best_time
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.select import make_backend
+from quire.ops.threads import num_threads, set_num_threads
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 16
 LAYERS = 4  # run in turn, so that one call does not find the last one's blocks in the cache
+ROWS = 16
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows given as (context after the step, new tokens)."""
+    """Rows given as (context after the step, new tokens); the first `shared` tokens of all rows
+    stand in the same blocks."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
+    block_size: int = BLOCK_SIZE
+    shared: int = 0
+    kv_format: str = "auto"
 
     @property
     def num_blocks(self) -> int:
-        return sum(-(-context // BLOCK_SIZE) for context, _ in self.rows)
+        """As many as tables without sharing name, which is never too few."""
+        return sum(-(-context // self.block_size) for context, _ in self.rows)
 
     @property
     def flops(self) -> int:
@@ -42,13 +58,20 @@ class Case:
         return 4 * pairs * HEADS * HEAD_DIM
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        tokens = sum(context for context, _ in self.rows)
-        return 2 * tokens * KV_HEADS * HEAD_DIM * dtype.itemsize
+        """That must be read, each row's once."""
+        row = HEAD_DIM + 4 if self.kv_format == "int8" else HEAD_DIM * dtype.itemsize
+        return 2 * sum(context for context, _ in self.rows) * KV_HEADS * row
+
+    def layout(self, dtype: torch.dtype) -> KVLayout:
+        group = CacheGroup("full", tuple(range(LAYERS)), KV_HEADS, HEAD_DIM)
+        cpu = torch.device("cpu")
+        return KVLayout((group,), (self.num_blocks,), self.block_size, dtype, cpu, self.kv_format)
 
 
 CASES = (
-    *(Case(f"decode, 16 rows of {n}", ((n, 1),) * 16) for n in (128, 192, 256, 1024, 2048)),
-    Case("decode, 16 rows of 64 to 1024", tuple((64 * (i + 1), 1) for i in range(16))),
+    *(Case(f"decode, 16 rows of {n}", ((n, 1),) * ROWS) for n in (128, 192, 256, 1024, 2048)),
+    Case("decode, 16 rows of 160 to 600", tuple((160 + 29 * i, 1) for i in range(ROWS))),
+    Case("decode, 16 rows of 64 to 1024", tuple((64 * (i + 1), 1) for i in range(ROWS))),
     Case("decode, 1 row of 2048", ((2048, 1),)),
     Case("prompts, 2 of 128", ((128, 128),) * 2),
     Case("prompt, 256", ((256, 256),)),
@@ -56,18 +79,23 @@ CASES = (
     Case("mixed, 128 and 15 rows of 256", ((128, 128), *(((256, 1),) * 15))),
 )
 
+MakeBackend = Callable[[KVLayout], AttentionBackend]
+
 
 def scattered_step(case: Case) -> AttentionStep:
     """The case over blocks in random order."""
     order = iter(np.random.default_rng(0).permutation(case.num_blocks).tolist())
-    width = max(-(-context // BLOCK_SIZE) for context, _ in case.rows)
+    size = case.block_size
+    width = max(-(-context // size) for context, _ in case.rows)
     table = torch.full((len(case.rows), width), -1, dtype=torch.int32)
     positions, slots = [], []
     for row, (context, new) in enumerate(case.rows):
-        blocks = torch.tensor([next(order) for _ in range(-(-context // BLOCK_SIZE))])
+        blocks = torch.tensor([next(order) for _ in range(-(-context // size))])
+        same = case.shared // size if row else 0
         table[row, : len(blocks)] = blocks
+        table[row, :same] = table[0, :same]
         positions.append(torch.arange(context - new, context))
-        slots.append(blocks[positions[-1] // BLOCK_SIZE] * BLOCK_SIZE + positions[-1] % BLOCK_SIZE)
+        slots.append(table[row, positions[-1] // size].long() * size + positions[-1] % size)
     contexts, lens = np.array(case.rows, np.int32).T.copy()
     starts = np.concatenate(([0], np.cumsum(lens))).astype(np.int32)
     return AttentionStep(
@@ -81,60 +109,138 @@ def scattered_step(case: Case) -> AttentionStep:
     )
 
 
-def filled_backend(name: str, case: Case, dtype: torch.dtype) -> AttentionBackend:
-    """A backend whose blocks hold numbers (untouched memory would be read from the cache)."""
-    group = CacheGroup("full", tuple(range(LAYERS)), KV_HEADS, HEAD_DIM)
-    layout = KVLayout((group,), (case.num_blocks,), BLOCK_SIZE, dtype, torch.device("cpu"))
-    backend = make_backend(name, layout)
-    whole = Case("", tuple((context, context) for context, _ in case.rows))
-    backend.prepare(scattered_step(whole))
-    tokens = sum(context for context, _ in case.rows)
+def fill(backend: AttentionBackend, case: Case, dtype: torch.dtype) -> None:
+    """Write numbers to all blocks (untouched memory would be read from the cache)."""
+    tokens = case.num_blocks * case.block_size
+    backend.prepare(scattered_step(Case("", ((tokens, tokens),), case.block_size)))
     k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM).to(dtype)
     for layer in range(LAYERS):
         backend.write(layer, k, v)
-    return backend
 
 
-def measure(name: str, case: Case, dtype: torch.dtype) -> tuple[float, float]:
+def measure(make: MakeBackend, case: Case, dtype: torch.dtype) -> tuple[float, float]:
     """Seconds of one layer's write and run, and of prepare."""
-    backend, step = filled_backend(name, case, dtype), scattered_step(case)
+    backend, step = make(case.layout(dtype)), scattered_step(case)
+    fill(backend, case, dtype)
     num_tokens = sum(new for _, new in case.rows)
     q = torch.randn(num_tokens, HEADS, HEAD_DIM).to(dtype)
     k, v = torch.randn(2, num_tokens, KV_HEADS, HEAD_DIM).to(dtype)
+
+    def prepare() -> None:
+        backend.prepare(step)
+        if isinstance(backend, CpuBackend):
+            backend.plan(0, HEADS // KV_HEADS)
 
     def all_layers() -> None:
         for layer in range(LAYERS):
             backend.write(layer, k, v)
             backend.run(layer, q, HEAD_DIM**-0.5)
 
-    prepare_s = best_time(lambda: backend.prepare(step), min_s=0.05)
-    return best_time(all_layers) / LAYERS, prepare_s
+    prepare_s = best_time(prepare, min_s=0.05)
+    return best_time(all_layers, min_s=0.3) / LAYERS, prepare_s
 
 
-def lines(backend: str, dtype: torch.dtype) -> Iterator[str]:
-    limit = copy_bandwidth()
-    yield f"{backend}, {dtype}, {torch.get_num_threads()} threads; copy {limit / 1e9:.1f} GB/s"
-    heads = ("layer", 9), ("prepare", 9), ("KV", 10), ("of copy", 8), ("products", 12)
-    yield f"{'case':32s}" + "".join(f" {text:>{width}s}" for text, width in heads)
-    for case in CASES:
-        layer_s, prepare_s = measure(backend, case, dtype)
-        rate = case.kv_bytes(dtype) / layer_s
-        yield (
-            f"{case.name:32s} {layer_s * 1e6:6.0f} us {prepare_s * 1e6:6.0f} us"
-            f" {rate / 1e9:5.1f} GB/s {rate / limit:8.0%} {case.flops / layer_s / 1e9:5.0f} GFLOP/s"
+def read_bandwidth(size_bytes: int = 256 << 20) -> float:
+    """Bytes per second of adding up memory that fits in no cache."""
+    numbers = torch.ones(size_bytes // 4, dtype=torch.float32)
+    return size_bytes / best_time(lambda: numbers.sum())
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What the parts share. limit: bytes read per second."""
+
+    dtype: torch.dtype
+    backend: str
+    limit: float
+
+    def cases(self) -> Iterator[str]:
+        heads = ("layer", 9), ("prepare", 9), ("KV", 10), ("of reading", 10), ("products", 12)
+        yield f"{'case':32s}" + "".join(f" {text:>{width}s}" for text, width in heads)
+        for case in CASES:
+            layer_s, prepare_s = measure(lambda x: make_backend(self.backend, x), case, self.dtype)
+            rate = case.kv_bytes(self.dtype) / layer_s
+            yield (
+                f"{case.name:32s} {layer_s * 1e6:6.0f} us {prepare_s * 1e6:6.0f} us"
+                f" {rate / 1e9:5.1f} GB/s {rate / self.limit:10.0%}"
+                f" {case.flops / layer_s / 1e9:5.0f} GFLOP/s"
+            )
+
+    def paged(self) -> Iterator[str]:
+        for tokens in (128, 256, 512, 1024, 2048, 4096):
+            rows = ((tokens, 1),) * ROWS
+            yield self._pair(
+                f"16 rows of {tokens:,}",
+                ("blocks of 16", Case("", rows), CpuBackend),
+                ("one block", Case("", rows, block_size=tokens), CpuBackend),
+            )
+
+    def split(self) -> Iterator[str]:
+        for tokens in (512, 2048, 8192, 32_768, 131_072):
+            case = Case("", ((tokens, 1),))
+            yield self._pair(
+                f"1 row of {tokens:,}",
+                ("split", case, CpuBackend),
+                ("one pass", case, lambda x: CpuBackend(x, split=False)),
+            )
+
+    def cascade(self) -> Iterator[str]:
+        for shared in (256, 512, 1024, 4096):
+            case = Case("", ((shared + 64, 1),) * ROWS, shared=shared)
+            yield self._pair(
+                f"16 rows share {shared:,}, own 64",
+                ("cascade", case, CpuBackend),
+                ("each alone", case, lambda x: CpuBackend(x, cascade=False)),
+            )
+
+    def formats(self) -> Iterator[str]:
+        for name in ("float32", "bfloat16", "float16", "int8"):
+            dtype = torch.bfloat16 if name == "int8" else getattr(torch, name)
+            kv_format = "int8" if name == "int8" else "auto"
+            for rows in ((1024, 1),) * ROWS, ((2048, 256),):
+                case = Case("", rows, kv_format=kv_format)
+                layer_s, _ = measure(CpuBackend, case, dtype)
+                rate = case.kv_bytes(dtype) / layer_s
+                title = "chunk, 256 after 1792" if len(rows) == 1 else "decode, 16 rows of 1024"
+                yield (
+                    f"{name:9s} {title:24s} {layer_s * 1e6:8.0f} us {rate / 1e9:5.1f} GB/s"
+                    f" {rate / self.limit:6.0%} of reading"
+                    f" {case.flops / layer_s / 1e9:5.0f} GFLOP/s"
+                )
+
+    def _pair(self, title: str, *sides: tuple[str, Case, MakeBackend]) -> str:
+        """One line: the first side's time against the second's."""
+        times = [measure(make, case, self.dtype)[0] for _, case, make in sides]
+        rate = sides[0][1].kv_bytes(self.dtype) / times[0]
+        named = ", ".join(f"{s[0]} {t * 1e6:8.0f} us" for s, t in zip(sides, times, strict=True))
+        return (
+            f"{title:28s} {named}, {times[1] / times[0]:5.2f} x;"
+            f" {rate / 1e9:6.1f} GB/s, {rate / self.limit:5.0%} of reading"
         )
+
+
+PARTS = ("cases", "paged", "split", "cascade", "formats")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", default=",".join(PARTS))
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--backend", default="torch")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--threads", type=int, default=num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    set_num_threads(options.threads)
     with torch.inference_mode():
-        for line in lines(options.backend, getattr(torch, options.dtype)):
-            print(line, flush=True)
+        bench = Bench(getattr(torch, options.dtype), options.backend, read_bandwidth())
+        print(
+            f"{options.backend}, {bench.dtype}, {options.threads} threads;"
+            f" reading {bench.limit / 1e9:.1f} GB/s"
+        )
+        for part in options.part.split(","):
+            print(f"--- {part}")
+            for line in getattr(bench, part)():
+                print(line, flush=True)
 
 
 if __name__ == "__main__":

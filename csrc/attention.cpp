@@ -30,12 +30,13 @@ class Arena {
 };
 
 const AttentionKernels& attention_kernels(int variant) {
-#ifdef QUIRE_X86_VARIANTS
     if (variant < 0) variant = num_attention_variants() - 1;
+#if defined(QUIRE_X86_VARIANTS)
     if (variant == static_cast<int>(Variant::kAvx512)) return kAttentionAvx512;
     if (variant == static_cast<int>(Variant::kAvx2)) return kAttentionAvx2;
+#elif defined(QUIRE_ARM_VARIANTS)
+    if (variant == static_cast<int>(Variant::kNeon)) return kAttentionNeon;
 #endif
-    (void)variant;
     return kAttentionPortable;
 }
 
@@ -47,7 +48,12 @@ float* attention_scratch(int64_t floats) {
 }
 
 int num_attention_variants() {
-    return std::min(static_cast<int>(best_variant()), static_cast<int>(Variant::kAvx512)) + 1;
+#ifdef QUIRE_ARM_VARIANTS
+    constexpr Variant kBest = Variant::kNeon;
+#else
+    constexpr Variant kBest = Variant::kAvx512;
+#endif
+    return std::min(static_cast<int>(best_variant()), static_cast<int>(kBest)) + 1;
 }
 
 const char* attention_variant_name(int variant) { return attention_kernels(variant).name; }

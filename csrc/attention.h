@@ -1,6 +1,6 @@
 // Attention of a step's rows over paged keys and values (P 4.1, eq. 4).
-// Shape legend: T tokens of the step, S rows, N = K * G query heads, K KV heads, G query heads of one
-// KV head, H head dim, B blocks, P tokens per block, L longest block table.
+// Shape legend: T tokens of the step, S rows, N = K * G query heads, K KV heads, G query heads of
+// one KV head, H head dim, B blocks, P tokens per block, L longest block table.
 //
 // A query's keys are reduced in spans of 256 positions, which begin at multiples of 256:
 //
@@ -8,13 +8,13 @@
 //   weight[t] = exp(score[t] - peak), sum over t in 16 lanes, then a fixed tree
 //   part[h] = sum over t = 0, 1, ... of weight[t] * V[t][h]             one lane per element
 //
-// and the spans' (peak, sum, part) are folded in the order of their positions. No query's arithmetic
-// depends on another's, on how the work is cut or on where the blocks stand: its bits are the same
-// alone, in any batch, chunked in any way, and on any number of threads.
+// and the spans' (peak, sum, part) are folded in the order of their positions. No query's
+// arithmetic depends on another's, on how the work is cut or on where the blocks stand: its bits are
+// the same alone, in any batch, chunked in any way, and on any number of threads.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "linear.h"  // Element
@@ -50,8 +50,8 @@ struct HeadRows {
     void* data;
 };
 
-// One step as one cache group sees it. tables[S, L]: block ids (row stride table_stride), read until
-// the step's last layer; entries that no query sees may be anything. query_starts[S + 1],
+// One step as one cache group sees it. tables[S, L]: block ids (row stride table_stride), read
+// until the step's last layer; entries that no query sees may be anything. query_starts[S + 1],
 // context_lens[S]: read by `prepare` alone. window: 0 is none.
 struct AttentionStep {
     const int32_t* tables;

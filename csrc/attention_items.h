@@ -164,7 +164,8 @@ class ItemRun {
             run_rows(products, first, last, tokens / kLanes);
         }
         for (int64_t t = begin_; t < minimum(begin_ + kAhead, end_); ++t) {
-            for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(values_ + offsets_[t] + b);
+            const uint8_t* token = values_ + offsets_[t];
+            for (int64_t b = 0; b < row_bytes_; b += 64) __builtin_prefetch(token + b);
         }
         if constexpr (Kv::kScaled) read_scales(keys_);
     }
@@ -229,7 +230,8 @@ class ItemRun {
             run_rows(products, first, last, vectors);
         } else {
             const StoredValues<Kv> stored{values_, offsets_ + from};
-            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored, tokens};
+            const ValueTile<StoredValues<Kv>> products{acc, stride, weights_ + from, stored,
+                                                       tokens};
             run_rows(products, first, last, dim_ / kLanes);
         }
     }

@@ -38,7 +38,8 @@ struct AttentionKernels {
                          const int64_t* slots, int64_t begin, int64_t end);
 };
 
-extern const AttentionKernels kAttentionPortable, kAttentionAvx2, kAttentionAvx512;
+extern const AttentionKernels kAttentionPortable, kAttentionAvx2, kAttentionAvx512,
+    kAttentionNeon;
 
 // This thread's memory for one item, aligned to 64 bytes; it grows and is kept.
 float* attention_scratch(int64_t floats);

@@ -6,12 +6,12 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kMaxQueries = 128;    // of an item, where a token has fewer
+constexpr int64_t kMaxQueries = 96;    // of an item, where a token has fewer
 constexpr int64_t kSharedTokens = 16;  // rows with more new tokens reuse enough by themselves
 constexpr int64_t kMinSpans = 2;       // of an item that is one of several of its queries
 constexpr int64_t kItemsPerThread = 4;
-constexpr double kFixedQueries = 6;  // reading a span's keys and values takes as long as so many
-constexpr double kAloneWork = 1 << 19;  // products that one thread does before another wakes
+constexpr int64_t kFixedQueries = 6;  // reading keys and values takes as long as so many queries
+constexpr double kAloneWork = 1 << 17;  // products that one thread does before another wakes
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -48,7 +48,7 @@ void AttentionPlan::read_rows() {
         const int64_t context = step_.context_lens[r];
         rows_[static_cast<size_t>(r)] = {count, context, 0, 0, 0};
         const auto keys = static_cast<double>(context - first_seen(context - count));
-        cost += keys * (kFixedQueries + static_cast<double>(count * step_.group));
+        cost += keys * static_cast<double>(kFixedQueries + count * step_.group);
     }
     const double products = cost * static_cast<double>(step_.kv_heads * step_.head_dim);
     if (products < kAloneWork) threads_ = 1;
@@ -155,13 +155,13 @@ void AttentionPlan::add_block(int32_t r, int64_t first, int64_t count) {
 int64_t AttentionPlan::parts_of(const AttentionItem& item) const {
     if (!options_.split || threads_ == 1) return 1;
     const int64_t spans = item.end_span - item.first_span;
-    const double cost = static_cast<double>(spans) *
-                        (kFixedQueries + static_cast<double>(item.tokens * step_.group));
+    const auto cost = static_cast<double>(spans * (kFixedQueries + item.tokens * step_.group));
     const auto wanted = static_cast<int64_t>(cost / std::max(target_, 1.0) + 0.5);
     return std::max<int64_t>(1, std::min(wanted, spans / kMinSpans));
 }
 
-// The item's spans as several items that keep their states. begins: the first are the queries' first.
+// The item's spans as several items that keep their states. begins: the first are the queries'
+// first.
 void AttentionPlan::cut(AttentionItem item, int64_t parts, bool begins) {
     const int64_t first = item.first_span, spans = item.end_span - first;
     for (int64_t p = 0; p < parts; ++p) {
@@ -180,7 +180,7 @@ void AttentionPlan::sort_items() {
     std::stable_sort(order_.begin(), order_.end(), [this](int32_t a, int32_t b) {
         const auto cost = [this](int32_t i) {
             const AttentionItem& item = items_[static_cast<size_t>(i)];
-            return (item.end_span - item.first_span) * (item.tokens * step_.group + 6);
+            return (item.end_span - item.first_span) * (kFixedQueries + item.tokens * step_.group);
         };
         return cost(a) > cost(b);
     });

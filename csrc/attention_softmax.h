@@ -35,8 +35,8 @@ inline void fill(T* begin, T* end, T value) {
 }
 
 
-// exp(x) for x <= 0, relative error below 2e-7; 0 below -87 and for NaN. 2^n * p(r), r = x - n ln 2:
-// adding 1.5 * 2^23 rounds to n and leaves it in the lowest bits.
+// exp(x) for x <= 0, relative error below 2e-7; 0 below -87 and for NaN. It is 2^n * p(r) with
+// r = x - n ln 2: adding 1.5 * 2^23 rounds to n and leaves it in the lowest bits.
 QUIRE_INLINE F exp_of(F x) {
     const F round = Isa::all(12582912.0f);
     const F shifted = Isa::fma(x, Isa::all(1.44269504f), round);

@@ -4,7 +4,7 @@
 //
 //   F, I             vectors of kLanes floats and of as many int32; + - * << >> & work on them
 //   kLanes           4, 8 or 16
-//   kTileRows        queries of a register tile; up to kWideRows of them with four vectors, else two
+//   kTileRows        queries of a register tile; of up to kWideRows it has four vectors, else two
 //   all, load, store, load_words, fma(a, b, c) = a * b + c, max
 //   where_at_least(x, limit, value)   value where x >= limit, else 0
 //   load_bfloat16, load_float16, load_int8   kLanes of them, widened
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kTile = 64;      // tokens whose keys or values are widened at once
 constexpr int kTileVectors = 4;    // most of a register tile
-constexpr int64_t kAhead = 16;     // tokens between those that are read and those that are fetched
+constexpr int64_t kAhead = 32;     // tokens between those that are read and those that are fetched
 
 // --- formats: kPerWord elements of kBytes in each 32-bit word ---
 

@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 5;
+constexpr int kInterfaceVersion = 6;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -202,8 +202,9 @@ double linear_peak(int format, int variant, int num_threads) {
 
 using Numbers = std::vector<int64_t>;
 
-void make_program(quire::Program* at, Numbers widths, Numbers places, int64_t arena_width) {
-    new (at) quire::Program(std::move(widths), std::move(places), arena_width);
+void make_program(quire::Program* at, Numbers widths, Numbers places, int64_t arena_width,
+                  int attention_variant) {
+    new (at) quire::Program(std::move(widths), std::move(places), arena_width, attention_variant);
 }
 
 void add_layer(quire::Program& program, size_t group, std::array<Address, 2> kv,
@@ -258,12 +259,12 @@ void gather_step(std::array<Address, 2> out, std::array<Address, 4> in,
 NB_MODULE(_core, m) {
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     m.def("version", [] { return kInterfaceVersion; });
-    nb::class_<quire::AttentionPlan>(m, "AttentionPlan")
+    using Plan = quire::AttentionPlan;
+    nb::class_<Plan>(m, "AttentionPlan")
         .def(nb::init<>())
         .def("prepare", &plan_prepare)
-        .def_prop_ro("address", [](const quire::AttentionPlan& plan) { return reinterpret_cast<Address>(&plan); })
-        .def_prop_ro("num_items", [](const quire::AttentionPlan& plan) { return plan.items().size(); })
-        .def_prop_ro("num_merges", [](const quire::AttentionPlan& plan) { return plan.merges().size(); });
+        .def_prop_ro("num_items", [](const Plan& plan) { return plan.items().size(); })
+        .def_prop_ro("num_merges", [](const Plan& plan) { return plan.merges().size(); });
     m.def("attention_variants", &attention_variants);
     m.def("paged_attention", &paged_attention, Unlocked());
     m.def("store_kv", &store_kv, Unlocked());

@@ -20,8 +20,12 @@ const float* floats(const void* address) { return static_cast<const float*>(addr
 
 }  // namespace
 
-Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width)
-    : widths_(std::move(widths)), places_(std::move(places)), arena_width_(arena_width) {}
+Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,
+                 int attention_variant)
+    : widths_(std::move(widths)),
+      places_(std::move(places)),
+      arena_width_(arena_width),
+      attention_variant_(attention_variant) {}
 
 void Program::add(const Instruction& instruction, bool begins_phase) {
     if (begins_phase) phases_.push_back({instructions_.size(), instructions_.size(), 0});
@@ -81,7 +85,7 @@ void Program::run_phase(const Phase& phase, int num_threads) {
         const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];
         return paged_attention(*step_.groups[cache.group].plan, cache.kv, heads(first.views[1]),
                                heads(first.views[0]), static_cast<float>(first.number),
-                               num_threads);
+                               num_threads, attention_variant_);
     }
     const int64_t rows = step_.rows;
     const bool alone = rows * phase.width < kAloneFloats;

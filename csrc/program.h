@@ -76,7 +76,8 @@ struct ProgramStep {
 // `places[b]` times T. Buffer 0 is the step's result.
 class Program {
    public:
-    Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width);
+    Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,
+            int attention_variant);
 
     void add_layer(const LayerCache& layer) { layers_.push_back(layer); }
     void add(const Instruction& instruction, bool begins_phase);
@@ -99,6 +100,7 @@ class Program {
 
     std::vector<int64_t> widths_, places_;
     int64_t arena_width_;
+    int attention_variant_;
     std::vector<LayerCache> layers_;
     std::vector<Instruction> instructions_;
     std::vector<Phase> phases_;

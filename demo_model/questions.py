@@ -91,7 +91,7 @@ def story_question(rng: random.Random, story: Story) -> tuple[str, str]:
     if rng.random() < 0.08:
         part = rng.choice(sorted(STORY_QUESTIONS.keys() - told - {""}) or [""])
     else:
-        part = rng.choice(sorted(told | {""}, key=len))
+        part = rng.choice(sorted(told | {""}, key=lambda part: (len(part), part)))
     if part and part not in told:
         wordings, _ = STORY_QUESTIONS[part][0]
         return rng.choice(wordings).format(**slots), UNTOLD

@@ -19,6 +19,7 @@ EMULATOR = "qemu-aarch64-static"
 
 # What is checked, emulated CPUs, and the variants that they run.
 EMULATED = {
+    ("attention", "cortex-a53"): ["portable", "neon"],
     ("linear", "cortex-a53"): ["portable", "neon"],
     ("linear", "neoverse-n1"): ["portable", "neon", "neon_dotprod"],
     ("linear", "max"): ["portable", "neon", "neon_dotprod", "neon_i8mm"],

@@ -100,7 +100,7 @@ def assemble(draft: ProgramDraft, backend: CpuBackend) -> tuple[Any, list[Any]]:
     module = core()
     assert module is not None
     places, width = draft.places()
-    program = module.Program(draft.widths, places, width)
+    program = module.Program(draft.widths, places, width, backend.variant)
     for layer in range(backend.num_layers):
         kv = backend.layer_kv(layer)
         program.add_layer(kv.group, kv.addresses, kv.numbers)

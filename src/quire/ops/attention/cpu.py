@@ -69,7 +69,7 @@ class CpuBackend:
         self._layers = {
             layer: self._layer_kv(*place) for layer, place in self._memory.place.items()
         }
-        self._variant = variant_number(variant or chosen_variant())
+        self.variant = variant_number(variant or chosen_variant())
         self._options = (split, cascade)
         self._step: AttentionStep | None = None
         self._tables: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ class CpuBackend:
             _head_rows(out_TNH),
             scale,
             num_threads(),
-            self._variant,
+            self.variant,
         )
         return out_TNH
 
