@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long check format bench bench-all gpu-check clean
+.PHONY: help install serve chat doctor run test test-long check format bench bench-all bench-cpu gpu-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 	for name in prefix_sharing sharing beam_search scheduler_steps async_scheduling block_pool block_tables \
 		live_slots swap overload policies recording streaming import_time front_end startup; do \
 		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
+
+bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environment of its own; an hour or two
+	$(BIN)/python -m benchmarks.cpu --rounds 3 --output-json $(RESULTS)/cpu.json $(ARGS)
 
 gpu-check: ## tests and benchmark on a GPU, with python3 as it is; installs nothing
 	@PYTHON="$(PYTHON)" .ci/gpu-check

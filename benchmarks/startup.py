@@ -5,7 +5,10 @@
 Start-up: from starting the command in a fresh interpreter, until the first text of a streamed chat
 has arrived; the client asks again every 10 ms until the server listens. The first round, which
 fills the file caches, does not count. Idle: processor time of all processes of a server that has
-answered once, over some time in which nobody asks. Wheel: built from this checkout, with the C++
+answered once, over some time in which nobody asks. Weights: `LLM` with --weights-model in a fresh
+process, importing torch, until one token after a prompt of 16 is there: without a cache of packed
+weights, then with one, which the first of these starts fills; and the peak of resident memory,
+mapped weights included. Wheel: built from this checkout, with the C++
 core. Dependencies: what the package names, and all that these bring along on this machine.
 """
 
@@ -31,8 +34,18 @@ from quire.tools.report import benchmark_parser, plain_facts, write_report
 
 ROOT = Path(__file__).parents[1]
 RETRY_S = 0.01
+FIRST_TOKEN = """
+import sys
+from quire import LLM, SamplingParams
+model, quantization, cache = sys.argv[1:]
+llm = LLM(model, dtype="bfloat16", quantization=quantization, weight_cache=cache,
+          max_model_len=512, disable_log_stats=True)
+prompt = {"prompt_token_ids": list(range(100, 116))}
+llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+"""
 GIVE_UP_S = 120.0
-AIMS = {"start_s": 4.0, "idle": 0.005, "wheel_mb": 15, "dependencies": 20}
+AIMS = {"start_s": 4.0, "weights_s": 3.0, "idle": 0.005, "wheel_mb": 15, "dependencies": 20}
 
 
 def command(model: str, port: int) -> list[str]:
@@ -67,6 +80,33 @@ def start_times_s(options: argparse.Namespace) -> list[float]:
             asyncio.run(first_text(port, process))
             times.append(time.perf_counter() - began)
     return times[1:]
+
+
+def start_with_weights(options: argparse.Namespace) -> dict[str, list[tuple[float, int]]]:
+    """(seconds, most bytes of memory) of each start, by format: without a cache, then with one."""
+    found: dict[str, list[tuple[float, int]]] = {}
+    for quantization in options.weights_formats:
+        with tempfile.TemporaryDirectory() as directory:
+            for cache in ["off"] + [directory] * (options.rounds + 1):
+                arguments = [options.weights_model, quantization, cache]
+                began = time.perf_counter()
+                done = subprocess.run(
+                    [sys.executable, "-c", FIRST_TOKEN, *arguments],
+                    capture_output=True, text=True, check=True,
+                )  # fmt: skip
+                seconds = time.perf_counter() - began
+                found.setdefault(quantization, []).append((seconds, int(done.stdout) * 1024))
+    return found
+
+
+def print_weights(found: dict[str, list[tuple[float, int]]]) -> None:
+    for name, ((off_s, off_bytes), (fill_s, _), *cached) in found.items():
+        print(
+            f"{name}: first token after {off_s:.2f} s without a cache ({off_bytes / 1e6:,.0f} MB),"
+            f" {fill_s:.2f} s filling it, then median"
+            f" {statistics.median(s for s, _ in cached):.2f} s, min {min(cached)[0]:.2f} s"
+            f" ({cached[0][1] / 1e6:,.0f} MB) (aim {AIMS['weights_s']:g})", flush=True,
+        )  # fmt: skip
 
 
 def tree(root: int) -> list[int]:
@@ -153,6 +193,9 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--idle-s", type=float, default=60.0, help="0 leaves this out")
+    parser.add_argument("--weights-model", default="shape:qwen3-0.6b")
+    formats = ("none", "int8", "int4")
+    parser.add_argument("--weights-formats", nargs="*", choices=formats, default=formats)
     parser.add_argument("--no-wheel", action="store_true", help="leave the wheel out")
     options = parser.parse_args()
     facts = plain_facts()
@@ -170,6 +213,8 @@ def main() -> None:
             f"idle server: {share:.2%} of a core over {results['idle_s']:.0f} s"
             f" (aim {AIMS['idle']:.1%})", flush=True,
         )  # fmt: skip
+    results["start_with_weights"] = start_with_weights(options)
+    print_weights(results["start_with_weights"])
     if not options.no_wheel:
         results["wheel_bytes"] = wheel_bytes()
         megabytes = results["wheel_bytes"] / 1e6

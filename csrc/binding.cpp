@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 6;
+constexpr int kInterfaceVersion = 7;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -169,6 +169,11 @@ void linear_pack(Address data, PackedNumbers numbers, Address weight, int elemen
     quire::pack_weight(as<uint8_t*>(data), packed, from, search, num_threads);
 }
 
+void linear_pack_blocks(Address data, PackedNumbers numbers, Address blocks, int num_threads) {
+    quire::pack_blocks(as<uint8_t*>(data), packed_weight(numbers, data), as<const uint8_t*>(blocks),
+                       num_threads);
+}
+
 void linear_unpack_rows(Address out, int element, Address ids, int64_t count, PackedNumbers numbers,
                         Address data) {
     const quire::PackedWeight packed = packed_weight(numbers, data);
@@ -280,6 +285,7 @@ NB_MODULE(_core, m) {
     m.def("linear_variants", &linear_variants);
     m.def("linear_bytes", &linear_bytes);
     m.def("linear_pack", &linear_pack, Unlocked());
+    m.def("linear_pack_blocks", &linear_pack_blocks, Unlocked());
     m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());
     m.def("linear", &linear, Unlocked());
     m.def("linear_operand_bytes", &linear_operand_bytes);

@@ -92,6 +92,11 @@ int64_t packed_bytes(const PackedWeight& weight);
 void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& weight_NK, bool search,
                  int num_threads);
 
+// The same of rows that are blocks of 32 values already, each a float16 scale and integers of 8 or 4
+// bits (ggml's Q8_0 and Q4_0): int8 or int4 with a group of 32. Integers stay, scales become bfloat16.
+void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* blocks,
+                 int num_threads);
+
 // out[i] = row ids[i] of the weight, with the values that it has after packing.
 void unpack_rows(const Matrix& out, const PackedWeight& weight, const int64_t* ids);
 

@@ -12,6 +12,11 @@ namespace {
 
 constexpr int kInt8Levels = 127, kInt4Levels = 7;
 constexpr int kTriedScales = 12;
+constexpr int64_t kBlock = 32;  // values of a block of ggml's
+
+int64_t block_bytes(const PackedWeight& weight) {
+    return 2 + (weight.format == WeightFormat::kInt8 ? kBlock : kBlock / 2);
+}
 
 int64_t panel_of(const PackedWeight& weight) { return linear_kernels(weight.variant).panel; }
 
@@ -115,7 +120,32 @@ class OutputPacker {
         }
     }
 
+    // row: blocks of 32, each a float16 scale and its integers (ggml's Q8_0, Q4_0), or null.
+    void pack_blocks(uint8_t* panel, int64_t lane, const uint8_t* row) {
+        std::fill(integers_.begin(), integers_.end(), 0);
+        const int64_t bytes = block_bytes(weight_);
+        for (int64_t g = 0; g < weight_.groups(); ++g) {
+            Float16 scale{};
+            if (row != nullptr) {
+                std::memcpy(&scale, row + g * bytes, sizeof scale);
+                read_block(integers_.data() + g * kBlock, row + g * bytes + sizeof scale);
+            }
+            put_group(panel, lane, g, widen(scale));
+        }
+    }
+
    private:
+    void read_block(int32_t* out, const uint8_t* stored) const {
+        for (int64_t i = 0; i < kBlock; ++i) {
+            if (weight_.format == WeightFormat::kInt8) {
+                out[i] = static_cast<int8_t>(stored[i]);
+            } else {  // the first half of the values is in the low halves of the bytes
+                const int nibble = (stored[i % 16] >> (i / 16 * 4)) & 15;
+                out[i] = nibble - static_cast<int>(kInt4Offset);
+            }
+        }
+    }
+
     template <class T>
     void pack_quantised(uint8_t* panel, int64_t lane, const T* row) {
         std::fill(row_.begin(), row_.end(), 0.0f);
@@ -124,21 +154,27 @@ class OutputPacker {
         }
         const int levels = weight_.format == WeightFormat::kInt8 ? kInt8Levels : kInt4Levels;
         const int64_t group = weight_.group;
-        const int64_t group_words = words(weight_) / weight_.groups();
         for (int64_t g = 0; g < weight_.groups(); ++g) {
             const float* values = row_.data() + g * group;
             int32_t* integers = integers_.data() + g * group;
             const int64_t count = std::min(group, weight_.inputs - g * group);
             const float scale = choose_scale(values, count, levels, search_);
             quantise(integers, values, group, scale > 0 ? 1.0f / scale : 0.0f, levels);
-            Bfloat16 stored;
-            narrow(stored, scale);
-            uint8_t* begin = panel + g * panel_ * (2 + 4 * group_words);
-            put(begin + lane * 2, &stored, 2);
-            for (int64_t word = 0; word < group_words; ++word) {
-                const uint32_t bits = word_of(integers, word);
-                put(begin + panel_ * 2 + (word * panel_ + lane) * 4, &bits, 4);
-            }
+            put_group(panel, lane, g, scale);
+        }
+    }
+
+    // The integers of group g, and their scale.
+    void put_group(uint8_t* panel, int64_t lane, int64_t g, float scale) {
+        const int64_t group_words = words(weight_) / weight_.groups();
+        const int32_t* integers = integers_.data() + g * weight_.group;
+        Bfloat16 stored;
+        narrow(stored, scale);
+        uint8_t* begin = panel + g * panel_ * (2 + 4 * group_words);
+        put(begin + lane * 2, &stored, 2);
+        for (int64_t word = 0; word < group_words; ++word) {
+            const uint32_t bits = word_of(integers, word);
+            put(begin + panel_ * 2 + (word * panel_ + lane) * 4, &bits, 4);
         }
     }
 
@@ -165,12 +201,12 @@ class OutputPacker {
     std::vector<int32_t> integers_;
 };
 
-template <class T>
-void pack_panels(uint8_t* data, const PackedWeight& weight, const Matrix& from, bool search,
-                 int num_threads) {
+// Calls pack_row(packer, panel, lane, n) for each output n; n is -1 for the filling of the last panel.
+template <class PackRow>
+void pack_panels(uint8_t* data, const PackedWeight& weight, bool search, int num_threads,
+                 PackRow pack_row) {
     const int64_t panel = panel_of(weight), bytes = packed_panel_bytes(weight);
     const int64_t panels = (weight.outputs + panel - 1) / panel;
-    const auto* values = static_cast<const T*>(from.data);
     parallel_for(panels, num_threads, [&](int64_t begin, int64_t end) {
         OutputPacker packer(weight, search);
         for (int64_t p = begin; p < end; ++p) {
@@ -178,10 +214,20 @@ void pack_panels(uint8_t* data, const PackedWeight& weight, const Matrix& from, 
             std::memset(to, 0, static_cast<size_t>(bytes));
             for (int64_t lane = 0; lane < panel; ++lane) {
                 const int64_t n = p * panel + lane;
-                packer.pack(to, lane, n < weight.outputs ? values + n * from.stride : nullptr);
+                pack_row(packer, to, lane, n < weight.outputs ? n : -1);
             }
         }
     });
+}
+
+template <class T>
+void pack_elements(uint8_t* data, const PackedWeight& weight, const Matrix& from, bool search,
+                   int num_threads) {
+    const auto* values = static_cast<const T*>(from.data);
+    pack_panels(data, weight, search, num_threads,
+                [&](OutputPacker& packer, uint8_t* panel, int64_t lane, int64_t n) {
+                    packer.pack(panel, lane, n < 0 ? nullptr : values + n * from.stride);
+                });
 }
 
 // Input k of the output in `lane` of a panel.
@@ -233,11 +279,20 @@ void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& from, 
                  int num_threads) {
     switch (from.element) {
         case Element::kFloat32:
-            return pack_panels<float>(data, weight, from, search, num_threads);
+            return pack_elements<float>(data, weight, from, search, num_threads);
         case Element::kBfloat16:
-            return pack_panels<Bfloat16>(data, weight, from, search, num_threads);
-        default: return pack_panels<Float16>(data, weight, from, search, num_threads);
+            return pack_elements<Bfloat16>(data, weight, from, search, num_threads);
+        default: return pack_elements<Float16>(data, weight, from, search, num_threads);
     }
+}
+
+void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* blocks,
+                 int num_threads) {
+    const int64_t row_bytes = weight.groups() * block_bytes(weight);
+    pack_panels(data, weight, false, num_threads,
+                [&](OutputPacker& packer, uint8_t* panel, int64_t lane, int64_t n) {
+                    packer.pack_blocks(panel, lane, n < 0 ? nullptr : blocks + n * row_bytes);
+                });
 }
 
 void unpack_rows(const Matrix& out, const PackedWeight& weight, const int64_t* ids) {

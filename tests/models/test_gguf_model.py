@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
-from quire.base.gguf import GGUFFile
+from quire.base.gguf import KINDS, ArrayPlace, GGUFFile
 from quire.base.model_spec import ModelSpec, load_spec
+from quire.models.gguf.dequantise import dequantise
 from quire.models.gguf.weights import gguf_tensors
 from quire.models.loading import load_model
+from quire.models.packing import IN_THE_DTYPE, weight_formats
 from quire.models.source import resolve_model
+from quire.ops.linear import linear
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight, Quantization, pack_blocks, variants
 from tests.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
 from tests.models.gguf_writer import (
     BF16,
@@ -28,6 +34,7 @@ from tests.models.gguf_writer import (
 )
 from tests.models.paged import CPU, run_paged
 
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 CONVERTIBLE = [
     "llama",
     "llama_tied",
@@ -289,3 +296,111 @@ def complete() -> dict[str, Any]:
     return (
         {"token_embd.weight": np.ones((4, 8)), "output_norm.weight": np.ones(8)} | matrices | norms
     )
+
+
+# ---- Q8_0 and Q4_0 as they are -----------------------------------------------------------------
+
+
+def packed_formats(model: torch.nn.Module) -> dict[str, str]:
+    return {
+        name: weight.format
+        for name, module in model.named_modules()
+        if isinstance(weight := vars(module).get("weight"), PackedWeight)
+    }
+
+
+def rows(weight: PackedWeight, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return weight.rows(torch.arange(weight.shape[0]), dtype)
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "format"), [(Q8_0, "int8"), (Q4_0, "int4")])
+@pytest.mark.parametrize("variant", ["llama", "qwen3_tied", "gpt2"])
+def test_blocks_are_multiplied_as_they_are(
+    variant: str, kind: int, format: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Their integers are kept, only scales are rounded, to bfloat16. Layers whose rows are not
+    whole blocks, and a table of 4 bits, are in the dtype."""
+    folder = write_checkpoint(tmp_path / variant, variant).directory
+    path = convert(folder, tmp_path / "model.gguf", kind)
+    spec = load_spec(path)
+    model = load_model(path, spec, dtype, CPU)
+    plain = load_model(path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    formats = packed_formats(model)
+    blocks = {name for name, found in formats.items() if found == format}
+    tied_and_coarse = spec.tie_embeddings and format == "int4"
+    assert any(name.endswith("qkv") for name in blocks)
+    assert ("head" in blocks) == (not tied_and_coarse)
+    down_fits = spec.intermediate_size % 32 == 0
+    assert any(name.endswith("down") for name in blocks) == down_fits
+    assert set(packed_formats(plain).values()) == {"float32"}
+    for name in blocks:
+        got, wanted = rows(model.get_submodule(name).weight), plain.get_submodule(name).weight
+        torch.testing.assert_close(got, rows(wanted), rtol=2**-8, atol=0)
+
+
+@needs_core
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("kind", [Q8_0, Q4_0])
+def test_every_integer_is_kept(kind: int, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """-128 and -8 too, negative scales, and each place of a block, in rows that fill no panel."""
+    monkeypatch.setenv("QUIRE_CPU_VARIANT", variant)
+    numbers = np.random.default_rng(3)
+    num_rows, row_blocks = 70, 5
+    name, block_bytes = ("int8", 34) if kind == Q8_0 else ("int4", 18)
+    raw = numbers.integers(0, 256, (num_rows, row_blocks, block_bytes), np.uint8)
+    scales = (numbers.integers(1, 256, (num_rows, row_blocks)) / 64).astype("<f2")
+    scales[::2] *= -1  # all of them are bfloat16, too
+    raw[..., :2] = scales[..., None].view(np.uint8)
+    raw = raw.reshape(num_rows, -1)
+    (tensor_kind,) = [
+        k for k in KINDS.values() if k.block_bytes == block_bytes and k.name[0] == "Q"
+    ]
+    wanted = torch.from_numpy(dequantise(tensor_kind, raw))
+    x = torch.from_numpy(numbers.standard_normal((3, row_blocks * 32)).astype(np.float32))
+    packed = pack_blocks(torch.from_numpy(raw), Quantization(name, 32))
+    assert torch.equal(rows(packed), wanted)
+    error = (linear(x, packed) - x @ wanted.T).norm() / (x @ wanted.T).norm()
+    assert error < 0.01
+
+
+@needs_core
+def test_mixed_parts_go_through_floats(llama: Checkpoint, tmp_path: Path) -> None:
+    """A merged layer is multiplied as one, so its parts must be of one kind."""
+    path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
+    spec, file = load_spec(path), GGUFFile(path)
+    k = file.tensors["blk.1.attn_k.weight"]
+    raw = bytearray(path.read_bytes())
+    tensors = {
+        name: Tensor(
+            next(number for number, kind in KINDS.items() if kind == place.kind),
+            place.shape,
+            bytes(raw[place.start : place.start + place.num_bytes]),
+        )
+        for name, place in file.tensors.items()
+    }
+    values = dequantise(k.kind, np.frombuffer(tensors[k.name].data, np.uint8).reshape(16, -1))
+    tensors[k.name] = stored(values, F32)
+    metadata = {n: v for n, v in file.metadata.items() if not isinstance(v, ArrayPlace)}
+    mixed = load_model(
+        write_gguf(tmp_path / "mixed.gguf", metadata, tensors), spec, torch.float32, CPU
+    )
+    formats = packed_formats(mixed)
+    assert formats["layers.0.attention.qkv"] == formats["layers.1.attention.output"] == "int8"
+    assert formats["layers.1.attention.qkv"] == "float32"
+    whole = load_model(path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    got, wanted = (model.layers[1].attention.qkv.weight for model in (mixed, whole))
+    assert torch.equal(rows(got), rows(wanted))
+
+
+@needs_core
+def test_other_formats_can_be_asked_for(llama: Checkpoint, tmp_path: Path) -> None:
+    path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
+    spec = load_spec(path)
+    int4 = weight_formats(ModelConfig(quantization="int4"))
+    model = load_model(path, spec, torch.float32, CPU, quantization=int4)
+    assert set(packed_formats(model).values()) == {"int4", "int8"}
+    assert weight_formats(ModelConfig(quantization="none")) == IN_THE_DTYPE
+    exact = load_model(path, spec, torch.float64, CPU)
+    assert packed_formats(exact) == {}

@@ -1,6 +1,11 @@
 """Weights: sharded, converted, random, and what is said when they do not fit."""
 
+import json
+import subprocess
+import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec, parse_spec
+from quire.models import assembly
+from quire.models.layers import Linear, LMHead
 from quire.models.loading import INDEX, load_model, model_bytes
 from quire.models.registry import make_model
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight
 from tests.models.checkpoints import (
     GPT2,
     LLAMA,
@@ -183,3 +192,81 @@ def test_unsupported_variants(change: dict[str, object], message: str) -> None:
     spec = parse_spec({"model_type": "llama"} | LLAMA | change)
     with pytest.raises(ModelError, match=message):
         make_model(spec, torch.float32, CPU)
+
+
+# ---- memory ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def most_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The most bytes of parameters that were alive at once and not packed, at the end of a list."""
+    alive: dict[int, int] = {}
+    most = [0]
+    make = assembly._with_memory
+
+    def noted(*arguments: Any) -> torch.nn.Parameter:
+        parameter = make(*arguments)
+        key = id(parameter)
+        alive[key] = parameter.nbytes
+        weakref.finalize(parameter, alive.pop, key)
+        most.append(max(most[-1], sum(alive.values())))
+        return parameter
+
+    monkeypatch.setattr(assembly, "_with_memory", noted)
+    return most
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("variant", ["llama_biases", "qwen3_tied", "gpt2"])
+def test_layers_are_packed_as_they_come(
+    variant: str, load_format: str, shard: str, tmp_path: Path, most_unpacked: list[int]
+) -> None:
+    """Beside what stays unpacked, not more than two of the largest layers is there at once; with
+    layers that lie in two files, three."""
+    checkpoint = write_checkpoint(tmp_path, variant, max_shard_size=shard)
+    model = load(checkpoint, load_format=load_format)
+    weights = [m.weight for m in model.modules() if isinstance(m, Linear | LMHead)]
+    stays = sum(parameter.nbytes for parameter in model.parameters())
+    largest = max(weight.shape[0] * weight.shape[1] * 4 for weight in weights)
+    assert all(isinstance(weight, PackedWeight) for weight in weights)
+    at_once = 2 if shard == "1GB" else 3
+    assert 0 < most_unpacked[-1] <= stays + at_once * largest < model_bytes(model)
+
+
+MEASURED = """
+import json, sys, torch
+from pathlib import Path
+from quire.base.config import ModelConfig
+from quire.base.model_spec import parse_spec
+from quire.models.loading import load_model, model_bytes
+from quire.models.packing import weight_formats
+
+def memory(name):
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(name + ":")[1].split()[0]) * 1024
+
+spec = parse_spec(json.loads(sys.argv[1]))
+formats = weight_formats(ModelConfig(quantization="int4"))
+load_model(Path(), parse_spec(json.loads(sys.argv[2])), torch.float32, torch.device("cpu"), "dummy")
+before = memory("VmRSS")
+model = load_model(
+    Path(), spec, torch.float32, torch.device("cpu"), "dummy", quantization=formats
+)
+print(memory("VmHWM") - before, model_bytes(model))
+"""
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_of_memory_is_near_the_packed_model() -> None:
+    """Of 233 MB in float32 that become 33 MB; the largest layer has 17 MB."""
+    sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 8}
+    spec = {"model_type": "llama"} | LLAMA | sizes
+    command = [sys.executable, "-c", MEASURED, json.dumps(spec)]
+    small = json.dumps({"model_type": "llama"} | LLAMA)
+    done = subprocess.run([*command, small], capture_output=True, text=True, check=True)
+    peak, packed = map(int, done.stdout.split())
+    assert 30e6 < packed < 36e6
+    assert peak < packed + 75e6  # a layer, 17 MB of random numbers, and code that is loaded late

@@ -134,7 +134,9 @@ def test_the_demo_model_says_the_same_in_int8() -> None:
 
 
 def test_impossible_settings_are_told() -> None:
-    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, got 'fp8'"):
+    with pytest.raises(
+        ConfigError, match="quantization must be one of none, int8, int4, got 'fp8'"
+    ):
         config_from_flat(quantization="fp8")
     for name, size in (("int8", 48), ("int4", 0), ("int4", 256)):
         config = ModelConfig(quantization=name, quantization_group_size=size)

@@ -71,9 +71,9 @@ class ModelConfig:
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
     quantization: str | None = setting(
         None,
-        "store the weights in 8 or 4 bits and multiply in integers (CPUs with the C++ core); as"
-        " they are if absent",
-        choices=("int8", "int4"),
+        "store the weights in 8 or 4 bits and multiply in integers (CPUs with the C++ core); none"
+        " takes the dtype; if absent they are as in the model's files, also Q8_0 and Q4_0 of GGUF",
+        choices=("none", "int8", "int4"),
     )
     quantization_group_size: int | None = setting(
         None,
@@ -84,6 +84,12 @@ class ModelConfig:
         "auto",
         "the head's weights where the others are quantised; auto is int8, none leaves them",
         choices=("auto", "none", "int8", "int4"),
+    )
+    weight_cache: str = setting(
+        "auto",
+        "directory for packed weights, which the next start maps instead of reading the model's"
+        " (CPUs with the C++ core); auto is ~/.cache/quire/weights for models of 64 MB and more"
+        " without dummy weights; off keeps none",
     )
 
 

@@ -20,6 +20,7 @@ from quire.ops.embedding import embedding
 from quire.ops.gelu import gelu, gelu_tanh
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
+from quire.ops.memory import HugeMemory
 from quire.ops.packed import PackedWeight, Quantization
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm
@@ -118,9 +119,11 @@ class Linear(Layer):
             ]
         return parts
 
-    def pack(self, quantization: Quantization | None = None) -> None:
+    def pack(
+        self, quantization: Quantization | None = None, memory: HugeMemory | None = None
+    ) -> None:
         """Put the loaded weight in the order that the device multiplies fastest with."""
-        set_weight(self, pack_weight(self.weight, quantization))
+        set_weight(self, pack_weight(self.weight, quantization, memory))
 
 
 class Embedding(Layer):
@@ -167,9 +170,11 @@ class LMHead(Layer):
     def sources(self) -> list[Source]:
         return [] if self._is_tied else [Source(f"{self._name}.weight", self.weight)]
 
-    def pack(self, quantization: Quantization | None = None) -> None:
+    def pack(
+        self, quantization: Quantization | None = None, memory: HugeMemory | None = None
+    ) -> None:
         """As Linear.pack; the embedding keeps its table."""
-        set_weight(self, pack_weight(self.weight, quantization))
+        set_weight(self, pack_weight(self.weight, quantization, memory))
 
 
 class RMSNorm(Layer):

@@ -1,7 +1,8 @@
 """Fills a model's parameters: from safetensors or GGUF files, or with seeded random numbers.
 
-Files are mapped into memory and copied tensor by tensor to where they belong, so there is never a
-second copy of the model. Formats that can run code are not read.
+Files are mapped into memory and copied tensor by tensor to where they belong, and each layer is
+packed when it is whole (assembly.py), so there is never a second copy of the model. What was packed
+may come from a cache instead (weight_cache.py). Formats that can run code are not read.
 """
 
 import json
@@ -15,10 +16,12 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
-from quire.models.gguf.weights import gguf_tensors
-from quire.models.layers import HeadNorm, Layer, LayerNorm, RMSNorm, Source
-from quire.models.packing import AS_THEY_ARE, WeightFormats, model_bytes, pack_model
-from quire.models.registry import make_model
+from quire.models.assembly import Assembly, empty_model
+from quire.models.gguf.weights import gguf_tensors, stored_formats
+from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
+from quire.models.packing import AS_THEY_ARE, Stored, WeightFormats, model_bytes, planned_bytes
+from quire.models.weight_cache import WeightCache
+from quire.ops.packed import can_pack_natively
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -34,24 +37,46 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     quantization: WeightFormats = AS_THEY_ARE,
+    cache: WeightCache | None = None,
 ) -> nn.Module:
     """The model on the device, ready to run.
 
     load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
-    stands in its place; `dummy` reads nothing.
+    stands in its place; `dummy` reads nothing. quantization: without one, what a GGUF file holds
+    as Q8_0 or Q4_0 stays so where the core multiplies it. cache: where packed weights are kept.
     Raises ModelError for an unknown architecture and for tensors that are missing, unknown or of
     another shape than the config says.
     """
-    model = make_model(spec, dtype, device)
+    model = empty_model(spec, dtype, device)
     report = progress or _no_progress
+    files = [] if load_format == "dummy" else checkpoint_files(directory)
+    can_pack = can_pack_natively(dtype, device)
+    stored: Stored = {}
+    if can_pack and quantization == AS_THEY_ARE and load_format != "dummy" and is_gguf(directory):
+        stored = stored_formats(GGUFFile(directory), spec, model)
+    entry = None
+    if cache is not None and can_pack:
+        num_bytes = planned_bytes(model, dtype, device, quantization, stored)
+        entry = cache.entry(model, num_bytes, files, seed, (spec, dtype, quantization))
+        if entry is not None and entry.restore(model):
+            report(num_bytes, num_bytes)
+            return model
+    assembly = Assembly(model, device, quantization, stored)
     if load_format == "dummy":
-        fill_with_random(model, seed, report)
+        fill_with_random(assembly, seed, report)
     elif is_gguf(directory):
-        fill_from_gguf(model, directory, spec, report)
+        fill_from_gguf(assembly, directory, spec, report)
     else:
-        fill_from_files(model, weight_files(directory), report)
-    pack_model(model, quantization)
+        fill_from_files(assembly, files, report)
+    model = assembly.finish()
+    if entry is not None:
+        entry.store(model)
     return model
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """What holds the weights. Raises ModelError, saying what to do, if there is nothing."""
+    return [path] if is_gguf(path) else weight_files(path)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -83,62 +108,55 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def fill_from_files(model: nn.Module, files: Iterable[Path], report: Progress) -> None:
+def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress) -> None:
     """Copy each tensor of the files to the parameters that it fills."""
-    files = list(files)
-    sources = _sources_by_name(model)
+    files, model = list(files), assembly.model
     total, done = sum(file.stat().st_size for file in files), 0
-    filled: set[str] = set()
     unknown: list[str] = []
     for name, tensor in _tensors(files):
-        source = sources.get(name) or sources.get(f"{model.base_prefix}{name}")
-        if source is None:
-            unknown += [] if _is_ignored(model, name) else [name]
-        else:
+
+        def fill(source: Source, name: str = name, tensor: torch.Tensor = tensor) -> None:
             _fill(source, tensor, name)
-            filled.add(source.name)
+
+        is_known = assembly.fill(name, fill) or assembly.fill(f"{model.base_prefix}{name}", fill)
+        if not is_known and not _is_ignored(model, name):
+            unknown.append(name)
         done += tensor.nbytes
         report(min(done, total), total)
-    _check_complete(filled, sources, unknown)
+    _check_complete(assembly, unknown)
     report(total, total)
 
 
-def fill_from_gguf(model: nn.Module, path: Path, spec: ModelSpec, report: Progress) -> None:
-    """Dequantise each tensor of a GGUF file into the parameters that it fills."""
-    file, sources = GGUFFile(path), _sources_by_name(model)
+def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Progress) -> None:
+    """Copy or dequantise each tensor of a GGUF file to the parameters that it fills."""
+    file = GGUFFile(path)
     total, done = sum(place.num_bytes for place in file.tensors.values()), 0
-    filled: set[str] = set()
     unknown: list[str] = []
     for tensor in gguf_tensors(file, spec):
-        source = sources.get(tensor.name)
-        if source is None:
+        if not assembly.fill(tensor.name, tensor.fill):
             unknown.append(tensor.name)
-        else:
-            tensor.fill(source)
-            filled.add(source.name)
         done += tensor.num_bytes
         report(done, total)
-    _check_complete(filled, sources, unknown)
+    _check_complete(assembly, unknown)
     report(total, total)
 
 
-def fill_with_random(model: nn.Module, seed: int, report: Progress) -> None:
+def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
     """Small random numbers, the same for the same seed, and ones for the weights of norms."""
     numbers = _RandomNumbers(seed)
-    total, done = model_bytes(model), 0
-    filled: set[int] = set()
-    for module in model.modules():
-        is_norm = isinstance(module, RMSNorm | HeadNorm | LayerNorm)
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in filled:
-                continue
-            filled.add(id(parameter))
-            if is_norm:
-                parameter.fill_(1.0 if name == "weight" else 0.0)
-            else:
-                numbers.fill(parameter, start=len(filled) * 7919)
-            done += parameter.nbytes
-            report(done, total)
+    total, done, count = model_bytes(assembly.model), 0, 0
+
+    def fill(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal done, count
+        count += 1
+        if isinstance(module, RMSNorm | HeadNorm | LayerNorm):
+            parameter.fill_(1.0 if name == "weight" else 0.0)
+        else:
+            numbers.fill(parameter, start=count * 7919)
+        done += parameter.nbytes
+        report(done, total)
+
+    assembly.fill_all(fill)
 
 
 class _RandomNumbers:
@@ -173,11 +191,6 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
 
 
-def _sources_by_name(model: nn.Module) -> dict[str, Source]:
-    layers = [module for module in model.modules() if isinstance(module, Layer)]
-    return {source.name: source for layer in layers for source in layer.sources()}
-
-
 def _fill(source: Source, tensor: torch.Tensor, name: str) -> None:
     wanted, got = source.checkpoint_shape, tuple(tensor.shape)
     if got != wanted:
@@ -194,9 +207,8 @@ def _is_ignored(model: nn.Module, name: str) -> bool:
     return tied_head or name.endswith(model.ignored_tensors)
 
 
-def _check_complete(filled: set[str], sources: dict[str, Source], unknown: list[str]) -> None:
-    missing = sorted(sources.keys() - filled)
-    problems = []
+def _check_complete(assembly: Assembly, unknown: list[str]) -> None:
+    missing, problems = assembly.missing, []
     if missing:
         problems.append(f"lack {_listed(missing)}")
     if unknown:

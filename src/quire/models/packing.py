@@ -1,18 +1,26 @@
-"""Puts a loaded model's linear layers in the order that the device multiplies fastest with,
-quantised if that is asked for; and says what all of it takes, before and after.
+"""Puts loaded linear layers in the order that the device multiplies fastest with, quantised if that
+is asked for; and says what all of a model takes, before and after.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from quire.base.config import ModelConfig
 from quire.base.errors import ConfigError
-from quire.models.layers import Embedding, Linear, LMHead
+from quire.models.layers import Embedding, Linear, LMHead, set_weight
 from quire.ops.linear import can_pack, check_quantization, packed_weight_bytes
-from quire.ops.packed import GROUP_SIZES, PackedWeight, Quantization, can_pack_natively
+from quire.ops.memory import HugeMemory
+from quire.ops.packed import (
+    GROUP_SIZES,
+    PackedWeight,
+    Quantization,
+    can_pack_natively,
+    pack_blocks,
+)
 
 # Scales of int4 are few enough at 32; those of int8 cost less than 2 % at 128.
 DEFAULT_GROUP = {"int8": 128, "int4": 32}
@@ -20,10 +28,12 @@ DEFAULT_GROUP = {"int8": 128, "int4": 32}
 
 @dataclass(frozen=True)
 class WeightFormats:
-    """How the layers' weights are stored, and the head's; None is the model's dtype."""
+    """How the layers' weights are stored, and the head's; None is the model's dtype, or with
+    as_stored what a GGUF file holds, where the core multiplies that."""
 
     layers: Quantization | None = None
     head: Quantization | None = None
+    as_stored: bool = True
 
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """Raise ConfigError, saying what to do, where they cannot be used."""
@@ -32,12 +42,18 @@ class WeightFormats:
 
 
 AS_THEY_ARE = WeightFormats()
+IN_THE_DTYPE = WeightFormats(as_stored=False)
+
+# Layers whose weight comes as ggml's blocks (`packed.pack_blocks`), and what they are.
+Stored = Mapping[nn.Module, Quantization]
 
 
 def weight_formats(config: ModelConfig) -> WeightFormats:
     """What the settings ask for. Raises ConfigError for a group size that there is not."""
     if config.quantization is None:
         return AS_THEY_ARE
+    if config.quantization == "none":
+        return IN_THE_DTYPE
     layers = _quantization(config.quantization, config.quantization_group_size)
     if config.quantized_head == "none":
         return WeightFormats(layers, None)
@@ -56,24 +72,39 @@ def _quantization(name: str, group_size: int | None) -> Quantization:
     return Quantization(name, size)
 
 
-def pack_model(model: nn.Module, formats: WeightFormats = AS_THEY_ARE) -> None:
-    """Pack each linear layer and the head; the table of an embedding that is tied to the head is
-    then looked up in the head's, if it can be.
+def pack_modules(
+    modules: Iterable[nn.Module],
+    formats: WeightFormats,
+    memory: HugeMemory | None = None,
+    stored: Stored = MappingProxyType({}),
+) -> None:
+    """Pack the linear layers and heads among them; the table of an embedding that is tied to a head
+    is then looked up in the head's, if it can be. memory: where packed weights are put.
 
-    Layers that share a parameter are told before it is replaced.
+    Layers that share a parameter must come together.
     """
-    for head, tables in _tied(model):
-        head.pack(formats.head)
+    modules = list(modules)
+    for head, tables in _tied(modules):
+        _pack(head, formats.head, memory, stored)
         for table in tables:
             table.share(head.weight)
-    for module in model.modules():
+    for module in modules:
         if isinstance(module, Linear):
-            module.pack(formats.layers)
+            _pack(module, formats.layers, memory, stored)
 
 
-def _tied(model: nn.Module) -> list[tuple[LMHead, list[Embedding]]]:
+def _pack(
+    layer: Linear | LMHead, format: Quantization | None, memory: HugeMemory | None, stored: Stored
+) -> None:
+    if layer in stored:
+        set_weight(layer, pack_blocks(layer.weight, stored[layer], memory))
+    else:
+        layer.pack(format, memory)
+
+
+def _tied(modules: Iterable[nn.Module]) -> list[tuple[LMHead, list[Embedding]]]:
     """Each head with the embeddings whose table it shares."""
-    modules = list(model.modules())
+    modules = list(modules)
     tables = [module for module in modules if isinstance(module, Embedding)]
     heads = [module for module in modules if isinstance(module, LMHead)]
     return [(head, [t for t in tables if t.weight is head.weight]) for head in heads]
@@ -93,15 +124,19 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor | PackedWeight]:
 
 
 def planned_bytes(
-    model: nn.Module, dtype: torch.dtype, device: torch.device, formats: WeightFormats = AS_THEY_ARE
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    formats: WeightFormats = AS_THEY_ARE,
+    stored: Stored = MappingProxyType({}),
 ) -> int:
     """What model_bytes will be once this model, which may be without memory, is packed."""
     total = model_bytes(model)
     for module in model.modules():
         if isinstance(module, Linear):
-            total += _growth(module.weight, dtype, device, formats.layers)
-    for head, tables in _tied(model):
-        total += _growth(head.weight, dtype, device, formats.head)
+            total += _growth(module.weight, dtype, device, stored.get(module, formats.layers))
+    for head, tables in _tied(model.modules()):
+        total += _growth(head.weight, dtype, device, stored.get(head, formats.head))
         can_share = can_pack_natively(dtype, device) and not _is_int4(formats.head)
         if tables and can_pack(dtype, device) and not can_share:
             total += _bytes(head.weight)

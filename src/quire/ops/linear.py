@@ -11,6 +11,7 @@ plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md).
 import torch
 
 from quire.base.errors import ConfigError
+from quire.ops.memory import HugeMemory
 from quire.ops.native import address, core
 from quire.ops.packed import (
     ELEMENTS,
@@ -62,8 +63,13 @@ def _native_linear(
     return out_TN
 
 
-def pack_weight(weight_NK: torch.Tensor, quantization: Quantization | None = None) -> Weight:
+def pack_weight(
+    weight_NK: torch.Tensor,
+    quantization: Quantization | None = None,
+    memory: HugeMemory | None = None,
+) -> Weight:
     """The weight in packed order if this device and dtype have one, else the weight itself.
+    memory: where the core's packed order is put.
 
     Raises ConfigError where it cannot be quantised.
     """
@@ -71,7 +77,7 @@ def pack_weight(weight_NK: torch.Tensor, quantization: Quantization | None = Non
     if quantization is not None:
         check_quantization(dtype, device)
     if can_pack_natively(dtype, device):
-        return pack(weight_NK, quantization)
+        return pack(weight_NK, quantization, memory=memory)
     if not can_pack(dtype, device):
         return weight_NK
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_TOKENS)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-INTERFACE_VERSION = 6
+INTERFACE_VERSION = 7
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"

@@ -6,11 +6,13 @@ the variant, the instruction set that the core chose or QUIRE_CPU_VARIANT names.
 
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quire.base.errors import ConfigError
+from quire.ops.memory import HugeMemory, aligned
 from quire.ops.native import address, core
 from quire.ops.threads import num_threads
 
@@ -21,6 +23,11 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GROUP_SIZES = (32, 64, 128)
 MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
 ROUND_INPUTS = 8
+BLOCK_VALUES = 32
+BLOCK_BYTES = {"int8": 34, "int4": 18}
+VALUES_AT_ONCE = 1 << 18
+
+Numbers = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Quantization:
                 f"a layer has {num_inputs:,} inputs, too many for int8 with one scale per output;"
                 f" give quantization_group_size {GROUP_SIZES[-1]}."
             )
-        return -(-num_inputs // ROUND_INPUTS) * ROUND_INPUTS
+        return aligned(num_inputs, ROUND_INPUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +57,7 @@ class PackedWeight:
 
     data: torch.Tensor
     format: str
-    numbers: tuple[int, int, int, int, int]
+    numbers: Numbers
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -110,24 +117,39 @@ def packed_bytes(
     shape: tuple[int, int], dtype: torch.dtype, quantization: Quantization | None
 ) -> int:
     """What a weight will take when it is packed."""
-    return int(_core().linear_bytes(_numbers(shape, dtype, quantization, None)))
+    return bytes_of(packed_numbers(shape, dtype, quantization))
+
+
+def packed_numbers(
+    shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization | None
+) -> Numbers:
+    """`PackedWeight.numbers` of what pack makes of such a weight."""
+    return _numbers(shape, dtype, quantization, None)
+
+
+def bytes_of(numbers: Numbers) -> int:
+    """What a packed weight of these numbers takes."""
+    return int(_core().linear_bytes(numbers))
 
 
 def pack(
-    weight_NK: torch.Tensor, quantization: Quantization | None, variant: str | None = None
+    weight_NK: torch.Tensor,
+    quantization: Quantization | None,
+    variant: str | None = None,
+    memory: HugeMemory | None = None,
 ) -> PackedWeight:
-    """The weight in the core's order, quantised if that is asked for.
+    """The weight in the core's order, quantised if that is asked for. memory: where to put it.
 
     Raises ConfigError for weights that are not finite: they have no scale.
     """
     weight_NK = weight_NK.detach().contiguous()
     numbers = _numbers(tuple(weight_NK.shape), weight_NK.dtype, quantization, variant)
-    if quantization is not None and not weight_NK.isfinite().all():
+    if quantization is not None and not _is_finite(weight_NK):
         raise ConfigError(
             f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
             f" cannot be quantised to {quantization.format}."
         )
-    data = torch.empty(_core().linear_bytes(numbers), dtype=torch.uint8)
+    data = _empty(numbers, memory)
     _core().linear_pack(
         address(data, torch.uint8),
         numbers,
@@ -139,12 +161,59 @@ def pack(
     return PackedWeight(data, FORMATS[numbers[0]], numbers)
 
 
+def pack_blocks(
+    blocks_NB: torch.Tensor, quantization: Quantization, memory: HugeMemory | None = None
+) -> PackedWeight:
+    """Rows of ggml's blocks (BLOCK_BYTES each: a float16 scale and 32 integers), uint8, as an int8
+    or int4 weight with groups of 32. The integers stay as they are; scales become bfloat16, which
+    changes them by at most 1 in 256."""
+    outputs, row_bytes = blocks_NB.shape
+    inputs = row_bytes // BLOCK_BYTES[quantization.format] * quantization.group_size
+    assert quantization.group_size == BLOCK_VALUES
+    numbers = _numbers((outputs, inputs), torch.float32, quantization, None)
+    data = _empty(numbers, memory)
+    _core().linear_pack_blocks(
+        address(data, torch.uint8), numbers, address(blocks_NB, torch.uint8), num_threads()
+    )
+    return PackedWeight(data, quantization.format, numbers)
+
+
+def _is_finite(weight_NK: torch.Tensor) -> bool:
+    """Looked at in parts: torch's own test takes more memory than the weight."""
+    rows = max(1, VALUES_AT_ONCE // weight_NK.shape[1])
+    return all(part.isfinite().all() for part in weight_NK.split(rows))
+
+
+def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
+    """A packed weight in memory that holds one. Raises ValueError for numbers that `pack` does not
+    make here, or that ask for another size."""
+    format_, variant, outputs, inputs, group = map(int, numbers)
+    if not 0 <= format_ < len(FORMATS) or min(outputs, inputs) < 1:
+        raise ValueError(f"there is no packed weight of {numbers}")
+    groups = {1}
+    if FORMATS[format_] in ("int8", "int4"):
+        per_output = aligned(inputs, ROUND_INPUTS) if FORMATS[format_] == "int8" else 0
+        groups = {*GROUP_SIZES, per_output} - {0}
+    is_known = group in groups and variant == variants().index(chosen_variant())
+    checked = (format_, variant, outputs, inputs, group)
+    if not is_known or len(data) != bytes_of(checked):
+        raise ValueError(f"a packed weight of {numbers} is not what it should be")
+    return PackedWeight(data, FORMATS[format_], checked)
+
+
+def _empty(numbers: Numbers, memory: HugeMemory | None) -> torch.Tensor:
+    num_bytes = bytes_of(numbers)
+    if memory is None:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    return memory.empty(num_bytes)
+
+
 def _numbers(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     quantization: Quantization | None,
     variant: str | None,
-) -> tuple[int, int, int, int, int]:
+) -> Numbers:
     outputs, inputs = shape
     name = str(dtype).removeprefix("torch.") if quantization is None else quantization.format
     group = 1 if quantization is None else quantization.group_of(inputs)

@@ -17,6 +17,7 @@ from quire.kv.sizing import MemoryPlan
 from quire.models.loading import load_model
 from quire.models.packing import model_bytes, weight_formats
 from quire.models.source import ModelSource
+from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import kv_block_bytes, make_backend
 from quire.ops.threads import num_threads
@@ -90,8 +91,10 @@ def build_runner(
     load_format = (
         source.load_format if config.model.load_format == "auto" else config.model.load_format
     )
+    cache = weight_cache(config.model.weight_cache)
+    seed = config.model.seed
     model = load_model(
-        source.directory, spec, dtype, device, load_format, config.model.seed, progress, formats
+        source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
     )
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, dtype, model_bytes(model), free)

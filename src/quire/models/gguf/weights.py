@@ -1,24 +1,30 @@
 """The tensors of a GGUF file under the names that our layers ask for, in their order of rows.
 
 In: an opened file. Out: `GGUFTensor`s, one per tensor, which hold blocks as the file stores them
-and dequantise them a stretch of rows at a time, so that no second copy of a matrix ever exists.
+and dequantise or copy them a stretch of rows at a time, so that no second copy of a matrix ever
+exists.
 """
 
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, TensorKind
 from quire.base.gguf_config import ROPE_FACTORS
 from quire.base.model_spec import ModelSpec
 from quire.models.gguf.dequantise import dequantise
-from quire.models.layers import Source
+from quire.models.layers import Embedding, Linear, LMHead, Source
+from quire.ops.packed import Quantization
 
+AS_STORED = {"Q8_0": Quantization("int8", 32), "Q4_0": Quantization("int4", 32)}
 VALUES_AT_ONCE = 1 << 18  # 1 MB of float32: stays in the cache between its steps
 
 DECODER = {
@@ -76,18 +82,22 @@ class GGUFTensor:
     def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Rows from `start` to before `stop`, in our order, as the file stores their values.
 
-        This is where packing that takes Q8_0 or Q4_0 as they are begins: a row is whole blocks,
-        and a permutation of rows leaves them whole."""
+        A row is whole blocks, and a permutation of rows leaves them whole."""
         if self.order is None:
             return self.stored[start:stop]
         return self.stored[self.order[start:stop]]
 
     def fill(self, source: Source) -> None:
-        """Dequantise into the part of a parameter that the source names, converting to its dtype.
+        """Dequantise into the part of a parameter that the source names, converting to its dtype;
+        if that is of bytes, the blocks are copied as they are.
         Raises ModelError for another shape than the parameter has."""
         destination = source.destination
+        as_blocks = destination.dtype == torch.uint8
         # What a checkpoint of gpt2 holds transposed, llama.cpp stores as all the others.
         wanted = tuple(destination.shape[1:] if source.repeated else destination.shape)
+        if as_blocks:
+            num_values = wanted[1] // self.kind.block_bytes * self.kind.block_size
+            wanted = (wanted[0], num_values)
         if self.shape != wanted:
             raise ModelError(
                 f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
@@ -99,10 +109,38 @@ class GGUFTensor:
         step = max(1, VALUES_AT_ONCE // self.shape[1])
         for start in range(0, self.shape[0], step):
             stop = min(start + step, self.shape[0])
-            destination[start:stop].copy_(torch.from_numpy(self._values(start, stop)))
+            rows = self.blocks(start, stop) if as_blocks else self._values(start, stop)
+            destination[start:stop].copy_(_tensor(rows))
 
     def _values(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         return dequantise(self.kind, self.blocks(start, stop))
+
+
+def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the file cannot be written to
+        return torch.from_numpy(values)
+
+
+def stored_formats(
+    file: GGUFFile, spec: ModelSpec, model: nn.Module
+) -> dict[nn.Module, Quantization]:
+    """The layers whose weights the core can multiply as they are in the file: all parts of one are
+    Q8_0, or all are Q4_0. A table that a tied head shares is looked up, too, for which 4 bits are
+    too coarse."""
+    kinds = {_our_name(place.name, spec): place.kind.name for place in file.tensors.values()}
+    tables = {id(m.weight): m for m in model.modules() if isinstance(m, Embedding)}
+    found: dict[nn.Module, Quantization] = {}
+    for module in model.modules():
+        if not isinstance(module, Linear | LMHead):
+            continue
+        table = tables.get(id(module.weight))
+        parts = (module if table is None else table).sources()
+        names = [part.name for part in parts if part.destination.dim() == 2]
+        for kind in ("Q8_0", "Q4_0") if table is None else ("Q8_0",):
+            if {kinds.get(name) for name in names} == {kind}:
+                found[module] = AS_STORED[kind]
+    return found
 
 
 def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:

@@ -1,0 +1,219 @@
+"""quire beside other engines on this CPU, with the machine's ceilings measured in the same run.
+
+    python -m benchmarks.cpu [--engines quire llama.cpp] [--workloads batch] [--scratch DIR]
+
+Qwen3-0.6B's shape with random weights, random prompts, greedy, no end of sequence; every engine in
+an environment of its own, which is made on demand in the scratch directory (compiling llama.cpp
+takes minutes). Each round runs each workload by each engine in turn, one process each. Runs during
+which other processes took more than 0.15 cores do not count. An engine that cannot be installed or
+fails is listed with the reason.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu.engines import ENGINES, Engine
+from benchmarks.cpu.limits import Ceilings
+from benchmarks.cpu.preparation import Scratch, Unavailable, prepare
+from benchmarks.cpu.processes import (
+    ROOT,
+    Run,
+    import_torch_s,
+    measured_ceilings,
+    run_driver,
+    runs_of,
+)
+from benchmarks.cpu.report import ceiling_lines, legend, ratios, start_lines, summary, table
+from benchmarks.cpu.workloads import WORKLOADS, Workload, chosen_workload
+from quire.tools.report import benchmark_parser, plain_facts, write_report
+
+
+@dataclass
+class Session:
+    """What has been measured so far. failures: by "engine" or "engine: workload"."""
+
+    options: argparse.Namespace
+    scratch: Scratch
+    runs: list[Run] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+    ceilings: dict[str, dict[str, float]] = field(default_factory=dict)
+    torch_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Of quire, beside those of each engine."""
+        return dict(given.split("=", 1) for given in self.options.settings)
+
+    def fail(self, name: str, error: Unavailable) -> None:
+        """Directories of this machine are left out."""
+        reason = str(error).replace(str(self.scratch.directory), "SCRATCH")
+        self.failures[name] = reason.replace(str(ROOT), ".")
+        print(f"{name}: {self.failures[name]}", flush=True)
+
+    def measure_ceilings(self) -> None:
+        """The best so far counts: neighbours only make a machine slower. Raises SystemExit if
+        there are none yet, as when the C++ core is missing, without which quire is slow."""
+        for threads in sorted({1, self.options.threads}):
+            known = self.ceilings.get(str(threads), {})
+            try:
+                found = measured_ceilings(threads)
+            except Unavailable as error:
+                if not known:
+                    raise SystemExit(f"ceilings: {error}") from error
+                self.fail("ceilings", error)
+                return
+            best = {name: max(value, known.get(name, 0.0)) for name, value in found.items()}
+            self.ceilings[str(threads)] = best
+
+    def run(self, engine: Engine, workload: Workload, round_: int) -> list[Run]:
+        """One process. Raises Unavailable."""
+        job = {
+            "model": str(self.scratch.model(engine.source, workload.shape)),
+            "workload": workload.name,
+            "is_small": self.options.small,
+            "threads": self.options.threads,
+            "seed": round_ + 1,
+            "options": engine.options | (self.settings if engine.is_ours else {}),
+        }
+        name = f"run-{engine.name}-{workload.name}".replace(" ", "-")
+        log = self.scratch.directory / "logs" / f"{name}.log"
+        python = self.scratch.python(engine.environment)
+        output = run_driver(python, engine.driver, job, log, self.options.timeout_s)
+        return runs_of(output, engine, workload, round_)
+
+    def measure(self, engine: Engine, workload: Workload, round_: int) -> None:
+        """A failure is noted, and not tried again. The first of all starts does not count."""
+        name = f"{engine.name}: {workload.name}"
+        if name in self.failures:
+            return
+        try:
+            if workload.name == "start" and round_ == 0:
+                self.run(engine, workload, round_)
+            runs = self.run(engine, workload, round_)
+        except Unavailable as error:
+            self.fail(name, error)
+            return
+        self.runs += runs
+        for run in runs:
+            shown = ", ".join(f"{key} {value:.4g}" for key, value in run.metrics.items())
+            print(f"{name}: {shown} (others {run.others:.2f})", flush=True)
+
+
+def chosen_engines(prefixes: list[str]) -> list[Engine]:
+    """Engines whose names begin with one of these; all if there are none."""
+    found = [e for e in ENGINES if not prefixes or any(e.name.startswith(p) for p in prefixes)]
+    if not found:
+        names = ", ".join(engine.name for engine in ENGINES)
+        raise SystemExit(f"no engine begins with {' or '.join(prefixes)}; there are: {names}")
+    return found
+
+
+def prepared(session: Session, engines: list[Engine], workloads: list[Workload]) -> list[Engine]:
+    """Those that can run."""
+    ready = []
+    for engine in engines:
+        try:
+            prepare(session.scratch, engine, {workload.shape for workload in workloads})
+            ready.append(engine)
+        except Unavailable as error:
+            session.fail(engine.name, error)
+    return ready
+
+
+def turns(engines: list[Engine], round_: int) -> Iterator[Engine]:
+    """Every round begins with another engine."""
+    first = round_ * 5 % max(1, len(engines))
+    yield from engines[first:] + engines[:first]
+
+
+def measure_rounds(session: Session, engines: list[Engine], workloads: list[Workload]) -> None:
+    """Ctrl-C ends the measuring; what is there is still shown."""
+    session.measure_ceilings()
+    try:
+        for round_ in range(session.options.rounds):
+            for workload in workloads:
+                for engine in turns(engines, round_):
+                    session.measure(engine, workload, round_)
+            session.measure_ceilings()
+            print(f"round {round_ + 1} of {session.options.rounds} is done", flush=True)
+    except KeyboardInterrupt:
+        session.failures["all"] = "interrupted"
+
+
+def measure_torch(session: Session, engines: list[Engine]) -> None:
+    with_torch = {run.engine for run in session.runs if run.metrics.get("uses_torch")}
+    for engine in engines:
+        if engine.name in with_torch:
+            session.torch_s[engine.name] = import_torch_s(
+                session.scratch.python(engine.environment)
+            )
+
+
+def finish(session: Session, engines: list[Engine]) -> dict[str, Any]:
+    """Print the tables, return what is written."""
+    ceilings = Ceilings.of(session.ceilings[str(session.options.threads)])
+    summaries = summary(session.runs, engines, ceilings, session.options.small)
+    print()
+    lines = ceiling_lines(session.ceilings) + [""]
+    for key in ("best", "median"):
+        lines += table(summaries, engines, key)
+    lines += [*legend(), "", *start_lines(session.runs, engines, session.torch_s), ""]
+    lines += [f"failed: {name}: {reason}" for name, reason in session.failures.items()]
+    print("\n".join(lines), flush=True)
+    environments = {engine.environment for engine in engines if engine.environment}
+    return {
+        "threads": session.options.threads,
+        "is_small": session.options.small,
+        "ceilings": session.ceilings,
+        "summary": summaries,
+        "ratios": ratios(summaries, engines),
+        "import_torch_s": session.torch_s,
+        "failures": session.failures,
+        "versions": {e.name: session.scratch.versions(e) for e in environments},
+        "runs": [asdict(run) for run in session.runs],
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = benchmark_parser(__doc__)
+    names = [workload.name for workload in WORKLOADS]
+    parser.add_argument("--engines", nargs="+", default=[], metavar="NAME", help="how they begin")
+    parser.add_argument("--workloads", nargs="+", choices=names, default=names)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--scratch", type=Path, help="environments and models, kept for next time")
+    parser.add_argument(
+        "--python", nargs="+", default=[], metavar="NAME=FILE", help="environments made by hand"
+    )
+    parser.add_argument(
+        "--settings", nargs="+", default=[], metavar="NAME=WORD", help="of quire, all its engines"
+    )
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="of one process")
+    parser.add_argument("--small", action="store_true", help="the small model in all workloads")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    default = Path(tempfile.gettempdir()) / "quire-bench-cpu"
+    pythons = {name: Path(file) for name, _, file in (p.partition("=") for p in options.python)}
+    session = Session(options, Scratch((options.scratch or default).resolve(), pythons))
+    facts, began = plain_facts(), time.monotonic()
+    print(f"# {facts['cpu']}, {options.threads} threads; {facts['date']}, commit {facts['commit']}")
+    workloads = [chosen_workload(name, options.small) for name in options.workloads]
+    engines = prepared(session, chosen_engines(options.engines), workloads)
+    measure_rounds(session, engines, workloads)
+    measure_torch(session, engines)
+    results = finish(session, engines)
+    print(f"took {(time.monotonic() - began) / 60:.0f} minutes")
+    write_report(options.output_json, results, plain_facts)
+
+
+if __name__ == "__main__":
+    main()

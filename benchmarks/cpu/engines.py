@@ -1,0 +1,120 @@
+"""The engines: environments, how each gets its model, how it stores weights and multiplies."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cpu.limits import Format
+from benchmarks.cpu.workloads import Shape
+
+TORCH = "torch>=2.11,<2.14"
+FLOAT16 = Format(2, 2, "float")
+FLOAT32 = Format(4, 4, "float32")
+INT8 = Format(1, 1, "int8")
+OV_GROUP, OV_SMALL_GROUP = 128, 32
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment: what pip installs, and what of that has to go again."""
+
+    name: str
+    packages: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+
+
+LLAMA = Environment("llama", ("llama-cpp-python", "numpy"))
+OPENVINO = Environment("openvino", ("openvino-genai",))
+CTRANSLATE2 = Environment("ctranslate2", ("ctranslate2",))
+TRANSFORMERS = Environment("transformers", (TORCH, "transformers"))
+# torchvision comes along, but the index's build of it does not work with a torch for CPUs.
+OPENVINO_EXPORT = Environment(
+    "openvino-export", ("optimum-intel[openvino]", TORCH), unwanted=("torchvision",)
+)
+CTRANSLATE2_EXPORT = Environment("ctranslate2-export", ("ctranslate2", TORCH, "transformers"))
+# Has no recipe: its wheel names packages that do not install together. `--python vllm=...` gives
+# an environment that was made by hand.
+VLLM = Environment("vllm", ())
+
+
+@dataclass(frozen=True)
+class Engine:
+    """category: whose results are compared. format: what its own limit is computed from.
+
+    environment: None is this one. source: the model's kind beside the checkpoint, see `Models`.
+    """
+
+    name: str
+    category: str
+    driver: str
+    format: Format
+    environment: Environment | None = None
+    source: str = "checkpoint"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.environment is None
+
+
+def quire(name: str, category: str, form: Format, **options: str) -> Engine:
+    return Engine(f"quire {name}", category, "quire_llm", form, options=options)
+
+
+def llama(kind: str, category: str, form: Format) -> Engine:
+    return Engine(f"llama.cpp {kind}", category, "llama", form, LLAMA, f"gguf-{kind}")
+
+
+def openvino(kind: str, category: str, form: Format) -> Engine:
+    return Engine(f"openvino {kind}", category, "openvino", form, OPENVINO, f"openvino-{kind}")
+
+
+def hf(name: str, dtype: str, cache: str | None, form: Format) -> Engine:
+    options = {"dtype": dtype, "cache": cache}
+    return Engine(f"transformers {name}", "16-bit", "hf", form, TRANSFORMERS, options=options)
+
+
+ENGINES = [
+    quire("bf16", "16-bit", FLOAT16, dtype="bfloat16"),
+    llama("bf16", "16-bit", FLOAT16),
+    llama("f16", "16-bit", FLOAT16),
+    openvino("fp16", "16-bit", FLOAT16),
+    hf("bf16", "bfloat16", None, FLOAT16),
+    hf("bf16 static", "bfloat16", "static", FLOAT16),
+    hf("fp32", "float32", "static", FLOAT32),
+    Engine("vllm bf16", "16-bit", "vllm_llm", FLOAT16, VLLM, options={"dtype": "bfloat16"}),
+    quire("int8", "8-bit", Format(1 + 2 / 128, 1 + 2 / 128, "int8"), quantization="int8"),
+    llama("q8_0", "8-bit", Format(34 / 32, 34 / 32, "int8")),
+    openvino("int8", "8-bit", INT8),
+    Engine(
+        "ctranslate2 int8", "8-bit", "ctranslate", INT8, CTRANSLATE2, "ctranslate2-int8",
+        {"compute_type": "int8"},
+    ),
+    quire(
+        "int4", "4-bit", Format(18 / 32, 1 + 2 / 128, "int8"),
+        quantization="int4", quantized_head="int8",
+    ),
+    quire(
+        "int4 head int4", "4-bit", Format(18 / 32, 18 / 32, "int8"),
+        quantization="int4", quantized_head="int4",
+    ),
+    llama("q4_0", "4-bit", Format(18 / 32, 18 / 32, "int8")),
+    openvino("int4", "4-bit", Format((4 + 20 / OV_GROUP) / 8, 1, "int8")),
+]  # fmt: skip
+
+
+def export_command(
+    source: str, shape: Shape, checkpoint: Path, target: Path, binaries: Path
+) -> list[str]:
+    """The converter's command line; not for GGUF files, which are written here."""
+    peer, _, kind = source.partition("-")
+    if peer == "openvino":
+        command = [str(binaries / "optimum-cli"), "export", "openvino"]
+        command += ["--model", str(checkpoint), "--task", "text-generation-with-past"]
+        command += ["--weight-format", kind]
+        if kind == "int4":
+            size = OV_GROUP if shape.hidden % OV_GROUP == 0 else OV_SMALL_GROUP
+            command += ["--group-size", str(size), "--ratio", "1.0"]
+        return [*command, str(target)]
+    command = [str(binaries / "ct2-transformers-converter"), "--model", str(checkpoint)]
+    return [*command, "--output_dir", str(target), "--quantization", kind]

@@ -1,0 +1,50 @@
+"""Processor time that other processes took while something ran. Standard library only."""
+
+import os
+import time
+from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MOST_OTHERS = 0.15  # cores; runs in which others took more do not count
+
+
+def busy_s() -> float:
+    """Time that all processors of the machine were not idle; what the host took counts as busy."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    user, nice, system, _, _, interrupts, soft_interrupts, stolen = fields[:8]
+    return (user + nice + system + interrupts + soft_interrupts + stolen) / TICKS_PER_S
+
+
+def _stat_fields(process: int) -> list[str]:
+    """From the state on; empty if the process has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def tree_s(root: int) -> float:
+    """Time that a process, its descendants and those of them that were awaited have used."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (fields := _stat_fields(int(entry))):
+            parents.setdefault(int(fields[1]), []).append(int(entry))
+    found, ticks = [root], 0
+    for process in found:  # grows
+        found += parents.get(process, [])
+        ticks += sum(int(field) for field in _stat_fields(process)[11:15])
+    return ticks / TICKS_PER_S
+
+
+class Noise:
+    """From its making until `others` is asked for."""
+
+    def __init__(self, root: int | None = None) -> None:
+        """root: whose tree is not noise; this process if absent."""
+        self._root = os.getpid() if root is None else root
+        self._own_s, self._busy_s, self._began = tree_s(self._root), busy_s(), time.monotonic()
+
+    def others(self) -> float:
+        """Cores that others kept busy, on average."""
+        elapsed_s, busy = time.monotonic() - self._began, busy_s() - self._busy_s
+        return max(0.0, busy - (tree_s(self._root) - self._own_s)) / max(elapsed_s, 1e-9)

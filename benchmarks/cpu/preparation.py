@@ -1,0 +1,113 @@
+"""Environments and models, made in the scratch directory when an engine first needs them.
+
+    SCRATCH/venvs/NAME, SCRATCH/models/SHAPE, SCRATCH/models/SHAPE-SOURCE, SCRATCH/logs/*.log
+
+What is complete is used again; what fails raises Unavailable with the reason.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.cpu.checkpoints import write_checkpoint, write_gguf_file
+from benchmarks.cpu.engines import (
+    CTRANSLATE2_EXPORT,
+    OPENVINO_EXPORT,
+    Engine,
+    Environment,
+    export_command,
+)
+from benchmarks.cpu.workloads import Shape
+
+MOST_S = 3600.0
+BUILD_JOBS = "2"
+
+
+class Unavailable(Exception):
+    """An engine cannot run here; the message is one line."""
+
+
+@dataclass
+class Scratch:
+    """pythons: interpreters given by hand, by the environment's name."""
+
+    directory: Path
+    pythons: dict[str, Path] = field(default_factory=dict)
+
+    def python(self, environment: Environment | None) -> Path:
+        """Of a complete environment. Raises Unavailable."""
+        if environment is None:
+            return Path(sys.executable)
+        if environment.name in self.pythons:
+            return self.pythons[environment.name]
+        if not environment.packages:
+            raise Unavailable(f"no recipe; give an environment: --python {environment.name}=FILE")
+        directory = self.directory / "venvs" / environment.name
+        done, python = directory / "complete.json", directory / "bin" / "python"
+        if not done.exists():
+            self._install(environment, directory, python)
+            done.write_text(json.dumps(self._versions(python)))
+        return python
+
+    def versions(self, environment: Environment | None) -> dict[str, str]:
+        """Of what an environment was made for, by distribution."""
+        return self._versions(self.python(environment))
+
+    def model(self, source: str, shape: Shape) -> Path:
+        """Where an engine's form of a model is. Raises Unavailable."""
+        models = self.directory / "models"
+        checkpoint = write_checkpoint(shape, models / shape.name)
+        peer, _, kind = source.partition("-")
+        if peer == "checkpoint":
+            return checkpoint
+        if peer == "gguf":
+            return write_gguf_file(checkpoint, kind, models / f"{shape.name}-{kind}.gguf")
+        target = models / f"{shape.name}-{source}"
+        if not (target / "complete").exists():
+            shutil.rmtree(target, ignore_errors=True)
+            exporter = OPENVINO_EXPORT if peer == "openvino" else CTRANSLATE2_EXPORT
+            binaries = self.python(exporter).parent
+            command = export_command(source, shape, checkpoint, target, binaries)
+            self._run(f"export-{target.name}", command)
+            (target / "complete").touch()
+        return target
+
+    def _install(self, environment: Environment, directory: Path, python: Path) -> None:
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        name = f"install-{environment.name}"
+        self._run(name, [sys.executable, "-m", "venv", str(directory)])
+        self._run(name, [*pip, "install", *environment.packages])
+        if environment.unwanted:
+            self._run(name, [*pip, "uninstall", "-y", *environment.unwanted])
+
+    def _versions(self, python: Path) -> dict[str, str]:
+        command = [str(python), "-m", "pip", "list", "--format", "json"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        listed = json.loads(done.stdout) if done.returncode == 0 else []
+        return {package["name"]: package["version"] for package in listed}
+
+    def _run(self, name: str, command: list[str]) -> None:
+        """With low priority, output appended to a log."""
+        log = self.directory / "logs" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{name} (log: {log})", file=sys.stderr, flush=True)
+        variables = {"CMAKE_BUILD_PARALLEL_LEVEL": BUILD_JOBS, "OMP_NUM_THREADS": BUILD_JOBS}
+        with log.open("a") as out:
+            try:
+                subprocess.run(
+                    ["nice", "-n", "10", *command], check=True, timeout=MOST_S, stdout=out,
+                    stderr=subprocess.STDOUT, env=os.environ | variables,
+                )  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as error:
+                raise Unavailable(f"{name} failed: {type(error).__name__}, see {log}") from error
+
+
+def prepare(scratch: Scratch, engine: Engine, shapes: set[Shape]) -> None:
+    """Everything that the engine needs. Raises Unavailable."""
+    scratch.python(engine.environment)
+    for shape in sorted(shapes, key=lambda shape: shape.name):
+        scratch.model(engine.source, shape)
