@@ -35,13 +35,16 @@ class Pool {
         for (; num_workers_ < num_threads - 1; ++num_workers_) {
             std::thread([this, index = num_workers_] { serve(index); }).detach();
         }
-        work_.store(work, std::memory_order_relaxed);
-        context_.store(context, std::memory_order_relaxed);
-        num_parts_.store(num_parts, std::memory_order_relaxed);
+        const uint32_t over = phase_of(ticket_.load(std::memory_order_relaxed));
+        // Before anything that a late thread may read: it shall not take a part of what it sees.
+        ticket_.store(ticket_of(over, kNoPart), std::memory_order_relaxed);
+        work_.store(work, std::memory_order_release);
+        context_.store(context, std::memory_order_release);
+        num_parts_.store(num_parts, std::memory_order_release);
         helpers_.store(num_threads - 1, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
-        const uint32_t phase = phase_of(ticket_.load(std::memory_order_relaxed)) + 1;
-        ticket_.store(uint64_t{phase} << 32);
+        const uint32_t phase = over + 1;
+        ticket_.store(ticket_of(phase, 0));
         if (sleeping_.load() > 0) wake();
         take_parts(phase);
         for (int looks = 0; done_.load(std::memory_order_acquire) < num_parts; ++looks) {
@@ -50,17 +53,22 @@ class Pool {
     }
 
    private:
-    static uint32_t phase_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
+    static constexpr uint32_t kNoPart = ~uint32_t{0};  // more than any phase has
 
-    // Takes parts of this phase until none is left. What the phase is was read before a part was
-    // taken, and it cannot have changed then: a phase with a part to take is not over.
+    static uint32_t phase_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
+    static uint64_t ticket_of(uint32_t phase, uint32_t part) {
+        return uint64_t{phase} << 32 | part;
+    }
+
+    // Takes parts of this phase until none is left. What the phase is is read before a part is taken:
+    // if it was the next phase's already, the ticket is no longer the one that was looked at.
     void take_parts(uint32_t phase) {
         uint64_t ticket = ticket_.load(std::memory_order_acquire);
         while (phase_of(ticket) == phase) {
             const auto part = static_cast<int64_t>(static_cast<uint32_t>(ticket));
-            const auto work = work_.load(std::memory_order_relaxed);
-            void* context = context_.load(std::memory_order_relaxed);
-            if (part >= num_parts_.load(std::memory_order_relaxed)) return;
+            const auto work = work_.load(std::memory_order_acquire);
+            void* context = context_.load(std::memory_order_acquire);
+            if (part >= num_parts_.load(std::memory_order_acquire)) return;
             if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) {
                 continue;
             }

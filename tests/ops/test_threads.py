@@ -1,6 +1,8 @@
 """The core's threads: how many there are, and that they work for whoever calls."""
 
 import os
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -104,3 +106,17 @@ def test_a_forked_process_has_threads_of_its_own(
     if child == 0:
         os._exit(0 if torch.equal(linear(x, weight), wanted) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_late_threads_do_no_part_of_another_phase(tmp_path: Path) -> None:
+    """Short phases on more threads than cores; see the program."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("g++ is not installed")
+    root = Path(__file__).parents[2]
+    program = tmp_path / "check"
+    sources = [root / "tests" / "csrc" / "check_parallel.cpp", root / "csrc" / "parallel.cpp"]
+    flags = ["-std=c++17", "-O2", f"-I{root / 'csrc'}", "-pthread", "-o", str(program)]
+    subprocess.run([compiler, *flags, *map(str, sources)], check=True)
+    done = subprocess.run([str(program), "300000"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "parallel: 300000 phases, 0 wrong\n")

@@ -1,0 +1,52 @@
+// Checks the thread pool, without Python: many short phases with different numbers of parts, on more
+// threads than there are cores, so that threads come late to phases that are over.
+//
+// Prints a line. The exit status is 1 if a part was not done exactly once, or with another phase's
+// work. Argument: the number of phases.
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "parallel.h"
+
+namespace {
+
+constexpr int64_t kMaxParts = 64;
+
+struct Phase {
+    int64_t number, num_parts;
+    std::vector<std::atomic<int64_t>>* counts;  // of all phases, for each part
+    std::atomic<int64_t>* wrong;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int64_t num_phases = argc > 1 ? std::atoll(argv[1]) : 1000000;
+    std::vector<std::atomic<int64_t>> counts(kMaxParts);
+    std::vector<int64_t> expected(kMaxParts);
+    std::atomic<int64_t> wrong{0}, current{-1};
+    uint64_t state = 1;
+    for (int64_t number = 0; number < num_phases; ++number) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        const int64_t num_parts = 2 + static_cast<int64_t>(state >> 33) % (kMaxParts - 1);
+        const int num_threads = 2 + static_cast<int>(state >> 60) % 7;
+        Phase phase{number, num_parts, &counts, &wrong};
+        current.store(number);
+        quire::parallel_parts(num_parts, num_threads, [&phase, &current](int64_t part) {
+            const bool is_right = phase.number == current.load() && part < phase.num_parts;
+            if (!is_right) phase.wrong->fetch_add(1);
+            (*phase.counts)[static_cast<size_t>(part % kMaxParts)].fetch_add(1);
+        });
+        for (int64_t part = 0; part < num_parts; ++part) expected[static_cast<size_t>(part)] += 1;
+        for (size_t part = 0; part < kMaxParts; ++part) {
+            if (counts[part].load() != expected[part]) wrong.fetch_add(1);
+        }
+        if (wrong.load() > 0) break;
+    }
+    std::printf("parallel: %lld phases, %lld wrong\n", static_cast<long long>(num_phases),
+                static_cast<long long>(wrong.load()));
+    return wrong.load() > 0;
+}
