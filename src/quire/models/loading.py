@@ -21,6 +21,7 @@ from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
 from quire.models.packing import AS_THEY_ARE, Stored, WeightFormats, model_bytes, planned_bytes
 from quire.models.weight_cache import WeightCache
+from quire.ops.memory import forget_pages
 from quire.ops.packed import can_pack_natively
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
@@ -121,6 +122,7 @@ def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress)
         is_known = assembly.fill(name, fill) or assembly.fill(f"{model.base_prefix}{name}", fill)
         if not is_known and not _is_ignored(model, name):
             unknown.append(name)
+        forget_pages(tensor)
         done += tensor.nbytes
         report(min(done, total), total)
     _check_complete(assembly, unknown)

@@ -1,6 +1,7 @@
 """Memory of the CPU: zeroed and only taken when it is used, in large pages, or a mapped file."""
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -13,12 +14,21 @@ import torch
 HUGE_PAGE = 2 << 20
 CHUNK_BYTES = 64 << 20
 ALIGNMENT = 64  # a vector of AVX-512, a line of the cache
-MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux has it
+# Linux has these:
+MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
+MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
+
+
+def sparse_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in the CPU's memory, of which only the small pages that are written take any."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapped, dtype=dtype).view(shape)
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros. On a CPU the operating system hands out each page when it is first written, so a
-    KV pool costs neither time nor memory before it is used."""
+    """Zeros. On a CPU the operating system hands out each page, in most cases a large one, when it
+    is first written, so a KV pool costs neither time nor memory before it is used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
@@ -84,6 +94,18 @@ def mapped_file(file: int, num_bytes: int) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it cannot be written to
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def forget_pages(values: torch.Tensor) -> None:
+    """Whole pages of a mapped file in which these contiguous values lie no longer count as memory
+    of this process; reading them again reads the file."""
+    if MADV_DONTNEED is None or values.device.type != "cpu":
+        return
+    start = aligned(values.data_ptr(), mmap.PAGESIZE)
+    length = (values.data_ptr() + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+    if length > 0:
+        system = ctypes.CDLL(None)
+        system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
 
 
 def free_disk_bytes(directory: Path) -> int:

@@ -35,7 +35,7 @@ from quire.runner.native_model import native_or_same
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
-MEASURED_BLOCKS = 16
+MEASURED_BLOCKS = 8
 
 Progress = Callable[[int, int], None]
 

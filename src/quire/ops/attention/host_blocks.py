@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.memory import lazy_zeros
+from quire.ops.memory import sparse_zeros
 
 Int32 = npt.NDArray[np.int32]
 
-PART_BYTES = 16 << 20  # of one gathered buffer
+# Of one gathered buffer: what a GPU sends at once; what stays in a CPU's caches.
+GPU_PART_BYTES, CPU_PART_BYTES = 16 << 20, 2 << 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class HostBlocks:
         """A buffer of another size each time would be taken from the operating system anew, which
         takes longer than the copy."""
         kv = self._device_kv[place]
-        size = max(1, PART_BYTES * kv.shape[self._dim] // max(1, kv.numel() * kv.element_size()))
+        part_bytes = CPU_PART_BYTES if self._stream is None else GPU_PART_BYTES
+        size = max(1, part_bytes * kv.shape[self._dim] // max(1, kv.numel() * kv.element_size()))
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 
     def _swap_out(self, place: int, source: Int32, destination: Int32) -> None:
@@ -104,7 +106,7 @@ class HostBlocks:
         mirror = self._host_kv[place]
         if mirror is None:
             like = self._device_kv[place]
-            mirror = lazy_zeros(tuple(like.shape), like.dtype, torch.device("cpu"))
+            mirror = sparse_zeros(tuple(like.shape), like.dtype)
             self._host_kv[place] = mirror
         return mirror
 
