@@ -1,5 +1,6 @@
 """A checkpoint written as a GGUF file is the same model."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.config import ModelConfig
+from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ModelError
 from quire.base.gguf import KINDS, ArrayPlace, GGUFFile
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.models.gguf.dequantise import dequantise
 from quire.models.gguf.weights import gguf_tensors
 from quire.models.loading import load_model
-from quire.models.packing import IN_THE_DTYPE, weight_formats
+from quire.models.packing import IN_THE_DTYPE, model_bytes, weight_formats
 from quire.models.source import resolve_model
 from quire.ops.linear import linear
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight, Quantization, pack_blocks, variants
+from quire.runner.preview import preview_runner
 from tests.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
 from tests.models.gguf_writer import (
     BF16,
@@ -29,6 +31,7 @@ from tests.models.gguf_writer import (
     Q8_0,
     Tensor,
     convert,
+    model_metadata,
     stored,
     write_gguf,
 )
@@ -298,7 +301,7 @@ def complete() -> dict[str, Any]:
     )
 
 
-# ---- Q8_0 and Q4_0 as they are -----------------------------------------------------------------
+# ---- what quantised weights are packed as ------------------------------------------------------
 
 
 def packed_formats(model: torch.nn.Module) -> dict[str, str]:
@@ -365,33 +368,84 @@ def test_every_integer_is_kept(kind: int, variant: str, monkeypatch: pytest.Monk
     assert error < 0.01
 
 
+def with_tensors(path: Path, to: Path, changed: dict[str, Tensor]) -> Path:
+    """A GGUF file with other tensors of these names."""
+    file, raw = GGUFFile(path), path.read_bytes()
+    numbers = {kind: number for number, kind in KINDS.items()}
+    tensors = {
+        name: Tensor(
+            numbers[place.kind], place.shape, raw[place.start : place.start + place.num_bytes]
+        )
+        for name, place in file.tensors.items()
+    }
+    metadata = {n: v for n, v in file.metadata.items() if not isinstance(v, ArrayPlace)}
+    return write_gguf(to, metadata, tensors | changed)
+
+
 @needs_core
-def test_mixed_parts_go_through_floats(llama: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("other", "format"), [(F32, "float32"), (Q4_0, "int8")])
+def test_mixed_parts_become_one_format(
+    other: int, format: str, llama: Checkpoint, tmp_path: Path
+) -> None:
     """A merged layer is multiplied as one, so its parts must be of one kind."""
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
     spec, file = load_spec(path), GGUFFile(path)
     k = file.tensors["blk.1.attn_k.weight"]
-    raw = bytearray(path.read_bytes())
-    tensors = {
-        name: Tensor(
-            next(number for number, kind in KINDS.items() if kind == place.kind),
-            place.shape,
-            bytes(raw[place.start : place.start + place.num_bytes]),
-        )
-        for name, place in file.tensors.items()
-    }
-    values = dequantise(k.kind, np.frombuffer(tensors[k.name].data, np.uint8).reshape(16, -1))
-    tensors[k.name] = stored(values, F32)
-    metadata = {n: v for n, v in file.metadata.items() if not isinstance(v, ArrayPlace)}
-    mixed = load_model(
-        write_gguf(tmp_path / "mixed.gguf", metadata, tensors), spec, torch.float32, CPU
-    )
+    values = dequantise(k.kind, np.frombuffer(file.data(k), np.uint8).reshape(16, -1))
+    mixed_path = with_tensors(path, tmp_path / "mixed.gguf", {k.name: stored(values, other)})
+    mixed = load_model(mixed_path, spec, torch.float32, CPU)
     formats = packed_formats(mixed)
     assert formats["layers.0.attention.qkv"] == formats["layers.1.attention.output"] == "int8"
-    assert formats["layers.1.attention.qkv"] == "float32"
-    whole = load_model(path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
-    got, wanted = (model.layers[1].attention.qkv.weight for model in (mixed, whole))
-    assert torch.equal(rows(got), rows(wanted))
+    assert formats["layers.1.attention.qkv"] == format
+    whole = load_model(mixed_path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    got, wanted = (rows(model.layers[1].attention.qkv.weight) for model in (mixed, whole))
+    error = (got - wanted).norm() / wanted.norm()
+    assert error == 0 if other == F32 else 0 < error < 0.005
+
+
+def k_blocks(kind: int, shape: tuple[int, int], numbers: np.random.Generator) -> Tensor:
+    """Any bits are valid but the scales'."""
+    block_bytes = KINDS[kind].block_bytes
+    raw = numbers.integers(0, 256, (shape[0], shape[1] // 256, block_bytes), np.uint8)
+    for place in {12: (0, 2), 14: (208,)}[kind]:
+        scales = numbers.uniform(1e-4, 2e-4, raw.shape[:2]).astype("<f2")
+        raw[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return Tensor(kind, shape, raw.tobytes())
+
+
+@needs_core
+@pytest.mark.parametrize("kind", [12, 14], ids=["Q4_K", "Q6_K"])
+def test_fewer_bits_become_int8(kind: int, tmp_path: Path) -> None:
+    """The table of a tied head, too, which is looked up as what the head multiplies."""
+    numbers, size, inner = np.random.default_rng(5), 256, 512
+    config = json.loads(
+        (write_checkpoint(tmp_path / "a", "llama_tied").directory / "config.json").read_text()
+    )
+    config |= {"hidden_size": size, "intermediate_size": inner, "vocab_size": 300}
+    config |= {"num_hidden_layers": 1, "head_dim": size // config["num_attention_heads"]}
+    kv = size // config["num_attention_heads"] * config["num_key_value_heads"]
+    shapes = {"q": (size, size), "k": (kv, size), "v": (kv, size), "output": (size, size)}
+    matrices = {f"blk.0.attn_{name}": shape for name, shape in shapes.items()} | {
+        "token_embd": (300, size),
+        "blk.0.ffn_gate": (inner, size),
+        "blk.0.ffn_up": (inner, size),
+        "blk.0.ffn_down": (size, inner),
+    }
+    tensors = {f"{n}.weight": k_blocks(kind, shape, numbers) for n, shape in matrices.items()}
+    for norm in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
+        tensors[f"{norm}.weight"] = stored(np.ones(size), F32)
+    path = write_gguf(tmp_path / "model.gguf", model_metadata(config), tensors)
+    spec = load_spec(path)
+    model = load_model(path, spec, torch.float32, CPU)
+    plain = load_model(path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    assert set(packed_formats(model).values()) == {"int8"}
+    config = config_from_flat(model=str(path), dtype="float32")
+    assert preview_runner(config, resolve_model(str(path))).weights_bytes == model_bytes(model)
+    for name in packed_formats(plain):
+        got, wanted = (rows(each.get_submodule(name).weight) for each in (model, plain))
+        assert 0 < (got - wanted).norm() / wanted.norm() < 0.006, name
+    ids = torch.arange(0, 300, 7)
+    assert torch.equal(model.embedding(ids), rows(model.head.weight)[ids])
 
 
 @needs_core

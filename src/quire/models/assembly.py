@@ -54,7 +54,8 @@ class Unit:
         made: dict[int, nn.Parameter] = {}
         if self.is_made:
             return
-        blocks = next((stored[module] for module in self.modules if module in stored), None)
+        found = (stored[module] for module in self.modules if module in stored)
+        blocks = next((each.quantization for each in found if each.as_blocks), None)
         for module in self.modules:
             for name, old in list(module.named_parameters(recurse=False)):
                 if old.device == META:

@@ -51,12 +51,11 @@ def load_model(
     model = empty_model(spec, dtype, device)
     report = progress or _no_progress
     files = [] if load_format == "dummy" else checkpoint_files(directory)
-    can_pack = can_pack_natively(dtype, device)
     stored: Stored = {}
-    if can_pack and quantization == AS_THEY_ARE and load_format != "dummy" and is_gguf(directory):
-        stored = stored_formats(GGUFFile(directory), spec, model)
+    if load_format != "dummy":
+        stored = formats_of_file(directory, spec, model, dtype, device, quantization)
     entry = None
-    if cache is not None and can_pack:
+    if cache is not None and can_pack_natively(dtype, device):
         num_bytes = planned_bytes(model, dtype, device, quantization, stored)
         entry = cache.entry(model, num_bytes, files, seed, (spec, dtype, quantization))
         if entry is not None and entry.restore(model):
@@ -73,6 +72,21 @@ def load_model(
     if entry is not None:
         entry.store(model)
     return model
+
+
+def formats_of_file(
+    path: Path,
+    spec: ModelSpec,
+    model: nn.Module,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: WeightFormats,
+) -> Stored:
+    """What layers are packed as because their weights are quantised in a GGUF file."""
+    as_stored = quantization == AS_THEY_ARE and is_gguf(path)
+    if not (as_stored and can_pack_natively(dtype, device)):
+        return {}
+    return stored_formats(GGUFFile(path), spec, model)
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -44,8 +44,17 @@ class WeightFormats:
 AS_THEY_ARE = WeightFormats()
 IN_THE_DTYPE = WeightFormats(as_stored=False)
 
-# Layers whose weight comes as ggml's blocks (`packed.pack_blocks`), and what they are.
-Stored = Mapping[nn.Module, Quantization]
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """What a layer of a quantised file is packed as. as_blocks: its weight comes as ggml's blocks
+    (`packed.pack_blocks`), which hold the same integers; otherwise it comes as numbers."""
+
+    quantization: Quantization
+    as_blocks: bool
+
+
+Stored = Mapping[nn.Module, StoredFormat]
 
 
 def weight_formats(config: ModelConfig) -> WeightFormats:
@@ -96,10 +105,17 @@ def pack_modules(
 def _pack(
     layer: Linear | LMHead, format: Quantization | None, memory: HugeMemory | None, stored: Stored
 ) -> None:
-    if layer in stored:
-        set_weight(layer, pack_blocks(layer.weight, stored[layer], memory))
+    found = stored.get(layer)
+    if found is not None and found.as_blocks:
+        set_weight(layer, pack_blocks(layer.weight, found.quantization, memory))
     else:
-        layer.pack(format, memory)
+        layer.pack(_format_of(layer, format, stored), memory)
+
+
+def _format_of(
+    layer: nn.Module, format: Quantization | None, stored: Stored
+) -> Quantization | None:
+    return stored[layer].quantization if layer in stored else format
 
 
 def _tied(modules: Iterable[nn.Module]) -> list[tuple[LMHead, list[Embedding]]]:
@@ -134,10 +150,12 @@ def planned_bytes(
     total = model_bytes(model)
     for module in model.modules():
         if isinstance(module, Linear):
-            total += _growth(module.weight, dtype, device, stored.get(module, formats.layers))
+            format = _format_of(module, formats.layers, stored)
+            total += _growth(module.weight, dtype, device, format)
     for head, tables in _tied(model.modules()):
-        total += _growth(head.weight, dtype, device, stored.get(head, formats.head))
-        can_share = can_pack_natively(dtype, device) and not _is_int4(formats.head)
+        format = _format_of(head, formats.head, stored)
+        total += _growth(head.weight, dtype, device, format)
+        can_share = can_pack_natively(dtype, device) and not _is_int4(format)
         if tables and can_pack(dtype, device) and not can_share:
             total += _bytes(head.weight)
     return total

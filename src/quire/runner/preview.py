@@ -7,6 +7,7 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.model_spec import load_spec
 from quire.kv.sizing import MemoryPlan
+from quire.models.loading import formats_of_file
 from quire.models.packing import planned_bytes, weight_formats
 from quire.models.registry import make_model
 from quire.models.source import ModelSource
@@ -35,7 +36,9 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     dtype = choose_dtype(config.model.dtype, spec, device)
     formats = weight_formats(config.model)
     formats.check(dtype, device)
-    weights = planned_bytes(make_model(spec, dtype, torch.device("meta")), dtype, device, formats)
+    model = make_model(spec, dtype, torch.device("meta"))
+    stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
+    weights = planned_bytes(model, dtype, device, formats, stored)
     memory = None
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, dtype, weights, available_cpu_bytes())

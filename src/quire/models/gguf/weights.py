@@ -22,6 +22,7 @@ from quire.base.gguf_config import ROPE_FACTORS
 from quire.base.model_spec import ModelSpec
 from quire.models.gguf.dequantise import dequantise
 from quire.models.layers import Embedding, Linear, LMHead, Source
+from quire.models.packing import StoredFormat
 from quire.ops.packed import Quantization
 
 AS_STORED = {"Q8_0": Quantization("int8", 32), "Q4_0": Quantization("int4", 32)}
@@ -124,23 +125,32 @@ def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
 
 def stored_formats(
     file: GGUFFile, spec: ModelSpec, model: nn.Module
-) -> dict[nn.Module, Quantization]:
-    """The layers whose weights the core can multiply as they are in the file: all parts of one are
-    Q8_0, or all are Q4_0. A table that a tied head shares is looked up, too, for which 4 bits are
-    too coarse."""
-    kinds = {_our_name(place.name, spec): place.kind.name for place in file.tensors.values()}
+) -> dict[nn.Module, StoredFormat]:
+    """What to pack the layers as whose weights are quantised in the file.
+
+    The core multiplies the integers of Q8_0 and Q4_0 as they are, if all parts of a layer are that.
+    Others, all of at most 6 bits, become int8 in groups of 32, which adds a few hundredths to the
+    error that they have; so does a table of Q4_0 that a tied head shares: it is looked up, too.
+    """
+    kinds = {_our_name(place.name, spec): place.kind for place in file.tensors.values()}
     tables = {id(m.weight): m for m in model.modules() if isinstance(m, Embedding)}
-    found: dict[nn.Module, Quantization] = {}
+    found: dict[nn.Module, StoredFormat] = {}
     for module in model.modules():
         if not isinstance(module, Linear | LMHead):
             continue
         table = tables.get(id(module.weight))
         parts = (module if table is None else table).sources()
         names = [part.name for part in parts if part.destination.dim() == 2]
-        for kind in ("Q8_0", "Q4_0") if table is None else ("Q8_0",):
-            if {kinds.get(name) for name in names} == {kind}:
-                found[module] = AS_STORED[kind]
+        of_parts = {kinds[name] for name in names if name in kinds}
+        if of_parts and not any(kind.is_float for kind in of_parts):
+            found[module] = _stored_format({kind.name for kind in of_parts}, table is not None)
     return found
+
+
+def _stored_format(kinds: set[str], is_looked_up: bool) -> StoredFormat:
+    if kinds == {"Q8_0"} or (kinds == {"Q4_0"} and not is_looked_up):
+        return StoredFormat(AS_STORED[min(kinds)], as_blocks=True)
+    return StoredFormat(AS_STORED["Q8_0"], as_blocks=False)
 
 
 def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
