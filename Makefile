@@ -75,6 +75,9 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 	for name in prefix_sharing sharing beam_search scheduler_steps async_scheduling block_pool block_tables \
 		live_slots swap overload policies recording streaming import_time front_end startup; do \
 		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
+	$(BIN)/python benchmarks/linear.py --output-json $(RESULTS)/linear.json
+	$(BIN)/python -m benchmarks.attention > $(RESULTS)/attention.txt
+	$(BIN)/python -m benchmarks.accuracy --output-json $(RESULTS)/accuracy.json
 
 bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environment of its own; an hour or two
 	$(BIN)/python -m benchmarks.cpu --rounds 3 --output-json $(RESULTS)/cpu.json $(ARGS)

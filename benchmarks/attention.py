@@ -8,7 +8,8 @@ of the share of that in the bandwidth of reading memory that fits in no cache:
 
     cases     decode rows, prompts and chunks; also GFLOP/s of the products that the mask leaves
     paged     16 rows in scattered blocks of 16 tokens against the same rows in one block each
-    split     one row, its context cut for all threads against one pass
+    split     one row, its context cut for all threads against one pass; also with one KV head, of
+              which one pass is work for one thread
     cascade   16 rows that share their first tokens, read once for all against once for each
     formats   how keys and values are stored
 
@@ -45,6 +46,7 @@ class Case:
     block_size: int = BLOCK_SIZE
     shared: int = 0
     kv_format: str = "auto"
+    kv_heads: int = KV_HEADS
 
     @property
     def num_blocks(self) -> int:
@@ -60,10 +62,10 @@ class Case:
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """That must be read, each row's once."""
         row = HEAD_DIM + 4 if self.kv_format == "int8" else HEAD_DIM * dtype.itemsize
-        return 2 * sum(context for context, _ in self.rows) * KV_HEADS * row
+        return 2 * sum(context for context, _ in self.rows) * self.kv_heads * row
 
     def layout(self, dtype: torch.dtype) -> KVLayout:
-        group = CacheGroup("full", tuple(range(LAYERS)), KV_HEADS, HEAD_DIM)
+        group = CacheGroup("full", tuple(range(LAYERS)), self.kv_heads, HEAD_DIM)
         cpu = torch.device("cpu")
         return KVLayout((group,), (self.num_blocks,), self.block_size, dtype, cpu, self.kv_format)
 
@@ -113,7 +115,7 @@ def fill(backend: AttentionBackend, case: Case, dtype: torch.dtype) -> None:
     """Write numbers to all blocks (untouched memory would be read from the cache)."""
     tokens = case.num_blocks * case.block_size
     backend.prepare(scattered_step(Case("", ((tokens, tokens),), case.block_size)))
-    k, v = torch.randn(2, tokens, KV_HEADS, HEAD_DIM).to(dtype)
+    k, v = torch.randn(2, tokens, case.kv_heads, HEAD_DIM).to(dtype)
     for layer in range(LAYERS):
         backend.write(layer, k, v)
 
@@ -124,12 +126,12 @@ def measure(make: MakeBackend, case: Case, dtype: torch.dtype) -> tuple[float, f
     fill(backend, case, dtype)
     num_tokens = sum(new for _, new in case.rows)
     q = torch.randn(num_tokens, HEADS, HEAD_DIM).to(dtype)
-    k, v = torch.randn(2, num_tokens, KV_HEADS, HEAD_DIM).to(dtype)
+    k, v = torch.randn(2, num_tokens, case.kv_heads, HEAD_DIM).to(dtype)
 
     def prepare() -> None:
         backend.prepare(step)
         if isinstance(backend, CpuBackend):
-            backend.plan(0, HEADS // KV_HEADS)
+            backend.plan(0, HEADS // case.kv_heads)
 
     def all_layers() -> None:
         for layer in range(LAYERS):
@@ -176,10 +178,11 @@ class Bench:
             )
 
     def split(self) -> Iterator[str]:
-        for tokens in (512, 2048, 8192, 32_768, 131_072):
-            case = Case("", ((tokens, 1),))
+        lengths = (512, 2048, 8192, 32_768, 131_072)
+        for kv_heads, tokens in [(h, n) for h in (KV_HEADS, 1) for n in lengths]:
+            case = Case("", ((tokens, 1),), kv_heads=kv_heads)
             yield self._pair(
-                f"1 row of {tokens:,}",
+                f"1 row of {tokens:,}, {kv_heads} KV heads",
                 ("split", case, CpuBackend),
                 ("one pass", case, lambda x: CpuBackend(x, split=False)),
             )
