@@ -1,6 +1,8 @@
 """Tiny tokenizers, trained in the test: one per family of decoders, as model directories."""
 
+import atexit
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -128,10 +130,17 @@ def write_directory(folder: Path, family: str, **config: Any) -> Path:
     return folder
 
 
+def fresh_directory() -> Path:
+    """An empty one, for as long as this process runs."""
+    path = Path(mkdtemp(prefix="tiny-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 @cache
 def directory(family: str) -> Path:
     """One directory per family for the whole test run."""
-    return write_directory(Path(mkdtemp(prefix="tiny-")), family)
+    return write_directory(fresh_directory(), family)
 
 
 @cache

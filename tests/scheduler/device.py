@@ -61,10 +61,16 @@ def expected_tokens(request: Request, max_model_len: int) -> list[int]:
 class FakeDevice:
     """Carries out plans in order. Nothing is checked that a real device would not need."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: tuple[int, ...], size: int):
+    def __init__(
+        self,
+        groups: tuple[CacheGroup, ...],
+        num_blocks: tuple[int, ...],
+        size: int,
+        num_host_blocks: tuple[int, ...] | None = None,
+    ):
         self.groups, self.size = groups, size
         self.slots = [np.full(n * size, -1, np.int64) for n in num_blocks]
-        self.host_slots = [slots.copy() for slots in self.slots]
+        self.host_slots = [np.full(n * size, -1, np.int64) for n in num_host_blocks or num_blocks]
         self.swapped_step_id = -1
         self.num_swapped = 0
         self.tokens: dict[int, list[int]] = {}

@@ -55,10 +55,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["recompute", "swap"]),
         policy=st.sampled_from([Fifo, Srtf, TwoLevel]),
         threshold=st.sampled_from([0, 0, 1, 5]),
+        tier=st.sampled_from([None, None, 0, 2, 7, 60]),
     )
-    def start(self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold) -> None:
+    def start(self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold, tier):
         num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
-        self.kv = KVManager(self.groups, num_blocks, BLOCK, caching)
+        limits = None if tier is None else (tier,) * len(self.groups)
+        self.kv = KVManager(self.groups, num_blocks, BLOCK, caching, host_limits=limits)
         config = SchedulerConfig(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
@@ -68,7 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1, make_policy=policy)
         self.clock = FakeClock()
-        self.device = FakeDevice(self.groups, num_blocks, BLOCK)
+        host_blocks = tuple(pool.num_blocks for pool in self.kv.host_pools)
+        self.device = FakeDevice(self.groups, num_blocks, BLOCK, host_blocks)
         self.core = EngineCore(
             self.scheduler,
             FakeExecutor(self.device, lazy),  # type: ignore[arg-type]

@@ -2,14 +2,13 @@
 
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 import transformers as tf
 
 from quire.base.model_spec import load_spec
-from tests.render.tiny import write_directory
+from tests.render.tiny import fresh_directory, write_directory
 
 MAX_POSITION = 128
 WINDOW = 9  # of the mistral here: smaller than most prompts
@@ -69,20 +68,20 @@ def write_checkpoint(folder: Path, architecture: str, vocab_size: int, seed: int
 @cache
 def checkpoint(architecture: str, vocab_size: int = 97) -> Path:
     """Without a tokenizer; one per architecture for the whole test run."""
-    return write_checkpoint(Path(mkdtemp(prefix="tiny-")), architecture, vocab_size)
+    return write_checkpoint(fresh_directory(), architecture, vocab_size)
 
 
 @cache
 def text_checkpoint(architecture: str = "llama") -> Path:
     """With a tokenizer of the byte-level family, whose end of sequence the model does not know."""
-    folder = write_directory(Path(mkdtemp(prefix="tiny-text-")), "byte_level")
+    folder = write_directory(fresh_directory(), "byte_level")
     return write_checkpoint(folder, architecture, vocab_size=424)
 
 
 @cache
 def twins_checkpoint(vocab_size: int) -> Path:
     """A llama to which the tokens 2k and 2k + 1 are the same, so that their logits tie."""
-    folder = write_checkpoint(Path(mkdtemp(prefix="tiny-twins-")), "llama", vocab_size)
+    folder = write_checkpoint(fresh_directory(), "llama", vocab_size)
     model = tf.AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):

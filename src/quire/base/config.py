@@ -109,6 +109,12 @@ class CacheConfig:
         choices=("auto", "int8"),
     )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
+    kv_host_gb: float | None = setting(
+        None,
+        "host memory for cached blocks that the KV pool has no room for, which come back as prefix"
+        " hits; if absent none on a CPU, on a GPU as much as the pool",
+        unit="GB",
+    )
     watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
 
 

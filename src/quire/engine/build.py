@@ -128,6 +128,7 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
             kv_block_bytes(group, config.cache.block_size, built.dtype, config.cache.kv_cache_dtype)
             for group in built.spec.cache_groups
         ],
+        host_limits=built.host_limits,
     )
     return Scheduler(
         kv,

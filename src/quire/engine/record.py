@@ -258,6 +258,7 @@ def _parts_of(scheduler: Scheduler) -> dict[str, Any]:
         "groups": kv.groups,
         "num_blocks": [pool.num_blocks for pool in kv.pools],
         "block_bytes": kv.block_bytes,
+        "host_limits": None if kv.tier is None else kv.tier.limits,
         "rates": scheduler.rates,
     }
 

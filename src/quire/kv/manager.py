@@ -11,17 +11,27 @@ from dataclasses import dataclass
 from quire.base.model_spec import CacheGroup
 from quire.kv.pool import BlockPool
 from quire.kv.table import NULL, Appended, BlockTable
+from quire.kv.tiers import Copies, HostTier
 
 
 @dataclass(frozen=True, slots=True)
 class KVBlocks:
-    """A prefix hit: leading tokens that need not be computed, and their blocks by group."""
+    """A prefix hit: leading tokens that need not be computed, and their blocks by group.
+
+    LOAD stands for a block that host memory holds; host: by group, logical index -> host block.
+    """
 
     num_tokens: int
     blocks: tuple[list[int], ...]
+    host: tuple[dict[int, int], ...] = ()
+
+    @property
+    def num_loads(self) -> int:
+        """Blocks to load, of all groups."""
+        return sum(len(found) for found in self.host)
 
 
-Copies = tuple[list[int], list[int]]  # blocks to read, blocks to write
+LOAD = -2
 
 
 class SequenceBlocks:
@@ -52,7 +62,8 @@ class KVManager:
     """Book-keeping of all KV blocks of a model.
 
     groups and num_blocks are parallel: one pool per cache group. free_orders sets the order in
-    which fresh blocks are handed out (tests replay the paper's figures with it).
+    which fresh blocks are handed out (tests replay the paper's figures with it). host_limits: most
+    evicted blocks of each group that host memory keeps; without it there is no such tier.
     """
 
     def __init__(
@@ -63,6 +74,7 @@ class KVManager:
         enable_prefix_caching: bool = True,
         free_orders: Sequence[Sequence[int]] | None = None,
         block_bytes: Sequence[int] = (),
+        host_limits: Sequence[int] | None = None,
     ) -> None:
         orders: Sequence[Sequence[int] | None] = free_orders or [None] * len(groups)
         self.groups = tuple(groups)
@@ -70,7 +82,11 @@ class KVManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.pools = tuple(BlockPool(n, o) for n, o in zip(num_blocks, orders, strict=True))
         # Swap space is as large as the device's pools: it is never too small (P 4.5).
-        self.host_pools = tuple(BlockPool(n) for n in num_blocks)
+        limits = [0] * len(groups) if host_limits is None else host_limits
+        sizes = [max(pair) for pair in zip(num_blocks, limits, strict=True)]
+        self.host_pools = tuple(BlockPool(n) for n in sizes)
+        self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
+        self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
         self.block_bytes = tuple(block_bytes)
 
     @property
@@ -86,7 +102,8 @@ class KVManager:
     @property
     def num_index_changes(self) -> int:
         """A hit that was found before the last of these may be longer or shorter now."""
-        return sum(pool.num_index_changes for pool in self.pools)
+        pools = self.pools if self.tier is None else (*self.pools, *self.host_pools)
+        return sum(pool.num_index_changes for pool in pools)
 
     def new_sequence(self) -> SequenceBlocks:
         return SequenceBlocks(tuple(BlockTable(pool, self.block_size) for pool in self.pools))
@@ -122,32 +139,38 @@ class KVManager:
                 needs.append(num_sequences * min(blocks, self.blocks_for(num_tokens, g) + extra))
         return needs
 
-    def get_computed_blocks(self, digests: Sequence[bytes], num_tokens: int) -> KVBlocks:
-        """The longest usable prefix hit. Takes no references.
+    def get_computed_blocks(
+        self, digests: Sequence[bytes], num_tokens: int, on_host: bool = True
+    ) -> KVBlocks:
+        """The longest usable prefix hit, with what host memory holds if on_host. Takes no
+        references.
 
         digests: of the sequence's full blocks; num_tokens: its length. At least one token is left
         to compute, so a sequence that is hit in full gives its last block back.
         """
-        length = self.num_computed_blocks(digests, num_tokens)
-        blocks = tuple(self._hit_blocks(g, digests, length) for g in range(len(self.groups)))
-        return KVBlocks(length * self.block_size, blocks)
+        length = self.num_computed_blocks(digests, num_tokens, on_host)
+        found = [self._hit_blocks(g, digests, length) for g in range(len(self.groups))]
+        blocks, host = tuple(mine for mine, _ in found), tuple(away for _, away in found)
+        return KVBlocks(length * self.block_size, blocks, host)
 
-    def num_computed_blocks(self, digests: Sequence[bytes], num_tokens: int) -> int:
+    def num_computed_blocks(
+        self, digests: Sequence[bytes], num_tokens: int, on_host: bool = True
+    ) -> int:
         """Blocks of that hit."""
+        on_host = on_host and self.tier is not None
         length = min(len(digests), (num_tokens - 1) // self.block_size)
         settled = length <= 0
         while not settled:
             before = length
             for g in range(len(self.groups)):
-                length = self._hit_length(g, digests, length)
+                length = self._hit_length(g, digests, length, on_host)
             settled = length == before
         return max(0, length)
 
     def can_admit(self, num_tokens: int, hit: KVBlocks, watermark_blocks: int, chunk: int) -> bool:
         """Whether `num_tokens` tokens with this hit fit now, leaving the watermark free."""
         for g, pool in enumerate(self.pools):
-            waking = sum(b != NULL and pool.num_refs(b) == 0 for b in hit.blocks[g])
-            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + waking
+            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._waking(g, hit)
             if self.groups[g].window is not None:
                 # The hit's blocks are some of those that it holds at most at any time.
                 extra = -(-chunk // self.block_size)
@@ -168,15 +191,63 @@ class KVManager:
             if group.window is not None:
                 table.drop_before(max(0, start - group.window + 1))
         if computed is not None:
-            for table, blocks in zip(sequence.tables, computed.blocks, strict=True):
-                table.adopt(blocks)
-            sequence.num_indexed = computed.num_tokens // self.block_size
+            if not self._has_room(computed, num_new_tokens):
+                return None
+            self._adopt(sequence, computed)
         for table, pool in zip(sequence.tables, self.pools, strict=True):
             if table.num_new_blocks(num_new_tokens) > pool.num_free:
-                if computed is not None:
-                    self.free(sequence)
                 return None
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
+
+    def _waking(self, g: int, hit: KVBlocks) -> int:
+        """Free blocks that a hit takes in group g: those that nobody holds, and those to load."""
+        pool = self.pools[g]
+        return sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
+
+    def _has_room(self, hit: KVBlocks, num_new_tokens: int) -> bool:
+        blocks = -(-(hit.num_tokens + num_new_tokens) // self.block_size)
+        return all(
+            blocks - len(hit.blocks[g]) + self._waking(g, hit) <= pool.num_free
+            for g, pool in enumerate(self.pools)
+        )
+
+    def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
+        """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
+        names from now on: loads come before the forward pass of the plan being made."""
+        for pool, blocks in zip(self.pools, hit.blocks, strict=True):
+            for block_id in blocks:  # first, so that no load takes one of them
+                if block_id >= 0:
+                    pool.acquire(block_id)
+        for g, (table, pool) in enumerate(zip(sequence.tables, self.pools, strict=True)):
+            blocks = list(hit.blocks[g])
+            for i, host_block in hit.host[g].items() if hit.host else ():
+                blocks[i] = self._load(g, host_block)
+            table.adopt(blocks)
+            for block_id in blocks:
+                if block_id != NULL:
+                    pool.release(block_id)
+        sequence.num_indexed = hit.num_tokens // self.block_size
+
+    def _load(self, g: int, host_block: int) -> int:
+        """A block of the device, held once, into which the plan being made loads a host block."""
+        assert self.tier is not None, "there is no host tier"
+        digest = self.host_pools[g].digest_of(host_block)
+        assert digest is not None, "a hit must be cached"
+        self.tier.hold(g, host_block)
+        self.tier.num_loaded += 1
+        block_id = self.pools[g].allocate()
+        self.pools[g].index(block_id, digest)
+        if not self.loads:
+            self.loads = [([], []) for _ in self.pools]
+        source, destination = self.loads[g]
+        source.append(host_block)
+        destination.append(block_id)
+        return block_id
+
+    def take_loads(self) -> list[Copies]:
+        """What the last hit's blocks are to be loaded from and to, by group."""
+        found, self.loads = self.loads, []
+        return found
 
     def append_blocks(
         self, sequences: Sequence[SequenceBlocks], num_tokens: Sequence[int]
@@ -228,8 +299,12 @@ class KVManager:
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
         """Take names away: what these blocks hold cannot be relied on."""
         for pool, blocks in zip(self.pools, named, strict=True):
-            for block_id in blocks:
-                pool.unindex(block_id)
+            self._unindex(pool, blocks)
+
+    @staticmethod
+    def _unindex(pool: BlockPool, blocks: Iterable[int]) -> None:
+        for block_id in blocks:
+            pool.unindex(block_id)
 
     def fork(self, parent: SequenceBlocks) -> SequenceBlocks:
         child = SequenceBlocks(tuple(table.fork() for table in parent.tables))
@@ -266,6 +341,10 @@ class KVManager:
         self, sequences: Sequence[SequenceBlocks]
     ) -> tuple[list[SequenceBlocks], list[Copies]]:
         """The way back; the device must have the blocks."""
+        if self.tier is not None:  # nothing of this plan is copied out to what it reads
+            for g in range(len(self.pools)):
+                for block_id in {b for s in sequences for b in s.tables[g].live_blocks}:
+                    self.tier.hold(g, block_id)
         return self._transfer(sequences, self.pools)
 
     def _transfer(
@@ -290,6 +369,16 @@ class KVManager:
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:
             pool.reset_index()
+        if self.tier is not None:
+            self.tier.reset()
+
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Take away these names wherever they stand: what they name cannot be relied on."""
+        for g, pool in enumerate(self.pools):
+            found = (pool.lookup(digest) for digest in digests)
+            self._unindex(pool, [block_id for block_id in found if block_id is not None])
+            if self.tier is not None:
+                self.tier.forget([(g, digest) for digest in digests])
 
     def check_invariants(
         self, sequences: Iterable[SequenceBlocks], swapped: Iterable[SequenceBlocks] = ()
@@ -307,26 +396,32 @@ class KVManager:
                 assert 0 <= waste < self.block_size, "a table holds a block that it does not fill"
                 assert NULL not in table.live_blocks, "a live entry is null"
 
-    def _hit_length(self, g: int, digests: Sequence[bytes], most: int) -> int:
+    def _is_cached(self, g: int, digest: bytes, on_host: bool) -> bool:
+        if self.pools[g].lookup(digest) is not None:
+            return True
+        return on_host and self.tier is not None and self.tier.lookup(g, digest) is not None
+
+    def _hit_length(self, g: int, digests: Sequence[bytes], most: int, on_host: bool) -> int:
         """Longest hit of at most `most` blocks that group g can serve."""
-        pool, window = self.pools[g], self.groups[g].window
-        if window is None:
+        if self.groups[g].window is None:
             for i in range(most):
-                if pool.lookup(digests[i]) is None:
+                if not self._is_cached(g, digests[i], on_host):
                     return i
             return most
         length = most
         while length > 0:
-            missing = self._last_missing(g, digests, length)
+            missing = self._last_missing(g, digests, length, on_host)
             if missing is None:
                 return length
             length = missing
         return 0
 
-    def _last_missing(self, g: int, digests: Sequence[bytes], length: int) -> int | None:
+    def _last_missing(
+        self, g: int, digests: Sequence[bytes], length: int, on_host: bool
+    ) -> int | None:
         """Of the blocks that a token after `length` blocks sees, the last that is not cached."""
         for i in range(length - 1, self._first_seen(g, length) - 1, -1):
-            if self.pools[g].lookup(digests[i]) is None:
+            if not self._is_cached(g, digests[i], on_host):
                 return i
         return None
 
@@ -337,8 +432,17 @@ class KVManager:
             return 0
         return max(0, length * self.block_size - window + 1) // self.block_size
 
-    def _hit_blocks(self, g: int, digests: Sequence[bytes], length: int) -> list[int]:
+    def _hit_blocks(
+        self, g: int, digests: Sequence[bytes], length: int
+    ) -> tuple[list[int], dict[int, int]]:
+        """The blocks of a hit, and where in host memory those are that have to be loaded."""
         first = self._first_seen(g, length)
-        found = [self.pools[g].lookup(digest) for digest in digests[first:length]]
-        assert None not in found, "a hit must be cached"
-        return [NULL] * first + [b for b in found if b is not None]
+        blocks, host = [NULL] * first, {}
+        for i in range(first, length):
+            found = self.pools[g].lookup(digests[i])
+            if found is None:
+                away = None if self.tier is None else self.tier.lookup(g, digests[i])
+                assert away is not None, "a hit must be cached"
+                host[i] = away
+            blocks.append(LOAD if found is None else found)
+        return blocks, host

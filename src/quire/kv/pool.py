@@ -17,7 +17,11 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out."""
+    """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out.
+
+    evicted: blocks that lost their place in the index to make room, with their digests, for those
+    who copy them; None if nobody does.
+    """
 
     def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
         order = range(num_blocks) if free_order is None else free_order
@@ -28,6 +32,7 @@ class BlockPool:
         self._num_refs = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
+        self.evicted: list[tuple[int, bytes]] | None = None
         self.num_evictions = 0
         self.num_index_changes = 0
 
@@ -46,14 +51,25 @@ class BlockPool:
 
     def allocate(self) -> int:
         """Take a free block, evicting the least recently used indexed one if need be."""
-        if self._free:
-            block_id = self._free.pop()
-        else:
-            block_id, _ = self._unused.popitem(last=False)
-            self.unindex(block_id)
-            self.num_evictions += 1
+        if not self._free:
+            self.evict()
+        block_id = self._free.pop()
         self._num_refs[block_id] = 1
         return block_id
+
+    def evict(self) -> bool:
+        """Make the least recently used indexed block that nobody holds plainly free; False if there
+        is none."""
+        if not self._unused:
+            return False
+        block_id = next(iter(self._unused))
+        digest = self._digests[block_id]
+        assert digest is not None, "an unnamed block waits in the LRU queue"
+        if self.evicted is not None:
+            self.evicted.append((block_id, digest))
+        self.unindex(block_id)
+        self.num_evictions += 1
+        return True
 
     def acquire(self, block_id: int) -> None:
         """Add a reference to a block that is in use or waits in the LRU queue."""
@@ -77,6 +93,10 @@ class BlockPool:
 
     def is_indexed(self, block_id: int) -> bool:
         return self._digests[block_id] is not None
+
+    def digest_of(self, block_id: int) -> bytes | None:
+        """What the index calls the block."""
+        return self._digests[block_id]
 
     def lookup(self, digest: bytes) -> int | None:
         """The block that holds this digest's tokens, or None. Takes no reference."""

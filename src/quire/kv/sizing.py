@@ -94,6 +94,11 @@ def longest_sequence(
     return length
 
 
+def host_tier_blocks(block_bytes: Sequence[int], num_bytes: int) -> tuple[int, ...]:
+    """Blocks per group, as many of each, that so many bytes of host memory hold."""
+    return (num_bytes // sum(block_bytes),) * len(block_bytes)
+
+
 def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
     """Blocks that the longest sequence holds, with one to write into."""
     return -(-max_model_len // block_size) + 1

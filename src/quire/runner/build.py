@@ -13,7 +13,7 @@ from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.kv.sizing import MemoryPlan
+from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.loading import load_model
 from quire.models.packing import model_bytes, weight_formats
 from quire.models.source import ModelSource
@@ -52,6 +52,7 @@ class BuiltRunner:
     device: torch.device
     backend_name: str
     copy_bytes_per_s: float = 0.0
+    host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
@@ -101,9 +102,46 @@ def build_runner(
     else:
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
     config = _with_length(config, memory.max_model_len)
-    runner = _assemble(config, spec, dtype, device, model, memory.num_blocks)
+    host = _host_tier(config.cache, spec, dtype, device, memory)
+    runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host)
     rate = copy_rate(runner, spec, config.cache, dtype, device, min(memory.num_blocks))
-    return BuiltRunner(runner, config, spec, memory, dtype, device, runner.backend.name, rate)
+    name = runner.backend.name
+    return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host)
+
+
+def _host_tier(
+    cache: CacheConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: MemoryPlan,
+) -> tuple[int, ...] | None:
+    """Blocks of host memory for what the pool has no room for, by cache group; None: no tier.
+
+    If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory.
+    Raises ConfigError for more than there is."""
+    if not cache.enable_prefix_caching or cache.kv_host_gb == 0:
+        return None
+    if cache.kv_host_gb is None and device.type == "cpu":
+        return None
+    free = available_cpu_bytes()
+    num_bytes = min(memory.pool_bytes, free // 4)
+    if cache.kv_host_gb is not None:
+        num_bytes = int(cache.kv_host_gb * 1e9)
+    if num_bytes > free:
+        raise ConfigError(
+            f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory ({free / 1e9:.1f} GB)."
+        )
+    sizes = [
+        kv_block_bytes(group, cache.block_size, dtype, cache.kv_cache_dtype)
+        for group in spec.cache_groups
+    ]
+    limits = host_tier_blocks(sizes, num_bytes)
+    if cache.kv_host_gb is not None and not all(limits):
+        raise ConfigError(
+            f"kv_host_gb={cache.kv_host_gb:g} holds no block; one takes {sum(sizes) / 1e6:.1f} MB."
+        )
+    return limits if all(limits) else None
 
 
 def copy_rate(
@@ -142,11 +180,13 @@ def _assemble(
     device: torch.device,
     model: DecoderModel,
     num_blocks: tuple[int, ...],
+    host_limits: tuple[int, ...] | None = None,
 ) -> ModelRunner:
     cache = config.cache
-    layout = KVLayout(
-        spec.cache_groups, num_blocks, cache.block_size, dtype, device, cache.kv_cache_dtype
-    )
+    limits = host_limits or (0,) * len(num_blocks)
+    host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
+    size, kv_format = cache.block_size, cache.kv_cache_dtype
+    layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length
     rows = DeviceRows(num_rows, length, len(spec.cache_groups), config.cache.block_size, device)

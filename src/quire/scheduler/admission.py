@@ -27,6 +27,7 @@ from quire.scheduler.groups import Group, must_wait_for_prompt
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.streaming import has_something_to_compute, park_idle, set_aside
 from quire.scheduler.swap import can_swap_in, swap_in
+from quire.scheduler.tiers import load
 
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
@@ -131,8 +132,15 @@ def _start(
     scheduler.take_row(sequence, hit.num_tokens, draft, now)
     draft.add_adopted(sequence, hit.num_tokens // kv.block_size)
     draft.add_blocks(sequence.row, appended)
-    scheduler.grant(sequence, num_new, draft, hit.blocks)
+    found = [blocks[: len(mine)] for blocks, mine in zip(_held(sequence), hit.blocks, strict=True)]
+    scheduler.grant(sequence, num_new, draft, found)
+    if hit.num_loads:
+        load(scheduler, sequence, draft)
     return num_new
+
+
+def _held(sequence: Sequence) -> list[list[int]]:
+    return [table.blocks for table in sequence.blocks.tables]
 
 
 def _has_blocks(scheduler: "Scheduler", sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:

@@ -172,6 +172,8 @@ def _take_errors(
     flights = [flight, *scheduler.flights]
     broken = find_broken(flights, errors, len(scheduler.kv.pools))
     scheduler.kv.unindex_blocks(broken.blocks)
+    if scheduler.kv.tier is not None:
+        scheduler.kv.tier.forget_unsettled()
     for sequence, message in list(broken.failed.values()):  # a request fails as a whole
         for member in scheduler.members(sequence):
             line = member.row, int(scheduler.table.epoch[member.row])
@@ -199,17 +201,8 @@ def _fail(
         return
     outputs.endings[sequence.arrival] = Ending("error", error=message)
     outputs.others.append(sequence)
-    scheduler.kv.unindex_blocks(_indexed_blocks(scheduler, sequence))
+    scheduler.kv.forget(sequence.digests)
     scheduler.finish(sequence, "error", now)
-
-
-def _indexed_blocks(scheduler: "Scheduler", sequence: Sequence) -> list[list[int]]:
-    """What the index has of the sequence's tokens, by group; also what it holds no more."""
-    by_group = []
-    for pool in scheduler.kv.pools:
-        found = (pool.lookup(digest) for digest in sequence.digests)
-        by_group.append([block_id for block_id in found if block_id is not None])
-    return by_group
 
 
 def _take_prompt_candidates(

@@ -39,6 +39,7 @@ from quire.scheduler.results import Ending, StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
 from quire.scheduler.streaming import append, has_something_to_compute
 from quire.scheduler.swap import forget, num_kept_tokens, swap_is_cheaper, swap_out
+from quire.scheduler.tiers import loading_is_cheaper, offload
 from quire.scheduler.time_limits import TimeLimits
 
 
@@ -358,8 +359,15 @@ class Scheduler:
         return self.kv.enable_prefix_caching or sequence.group is not None
 
     def find_hit(self, sequence: Sequence) -> KVBlocks:
-        """The cached blocks that this sequence may begin with."""
-        return self.kv.get_computed_blocks(*self._readable(sequence))
+        """The cached blocks that this sequence may begin with; those of host memory only if loading
+        them takes less time than computing them."""
+        digests, num_tokens = self._readable(sequence)
+        hit = self.kv.get_computed_blocks(digests, num_tokens)
+        if hit.num_loads:
+            near = self.kv.get_computed_blocks(digests, num_tokens, on_host=False)
+            if not loading_is_cheaper(self, hit, near):
+                return near
+        return hit
 
     def _readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
         """Digests of the blocks that a sequence may find in the index, and its length."""
@@ -379,6 +387,7 @@ class Scheduler:
         """Freeze the draft; rows whose last known or pending token is computed will sample."""
         table = self.table
         rows, num_tokens = draft.all_rows()
+        offload(self, draft, is_planned=len(rows) > 0)
         if len(rows) == 0:
             self._swaps = draft.swaps  # who gave way was the only one with something to do
             return None
@@ -454,6 +463,8 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> StepOutputs:
         """Take the result of the oldest plan in flight: pending tokens become known."""
         assert result.error is None, "a step that failed is to be repeated row by row first"
+        if self.kv.tier is not None:
+            self.kv.tier.settle(result.step_id)
         outputs = take_result(self, self.flights.popleft(), result, now)
         return self.take_late(outputs)
 

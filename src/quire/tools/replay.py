@@ -246,6 +246,7 @@ def _new_scheduler(header: dict[str, Any]) -> Scheduler:
         settings["block_size"],
         settings["enable_prefix_caching"],
         block_bytes=parts["block_bytes"],
+        host_limits=parts.get("host_limits"),
     )
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})

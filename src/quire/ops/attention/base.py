@@ -81,7 +81,8 @@ class KVLayout:
     """What a backend needs to make its KV tensors: the groups and how many blocks each has.
 
     dtype: of queries and results. kv_format: how keys and values are stored, `auto` (in that dtype)
-    or `int8` (with a float32 scale per token and head).
+    or `int8` (with a float32 scale per token and head). num_host_blocks: of host memory, by group;
+    as many as the device has if absent.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -90,6 +91,7 @@ class KVLayout:
     dtype: torch.dtype
     device: torch.device
     kv_format: str = "auto"
+    num_host_blocks: tuple[int, ...] = ()
 
     def group_of_layer(self) -> dict[int, int]:
         return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}

@@ -1,7 +1,7 @@
-"""Block memory of the host, for sequences that are swapped out (P 4.5).
+"""Block memory of the host, for sequences that are swapped out (P 4.5) and for the host tier.
 
-As many blocks as the device has, so that it can never be too small; taken from the operating system
-when the first sequence is swapped out, and page by page where the device is the host itself.
+At least as many blocks as the device has, so that it can never be too small; taken from the
+operating system when the first block is written, and page by page where the device is the host.
 
 A GPU gathers the blocks of a move into one buffer, in the order of its other work, so that they may
 be overwritten at once. The buffer crosses to pinned memory on a stream of its own while the step is
@@ -35,10 +35,14 @@ class _Arriving:
 
 
 class HostBlocks:
-    """Mirrors of the device's KV tensors. dim: the dimension that counts blocks."""
+    """Mirrors of the device's KV tensors. dim: the dimension that counts blocks; num_blocks: how
+    many each has, as many as the device if absent."""
 
-    def __init__(self, device_kv: Sequence[torch.Tensor], dim: int) -> None:
+    def __init__(
+        self, device_kv: Sequence[torch.Tensor], dim: int, num_blocks: Sequence[int] = ()
+    ) -> None:
         self._device_kv = device_kv
+        self._num_blocks = tuple(num_blocks) or tuple(kv.shape[dim] for kv in device_kv)
         self._dim = dim
         self._host_kv: list[torch.Tensor | None] = [None] * len(device_kv)
         self._arriving: deque[_Arriving] = deque()
@@ -106,7 +110,9 @@ class HostBlocks:
         mirror = self._host_kv[place]
         if mirror is None:
             like = self._device_kv[place]
-            mirror = sparse_zeros(tuple(like.shape), like.dtype)
+            shape = list(like.shape)
+            shape[self._dim] = self._num_blocks[place]
+            mirror = sparse_zeros(tuple(shape), like.dtype)
             self._host_kv[place] = mirror
         return mirror
 

@@ -30,7 +30,7 @@ class KVMemory:
             for g, group in enumerate(layout.groups)
             for index, layer in enumerate(group.layers)
         }
-        self._host = HostBlocks(self.kv, dim=3)
+        self._host = HostBlocks(self.kv, dim=3, num_blocks=layout.num_host_blocks)
         self._device = layout.device
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:

@@ -34,7 +34,10 @@ class ReferenceBackend:
             for layer in group.layers
         }
         self._layers = list(self._kv)
-        self._host = HostBlocks([self._kv[layer] for layer in self._layers], dim=1)
+        host = layout.num_host_blocks or layout.num_blocks
+        num_host_blocks = [host[self._group_of_layer[layer]] for layer in self._layers]
+        kv = [self._kv[layer] for layer in self._layers]
+        self._host = HostBlocks(kv, dim=1, num_blocks=num_host_blocks)
         self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:

@@ -1,0 +1,112 @@
+"""The host tier's book-keeping: blocks that the device evicted, kept in host memory (A16, C7).
+
+A block that leaves the device's index to make room is copied to a host block before the plan's
+forward pass, and stands in the host pool as it stood in the device's: named by its digest, with no
+references, evicted when it was not used for longest. A later request whose digests go on where the
+device's index ends gets device blocks into which its plan loads them. The host's copy stays, so
+that evicting the block once more copies nothing.
+
+Host memory is shared with swapping (P 4.5), which takes what it needs: the tier only has what is
+free of it. Moves of a plan are carried out in the order swap out, load, copy, forward pass; so a
+host block that is read by a plan is not given away before the plan is made (`hold`).
+
+What a plan in flight copies out counts as unsettled until its result came: if the step fails, what
+it was to copy may never have been computed (`forget_unsettled`).
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from quire.kv.pool import BlockPool
+
+Copies = tuple[list[int], list[int]]  # blocks to read, blocks to write
+Name = tuple[int, bytes]  # cache group, digest
+
+
+class HostTier:
+    """limits: most blocks of each cache group that the tier may fill."""
+
+    def __init__(
+        self, device: Sequence[BlockPool], host: Sequence[BlockPool], limits: Sequence[int]
+    ) -> None:
+        self._device, self._host = tuple(device), tuple(host)
+        self.limits = tuple(limits)
+        self._held: list[tuple[int, int]] = []  # group, block
+        self._unsettled: deque[tuple[int, list[Name]]] = deque()  # step, what its plan copies out
+        self._fresh: list[Name] = []  # copied out by the plan that is being made
+        self.num_offloaded = 0
+        self.num_loaded = 0
+        for pool in device:
+            pool.evicted = []
+
+    def lookup(self, group: int, digest: bytes) -> int | None:
+        """The host block that holds it, or None. Takes no reference."""
+        return self._host[group].lookup(digest)
+
+    def hold(self, group: int, block_id: int) -> None:
+        """Keep a host block from being given away until `end_plan`."""
+        self._host[group].acquire(block_id)
+        self._held.append((group, block_id))
+
+    def take_evicted(self) -> list[Copies]:
+        """Find host blocks for what the device's pools have evicted since the last call; the copies
+        of this, by group. What finds none, because all host blocks are in use, is lost."""
+        return [self._take_evicted(g) for g in range(len(self._device))]
+
+    def _take_evicted(self, group: int) -> Copies:
+        pool, host = self._device[group], self._host[group]
+        evicted, pool.evicted = pool.evicted or [], []
+        source: list[int] = []
+        destination: list[int] = []
+        for block_id, digest in evicted:
+            known = host.lookup(digest)
+            if known is not None:
+                self.hold(group, known)  # used anew
+                continue
+            if host.num_indexed >= self.limits[group] and not host.evict():
+                continue
+            if host.num_free == 0:
+                continue
+            found = host.allocate()
+            host.index(found, digest)
+            self._held.append((group, found))  # nothing else of this plan goes there
+            self._fresh.append((group, digest))
+            source.append(block_id)
+            destination.append(found)
+        self.num_offloaded += len(source)
+        return source, destination
+
+    def end_plan(self, step_id: int | None) -> None:
+        """The plan is made; None: nothing was planned, and what it was to copy out will be part of
+        the next one."""
+        for group, block_id in self._held:
+            self._host[group].release(block_id)
+        self._held = []
+        if step_id is not None and self._fresh:
+            self._unsettled.append((step_id, self._fresh))
+            self._fresh = []
+
+    def settle(self, step_id: int) -> list[Name]:
+        """A step's result came: what its plan copied out is there."""
+        if not self._unsettled or self._unsettled[0][0] > step_id:
+            return []
+        return self._unsettled.popleft()[1]
+
+    def forget_unsettled(self) -> None:
+        """Take away the names of all that plans in flight copy out."""
+        names = self._fresh + [name for _, names in self._unsettled for name in names]
+        self._fresh, self._unsettled = [], deque()
+        self.forget(names)
+
+    def forget(self, names: Sequence[Name]) -> None:
+        for group, digest in names:
+            block_id = self._host[group].lookup(digest)
+            if block_id is not None:
+                self._host[group].unindex(block_id)
+
+    def reset(self) -> None:
+        """Forget every name."""
+        for pool, host in zip(self._device, self._host, strict=True):
+            host.reset_index()
+            pool.evicted = []
+        self._fresh, self._unsettled = [], deque()
