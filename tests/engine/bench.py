@@ -88,12 +88,13 @@ class Bench:
         defaults = {"dtype": "float64", "max_model_len": MAX_LEN, "attention_backend": "torch"}
         defaults["scheduling_policy"] = "fifo"  # a test knows who comes first
         config = config_from_flat(**({"model": str(folder), "block_size": 4} | defaults | settings))
-        built = build_runner(config, resolve_model(str(folder)))
+        source = resolve_model(str(folder))
+        built = build_runner(config, source)
         self.config = built.config
         self.runner = Troubled(built.runner, when)
         built = dataclasses.replace(built, runner=self.runner)  # type: ignore[arg-type]
         self.core = EngineCore(
-            make_scheduler(built, "tiny"),
+            make_scheduler(built, source),
             InProcessExecutor(built, check_device),
             FakeClock(),
             RequestLimits(VOCAB, MAX_LEN, 20, 1 << 20),

@@ -17,8 +17,9 @@ from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Finished, Stepped
-from quire.base.messages import Abort, Append, Request
+from quire.base.messages import Abort, Append, Request, ResetPrefixCache
 from quire.base.model_spec import CacheGroup
+from quire.base.tiers import Fetch, Fetched, Kept, LookedUp, LookUp, Order
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
@@ -29,6 +30,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.srtf import Srtf
 from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import (
+    GARBAGE,
     Curse,
     FakeDevice,
     FakeExecutor,
@@ -40,6 +42,37 @@ FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
 MAX_LEN = 40
 BLOCK = 4
+
+
+class FakeStores:
+    """Blocks of tokens by name, beside the device's host memory."""
+
+    def __init__(self, num: int, scheduler: Scheduler) -> None:
+        self.kept: list[dict[tuple[int, bytes], np.ndarray]] = [{} for _ in range(num)]
+        self.scheduler = scheduler
+        self.pending: list[Order] = []
+        self.host: list[np.ndarray] = []
+
+    def answer(self, pick: int, fails: bool) -> LookedUp | Fetched | Kept | None:
+        if self.scheduler.stores is not None:
+            self.pending += self.scheduler.stores.take_orders()
+        if not self.pending:
+            return None
+        order = self.pending.pop(pick % len(self.pending))
+        kept = self.kept[order.store]
+        if isinstance(order, LookUp):
+            found = [name in kept and not fails for name in order.names]
+            return LookedUp(order.store, order.request_id, found)
+        ok = [not fails or i % 2 == 0 for i in range(len(order.items))]
+        if isinstance(order, Fetch):
+            ok = [good and item[:2] in kept for good, item in zip(ok, order.items, strict=True)]
+            for g, digest, block in order.items:
+                self.host[g][block] = kept.get((g, digest), GARBAGE)  # also what is no good
+            return Fetched(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
+        for (g, digest, block), good in zip(order.items, ok, strict=True):
+            if good:
+                kept[g, digest] = self.host[g][block].copy()
+        return Kept(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -56,8 +89,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from([Fifo, Srtf, TwoLevel]),
         threshold=st.sampled_from([0, 0, 1, 5]),
         tier=st.sampled_from([None, None, 0, 2, 7, 60]),
+        stores=st.integers(0, 2),
     )
-    def start(self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold, tier):
+    def start(
+        self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold, tier, stores
+    ):
         num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
         limits = None if tier is None else (tier,) * len(self.groups)
         self.kv = KVManager(self.groups, num_blocks, BLOCK, caching, host_limits=limits)
@@ -68,10 +104,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=mode,
             long_prefill_token_threshold=threshold,
         )
-        self.scheduler = Scheduler(self.kv, config, MAX_LEN, watermark=0.1, make_policy=policy)
+        stores = 0 if tier is None else stores
+        self.scheduler = Scheduler(
+            self.kv, config, MAX_LEN, watermark=0.1, make_policy=policy, num_stores=stores
+        )
+        self.stores = FakeStores(stores, self.scheduler)
         self.clock = FakeClock()
         host_blocks = tuple(pool.num_blocks for pool in self.kv.host_pools)
         self.device = FakeDevice(self.groups, num_blocks, BLOCK, host_blocks)
+        self.stores.host = [slots.reshape(-1, BLOCK) for slots in self.device.host_slots]
         self.core = EngineCore(
             self.scheduler,
             FakeExecutor(self.device, lazy),  # type: ignore[arg-type]
@@ -169,6 +210,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.closes()
             self.deliver()
             self.closes()
+            self.answer(steps, fails=False)
 
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -205,6 +247,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         if is_last:
             self.opened.remove(name)
 
+    @rule()
+    def forget(self) -> None:
+        """As after a restart: what stores have is all that is left, and a store has most of it."""
+        if not self.scheduler.flights and self.stores.kept:
+            for g, pool in enumerate(self.kv.pools):
+                slots = self.device.slots[g].reshape(-1, BLOCK)
+                for block in range(pool.num_blocks):
+                    digest = pool.digest_of(block)
+                    if digest is not None and digest[0] % 8:
+                        self.stores.kept[digest[1] % len(self.stores.kept)][g, digest] = slots[
+                            block
+                        ].copy()
+        self.core.control(ResetPrefixCache())
+
+    @rule(pick=st.integers(0, 50), fails=st.sampled_from([False, False, False, True]))
+    def answer(self, pick: int, fails: bool) -> None:
+        """A store carries out one of its orders, in whatever order, or fails to."""
+        answer = self.stores.answer(pick, fails)
+        if answer is not None:
+            self.core.control(answer)
+
     @rule(pick=st.integers(0, 50))
     def abort(self, pick: int) -> None:
         alive = [name for name in self.requests if name not in self.reason]
@@ -237,7 +300,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name in self.opened:
             self.core.control(Append(name, [], is_last=True))
         for _ in range(5000):
-            if not self.scheduler.has_work:
+            self.answer(0, fails=False)
+            if not self.scheduler.has_work and not self.stores.pending:
                 break
             self.plan()
             self.deliver()

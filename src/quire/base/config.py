@@ -115,6 +115,15 @@ class CacheConfig:
         " hits; if absent none on a CPU, on a GPU as much as the pool",
         unit="GB",
     )
+    kv_disk_dir: str | None = setting(
+        None,
+        "directory for cached blocks, which outlives the engine; engines of one model share it",
+    )
+    kv_disk_gb: float = setting(10.0, "most that the directory may hold", unit="GB")
+    kv_store: str | None = setting(
+        None,
+        "a store of cached blocks that another package brings, as NAME:ADDRESS",
+    )
     watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
+from quire.base.tiers import Fetched, Kept, LookedUp
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -77,7 +78,7 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     copy_bytes_per_s: float = 0.0
 
 
-Control = Abort | Append | ResetPrefixCache | MeasuredRates
+Control = Abort | Append | ResetPrefixCache | MeasuredRates | LookedUp | Fetched | Kept
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):

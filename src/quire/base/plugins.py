@@ -42,7 +42,8 @@ ATTENTION_BACKENDS = PluginKind(
     ("prepare", "write", "run", "copy_blocks", "swap_out", "load"),
 )
 MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelError)
-KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS)
+CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "close"))
+KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS)
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
+from quire.engine.connectors.connect import connect_stores, store_settings
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
 from quire.engine.record import Recorder
@@ -19,8 +20,10 @@ from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.digest import cache_fingerprint
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
+from quire.models.loading import checkpoint_files
 from quire.models.packing import weight_formats
 from quire.models.source import ModelSource, resolve_model
+from quire.models.weight_cache import file_identity
 from quire.ops.attention.select import kv_block_bytes
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner
@@ -81,7 +84,7 @@ def build_core(
     if not config.disable_log_stats:
         _log_start(built, source)
     core = EngineCore(
-        make_scheduler(built, source.name),
+        make_scheduler(built, source),
         executor,
         clock,
         RequestLimits(
@@ -91,6 +94,7 @@ def build_core(
             config.scheduler.max_num_seqs or 0,
         ),
     )
+    connect_stores(core, built)
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
@@ -111,13 +115,13 @@ def _check_record(config: EngineConfig) -> None:
         )
 
 
-def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
+def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
     """The scheduler of a runner, over pools of the size that its memory plan found."""
     config = built.config
     fingerprint = cache_fingerprint(
-        name, config.model.revision or "", str(built.dtype), built.backend_name,
-        str(config.cache.block_size), config.cache.kv_cache_dtype, repr(built.spec),
-        repr(weight_formats(config.model)),
+        source.name, config.model.revision or "", _identity(config, source), str(built.dtype),
+        built.backend_name, str(config.cache.block_size), config.cache.kv_cache_dtype,
+        repr(built.spec), repr(weight_formats(config.model)),
     )  # fmt: skip
     kv = KVManager(
         built.spec.cache_groups,
@@ -137,7 +141,17 @@ def make_scheduler(built: BuiltRunner, name: str) -> Scheduler:
         config.cache.watermark,
         fingerprint,
         make_policy(config.scheduler.scheduling_policy),
+        num_stores=len(store_settings(config.cache)) if built.host_limits else 0,
     )
+
+
+def _identity(config: EngineConfig, source: ModelSource) -> str:
+    """What tells the weights from others of that name, where blocks outlive the engine."""
+    if not store_settings(config.cache):
+        return ""
+    if "dummy" in (config.model.load_format, source.load_format):
+        return f"random numbers of seed {config.model.seed}"
+    return repr([file_identity(file) for file in checkpoint_files(source.directory)])
 
 
 def _log_start(built: BuiltRunner, source: ModelSource) -> None:

@@ -19,6 +19,7 @@ from quire.base.messages import Control, MeasuredRates, Request, SequenceOutput
 from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
+from quire.engine.connectors.connections import Connections
 from quire.engine.executor import Executor
 from quire.engine.news import News, news_of
 from quire.engine.pacing import Pacing
@@ -30,6 +31,7 @@ logger = logging.getLogger("quire")
 
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2
+FLUSH_S = 30.0  # for keeping cached blocks when the engine ends
 
 
 Subscriber = Callable[[Event], None]
@@ -64,6 +66,7 @@ class EngineCore:
         self._is_planned_out = False  # nothing can be planned before something comes in
         self._left: Plan | None = None  # of a plan that was not carried out: for the next one
         self._death: str | None = None
+        self._stores: Connections | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
         self._rates = MeasuredRates(copy_bytes_per_s=executor.copy_bytes_per_s())
@@ -79,6 +82,10 @@ class EngineCore:
         """Hear of every event from now on."""
         self._subscribers.append(subscriber)
 
+    def connect(self, stores: Connections) -> None:
+        """Let these carry out what the scheduler orders of its stores."""
+        self._stores = stores
+
     def record(self, recorder: Recorder) -> None:
         """Let the recorder see every call of the scheduler from now on."""
         self.doors = self._recorder = recorder
@@ -90,6 +97,7 @@ class EngineCore:
         self._check_queue()
         self._is_planned_out = False
         self.doors.add(request, self._clock.now())
+        self._send_orders()
 
     def _check_queue(self) -> None:
         """What came since the last plan does not queue where rows are free and nobody was left
@@ -107,6 +115,7 @@ class EngineCore:
     def control(self, message: Control) -> None:
         self._is_planned_out = False
         self.doors.control(message, self._clock.now())
+        self._send_orders()
 
     def step(self) -> list[SequenceOutput]:
         """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
@@ -123,14 +132,21 @@ class EngineCore:
         may become late while nothing can be planned, if its prompt is still open."""
         if not self.has_work:
             return None
-        if self._is_answered or self._death is not None:
+        has_answers = self._stores is not None and self._stores.has_answers
+        if self._is_answered or has_answers or self._death is not None:
             return 0.0
         if self._is_planned_out:
-            late_s = None if self._submitted else self.scheduler.time_limits.next_s
+            late_s = None if self._submitted else self._next_s
             return None if late_s is None else max(0.0, late_s - self._clock.now())
         if not self._submitted:
             return 0.0
         return max(0.0, self._pacing.due_s(self._submitted) - self._clock.now())
+
+    @property
+    def _next_s(self) -> float | None:
+        """When a request becomes late, or a store has not answered for too long."""
+        times = self.scheduler.time_limits.next_s, self._stores and self._stores.next_s
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     @property
     def _is_answered(self) -> bool:
@@ -142,8 +158,9 @@ class EngineCore:
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
+            self._take_answers(waits=False)
             while waits or self._is_due():
-                if self.plan() is None:
+                if self.plan() is None and not self._is_fetching(waits):
                     break
             news = News()
             if not self.scheduler.flights:
@@ -161,10 +178,28 @@ class EngineCore:
         self.publish()
         return news
 
+    def _is_fetching(self, waits: bool) -> bool:
+        """Wait for a store, if nothing else is to be done and the caller has the time."""
+        scheduler = self.scheduler
+        is_idle = not scheduler.flights and not scheduler.late and scheduler.has_work
+        if not (waits and is_idle and self._stores is not None and self._stores.num_open):
+            return False
+        self._take_answers(waits=True)
+        return True
+
+    def _take_answers(self, waits: bool) -> None:
+        if self._stores is not None:
+            for answer in self._stores.take(self._clock.now(), waits):
+                self.control(answer)
+
+    def _send_orders(self) -> None:
+        if self._stores is not None and self.scheduler.stores is not None:
+            self._stores.submit(self.scheduler.stores.take_orders())
+
     def _is_due(self) -> bool:
         """Whether the next step is to be planned now: nothing runs, or not for much longer."""
         if self._is_planned_out:
-            late_s = self.scheduler.time_limits.next_s
+            late_s = self._next_s
             return late_s is not None and late_s <= self._clock.now()
         if not self._submitted or self._is_answered:
             return True
@@ -210,9 +245,29 @@ class EngineCore:
             self.control(self._rates)
 
     def close(self) -> None:
+        """Keep what the device's index has in the stores, if there are any, and end."""
+        if self._stores is not None:
+            if self._death is None and not self._submitted:
+                self._flush(self._stores)
+            self._stores.close()
         self.executor.close()
         if self._recorder is not None:
             self._recorder.close()
+
+    def _flush(self, stores: Connections) -> None:
+        """Have what the device's index has kept, in parts that fit into host memory."""
+        until_s = self._clock.now() + FLUSH_S
+        while True:
+            while stores.num_open and self._clock.now() < until_s:
+                self._take_answers(waits=True)
+            plan = self.scheduler.flush()
+            if plan is None or stores.num_open:
+                return
+            self.executor.submit(plan)
+            if self.executor.next_result().error is not None:
+                return
+            self.scheduler.keep_flushed(plan)
+            self._send_orders()
 
     def _submit(self, plan: Plan) -> None:
         """Hand over a plan. One that has lost all rows is not carried out; what it does beside them
@@ -253,6 +308,7 @@ class EngineCore:
 
     def _update(self, result: StepResult) -> StepOutputs:
         outputs = self.doors.update(result, self._clock.now())
+        self._send_orders()
         for sequence in outputs.others:
             ending = outputs.endings.get(sequence.arrival)
             if ending is not None and ending.reason == "error":

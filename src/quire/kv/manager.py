@@ -5,7 +5,7 @@ is a number of leading blocks, equal for all groups, such that a `full` group fi
 its index and a `window` group those that a token right after the hit can still see.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.model_spec import CacheGroup
@@ -32,6 +32,7 @@ class KVBlocks:
 
 
 LOAD = -2
+Has = Callable[[int, bytes], bool]  # whether a cache group has the block of a digest
 
 
 class SequenceBlocks:
@@ -148,22 +149,23 @@ class KVManager:
         digests: of the sequence's full blocks; num_tokens: its length. At least one token is left
         to compute, so a sequence that is hit in full gives its last block back.
         """
-        length = self.num_computed_blocks(digests, num_tokens, on_host)
+        has = None if on_host else self._is_on_device
+        length = self.num_computed_blocks(digests, num_tokens, has)
         found = [self._hit_blocks(g, digests, length) for g in range(len(self.groups))]
         blocks, host = tuple(mine for mine, _ in found), tuple(away for _, away in found)
         return KVBlocks(length * self.block_size, blocks, host)
 
     def num_computed_blocks(
-        self, digests: Sequence[bytes], num_tokens: int, on_host: bool = True
+        self, digests: Sequence[bytes], num_tokens: int, has: Has | None = None
     ) -> int:
-        """Blocks of that hit."""
-        on_host = on_host and self.tier is not None
+        """Blocks of that hit; has: what is to be had, if not what is on the device or the host."""
+        has = has or self.is_cached
         length = min(len(digests), (num_tokens - 1) // self.block_size)
         settled = length <= 0
         while not settled:
             before = length
             for g in range(len(self.groups)):
-                length = self._hit_length(g, digests, length, on_host)
+                length = self._hit_length(g, digests, length, has)
             settled = length == before
         return max(0, length)
 
@@ -381,13 +383,17 @@ class KVManager:
                 self.tier.forget([(g, digest) for digest in digests])
 
     def check_invariants(
-        self, sequences: Iterable[SequenceBlocks], swapped: Iterable[SequenceBlocks] = ()
+        self,
+        sequences: Iterable[SequenceBlocks],
+        swapped: Iterable[SequenceBlocks] = (),
+        on_order: Callable[[int], list[int]] = lambda g: [],
     ) -> None:
         """Assert that pools and tables agree; sequences: all that hold blocks; swapped: all that
-        hold host blocks."""
+        hold host blocks; on_order: host blocks of a group that stores read or write."""
         alive, away = list(sequences), list(swapped)
         for g, pool in enumerate(self.host_pools):
-            pool.check_invariants(b for blocks in away for b in blocks.tables[g].live_blocks)
+            held = [b for blocks in away for b in blocks.tables[g].live_blocks]
+            pool.check_invariants(held + on_order(g))
         for g, pool in enumerate(self.pools):
             tables = [sequence.tables[g] for sequence in alive]
             pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)
@@ -396,36 +402,37 @@ class KVManager:
                 assert 0 <= waste < self.block_size, "a table holds a block that it does not fill"
                 assert NULL not in table.live_blocks, "a live entry is null"
 
-    def _is_cached(self, g: int, digest: bytes, on_host: bool) -> bool:
-        if self.pools[g].lookup(digest) is not None:
-            return True
-        return on_host and self.tier is not None and self.tier.lookup(g, digest) is not None
+    def _is_on_device(self, g: int, digest: bytes) -> bool:
+        return self.pools[g].lookup(digest) is not None
 
-    def _hit_length(self, g: int, digests: Sequence[bytes], most: int, on_host: bool) -> int:
+    def is_cached(self, g: int, digest: bytes) -> bool:
+        """Whether a block is on the device or in host memory."""
+        on_device = self.pools[g].lookup(digest) is not None
+        return on_device or (self.tier is not None and self.tier.lookup(g, digest) is not None)
+
+    def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
         """Longest hit of at most `most` blocks that group g can serve."""
         if self.groups[g].window is None:
             for i in range(most):
-                if not self._is_cached(g, digests[i], on_host):
+                if not has(g, digests[i]):
                     return i
             return most
         length = most
         while length > 0:
-            missing = self._last_missing(g, digests, length, on_host)
+            missing = self._last_missing(g, digests, length, has)
             if missing is None:
                 return length
             length = missing
         return 0
 
-    def _last_missing(
-        self, g: int, digests: Sequence[bytes], length: int, on_host: bool
-    ) -> int | None:
+    def _last_missing(self, g: int, digests: Sequence[bytes], length: int, has: Has) -> int | None:
         """Of the blocks that a token after `length` blocks sees, the last that is not cached."""
-        for i in range(length - 1, self._first_seen(g, length) - 1, -1):
-            if not self._is_cached(g, digests[i], on_host):
+        for i in range(length - 1, self.first_seen(g, length) - 1, -1):
+            if not has(g, digests[i]):
                 return i
         return None
 
-    def _first_seen(self, g: int, length: int) -> int:
+    def first_seen(self, g: int, length: int) -> int:
         """First logical block that the token after `length` full blocks attends to."""
         window = self.groups[g].window
         if window is None:
@@ -436,7 +443,7 @@ class KVManager:
         self, g: int, digests: Sequence[bytes], length: int
     ) -> tuple[list[int], dict[int, int]]:
         """The blocks of a hit, and where in host memory those are that have to be loaded."""
-        first = self._first_seen(g, length)
+        first = self.first_seen(g, length)
         blocks, host = [NULL] * first, {}
         for i in range(first, length):
             found = self.pools[g].lookup(digests[i])

@@ -48,6 +48,16 @@ class HostTier:
         self._host[group].acquire(block_id)
         self._held.append((group, block_id))
 
+    def evict_some(self) -> bool:
+        """Take what nobody holds out of the device's index, as much as host memory has room for;
+        whether there was something."""
+        found = [
+            pool.evict()
+            for pool, n in zip(self._device, self.limits, strict=True)
+            for _ in range(n)
+        ]
+        return any(found)
+
     def take_evicted(self) -> list[Copies]:
         """Find host blocks for what the device's pools have evicted since the last call; the copies
         of this, by group. What finds none, because all host blocks are in use, is lost."""
@@ -63,11 +73,9 @@ class HostTier:
             if known is not None:
                 self.hold(group, known)  # used anew
                 continue
-            if host.num_indexed >= self.limits[group] and not host.evict():
+            found = self.allocate(group)
+            if found is None:
                 continue
-            if host.num_free == 0:
-                continue
-            found = host.allocate()
             host.index(found, digest)
             self._held.append((group, found))  # nothing else of this plan goes there
             self._fresh.append((group, digest))
@@ -75,6 +83,13 @@ class HostTier:
             destination.append(found)
         self.num_offloaded += len(source)
         return source, destination
+
+    def allocate(self, group: int) -> int | None:
+        """A host block within the tier's limit; None if all are in use."""
+        host = self._host[group]
+        if host.num_indexed >= self.limits[group] and not host.evict():
+            return None
+        return host.allocate() if host.num_free else None
 
     def end_plan(self, step_id: int | None) -> None:
         """The plan is made; None: nothing was planned, and what it was to copy out will be part of

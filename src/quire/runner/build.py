@@ -36,6 +36,7 @@ from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
 MEASURED_BLOCKS = 8
+PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 
 Progress = Callable[[int, int], None]
 
@@ -118,15 +119,18 @@ def _host_tier(
 ) -> tuple[int, ...] | None:
     """Blocks of host memory for what the pool has no room for, by cache group; None: no tier.
 
-    If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory.
-    Raises ConfigError for more than there is."""
-    if not cache.enable_prefix_caching or cache.kv_host_gb == 0:
+    If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
+    and stores pass through a little. Raises ConfigError for more than there is."""
+    has_stores = cache.kv_disk_dir is not None or cache.kv_store is not None
+    if not cache.enable_prefix_caching or (cache.kv_host_gb == 0 and not has_stores):
         return None
-    if cache.kv_host_gb is None and device.type == "cpu":
+    if cache.kv_host_gb is None and device.type == "cpu" and not has_stores:
         return None
     free = available_cpu_bytes()
     num_bytes = min(memory.pool_bytes, free // 4)
-    if cache.kv_host_gb is not None:
+    if has_stores and (device.type == "cpu" or cache.kv_host_gb == 0):
+        num_bytes = min(max(memory.pool_bytes, PASSING_BYTES[0]), PASSING_BYTES[1], free // 4)
+    if cache.kv_host_gb:
         num_bytes = int(cache.kv_host_gb * 1e9)
     if num_bytes > free:
         raise ConfigError(
@@ -137,7 +141,7 @@ def _host_tier(
         for group in spec.cache_groups
     ]
     limits = host_tier_blocks(sizes, num_bytes)
-    if cache.kv_host_gb is not None and not all(limits):
+    if cache.kv_host_gb and not all(limits):
         raise ConfigError(
             f"kv_host_gb={cache.kv_host_gb:g} holds no block; one takes {sum(sizes) / 1e6:.1f} MB."
         )

@@ -53,6 +53,9 @@ class ModelRunner:
         self._start_and_release(plan)
         self.rows.apply(plan)
         self._move(plan)
+        if len(plan.rows) == 0:
+            nothing = np.empty((0, 1), np.int32)
+            return StepResult(plan.step_id, nothing, nothing[:, 0])
         input_ids_T, step = self.rows.step_inputs(plan)
         self.backend.prepare(step)
         hidden_TD = self.model(input_ids_T, step.positions_T, self.backend)

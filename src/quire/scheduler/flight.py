@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import BlockWrites, Move, Plan, RowFork, RowStart
-from quire.kv.manager import Copies, SequenceBlocks
+from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
+from quire.kv.tiers import Copies
 from quire.scheduler.sequence import Int32, Int64, Sequence
 
 Blocks = Seq[Seq[int]]  # by group

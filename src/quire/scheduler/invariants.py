@@ -11,7 +11,8 @@ def check_invariants(scheduler: "Scheduler") -> None:
     table, running = scheduler.table, scheduler.running()
     alive = [m for s in scheduler.sequences.values() for m in scheduler.members(s)]
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
-    scheduler.kv.check_invariants((sequence.blocks for sequence in running), away)
+    stores = [] if scheduler.stores is None else [scheduler.stores.held_blocks]
+    scheduler.kv.check_invariants((sequence.blocks for sequence in running), away, *stores)
     rows = scheduler._running
     groups = {id(s.group): s.group for s in running if s.group is not None}.values()
     held = [row for group in groups for row in group.reserved_rows]

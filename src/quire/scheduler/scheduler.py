@@ -22,6 +22,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
 from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache
 from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
+from quire.base.tiers import Fetched, Kept, LookedUp
 from quire.base.validation import check_open
 from quire.kv.digest import root_digest
 from quire.kv.manager import KVBlocks, KVManager
@@ -37,9 +38,10 @@ from quire.scheduler.policy import MakePolicy
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.results import Ending, StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
+from quire.scheduler.stores import Stores
 from quire.scheduler.streaming import append, has_something_to_compute
 from quire.scheduler.swap import forget, num_kept_tokens, swap_is_cheaper, swap_out
-from quire.scheduler.tiers import loading_is_cheaper, offload
+from quire.scheduler.tiers import flush, loading_is_cheaper, offload
 from quire.scheduler.time_limits import TimeLimits
 
 
@@ -58,6 +60,7 @@ class Scheduler:
         watermark: float = 0.01,
         fingerprint: bytes = b"",
         make_policy: MakePolicy = Fifo,
+        num_stores: int = 0,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         self.kv = kv
@@ -89,6 +92,7 @@ class Scheduler:
         self.long_prefill_threshold = config.long_prefill_token_threshold
         self.time_limits = TimeLimits()
         self.late: list[tuple[Sequence, Ending]] = []  # dropped since the last outputs
+        self.stores = Stores(self, num_stores) if num_stores else None
         self.digester: Digester = digest_blocks  # a replay has them from its record
 
     @property
@@ -164,6 +168,8 @@ class Scheduler:
         self.sequences[request.request_id] = sequence
         sequence.tenant = self.queue.tenants.enter(request.tenant)
         sequence.is_aside = not has_something_to_compute(sequence)
+        if self.stores is not None and not sequence.is_aside:
+            sequence.is_aside = self.stores.begin(sequence)
         if not sequence.is_aside:
             self.queue.push(sequence)
         self.time_limits.add(sequence)
@@ -208,6 +214,10 @@ class Scheduler:
             return
         if isinstance(message, MeasuredRates):
             self.rates = message
+            return
+        if isinstance(message, LookedUp | Fetched | Kept):
+            if self.stores is not None:
+                self.stores.take(message)
             return
         sequence = self.sequences.get(message.request_id)
         if sequence is None:
@@ -285,7 +295,7 @@ class Scheduler:
         if sequence.row >= 0:
             return int(self.table.total[sequence.row] - self.table.computed[sequence.row])
         if sequence.found_at != self.kv.num_index_changes:
-            num_blocks = self.kv.num_computed_blocks(*self._readable(sequence))
+            num_blocks = self.kv.num_computed_blocks(*self.readable(sequence))
             sequence.found_tokens = num_blocks * self.kv.block_size
             sequence.found_at = self.kv.num_index_changes
         return sequence.num_known_tokens - sequence.found_tokens
@@ -361,7 +371,7 @@ class Scheduler:
     def find_hit(self, sequence: Sequence) -> KVBlocks:
         """The cached blocks that this sequence may begin with; those of host memory only if loading
         them takes less time than computing them."""
-        digests, num_tokens = self._readable(sequence)
+        digests, num_tokens = self.readable(sequence)
         hit = self.kv.get_computed_blocks(digests, num_tokens)
         if hit.num_loads:
             near = self.kv.get_computed_blocks(digests, num_tokens, on_host=False)
@@ -369,7 +379,7 @@ class Scheduler:
                 return near
         return hit
 
-    def _readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
+    def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
         """Digests of the blocks that a sequence may find in the index, and its length."""
         may_read = sequence.request.params.reads_prefix_cache or sequence.num_preemptions > 0
         if not self._is_indexed(sequence) or not may_read:
@@ -463,9 +473,10 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> StepOutputs:
         """Take the result of the oldest plan in flight: pending tokens become known."""
         assert result.error is None, "a step that failed is to be repeated row by row first"
-        if self.kv.tier is not None:
-            self.kv.tier.settle(result.step_id)
+        settled = [] if self.kv.tier is None else self.kv.tier.settle(result.step_id)
         outputs = take_result(self, self.flights.popleft(), result, now)
+        if self.stores is not None:
+            self.stores.keep(settled)
         return self.take_late(outputs)
 
     def take_late(self, outputs: StepOutputs | None = None) -> StepOutputs:
@@ -552,6 +563,8 @@ class Scheduler:
             self.queue.remove(sequence)
         self._give_reserved_rows_back(sequence)
         forget(self, sequence)
+        if self.stores is not None:
+            self.stores.drop(sequence)
         sequence.finish_reason = reason
         self.num_long_stop_lists -= _has_long_stop_list(sequence.request)
         members = self.members(sequence)
@@ -563,6 +576,17 @@ class Scheduler:
             self.num_beam_searches -= sequence.request.params.use_beam_search
             num_tokens = sum(member.num_output_tokens for member in members)
             self.events.append(Finished(now, request_id, reason, num_tokens, len(members)))
+
+    def flush(self) -> Plan | None:
+        """At the end, without plans in flight: a plan that only copies to host memory what the
+        index has and nobody holds, as far as there is room."""
+        step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
+        return flush(self, step_id)
+
+    def keep_flushed(self, plan: Plan) -> None:
+        """That plan was carried out: order it all to be kept."""
+        if self.kv.tier is not None and self.stores is not None:
+            self.stores.keep(self.kv.tier.settle(plan.step_id), most=int(NEVER))
 
     def check_invariants(self) -> None:
         """Assert that counters, rows and blocks agree."""

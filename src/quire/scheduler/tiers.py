@@ -7,6 +7,7 @@ of a copy, computing costs tokens / tokens per second of a prefill; what costs m
 
 from typing import TYPE_CHECKING
 
+from quire.base.plan import Plan
 from quire.kv.manager import KVBlocks
 from quire.scheduler.flight import Draft
 from quire.scheduler.sequence import Sequence
@@ -42,3 +43,16 @@ def offload(scheduler: "Scheduler", draft: Draft, is_planned: bool) -> None:
         return
     draft.add_moves("swap_out", tier.take_evicted())
     tier.end_plan(draft.step_id if is_planned else None)
+
+
+def flush(scheduler: "Scheduler", step_id: int) -> Plan | None:
+    """A plan that copies out what the device's index has and nobody holds, as much as fits."""
+    tier = scheduler.kv.tier
+    if tier is None or scheduler.flights:
+        return None
+    while tier.evict_some():
+        draft = Draft(step_id)
+        offload(scheduler, draft, is_planned=True)
+        if moves := draft.moves():  # otherwise host memory had all of it
+            return Plan(step_id, moves=moves)
+    return None

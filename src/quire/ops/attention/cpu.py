@@ -12,6 +12,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.native import address, core
 from quire.ops.packed import ELEMENTS, chosen_variant
@@ -138,6 +139,11 @@ class CpuBackend:
             self.variant,
         )
         return out_TNH
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """Blocks of host memory, for those who move them elsewhere."""
+        return self._memory.host
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""

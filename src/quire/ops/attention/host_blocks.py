@@ -6,8 +6,13 @@ operating system when the first block is written, and page by page where the dev
 A GPU gathers the blocks of a move into one buffer, in the order of its other work, so that they may
 be overwritten at once. The buffer crosses to pinned memory on a stream of its own while the step is
 computed, and reaches its place in the mirror when somebody asks for it.
+
+Stores read and write single blocks from threads of their own (`read`, `write`). A lock guards what
+is on its way and the making of mirrors; the blocks themselves need none, since whoever was told to
+move a block is the only one that does.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +27,9 @@ Int32 = npt.NDArray[np.int32]
 
 # Of one gathered buffer: what a GPU sends at once; what stays in a CPU's caches.
 GPU_PART_BYTES, CPU_PART_BYTES = 16 << 20, 2 << 20
+
+# By bytes per element; numpy does not know all of torch's types, and copies need not.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,7 @@ class HostBlocks:
         self._dim = dim
         self._host_kv: list[torch.Tensor | None] = [None] * len(device_kv)
         self._arriving: deque[_Arriving] = deque()
+        self._lock = threading.RLock()
         is_gpu = len(device_kv) > 0 and device_kv[0].is_cuda
         self._stream = torch.cuda.Stream(device_kv[0].device) if is_gpu else None
 
@@ -59,6 +68,40 @@ class HostBlocks:
         for part in self._parts(place, len(source)):
             self._load(place, source[part], destination[part])
 
+    def block_bytes(self, place: int) -> int:
+        """Of one block of a device tensor."""
+        kv = self._device_kv[place]
+        return kv.numel() // kv.shape[self._dim] * kv.element_size()
+
+    def read(self, place: int, block: int) -> memoryview:
+        """A copy of a block of a mirror: all bytes at its index, in C order. From any thread."""
+        values = self._settled_block(place, block).copy(order="C")
+        return values.reshape(-1).view(np.uint8).data
+
+    def write(self, place: int, block: int, data: bytes | bytearray | memoryview) -> None:
+        """Fill a block of a mirror with bytes as `read` gives them. From any thread.
+
+        Raises ValueError if they are not as many as a block has; then nothing is written.
+        """
+        values = np.frombuffer(data, np.uint8)
+        if len(values) != self.block_bytes(place):
+            raise ValueError(
+                f"a block of tensor {place} has {self.block_bytes(place)} bytes, got {len(values)};"
+                " give bytes that `read` of the same layout gave."
+            )
+        target = self._settled_block(place, block)
+        target[...] = values.view(target.dtype).reshape(target.shape)
+
+    def _settled_block(self, place: int, block: int) -> npt.NDArray[np.signedinteger]:
+        """A view of a block of a mirror, after what was on its way there has come. Copied by numpy:
+        torch would start a second pool of threads for the thread that asks."""
+        with self._lock:
+            mirror = self._mirror(place)
+            while any(a.place == place and block in a.destination for a in self._arriving):
+                self._settle_first()
+        values = mirror.view(INTEGERS[mirror.element_size()]).numpy()
+        return values[(slice(None),) * self._dim + (block, ...)]
+
     def _parts(self, place: int, num_blocks: int) -> Iterator[slice]:
         """A buffer of another size each time would be taken from the operating system anew, which
         takes longer than the copy."""
@@ -68,17 +111,23 @@ class HostBlocks:
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 
     def _swap_out(self, place: int, source: Int32, destination: Int32) -> None:
-        device, host = self._device_kv[place], self._mirror(place)
+        device = self._device_kv[place]
+        with self._lock:
+            host = self._mirror(place)
         blocks = device.index_select(self._dim, _index(source, device))
         if self._stream is None:
             host.index_copy_(self._dim, _index(destination, host), blocks)
             return
-        self._settle(only_done=True)
-        self._arriving.append(self._send(self._stream, place, _index(destination, host), blocks))
+        with self._lock:
+            self._settle(only_done=True)
+            sent = self._send(self._stream, place, _index(destination, host), blocks)
+            self._arriving.append(sent)
 
     def _load(self, place: int, source: Int32, destination: Int32) -> None:
-        self._settle()
-        device, host = self._device_kv[place], self._mirror(place)
+        device = self._device_kv[place]
+        with self._lock:
+            self._settle()
+            host = self._mirror(place)
         blocks = host.index_select(self._dim, _index(source, host))
         if device.is_cuda:
             blocks = blocks.pin_memory().to(device.device, non_blocking=True)
@@ -99,12 +148,15 @@ class HostBlocks:
 
     def _settle(self, only_done: bool = False) -> None:
         """Put what has crossed into its place, in the order in which it was sent; or all, waiting
-        for it."""
+        for it. The lock is held."""
         while self._arriving and not (only_done and not self._arriving[0].done.query()):
-            arrived = self._arriving.popleft()
-            arrived.done.synchronize()
-            mirror = self._mirror(arrived.place)
-            mirror.index_copy_(self._dim, arrived.destination, arrived.blocks)
+            self._settle_first()
+
+    def _settle_first(self) -> None:
+        arrived = self._arriving.popleft()
+        arrived.done.synchronize()
+        mirror = self._mirror(arrived.place)
+        mirror.index_copy_(self._dim, arrived.destination, arrived.blocks)
 
     def _mirror(self, place: int) -> torch.Tensor:
         mirror = self._host_kv[place]

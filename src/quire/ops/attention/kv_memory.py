@@ -17,6 +17,7 @@ SCALE_BYTES = 4  # behind the H values of an int8 row
 class KVMemory:
     """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8 it
     holds bytes, and a row is H values and their scale. place[layer]: (group, index in the group).
+    host: blocks of host memory, by group.
     """
 
     def __init__(self, layout: KVLayout) -> None:
@@ -30,7 +31,7 @@ class KVMemory:
             for g, group in enumerate(layout.groups)
             for index, layer in enumerate(group.layers)
         }
-        self._host = HostBlocks(self.kv, dim=3, num_blocks=layout.num_host_blocks)
+        self.host = HostBlocks(self.kv, dim=3, num_blocks=layout.num_host_blocks)
         self._device = layout.device
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
@@ -42,11 +43,11 @@ class KVMemory:
 
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of a group to blocks of host memory."""
-        self._host.swap_out(group, source, destination)
+        self.host.swap_out(group, source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of host memory to blocks of a group."""
-        self._host.load(group, source, destination)
+        self.host.load(group, source, destination)
 
 
 def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:

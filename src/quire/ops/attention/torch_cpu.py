@@ -18,6 +18,7 @@ import torch
 
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
+from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.attention.weigh import weigh
 from quire.ops.registry import op
@@ -72,6 +73,11 @@ class TorchBackend:
             k_KRCH, v_KRCH = self._gather(kv, batch)
             _attend(batch, q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
         return out_TNH
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """Blocks of host memory, for those who move them elsewhere."""
+        return self._memory.host
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""

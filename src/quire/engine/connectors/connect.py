@@ -1,0 +1,50 @@
+"""From settings to stores that a core uses."""
+
+from queue import SimpleQueue
+
+from quire.base.config import CacheConfig
+from quire.base.errors import ConfigError
+from quire.base.tiers import Answer
+from quire.engine.connectors.connections import Connections
+from quire.engine.connectors.make import make_store
+from quire.engine.connectors.worker import StoreWorker
+from quire.engine.core import EngineCore
+from quire.runner.build import BuiltRunner
+
+
+def store_settings(cache: CacheConfig) -> list[str]:
+    """The stores that are asked for, nearest first."""
+    disk = [] if cache.kv_disk_dir is None else [f"disk:{cache.kv_disk_dir}"]
+    return disk + ([] if cache.kv_store is None else [cache.kv_store])
+
+
+def connect_stores(core: EngineCore, built: BuiltRunner) -> None:
+    """Open the stores and let the core use them. Raises ConfigError for one that cannot be opened,
+    and for an attention backend whose blocks cannot be read."""
+    cache = built.config.cache
+    settings = store_settings(cache)
+    if not settings:
+        return
+    if core.scheduler.stores is None:
+        raise ConfigError(
+            f"{settings[0]} is of no use without prefix caching; leave it out, or set"
+            " enable_prefix_caching."
+        )
+    memory = getattr(built.runner.backend, "host_blocks", None)
+    if memory is None:
+        raise ConfigError(
+            f"the attention backend {built.backend_name} keeps its blocks to itself, so there is no"
+            f" use of {settings[0]}; leave it out, or take another attention_backend."
+        )
+    answers: SimpleQueue[Answer] = SimpleQueue()
+    stores = [make_store(setting, int(cache.kv_disk_gb * 1e9)) for setting in settings]
+    fingerprint = core.scheduler.fingerprint
+    core.connect(
+        Connections(
+            [
+                StoreWorker(store, fingerprint, memory, answers.put, core.bell.ring)
+                for store in stores
+            ],
+            answers,
+        )
+    )

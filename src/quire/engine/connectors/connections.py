@@ -1,0 +1,68 @@
+"""An engine's stores as its core sees them: orders go out, answers come in, on its thread."""
+
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from quire.base.tiers import Answer, Order
+
+MOST_WAIT_S = 0.5  # for an answer, before somebody looks whether one is overdue
+CLOSE_S = 30.0  # for blocks that are still to be kept when the engine ends
+
+
+class Worker(Protocol):
+    """What carries out one store's orders (`worker.py`)."""
+
+    def submit(self, order: Order) -> None: ...
+    def expire(self, now: float) -> None: ...
+    @property
+    def next_s(self) -> float | None: ...
+    def close(self, timeout_s: float) -> None: ...
+
+
+class Connections:
+    """The workers of all stores, by number. answers: where they put theirs, from any thread."""
+
+    def __init__(self, workers: Sequence[Worker], answers: "SimpleQueue[Answer]") -> None:
+        self._workers = list(workers)
+        self._answers = answers
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Orders without an answer."""
+        return self._num_open
+
+    @property
+    def has_answers(self) -> bool:
+        return not self._answers.empty()
+
+    @property
+    def next_s(self) -> float | None:
+        """When an answer is overdue, if none comes before; None is never."""
+        times = [worker.next_s for worker in self._workers]
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._num_open += 1
+            self._workers[order.store].submit(order)
+
+    def take(self, now: float, waits: bool = False) -> list[Answer]:
+        """The answers that are there; if there is none, waits for one a little while."""
+        for worker in self._workers:
+            worker.expire(now)
+        found: list[Answer] = []
+        try:
+            if waits and not self.has_answers:
+                found.append(self._answers.get(timeout=MOST_WAIT_S))
+            while True:
+                found.append(self._answers.get_nowait())
+        except Empty:
+            self._num_open -= len(found)
+            return found
+
+    def close(self) -> None:
+        """Let what is to be kept be kept, and end."""
+        for worker in self._workers:
+            worker.close(CLOSE_S)

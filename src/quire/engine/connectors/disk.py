@@ -1,0 +1,227 @@
+"""A store in a directory, which several engines may share: one file per block.
+
+    DIRECTORY/quire-kv-1/FINGERPRINT/GROUP/DI/DIGEST.kv      hexadecimal; DI: its first two digits
+    DIRECTORY/quire-kv-1/tmp/PROCESS-NUMBER.tmp              while it is written
+
+A file appears under its name when it is complete, by a rename. It is not forced to the disk: what a
+loss of power leaves of it, the envelope's checksum refuses. What was used longest ago is deleted
+first (`trim.py`); using a file sets its time of change. Reading goes on whatever happens; when
+writing fails, nothing is written for a while.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from quire.base.clock import Clock, MonotonicClock
+from quire.base.errors import ConfigError
+from quire.engine.connectors.complaints import Complaints
+from quire.engine.connectors.store import Buffer, split_key
+from quire.engine.connectors.trim import Trimmer
+
+logger = logging.getLogger("quire")
+
+LAYOUT = "quire-kv-1"  # changes with the names; the envelope has a version of its own
+SUFFIX, UNFINISHED = ".kv", ".tmp"
+PAUSE_S = 30.0  # without storing, after it failed
+OLD_S = 3600.0  # then an unfinished file has lost its writer
+TOUCH_S = 2.0  # a file used twice within this time is marked once
+LEAST_FREE_SHARE, LEAST_FREE_BYTES = 0.05, 1_000_000_000  # of the disk; the smaller
+AHEAD = 8  # files that the disk is told of before they are read
+MOST_BYTES = 1 << 32  # of a value; a larger file is none of ours
+READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # never waits for a pipe
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+T = TypeVar("T")
+
+
+class DiskStore:
+    """Blocks in files. max_bytes: of all files of this directory together, whoever wrote them.
+
+    Raises ConfigError if the directory cannot be made.
+    """
+
+    def __init__(self, directory: str | Path, max_bytes: int, clock: Clock | None = None) -> None:
+        self.directory = Path(directory).expanduser()
+        if max_bytes <= 0:
+            raise ConfigError(f"max_bytes of a store must be positive, got {max_bytes}.")
+        self._clock = clock or MonotonicClock()
+        self._top = os.path.join(self.directory, LAYOUT)
+        self._temporary = os.path.join(self._top, "tmp")
+        self._complaints = Complaints(self._clock, 0.0)  # the pause is limit enough
+        self._resume_s: float | None = None  # while storing pauses
+        self._num_written = 0
+        self._buffer = bytearray()
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"the directory {str(self.directory)!r} for KV blocks cannot be made"
+                f" ({error.strerror}); give one that can be."
+            ) from error
+        self._trimmer = Trimmer(self._top, SUFFIX, max_bytes, self._clock)
+        self._remove_unfinished(self._clock.now())
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        is_file = os.path.isfile
+        return [is_file(self._path(key)) for key in keys]
+
+    def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """One file after the other, each read at once; the disk is told of the next ones, so that
+        it need not wait for us in between."""
+        opened: list[int | None] = []
+        try:
+            for i in range(len(keys)):
+                while len(opened) < min(len(keys), i + AHEAD):
+                    opened.append(self._open(keys[len(opened)]))
+                file, opened[i] = opened[i], None
+                yield None if file is None else self._read(file)
+        finally:
+            for file in opened:
+                if file is not None:
+                    os.close(file)
+
+    def put(self, key: bytes, parts: Sequence[Buffer]) -> bool:
+        now, resume_s = self._clock.now(), self._resume_s
+        if resume_s is not None and now < resume_s:
+            return False
+        num_bytes = sum(memoryview(part).nbytes for part in parts)
+        try:
+            if resume_s is not None:
+                self._make_directory()
+            self._check_free(num_bytes)
+            if now >= self._cleaned_s + OLD_S:
+                self._remove_unfinished(now)
+            if not self._trimmer.make_room(num_bytes):
+                return False
+            self._write(self._path(key), parts)
+        except OSError as error:
+            self._resume_s = now + PAUSE_S
+            self._complaints.warn(
+                "store",
+                f"no KV blocks are stored in {self.directory} for {PAUSE_S:.0f} s:"
+                f" {error.strerror or error}",
+            )
+            return False
+        if resume_s is not None:
+            logger.info("KV blocks are stored in %s again", self.directory)
+        self._resume_s = None
+        self._trimmer.add(num_bytes)
+        return True
+
+    def close(self) -> None:
+        self._buffer = bytearray()
+
+    # ---- names -------------------------------------------------------------------------------
+
+    def _path(self, key: bytes) -> str:
+        fingerprint, group, digest = split_key(key)
+        name = digest.hex()
+        return f"{self._top}/{fingerprint.hex()}/{group}/{name[:2]}/{name}{SUFFIX}"
+
+    def _make_directory(self) -> None:
+        """Ours may have been removed. What holds it must be there: it may be a mount that is gone.
+        Raises OSError."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.directory, 0o700)
+
+    # ---- reading -----------------------------------------------------------------------------
+
+    def _open(self, key: bytes) -> int | None:
+        try:
+            file = os.open(self._path(key), READ)
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):  # it is only a hint
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        return file
+
+    def _read(self, file: int) -> memoryview | None:
+        """All of a file, in a buffer that the next one uses, too. None if it cannot be read."""
+        try:
+            facts = os.fstat(file)
+            if facts.st_size > MOST_BYTES:
+                return None
+            if len(self._buffer) < facts.st_size:
+                self._buffer = bytearray(facts.st_size)
+            view, done = memoryview(self._buffer)[: facts.st_size], 0
+            while done < len(view) and (num := os.readv(file, [view[done:]])):
+                done += num
+            if time.time() - facts.st_mtime > TOUCH_S:
+                with contextlib.suppress(OSError):  # not ours, or not to be written to
+                    os.utime(file)
+            return view[:done]
+        except OSError:
+            return None
+        finally:
+            os.close(file)
+
+    # ---- writing -----------------------------------------------------------------------------
+
+    def _check_free(self, num_bytes: int) -> None:
+        """Raises OSError if this would take the disk's last bytes."""
+        facts = os.statvfs(self.directory)
+        free = facts.f_bavail * facts.f_frsize
+        aligned_bytes = -(-num_bytes // facts.f_frsize) * facts.f_frsize
+        least = min(LEAST_FREE_SHARE * facts.f_blocks * facts.f_frsize, LEAST_FREE_BYTES)
+        if free - aligned_bytes < least:
+            raise OSError(
+                errno.ENOSPC, f"the disk has {free / 1e9:.2f} GB free, and the last"
+                f" {least / 1e9:.2f} GB are left alone",
+            )  # fmt: skip
+
+    def _write(self, path: str, parts: Sequence[Buffer]) -> None:
+        """Raises OSError; then nothing is left behind."""
+        self._num_written += 1
+        name = f"{os.getpid()}-{id(self):x}-{self._num_written}{UNFINISHED}"
+        temporary = os.path.join(self._temporary, name)
+        file = _within(self._temporary, lambda: os.open(temporary, CREATE, 0o600))
+        try:
+            try:
+                _write_all(file, parts)
+            finally:
+                os.close(file)
+            _within(os.path.dirname(path), lambda: os.rename(temporary, path))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _remove_unfinished(self, now: float) -> None:
+        """What processes that were killed have left. now: by the store's clock."""
+        self._cleaned_s = now
+        before = time.time() - OLD_S
+        try:
+            with os.scandir(self._temporary) as entries:
+                old = [e.path for e in entries if e.stat(follow_symlinks=False).st_mtime < before]
+        except OSError:
+            return
+        for path in old:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+
+def _within(folder: str, call: Callable[[], T]) -> T:
+    """What the call returns; if a folder is missing, it is made and the call made again. Raises
+    OSError."""
+    try:
+        return call()
+    except FileNotFoundError:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        return call()
+
+
+def _write_all(file: int, parts: Sequence[Buffer]) -> None:
+    """Raises OSError."""
+    views = [view for part in parts if (view := memoryview(part).cast("B"))]
+    while views:
+        num = os.writev(file, views)
+        while views and num >= len(views[0]):
+            num -= len(views.pop(0))
+        if views:
+            views[0] = views[0][num:]

@@ -1,0 +1,228 @@
+"""Prefixes in stores outside of this process, as far as the scheduler knows of them (C7).
+
+A request whose prompt is not all on the device or in host memory is looked up in every store when
+it comes, and waits aside meanwhile: outside the queue, in nobody's way. What was found, and takes
+less time to fetch than to compute, is fetched into host blocks; with the answer these are part of
+the host tier, and the request enters the queue.
+
+    add -> LookUp -> LookedUp -> Fetch -> Fetched -> queue -> hit in host memory -> load
+                        |                    |
+                        +- nothing found ----+-----> queue
+
+What the host tier takes in is kept in every store, once the step that copies it out has ended. The
+orders are carried out elsewhere (`engine/connectors`); every one of them is answered once, by a
+control message, and nothing is known of a store but by these.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quire.base.tiers import BlockName, Fetch, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order
+from quire.kv.tiers import Name
+from quire.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
+
+MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
+KEEP_OLD = 0.5  # of a measured rate, when another was measured
+
+
+@dataclass(slots=True)
+class Wait:
+    """A request that is looked up or fetched for. asked: stores that have not answered; found:
+    which store has a block; tickets: of fetches that have not come."""
+
+    sequence: Sequence
+    names: tuple[BlockName, ...]
+    asked: set[int]
+    found: dict[BlockName, int] = field(default_factory=dict)
+    tickets: set[int] = field(default_factory=set)
+
+
+class Stores:
+    """num_stores: they are asked in the order of their numbers."""
+
+    def __init__(self, scheduler: "Scheduler", num_stores: int) -> None:
+        self.num_stores = num_stores
+        self.orders: list[Order] = []  # since somebody took them last
+        self.waiting: dict[str, Wait] = {}
+        self.num_fetched = 0
+        self._scheduler = scheduler
+        self._fetching: dict[int, tuple[Item, ...]] = {}
+        self._coming: dict[BlockName, int] = {}  # with which ticket
+        self._keeping: dict[int, tuple[Item, ...]] = {}
+        self._num_keeping = [0] * num_stores
+        self._bytes_per_s = [0.0] * num_stores  # of fetching; 0.0 is not known
+        self._next_ticket = 0
+
+    def take_orders(self) -> list[Order]:
+        found, self.orders = self.orders, []
+        return found
+
+    def held_blocks(self, group: int) -> list[int]:
+        """Host blocks that orders on their way name."""
+        all_items = [*self._fetching.values(), *self._keeping.values()]
+        return [block for items in all_items for g, _, block in items if g == group]
+
+    # ---- looking up and fetching -------------------------------------------------------------
+
+    def begin(self, sequence: Sequence) -> bool:
+        """Look a new request up, if there is something to find; whether it has to wait."""
+        kv = self._scheduler.kv
+        digests, num_tokens = self._scheduler.readable(sequence)
+        most = min(len(digests), (num_tokens - 1) // kv.block_size)
+        if sequence.is_open or kv.num_computed_blocks(digests, num_tokens) >= most:
+            return False
+        names = tuple(
+            (g, digest)
+            for digest in digests[:most]
+            for g in range(len(kv.groups))
+            if not kv.is_cached(g, digest)
+        )
+        stores = [s for s in range(self.num_stores) if self._is_worth_it(s, names, num_tokens)]
+        if not stores:
+            return False
+        request_id = sequence.request.request_id
+        self.waiting[request_id] = Wait(sequence, names, set(stores))
+        self.orders += [LookUp(store, request_id, names) for store in stores]
+        return True
+
+    def take(self, answer: LookedUp | Fetched | Kept) -> None:
+        """A store has answered."""
+        if isinstance(answer, LookedUp):
+            self._take_looked_up(answer)
+        elif isinstance(answer, Fetched):
+            self._take_fetched(answer)
+        else:
+            self._take_kept(answer)
+
+    def drop(self, sequence: Sequence) -> None:
+        """The request has ended; what is on its way for it still comes."""
+        self.waiting.pop(sequence.request.request_id, None)
+
+    def _take_looked_up(self, answer: LookedUp) -> None:
+        wait = self.waiting.get(answer.request_id)
+        if wait is None or answer.store not in wait.asked:
+            return
+        wait.asked.remove(answer.store)
+        for name, is_there in zip(wait.names, answer.found, strict=True):
+            if is_there:
+                wait.found.setdefault(name, answer.store)
+        if not wait.asked:
+            self._fetch(wait)
+            self._end_wait(wait)
+
+    def _fetch(self, wait: Wait) -> None:
+        """Order the blocks that make the hit longer."""
+        kv, sequence = self._scheduler.kv, wait.sequence
+        digests, num_tokens = self._scheduler.readable(sequence)
+        here = kv.num_computed_blocks(digests, num_tokens)
+
+        def has(g: int, digest: bytes) -> bool:
+            return (g, digest) in wait.found or kv.is_cached(g, digest)
+
+        there = kv.num_computed_blocks(digests, num_tokens, has)
+        if there <= here:
+            return
+        lacking = [
+            (g, digests[i])
+            for i in range(there)
+            for g in range(len(kv.groups))
+            if i >= kv.first_seen(g, there) and not kv.is_cached(g, digests[i])
+        ]
+        num_new = (there - here) * kv.block_size
+        for store in range(self.num_stores):
+            mine = [name for name in lacking if wait.found.get(name) == store]
+            if mine and self._is_worth_it(store, mine, num_new):
+                self._order(wait, store, mine)
+
+    def _order(self, wait: Wait, store: int, names: list[BlockName]) -> None:
+        """Fetch those that are not on their way; if host memory is full, the first of them."""
+        tier, items = self._scheduler.kv.tier, []
+        assert tier is not None, "stores need host blocks"
+        for name in names:
+            if name in self._coming:
+                wait.tickets.add(self._coming[name])
+                continue
+            block = tier.allocate(name[0])
+            if block is None:
+                break
+            items.append((*name, block))
+        if items:
+            ticket = self._ticket()
+            self._fetching[ticket] = tuple(items)
+            self._coming.update({(g, digest): ticket for g, digest, _ in items})
+            wait.tickets.add(ticket)
+            self.orders.append(Fetch(store, ticket, tuple(items)))
+
+    def _take_fetched(self, answer: Fetched) -> None:
+        items = self._fetching.pop(answer.ticket, None)
+        if items is None:
+            return
+        host_pools = self._scheduler.kv.host_pools
+        for (g, digest, block), is_there in zip(items, answer.ok, strict=True):
+            del self._coming[g, digest]
+            if is_there:
+                host_pools[g].index(block, digest)
+                self.num_fetched += 1
+            host_pools[g].release(block)
+        if answer.num_bytes and answer.duration_s > 0:
+            self._measure(answer.store, answer.num_bytes / answer.duration_s)
+        for wait in list(self.waiting.values()):
+            wait.tickets.discard(answer.ticket)
+            self._end_wait(wait)
+
+    def _end_wait(self, wait: Wait) -> None:
+        """Let a request into the queue if nothing is to come for it."""
+        if wait.asked or wait.tickets:
+            return
+        del self.waiting[wait.sequence.request.request_id]
+        wait.sequence.is_aside = False
+        self._scheduler.queue.push(wait.sequence)
+
+    # ---- keeping -----------------------------------------------------------------------------
+
+    def keep(self, names: list[Name], most: int = MOST_KEPT_AT_ONCE) -> None:
+        """Order blocks of the host tier to be kept, at most so many at once."""
+        host_pools = self._scheduler.kv.host_pools
+        for store in range(self.num_stores if names else 0):
+            room = max(0, most - self._num_keeping[store])
+            items = []
+            for g, digest in names[:room]:
+                block = host_pools[g].lookup(digest)
+                if block is not None:
+                    host_pools[g].acquire(block)
+                    items.append((g, digest, block))
+            if items:
+                ticket = self._ticket()
+                self._keeping[ticket] = tuple(items)
+                self._num_keeping[store] += len(items)
+                self.orders.append(Keep(store, ticket, tuple(items)))
+
+    def _take_kept(self, answer: Kept) -> None:
+        items = self._keeping.pop(answer.ticket, ())
+        self._num_keeping[answer.store] -= len(items)
+        for g, _, block in items:
+            self._scheduler.kv.host_pools[g].release(block)
+
+    # ---- rates -------------------------------------------------------------------------------
+
+    def _is_worth_it(
+        self, store: int, names: "list[BlockName] | tuple[BlockName, ...]", num_tokens: int
+    ) -> bool:
+        """Whether fetching these blocks takes less time than computing so many tokens; yes, if one
+        of the rates is not known."""
+        sizes, per_s = self._scheduler.kv.block_bytes, self._bytes_per_s[store]
+        tokens_per_s = self._scheduler.rates.prefill_tokens_per_s
+        if not (sizes and per_s and tokens_per_s):
+            return True
+        return sum(sizes[g] for g, _ in names) / per_s < num_tokens / tokens_per_s
+
+    def _measure(self, store: int, bytes_per_s: float) -> None:
+        known = self._bytes_per_s[store] or bytes_per_s
+        self._bytes_per_s[store] = KEEP_OLD * known + (1 - KEEP_OLD) * bytes_per_s
+
+    def _ticket(self) -> int:
+        self._next_ticket += 1
+        return self._next_ticket

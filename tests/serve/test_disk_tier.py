@@ -1,0 +1,102 @@
+"""Blocks in a directory come back as prefix hits, also after a restart, and nothing that may happen
+to the files changes a request's bits."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.ops.native import core
+from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.serve.test_host_tier import PARAMS, PROMPTS
+from tests.serve.test_same_bits import Found, found, open_llm
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+
+def run(directory: Path | None, prompts: list[Any], **settings: Any) -> tuple[Found, list[int]]:
+    """Prompts one after the other in an engine of their own: what came, and the cached tokens."""
+    pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
+    few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
+    if directory is not None:
+        few["kv_disk_dir"] = str(directory)
+    outputs = []
+    with open_llm("qwen3", **(few | settings)) as llm:
+        for prompt in prompts:
+            outputs += llm.generate([prompt], PARAMS, use_tqdm=False)
+    return found(outputs), [output.num_cached_tokens or 0 for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Found:
+    return run(None, PROMPTS, enable_prefix_caching=False)[0]
+
+
+def files_of(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.rglob("*") if path.is_file())
+
+
+def test_another_engine_finds_what_one_has_left(tmp_path: Path, wanted: Found) -> None:
+    assert run(tmp_path, PROMPTS) == (wanted, [0] * 6)
+    assert run(tmp_path, PROMPTS) == (wanted, [36] * 6)
+    # Without a host tier of its own, in a small pool: evicted blocks come back from the directory.
+    assert run(tmp_path, PROMPTS * 2, kv_host_gb=0.0) == (wanted * 2, [36] * 12)
+
+
+def test_other_salts_and_weights_find_nothing(tmp_path: Path) -> None:
+    run(tmp_path, PROMPTS[:1])
+    salted = PROMPTS[0] | {"cache_salt": "somebody else's"}
+    assert run(tmp_path, [salted])[1] == [0]
+    assert run(tmp_path, PROMPTS[:1], kv_cache_dtype="int8", dtype="bfloat16")[1] == [0]
+    other = {"load_format": "dummy", "seed": 5}
+    assert run(tmp_path, PROMPTS[:1], **other)[1] == [0]
+    assert run(tmp_path, PROMPTS[:1], **other)[1] == [36]
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty", "swap", "remove"])
+def test_damaged_files_are_misses(harm: str, tmp_path: Path, wanted: Found) -> None:
+    numbers = random.Random(1)
+    run(tmp_path, PROMPTS)
+    files = sorted(files_of(tmp_path))
+    assert len(files) > 50
+    contents = [file.read_bytes() for file in files]
+    for i, file in enumerate(files):
+        data = bytearray(contents[i])
+        if harm == "flip":
+            data[numbers.randrange(len(data))] ^= 1 << numbers.randrange(8)
+        elif harm == "cut":
+            del data[numbers.randrange(len(data)) :]
+        elif harm == "empty":
+            data = bytearray()
+        elif harm == "swap":
+            data = bytearray(contents[i - 1])
+        file.unlink() if harm == "remove" else file.write_bytes(bytes(data))
+    assert run(tmp_path, PROMPTS) == (wanted, [0] * 6)
+
+
+def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None:
+    (prompt,) = (prompt["prompt_token_ids"] for prompt in PROMPTS[:1])
+    prompts = [{"prompt_token_ids": prompt + [i]} for i in range(5)]
+    together: dict[str, Any] = {"dtype": "float32", "kv_disk_dir": str(tmp_path)}
+    with open_llm("qwen3", **together) as llm:
+        expected = found(llm.generate(prompts, PARAMS, use_tqdm=False))
+    with open_llm("qwen3", **together) as llm:
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        stores = llm.engine.client.core.scheduler.stores
+        assert stores is not None
+        assert stores.num_fetched == 10
+    assert found(outputs) == expected
+    assert [output.num_cached_tokens for output in outputs] == [40] * 5
+
+
+def test_impossible_settings_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="of no use without prefix caching"):
+        run(tmp_path, [], enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="reference keeps its blocks to itself"):
+        run(tmp_path, [], attention_backend="reference")
+    with pytest.raises(ConfigError, match="there is no KV store 'nowhere'"):
+        run(None, [], kv_store="nowhere:there")
