@@ -145,7 +145,7 @@ class Restored:
     def replace(self, times: int) -> None:
         for _ in range(times):
             self.scheduler = written(self.scheduler)
-        self.kv = self.scheduler.kv
+        self.kv, self.stores.scheduler = self.scheduler.kv, self.scheduler
         self.core.scheduler = self.core.doors = self.scheduler
 
 
