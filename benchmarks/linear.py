@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from quire.ops.formats import Quantization, variants
 from quire.ops.linear import TYPICAL_TOKENS, linear
 from quire.ops.native import core
-from quire.ops.packed import PackedWeight, Quantization, pack, variants
+from quire.ops.packed import PackedWeight, pack
 from quire.ops.threads import num_threads, set_num_threads
 from quire.tools.limits import read_bytes_per_s
 from quire.tools.report import benchmark_parser, print_head, write_report

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.workloads import Shape, Workload
+from quire.ops.formats import variants
 from quire.ops.native import core
-from quire.ops.packed import variants
 from quire.tools.limits import read_bytes_per_s
 
 HUGE_BYTES = 1 << 30

@@ -20,6 +20,7 @@ SETTINGS = ("--config FILE", "--log-level {debug,info,warning,error}", "--max-mo
         ("chat", ("--system TEXT", "--url URL", "--temperature FLOAT", *SETTINGS)),
         ("generate", ("--raw", "--temperature FLOAT", "--block-size TOKENS", *SETTINGS)),
         ("doctor", ("--json", "No weights are loaded", *SETTINGS)),
+        ("fit", ("--json", "--device NAME", "how many requests of which length fit")),
         ("bench", ("throughput", "serve")),
     ],
 )
@@ -46,6 +47,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         "generate ",
         "bench ",
         "doctor ",
+        "fit ",
     ):
         assert line in out
 

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
-from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
+from quire.kv.sizing import (
+    MIB,
+    MemoryPlan,
+    blocks_held,
+    least_pool_bytes,
+    longest_sequence,
+    sequences_that_fit,
+    size_pools,
+)
 
 FULL = CacheGroup("full", (0, 1, 2), 2, 8)
 WINDOW = CacheGroup("window", (3, 4), 2, 8, window=20)
@@ -66,6 +74,42 @@ def test_as_many_blocks_as_fit(
         assert level == per_sequence * rows or cost(level + 1) > budget
     manager = KVManager(groups, pools, block_size)
     assert manager.fits_alone(length, min(chunk, length))
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("length", [2, 16, 17, 333])
+def test_the_smallest_pool(groups: tuple[CacheGroup, ...], length: int) -> None:
+    """One byte less, and there is no room for one sequence."""
+    costs = bytes_of(groups, 16)
+    least = least_pool_bytes(groups, costs, 16, length, 4, 64)
+    size_pools(groups, costs, least, 16, length, 4, 64)
+    with pytest.raises(OutOfMemory):
+        size_pools(groups, costs, least - 1, 16, length, 4, 64)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("length", [1, 16, 17, 150])
+def test_as_many_sequences_as_the_manager_takes(
+    groups: tuple[CacheGroup, ...], length: int, block_size: int
+) -> None:
+    """Each grows token by token to its length, and then stands there."""
+    pools = tuple(301 + 7 * g for g in range(len(groups)))
+    manager = KVManager(groups, pools, block_size)
+
+    def grows() -> bool:
+        sequence = manager.new_sequence()
+        return all(manager.allocate_slots(sequence, 1) is not None for _ in range(length))
+
+    count = 0
+    while grows():
+        count += 1
+    held = [blocks_held(group, block_size, length) for group in groups]
+    assert held == [manager.blocks_for(length, g) for g in range(len(groups))]
+    fitting = sequences_that_fit(groups, pools, block_size, length)
+    assert fitting <= count <= fitting * 1.5 + 1
+    if groups == (FULL,):
+        assert count == fitting
 
 
 def test_a_window_group_leaves_the_rest_to_the_others() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.torch import load_file
 
-from quire.models.loading import weight_files
+from quire.models.checkpoint import weight_files
 
 F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30
 BLOCK = {F32: 1, F16: 1, BF16: 1, Q4_0: 32, Q8_0: 32}

@@ -13,14 +13,16 @@ from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ModelError
 from quire.base.gguf import KINDS, ArrayPlace, GGUFFile
 from quire.base.model_spec import ModelSpec, load_spec
+from quire.models.formats import IN_THE_DTYPE, weight_formats
 from quire.models.gguf.dequantise import dequantise
 from quire.models.gguf.weights import gguf_tensors
 from quire.models.loading import load_model
-from quire.models.packing import IN_THE_DTYPE, model_bytes, weight_formats
+from quire.models.packing import model_bytes
 from quire.models.source import resolve_model
+from quire.ops.formats import Quantization, variants
 from quire.ops.linear import linear
 from quire.ops.native import core
-from quire.ops.packed import PackedWeight, Quantization, pack_blocks, variants
+from quire.ops.packed import PackedWeight, pack_blocks
 from quire.runner.preview import preview_runner
 from tests.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
 from tests.models.gguf_writer import (

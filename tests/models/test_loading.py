@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec, parse_spec
 from quire.models import assembly
+from quire.models.checkpoint import INDEX
 from quire.models.layers import Linear, LMHead
-from quire.models.loading import INDEX, load_model, model_bytes
+from quire.models.loading import load_model, model_bytes
 from quire.models.registry import make_model
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
@@ -241,7 +242,7 @@ from pathlib import Path
 from quire.base.config import ModelConfig
 from quire.base.model_spec import parse_spec
 from quire.models.loading import load_model, model_bytes
-from quire.models.packing import weight_formats
+from quire.models.formats import weight_formats
 
 def memory(name):
     text = Path("/proc/self/status").read_text()

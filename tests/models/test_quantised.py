@@ -8,13 +8,15 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ConfigError
+from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
 from quire.models.layers import Embedding
 from quire.models.loading import load_model, model_bytes
-from quire.models.packing import AS_THEY_ARE, WeightFormats, planned_bytes, weight_formats
+from quire.models.packing import planned_bytes
 from quire.models.registry import make_model
 from quire.models.source import resolve_model
+from quire.ops.formats import Quantization
 from quire.ops.native import core
-from quire.ops.packed import PackedWeight, Quantization
+from quire.ops.packed import PackedWeight
 from quire.runner.preview import preview_runner
 from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.models.paged import CPU, run_paged

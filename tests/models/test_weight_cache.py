@@ -18,9 +18,11 @@ from quire.base.config import ModelConfig
 from quire.base.errors import ModelError
 from quire.base.model_spec import load_spec
 from quire.models.assembly import all_weights, empty_model
+from quire.models.checkpoint import weight_files
+from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
 from quire.models.layers import Linear
-from quire.models.loading import load_model, weight_files
-from quire.models.packing import AS_THEY_ARE, WeightFormats, model_bytes, weight_formats
+from quire.models.loading import load_model
+from quire.models.packing import model_bytes
 from quire.models.weight_cache import (
     HEADER,
     MAGIC,

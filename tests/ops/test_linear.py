@@ -8,9 +8,10 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.ops import packed
+from quire.ops.formats import VARIANT, Quantization
 from quire.ops.linear import linear, pack_weight, packed_weight_bytes
 from quire.ops.native import core
-from quire.ops.packed import PackedWeight, Quantization, pack
+from quire.ops.packed import PackedWeight, pack
 from quire.ops.threads import set_num_threads
 
 if core() is None:
@@ -205,9 +206,9 @@ def test_bytes_are_known_before(dtype: torch.dtype, quantization: Quantization |
 def test_a_variant_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(3, 8)
     assert pack(weight, None).variant == VARIANTS[-1]
-    monkeypatch.setenv(packed.VARIANT, VARIANTS[0])
+    monkeypatch.setenv(VARIANT, VARIANTS[0])
     assert pack(weight, None).variant == VARIANTS[0] == "portable"
-    monkeypatch.setenv(packed.VARIANT, "avx1024")
+    monkeypatch.setenv(VARIANT, "avx1024")
     with pytest.raises(ConfigError, match="QUIRE_CPU_VARIANT=avx1024 .*portable"):
         pack(weight, None)
 

@@ -14,16 +14,16 @@ from quire.models.loading import load_model, model_bytes
 from quire.models.source import resolve_model
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
-from quire.runner import memory
-from quire.runner.build import build_runner, derive_config, worst_case_plan
-from quire.runner.memory import choose_device, choose_dtype, plan_cpu_memory, workspace_bytes
+from quire.runner import derive, memory
+from quire.runner.build import build_runner, choose_device, worst_case_plan
+from quire.runner.derive import choose_dtype, derive_config
+from quire.runner.memory import plan_cpu_memory, workspace_bytes
 from quire.runner.model_runner import ModelRunner
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 from tests.serve.checkpoints import checkpoint
 
 CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
 GIB = 1 << 30
 
 
@@ -32,7 +32,7 @@ def shape(name: str) -> ModelSpec:
 
 
 def config_for(spec: ModelSpec, **settings: Any) -> EngineConfig:
-    return derive_config(config_from_flat(**settings), spec, CPU)
+    return derive_config(config_from_flat(**settings), spec, "cpu")
 
 
 # ---- dtype and device ------------------------------------------------------------------------
@@ -41,25 +41,25 @@ def config_for(spec: ModelSpec, **settings: Any) -> EngineConfig:
 @pytest.mark.parametrize(
     ("flags", "name", "device", "expected"),
     [
-        ("fpu avx2", "auto", CPU, torch.float32),
-        ("fpu avx512_bf16 avx2", "auto", CPU, torch.bfloat16),
-        ("fpu amx_bf16", "auto", CPU, torch.bfloat16),
-        ("fpu avx2", "auto", CUDA, torch.bfloat16),
-        ("fpu avx2", "bfloat16", CPU, torch.bfloat16),
-        ("fpu avx512_bf16", "float32", CPU, torch.float32),
-        ("fpu", "float64", CPU, torch.float64),
+        ("fpu avx2", "auto", "cpu", "float32"),
+        ("fpu avx512_bf16 avx2", "auto", "cpu", "bfloat16"),
+        ("fpu amx_bf16", "auto", "cpu", "bfloat16"),
+        ("fpu avx2", "auto", "cuda", "bfloat16"),
+        ("fpu avx2", "bfloat16", "cpu", "bfloat16"),
+        ("fpu avx512_bf16", "float32", "cpu", "float32"),
+        ("fpu", "float64", "cpu", "float64"),
     ],
 )
 def test_choose_dtype(
     monkeypatch: pytest.MonkeyPatch,
     flags: str,
     name: str,
-    device: torch.device,
-    expected: torch.dtype,
+    device: str,
+    expected: str,
 ) -> None:
     """What is asked for is taken; auto is the checkpoint's where this machine multiplies it."""
-    monkeypatch.setattr(memory, "has_native_bfloat16", lambda: "bf16" in flags)
-    monkeypatch.setattr(memory, "core", lambda: None)
+    monkeypatch.setattr(derive, "has_native_bfloat16", lambda: "bf16" in flags)
+    monkeypatch.setattr(derive, "core", lambda: None)
     spec = shape("qwen3-0.6b")
     assert spec.dtype == "bfloat16"
     assert choose_dtype(name, spec, device) == expected
@@ -67,19 +67,19 @@ def test_choose_dtype(
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "opt-125m"])
 def test_the_core_multiplies_all_dtypes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "has_native_bfloat16", lambda: False)
-    monkeypatch.setattr(memory, "core", lambda: object())
+    monkeypatch.setattr(derive, "has_native_bfloat16", lambda: False)
+    monkeypatch.setattr(derive, "core", lambda: object())
     spec = shape(name)
-    assert choose_dtype("auto", spec, CPU) == getattr(torch, spec.dtype)
+    assert choose_dtype("auto", spec, "cpu") == spec.dtype
 
 
 def test_float16_is_float32_on_a_cpu_without_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "has_native_bfloat16", lambda: True)
-    monkeypatch.setattr(memory, "core", lambda: None)
+    monkeypatch.setattr(derive, "has_native_bfloat16", lambda: True)
+    monkeypatch.setattr(derive, "core", lambda: None)
     spec = shape("opt-125m")
     assert spec.dtype == "float16"
-    assert choose_dtype("auto", spec, CPU) == torch.float32
-    assert choose_dtype("auto", spec, CUDA) == torch.float16
+    assert choose_dtype("auto", spec, "cpu") == "float32"
+    assert choose_dtype("auto", spec, "cuda") == "float16"
 
 
 def test_choose_device() -> None:
@@ -124,8 +124,9 @@ def test_derived_settings() -> None:
 
 
 def plan_for(spec: ModelSpec, weights: int, free: int, **settings: Any) -> memory.MemoryPlan:
-    config = config_for(spec, **({"max_num_batched_tokens": 256} | settings))
-    return plan_cpu_memory(config, spec, torch.float32, weights, free)
+    defaults: dict[str, Any] = {"max_num_batched_tokens": 256, "dtype": "float32"}
+    config = config_for(spec, **(defaults | settings))
+    return plan_cpu_memory(config, spec, weights, free)
 
 
 def test_a_quarter_of_the_free_memory() -> None:

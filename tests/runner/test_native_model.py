@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from quire.base.config import ModelConfig
+from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.loading import load_model
-from quire.models.packing import AS_THEY_ARE, weight_formats
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
 from quire.ops.program import Kind

@@ -34,6 +34,14 @@ class CacheGroup:
         """Bytes of one block: K and V of `block_size` tokens in all layers of the group."""
         return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * dtype_bytes * block_size
 
+    def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
+        """The same of keys and values that are stored in a format: `auto` is the model's dtype, of
+        so many bytes, `int8` has a float32 scale with each token's vector."""
+        if kv_format == "int8":
+            scales = self.block_bytes(block_size, 4) // self.head_dim
+            return self.block_bytes(block_size, 1) + scales
+        return self.block_bytes(block_size, dtype_bytes)
+
 
 @dataclass(frozen=True)
 class ModelSpec:

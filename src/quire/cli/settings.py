@@ -8,6 +8,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,26 @@ def add_settings(
     more: dataclasses beside the engine's. model_first: MODEL may also be given without a flag.
     `quire.cli.config_file.resolve` puts it all together.
     """
+    _add_common(parser, model_first)
+    for title, config in (*more, *ENGINE):
+        group = parser.add_argument_group(f"{title} settings")
+        for option in options_of(((title, config),)).values():
+            _add_option(group, option)
+    _add_foreign(parser)
+
+
+def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """As add_settings with MODEL first, but only these of the engine's options."""
+    _add_common(parser, model_first=True)
+    group = parser.add_argument_group("settings, as the engine takes them")
+    for name, option in options_of(ENGINE).items():
+        if name in names:
+            _add_option(group, option)
+    _add_foreign(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser, model_first: bool) -> None:
+    """MODEL, --config and what is told."""
     parser.set_defaults(has_settings=True)
     if model_first:
         parser.add_argument(
@@ -129,11 +150,6 @@ def add_settings(
         help="YAML with settings: `max-model-len: 4k`; flags win over it",
     )  # fmt: skip
     _add_option(parser, options_of(LOG)["log_level"])
-    for title, config in (*more, *ENGINE):
-        group = parser.add_argument_group(f"{title} settings")
-        for option in options_of(((title, config),)).values():
-            _add_option(group, option)
-    _add_foreign(parser)
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:

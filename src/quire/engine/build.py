@@ -20,8 +20,8 @@ from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.digest import cache_fingerprint
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
-from quire.models.loading import checkpoint_files
-from quire.models.packing import weight_formats
+from quire.models.checkpoint import checkpoint_files
+from quire.models.formats import weight_formats
 from quire.models.source import ModelSource, resolve_model
 from quire.models.weight_cache import file_identity
 from quire.ops.attention.select import kv_block_bytes

@@ -104,6 +104,34 @@ def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
     return -(-max_model_len // block_size) + 1
 
 
+def sequences_that_fit(
+    groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, length: int
+) -> int:
+    """How many sequences of so many tokens have room in the pools at once, sharing nothing."""
+    needs = [blocks_held(group, block_size, length) for group in groups]
+    return min(have // need for have, need in zip(num_blocks, needs, strict=True))
+
+
+def least_pool_bytes(
+    groups: Sequence[CacheGroup],
+    block_bytes: Sequence[int],
+    block_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    chunk: int,
+) -> int:
+    """The smallest budget with which `size_pools` finds room for one sequence."""
+    caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
+    return _cost(caps, block_bytes, blocks_per_sequence(max_model_len, block_size))
+
+
+def blocks_held(group: CacheGroup, block_size: int, num_tokens: int) -> int:
+    """Most blocks of a group that a sequence of so many tokens holds at any time; as
+    `KVManager.blocks_for`."""
+    blocks = -(-num_tokens // block_size)
+    return blocks if group.window is None else min(blocks, -(-group.window // block_size) + 1)
+
+
 def _most_blocks(caps: list[int], block_bytes: Sequence[int], budget: int, limit: int) -> int:
     """The largest number up to `limit` of blocks per group, none above its cap, in the budget."""
     low, high = 0, limit

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from quire.base.model_spec import ModelSpec
+from quire.models.formats import WeightFormats
 from quire.models.layers import Layer, Place, Source
-from quire.models.packing import Stored, WeightFormats, pack_modules
+from quire.models.packing import Stored, pack_modules
 from quire.models.registry import model_class
+from quire.ops.formats import Quantization
 from quire.ops.memory import HugeMemory, passing_memory
-from quire.ops.packed import BLOCK_BYTES, BLOCK_VALUES, Quantization
+from quire.ops.packed import BLOCK_BYTES, BLOCK_VALUES
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
 LARGE_BYTES = 1 << 20

@@ -5,7 +5,6 @@ packed when it is whole (assembly.py), so there is never a second copy of the mo
 may come from a cache instead (weight_cache.py). Formats that can run code are not read.
 """
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -17,16 +16,16 @@ from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.models.assembly import Assembly, empty_model
+from quire.models.checkpoint import checkpoint_files, listed
+from quire.models.formats import AS_THEY_ARE, WeightFormats
 from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
-from quire.models.packing import AS_THEY_ARE, Stored, WeightFormats, model_bytes, planned_bytes
+from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.weight_cache import WeightCache
 from quire.ops.memory import forget_pages
 from quire.ops.packed import can_pack_natively
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-
-INDEX = "model.safetensors.index.json"
 
 
 def load_model(
@@ -87,40 +86,6 @@ def formats_of_file(
     if not (as_stored and can_pack_natively(dtype, device)):
         return {}
     return stored_formats(GGUFFile(path), spec, model)
-
-
-def checkpoint_files(path: Path) -> list[Path]:
-    """What holds the weights. Raises ModelError, saying what to do, if there is nothing."""
-    return [path] if is_gguf(path) else weight_files(path)
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The *.safetensors files of a model. Raises ModelError, saying what to do, if it has none."""
-    index, single = directory / INDEX, directory / "model.safetensors"
-    if index.exists():
-        files = _indexed_files(index)
-    else:
-        files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(_no_weights(directory))
-    return files
-
-
-def _indexed_files(index: Path) -> list[Path]:
-    """The files that an index names; they must stand beside it."""
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = [index.parent / name for name in names if Path(name).name == name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is not a valid index of weight files: {error!r}.") from error
-    if len(files) < len(names):
-        raise ModelError(f"{index} is an index of files that are not beside it: {_listed(names)}.")
-    missing = [file.name for file in files if not file.exists()]
-    if missing:
-        raise ModelError(
-            f"{index.parent} lacks {_listed(missing)}, which its index names. Download it again."
-        )
-    return files
 
 
 def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress) -> None:
@@ -226,32 +191,14 @@ def _is_ignored(model: nn.Module, name: str) -> bool:
 def _check_complete(assembly: Assembly, unknown: list[str]) -> None:
     missing, problems = assembly.missing, []
     if missing:
-        problems.append(f"lack {_listed(missing)}")
+        problems.append(f"lack {listed(missing)}")
     if unknown:
-        problems.append(f"hold unknown tensors ({_listed(unknown)})")
+        problems.append(f"hold unknown tensors ({listed(unknown)})")
     if problems:
         raise ModelError(
             f"the weight files {' and '.join(problems)}. They do not match the model's config:"
             " check that both are of the same model and that its download is complete."
         )
-
-
-def _no_weights(directory: Path) -> str:
-    others = [f.name for f in sorted(directory.glob("*")) if f.suffix in (".bin", ".pt", ".pth")]
-    if others:
-        return (
-            f"{directory} has its weights only as {_listed(others)}. Only safetensors files are"
-            " read: convert them, for example with transformers' save_pretrained()."
-        )
-    return (
-        f"{directory} has no *.safetensors files, so there are no weights to load. Download them,"
-        " or use load_format='dummy' for random weights."
-    )
-
-
-def _listed(names: list[str], limit: int = 5) -> str:
-    shown = ", ".join(names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def _no_progress(done: int, total: int) -> None:

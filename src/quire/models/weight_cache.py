@@ -29,9 +29,10 @@ from torch import nn
 
 from quire.models.assembly import all_weights
 from quire.models.layers import Layer
+from quire.ops.formats import chosen_variant
 from quire.ops.memory import ALIGNMENT, aligned, free_disk_bytes, mapped_file
 from quire.ops.native import INTERFACE_VERSION
-from quire.ops.packed import PackedWeight, chosen_variant, packed_view
+from quire.ops.packed import PackedWeight, packed_view
 
 logger = logging.getLogger("quire")
 

@@ -10,17 +10,10 @@ plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md).
 
 import torch
 
-from quire.base.errors import ConfigError
+from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
 from quire.ops.memory import HugeMemory
 from quire.ops.native import address, core
-from quire.ops.packed import (
-    ELEMENTS,
-    PackedWeight,
-    Quantization,
-    can_pack_natively,
-    pack,
-    packed_bytes,
-)
+from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack
 from quire.ops.registry import op
 from quire.ops.threads import num_threads
 
@@ -75,7 +68,7 @@ def pack_weight(
     """
     dtype, device = weight_NK.dtype, weight_NK.device
     if quantization is not None:
-        check_quantization(dtype, device)
+        check_quantization(dtype_name(dtype), device.type)
     if can_pack_natively(dtype, device):
         return pack(weight_NK, quantization, memory=memory)
     if not can_pack(dtype, device):
@@ -99,6 +92,13 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32
 
 
+def packing(dtype: torch.dtype, device: torch.device) -> Packing:
+    """How pack_weight stores weights of this dtype there."""
+    name = dtype_name(dtype)
+    found = core_packing(name) if device.type == "cpu" else None
+    return found or Packing(name, is_reordered=can_pack(dtype, device))
+
+
 def packed_weight_bytes(
     shape: tuple[int, int],
     dtype: torch.dtype,
@@ -106,24 +106,9 @@ def packed_weight_bytes(
     quantization: Quantization | None = None,
 ) -> int:
     """What pack_weight's result will take."""
-    if can_pack_natively(dtype, device):
-        return packed_bytes(shape, dtype, quantization)
-    return shape[0] * shape[1] * dtype.itemsize
+    return packing(dtype, device).weight_bytes(shape, quantization)
 
 
-def check_quantization(dtype: torch.dtype, device: torch.device) -> None:
-    """Raise ConfigError, saying what to do, where quantised weights cannot be multiplied."""
-    if device.type != "cpu":
-        raise ConfigError(
-            f"quantization works on CPUs only so far, not on {device.type}; leave it out, or use"
-            " --device cpu."
-        )
-    if dtype not in ELEMENTS:
-        names = ", ".join(str(known).removeprefix("torch.") for known in ELEMENTS)
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"quantization needs dtype {names}, not {name}.")
-    if core() is None:
-        raise ConfigError(
-            "quantization needs the C++ core, which was not built here; install a C++17 compiler"
-            " and then quire again, or leave quantization out."
-        )
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the configuration has it."""
+    return str(dtype).removeprefix("torch.")

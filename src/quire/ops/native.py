@@ -1,15 +1,18 @@
 """The C++ core, `quire._core`: loaded if it was built, else the torch path does the work.
 
 Its functions take addresses and sizes; what is passed is checked here. They release the
-interpreter's lock. A missing core is never an error: `core()` warns once and returns None.
+interpreter's lock. A missing core is never an error: `core()` warns once and returns None. torch is
+not imported here.
 """
 
 import functools
 import importlib
 import warnings
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 INTERFACE_VERSION = 7
 
@@ -37,12 +40,12 @@ def core() -> ModuleType | None:
     return module
 
 
-def core_for(*tensors: torch.Tensor) -> ModuleType | None:
+def core_for(*tensors: "torch.Tensor") -> ModuleType | None:
     """The core, if it can work on these tensors: all of them on the CPU."""
     return core() if all(tensor.device.type == "cpu" for tensor in tensors) else None
 
 
-def address(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+def address(tensor: "torch.Tensor", dtype: "torch.dtype") -> int:
     """Where the tensor's data begins. It must be contiguous, of this dtype and on the CPU.
 
     The caller keeps the tensor alive until the core's function has returned.

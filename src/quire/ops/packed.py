@@ -4,50 +4,30 @@ Shape legend: K inputs, N outputs, U looked up rows. The layout is csrc/linear.h
 the variant, the instruction set that the core chose or QUIRE_CPU_VARIANT names.
 """
 
-import functools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from quire.base.errors import ConfigError
+from quire.ops.formats import (
+    FORMATS,
+    GROUP_SIZES,
+    ROUND_INPUTS,
+    Quantization,
+    chosen_variant,
+    variants,
+)
 from quire.ops.memory import HugeMemory, aligned
 from quire.ops.native import address, core
 from quire.ops.threads import num_threads
 
-VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
-
-FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-GROUP_SIZES = (32, 64, 128)
-MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
-ROUND_INPUTS = 8
 BLOCK_VALUES = 32
 BLOCK_BYTES = {"int8": 34, "int4": 18}
 VALUES_AT_ONCE = 1 << 18
 
 Numbers = tuple[int, int, int, int, int]
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """How weights are stored: `int8` or `int4`, with a scale per `group_size` inputs of an output,
-    or for int8 with 0 per output. Activations become int8 in the same groups, as they come."""
-
-    format: str
-    group_size: int
-
-    def group_of(self, num_inputs: int) -> int:
-        """Inputs that share a scale, filled up where the number of inputs asks for it."""
-        if self.group_size:
-            return self.group_size
-        if num_inputs > MOST_INPUTS_OF_A_ROW:
-            raise ConfigError(
-                f"a layer has {num_inputs:,} inputs, too many for int8 with one scale per output;"
-                f" give quantization_group_size {GROUP_SIZES[-1]}."
-            )
-        return aligned(num_inputs, ROUND_INPUTS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,40 +71,9 @@ def _core() -> "object":
     return module
 
 
-@functools.cache
-def variants() -> tuple[str, ...]:
-    """The instruction sets that both the core and this CPU have, the best last; none without it."""
-    module = core()
-    return () if module is None else tuple(module.linear_variants())
-
-
-def chosen_variant() -> str:
-    """The best, or the one that QUIRE_CPU_VARIANT names. Raises ConfigError for another."""
-    name = os.environ.get(VARIANT, "")
-    if not name:
-        return variants()[-1]
-    if name not in variants():
-        raise ConfigError(f"{VARIANT}={name} does not run here; there are {', '.join(variants())}.")
-    return name
-
-
 def can_pack_natively(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the core multiplies activations of this dtype."""
     return device.type == "cpu" and dtype in ELEMENTS and core() is not None
-
-
-def packed_bytes(
-    shape: tuple[int, int], dtype: torch.dtype, quantization: Quantization | None
-) -> int:
-    """What a weight will take when it is packed."""
-    return bytes_of(packed_numbers(shape, dtype, quantization))
-
-
-def packed_numbers(
-    shape: tuple[int, ...], dtype: torch.dtype, quantization: Quantization | None
-) -> Numbers:
-    """`PackedWeight.numbers` of what pack makes of such a weight."""
-    return _numbers(shape, dtype, quantization, None)
 
 
 def bytes_of(numbers: Numbers) -> int:

@@ -4,17 +4,15 @@ Derived from shapes and the number of threads alone, not measured: chunks are cu
 in every run, so rounding is the same too.
 """
 
-import torch
-
 from quire.base.model_spec import ModelSpec
 
 STEP_S = 0.25
 MOST_TOKENS = 256
 FEWEST_TOKENS = 64  # below this, matrix products lose more than latency gains
-GEMM_FLOPS_PER_THREAD = {torch.bfloat16: 5e11, torch.float32: 1e11, torch.float64: 5e10}
+GEMM_FLOPS_PER_THREAD = {"bfloat16": 5e11, "float32": 1e11, "float64": 5e10}
 
 
-def cpu_token_budget(spec: ModelSpec, dtype: torch.dtype, num_threads: int) -> int:
+def cpu_token_budget(spec: ModelSpec, dtype: str, num_threads: int) -> int:
     """Tokens that this many threads compute in about a quarter of a second: a multiple of 16
     between 64 and 256."""
     rate = GEMM_FLOPS_PER_THREAD.get(dtype, 1e11) * num_threads

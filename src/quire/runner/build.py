@@ -14,22 +14,15 @@ from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
+from quire.models.formats import weight_formats
 from quire.models.loading import load_model
-from quire.models.packing import model_bytes, weight_formats
+from quire.models.packing import model_bytes
 from quire.models.source import ModelSource
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import kv_block_bytes, make_backend
-from quire.ops.threads import num_threads
-from quire.runner.budget import cpu_token_budget
-from quire.runner.memory import (
-    GPU_RESERVE_BYTES,
-    available_cpu_bytes,
-    choose_device,
-    choose_dtype,
-    make_plan,
-    plan_cpu_memory,
-)
+from quire.runner.derive import derive_config
+from quire.runner.memory import available_cpu_bytes, gpu_pool_budget, make_plan, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.rows import DeviceRows
@@ -56,27 +49,20 @@ class BuiltRunner:
     host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
 
 
-def derive_config(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
-    """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
-    memory plan finds that. Raises ConfigError for what the model cannot do."""
-    on_cpu = device.type == "cpu"
-    length = config.model.max_model_len or spec.max_position
-    if length > spec.max_position:
-        raise ConfigError(
-            f"max_model_len={length} is more than the model was made for ({spec.max_position});"
-            " leave it out for that, or give auto for what fits the memory."
-        )
-    dtype = choose_dtype(config.model.dtype, spec, device)
-    budget = cpu_token_budget(spec, dtype, num_threads()) if on_cpu else 8192
-    scheduler = dataclasses.replace(
-        config.scheduler,
-        max_num_seqs=config.scheduler.max_num_seqs or (64 if on_cpu else 256),
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or budget,
-    )
-    model = dataclasses.replace(
-        config.model, max_model_len=length, dtype=str(dtype).removeprefix("torch.")
-    )
-    return dataclasses.replace(config, model=model, scheduler=scheduler, device=device.type)
+def choose_device(name: str) -> torch.device:
+    """Raises ConfigError if CUDA is asked for and absent."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch sees no CUDA device; use device='cpu'.")
+    return torch.device(name)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Of a dtype's name in the configuration."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def build_runner(
@@ -85,10 +71,10 @@ def build_runner(
     """Load the model and make its KV pool. Raises ModelError, ConfigError, OutOfMemory."""
     spec = load_spec(source.directory)
     device = choose_device(config.device)
-    config = derive_config(config, spec, device)
-    dtype = choose_dtype(config.model.dtype, spec, device)
+    config = derive_config(config, spec, device.type)
+    dtype = torch_dtype(config.model.dtype)
     formats = weight_formats(config.model)
-    formats.check(dtype, device)
+    formats.check(config.model.dtype, device.type)
     free = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     load_format = (
         source.load_format if config.model.load_format == "auto" else config.model.load_format
@@ -99,7 +85,7 @@ def build_runner(
         source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
     )
     if device.type == "cpu":
-        memory = plan_cpu_memory(config, spec, dtype, model_bytes(model), free)
+        memory = plan_cpu_memory(config, spec, model_bytes(model), free)
     else:
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
     config = _with_length(config, memory.max_model_len)
@@ -223,9 +209,8 @@ def _plan_gpu_memory(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     used = total - free  # by this process and all others
-    share = int(total * config.cache.gpu_memory_utilization)
-    budget = share - used - workspace - GPU_RESERVE_BYTES
-    return make_plan(config, spec, dtype, model_bytes(model), workspace, max(0, budget), total)
+    budget = gpu_pool_budget(total, config.cache.gpu_memory_utilization, used, workspace)
+    return make_plan(config, spec, model_bytes(model), workspace, max(0, budget), total)
 
 
 def worst_case_plan(

@@ -1,18 +1,16 @@
 """What memory there is, what a step needs, and what is left for the KV pool (A18, text H).
 
 On a CPU the workspace is computed from the model's shape; on a GPU a worst-case step is measured.
+No torch: `quire fit` computes the same plan before anything is loaded.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from quire.base.config import AUTO_LENGTH, EngineConfig
-from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.errors import OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
-from quire.ops.attention.select import kv_block_bytes
-from quire.ops.native import core
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
@@ -55,80 +53,70 @@ def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs
     return num_tokens * per_token + num_seqs * per_sample
 
 
-def choose_dtype(name: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """The dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU
-    is slow with them: without our core and without products of bfloat16."""
-    if name == "auto":
-        name = spec.dtype if spec.dtype in DTYPE_BYTES else "float32"
-        if device.type == "cpu" and name in ("bfloat16", "float16"):
-            is_fast = core() is not None or (name == "bfloat16" and has_native_bfloat16())
-            name = name if is_fast else "float32"
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = {flag for line in text.splitlines() if ":" in line for flag in line.split()}
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
-def choose_device(name: str) -> torch.device:
-    """Raises ConfigError if CUDA is asked for and absent."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch sees no CUDA device; use device='cpu'.")
-    return torch.device(name)
-
-
 def plan_cpu_memory(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, weights_bytes: int, free_bytes: int
+    config: EngineConfig, spec: ModelSpec, weights_bytes: int, free_bytes: int
 ) -> MemoryPlan:
     """Pool of max_num_seqs x max_model_len tokens, at most a quarter of the free memory.
 
     config: with all derived values filled in. free_bytes: available before the weights are loaded.
     """
-    scheduler, size = config.scheduler, dtype.itemsize
-    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    workspace = workspace_bytes(
-        spec, size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    )
+    workspace = workspace_of(config, spec)
     if weights_bytes + workspace > free_bytes:
         raise OutOfMemory(
             f"weights ({weights_bytes / MIB:,.0f} MiB) and workspace ({workspace / MIB:,.0f} MiB) "
             f"exceed the free memory ({free_bytes / MIB:,.0f} MiB). Use a smaller model or dtype, "
             "or lower max_num_seqs."
         )
-    budget = min(int(free_bytes * CPU_POOL_SHARE), free_bytes - weights_bytes - workspace)
-    return make_plan(config, spec, dtype, weights_bytes, workspace, budget, free_bytes)
+    budget = cpu_pool_budget(free_bytes, weights_bytes, workspace)
+    return make_plan(config, spec, weights_bytes, workspace, budget, free_bytes)
+
+
+def cpu_pool_budget(free_bytes: int, weights_bytes: int, workspace: int) -> int:
+    """What the pool may take on a CPU; below zero if not even the rest fits."""
+    return min(int(free_bytes * CPU_POOL_SHARE), free_bytes - weights_bytes - workspace)
+
+
+def gpu_pool_budget(total_bytes: int, utilization: float, used_bytes: int, workspace: int) -> int:
+    """What the pool may take on a GPU; below zero if not even the rest fits. used_bytes: by the
+    weights, by this process's context and by other processes."""
+    return int(total_bytes * utilization) - used_bytes - workspace - GPU_RESERVE_BYTES
+
+
+def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
+    """workspace_bytes of the largest step that a config, with derived values, allows."""
+    scheduler = config.scheduler
+    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    return workspace_bytes(spec, DTYPE_BYTES[config.model.dtype], tokens, rows)
+
+
+def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
+    """Bytes of one block of each cache group."""
+    cache, size = config.cache, DTYPE_BYTES[config.model.dtype]
+    return [
+        group.stored_block_bytes(cache.block_size, size, cache.kv_cache_dtype)
+        for group in spec.cache_groups
+    ]
 
 
 def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
-    dtype: torch.dtype,
     weights_bytes: int,
     workspace: int,
     budget: int,
     total_bytes: int,
+    block_bytes: Sequence[int] = (),
 ) -> MemoryPlan:
     """Cut the budget (or kv_cache_memory_bytes, if given) into blocks.
 
     The plan's max_model_len is the config's, and if that is to be what fits, what does.
+    block_bytes: of each group, if they are not what the config says.
     """
     cache, scheduler = config.cache, config.scheduler
     length = config.model.max_model_len
     assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    block_bytes = [
-        kv_block_bytes(group, cache.block_size, dtype, cache.kv_cache_dtype)
-        for group in spec.cache_groups
-    ]
+    block_bytes = block_bytes or block_bytes_of(config, spec)
     pool = (spec.cache_groups, block_bytes, cache.kv_cache_memory_bytes or budget, cache.block_size)
     rows = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     if length == AUTO_LENGTH:

@@ -7,14 +7,16 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.model_spec import load_spec
 from quire.kv.sizing import MemoryPlan
+from quire.models.formats import weight_formats
 from quire.models.loading import formats_of_file
-from quire.models.packing import planned_bytes, weight_formats
+from quire.models.packing import planned_bytes
 from quire.models.registry import make_model
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
-from quire.runner.build import derive_config
-from quire.runner.memory import available_cpu_bytes, choose_device, choose_dtype, plan_cpu_memory
+from quire.runner.build import choose_device, torch_dtype
+from quire.runner.derive import derive_config
+from quire.runner.memory import available_cpu_bytes, plan_cpu_memory
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,16 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     """Raises ModelError, ConfigError, OutOfMemory, as `build_runner` would."""
     spec = load_spec(source.directory)
     device = choose_device(config.device)
-    config = derive_config(config, spec, device)
-    dtype = choose_dtype(config.model.dtype, spec, device)
+    config = derive_config(config, spec, device.type)
+    dtype = torch_dtype(config.model.dtype)
     formats = weight_formats(config.model)
-    formats.check(dtype, device)
+    formats.check(config.model.dtype, device.type)
     model = make_model(spec, dtype, torch.device("meta"))
     stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
     weights = planned_bytes(model, dtype, device, formats, stored)
     memory = None
     if device.type == "cpu":
-        memory = plan_cpu_memory(config, spec, dtype, weights, available_cpu_bytes())
+        memory = plan_cpu_memory(config, spec, weights, available_cpu_bytes())
     smallest = (1,) * len(spec.cache_groups)
     cache = config.cache
     layout = KVLayout(

@@ -16,11 +16,11 @@ from functools import partial
 import torch
 
 from quire.base.model_spec import ModelSpec
+from quire.models.formats import AS_THEY_ARE, WeightFormats
 from quire.models.layers import Linear, LMHead
-from quire.models.packing import AS_THEY_ARE, WeightFormats
 from quire.models.registry import make_model
+from quire.ops.formats import Quantization
 from quire.ops.linear import Weight, linear, pack_weight, packed_weight_bytes
-from quire.ops.packed import Quantization
 
 ROUNDS = 7
 NUM_PIECES = 8

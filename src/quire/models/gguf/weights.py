@@ -20,47 +20,12 @@ from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, TensorKind
 from quire.base.gguf_config import ROPE_FACTORS
 from quire.base.model_spec import ModelSpec
+from quire.models.formats import StoredFormat
 from quire.models.gguf.dequantise import dequantise
+from quire.models.gguf.stored import kinds_by_name, our_name, stored_format
 from quire.models.layers import Embedding, Linear, LMHead, Source
-from quire.models.packing import StoredFormat
-from quire.ops.packed import Quantization
 
-AS_STORED = {"Q8_0": Quantization("int8", 32), "Q4_0": Quantization("int4", 32)}
 VALUES_AT_ONCE = 1 << 18  # 1 MB of float32: stays in the cache between its steps
-
-DECODER = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-DECODER_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
-GPT2_LAYER = {
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
@@ -126,13 +91,8 @@ def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
 def stored_formats(
     file: GGUFFile, spec: ModelSpec, model: nn.Module
 ) -> dict[nn.Module, StoredFormat]:
-    """What to pack the layers as whose weights are quantised in the file.
-
-    The core multiplies the integers of Q8_0 and Q4_0 as they are, if all parts of a layer are that.
-    Others, all of at most 6 bits, become int8 in groups of 32, which adds a few hundredths to the
-    error that they have; so does a table of Q4_0 that a tied head shares: it is looked up, too.
-    """
-    kinds = {_our_name(place.name, spec): place.kind for place in file.tensors.values()}
+    """What to pack the layers as whose weights are quantised in the file (stored.stored_format)."""
+    kinds = kinds_by_name(file, spec)
     tables = {id(m.weight): m for m in model.modules() if isinstance(m, Embedding)}
     found: dict[nn.Module, StoredFormat] = {}
     for module in model.modules():
@@ -141,16 +101,10 @@ def stored_formats(
         table = tables.get(id(module.weight))
         parts = (module if table is None else table).sources()
         names = [part.name for part in parts if part.destination.dim() == 2]
-        of_parts = {kinds[name] for name in names if name in kinds}
-        if of_parts and not any(kind.is_float for kind in of_parts):
-            found[module] = _stored_format({kind.name for kind in of_parts}, table is not None)
+        format = stored_format(names, kinds, is_looked_up=table is not None)
+        if format is not None:
+            found[module] = format
     return found
-
-
-def _stored_format(kinds: set[str], is_looked_up: bool) -> StoredFormat:
-    if kinds == {"Q8_0"} or (kinds == {"Q4_0"} and not is_looked_up):
-        return StoredFormat(AS_STORED[min(kinds)], as_blocks=True)
-    return StoredFormat(AS_STORED["Q8_0"], as_blocks=False)
 
 
 def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
@@ -165,21 +119,8 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
             )
         stored = np.frombuffer(file.data(place), np.uint8).reshape(place.shape[0], -1)
         order = _row_order(place.name, file, spec, len(stored))
-        yield GGUFTensor(_our_name(place.name, spec), place.kind, place.shape, stored, order)
+        yield GGUFTensor(our_name(place.name, spec), place.kind, place.shape, stored, order)
         file.forget(place)
-
-
-def _our_name(name: str, spec: ModelSpec) -> str:
-    is_gpt2 = spec.model_type == "gpt2"
-    stem, _, kind = name.rpartition(".")
-    found = IN_LAYER.fullmatch(stem)
-    if found is None:
-        ours = (GPT2 if is_gpt2 else DECODER).get(stem)
-        return name if ours is None else f"{ours}.{kind}"
-    layer, part = found.groups()
-    part = (GPT2_LAYER if is_gpt2 else DECODER_LAYER).get(part, "")
-    prefix = "transformer.h" if is_gpt2 else "model.layers"
-    return f"{prefix}.{layer}.{part}.{kind}" if part else name
 
 
 def _row_order(

@@ -14,8 +14,9 @@ from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, Int32, KVLayout
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.formats import chosen_variant
 from quire.ops.native import address, core
-from quire.ops.packed import ELEMENTS, chosen_variant
+from quire.ops.packed import ELEMENTS
 from quire.ops.registry import op
 from quire.ops.threads import num_threads
 

@@ -47,7 +47,4 @@ def kv_block_bytes(
     group: CacheGroup, block_size: int, dtype: torch.dtype, kv_format: str = "auto"
 ) -> int:
     """Bytes that one block of the group takes, over all of its layers."""
-    if kv_format == "int8":  # and a float32 scale with each token's vector
-        scales = group.block_bytes(block_size, 4) // group.head_dim
-        return group.block_bytes(block_size, 1) + scales
-    return group.block_bytes(block_size, dtype.itemsize)
+    return group.stored_block_bytes(block_size, dtype.itemsize, kv_format)

@@ -1,0 +1,204 @@
+"""`quire fit MODEL`: what of a model fits this machine or a named GPU, before anything is loaded.
+
+Reads the config and the headers of the weight files. No torch. Exit status 1 if the model does not
+fit.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError
+from quire.cli import machine
+from quire.cli.settings import add_some_settings, given_settings
+
+if TYPE_CHECKING:
+    from quire.tools.devices import Device
+    from quire.tools.fit import Alternative, Fit
+
+SETTINGS = (
+    "model", "revision", "dtype", "max_model_len", "load_format", "quantization",
+    "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
+    "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
+)  # fmt: skip
+CONFIG = "config.json"
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "fit",
+        usage="quire fit [MODEL] [--device NAME] [option ...]",
+        help="what of a model fits this machine or another device",
+        description="Tell what MODEL (the demo model if absent) takes on a device: weights, KV pool"
+        " and how many requests of which length fit at once; and what other formats would change."
+        " Only the config and the headers of the weight files are read.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--device", metavar="NAME", default=argparse.SUPPRESS,
+        help="cpu (this machine), cuda (its GPU), a GPU's name such as H100, or a size such as"
+        " 24GB; this machine's GPU or else its CPU if absent",
+    )  # fmt: skip
+    add_some_settings(parser, SETTINGS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model
+    from quire.tools.fit import fit
+
+    settings = given_settings(arguments)
+    device = _device(settings.pop("device", "auto"))
+    config = config_from_flat(**settings)
+    model = config.model
+    if Path(model.model).name == CONFIG and Path(model.model).is_file():
+        folder = Path(model.model).resolve().parent
+        source = ModelSource(folder, "dummy", folder.name)
+    else:
+        source = resolve_model(model.model, model.revision, progress=False, files=CONFIG_ONLY)
+    found = fit(config, source, device)
+    if arguments.json:
+        print(json.dumps(as_data(found), indent=2))
+    else:
+        for line in _lines(found):
+            print(line)
+    return 0
+
+
+def _device(name: str) -> "Device":
+    """Of this machine, or of any other. Raises ConfigError for one that is not known."""
+    from quire.runner.memory import available_cpu_bytes
+    from quire.tools.devices import CPU, GPU, Device, find_gpu
+
+    plain = name.strip().lower()
+    gpus = machine.gpus() if plain in ("auto", GPU) else []
+    if gpus:
+        size = int(gpus[0]["memory.total"].removesuffix("MiB")) * MIB
+        return Device(f"this machine's {gpus[0]['name']}", GPU, size)
+    if plain == GPU:
+        raise ConfigError(
+            "device is cuda, but nvidia-smi shows no GPU here; give one by its name, such as H100,"
+            " or use --device cpu."
+        )
+    if plain in ("auto", CPU):
+        return Device("this machine's CPU", CPU, available_cpu_bytes())
+    return find_gpu(name)
+
+
+def as_data(found: "Fit") -> dict[str, Any]:
+    """All figures, for JSON."""
+    config, memory = found.config, found.memory
+    return {
+        "model": {"name": found.model, "type": found.spec.model_type, "dtype": config.model.dtype},
+        "device": asdict(found.device),
+        "settings": {
+            "max_model_len": memory.max_model_len,
+            "max_num_seqs": config.scheduler.max_num_seqs,
+            "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+            "block_size": memory.block_size,
+            "quantization": config.model.quantization,
+            "kv_cache_dtype": config.cache.kv_cache_dtype,
+            "gpu_memory_utilization": config.cache.gpu_memory_utilization,
+        },
+        "weights": {
+            "bytes": memory.weights_bytes,
+            "formats": {each.name: each.num_bytes for each in found.weights},
+        },
+        "workspace_bytes": memory.workspace_bytes,
+        "kv": {
+            "bytes_per_token": sum(group.token_bytes for group in found.groups),
+            "groups": [asdict(group) for group in found.groups],
+        },
+        "pool": {
+            "bytes": memory.pool_bytes,
+            "blocks": list(memory.num_blocks),
+            "tokens": memory.num_slots,
+        },
+        "requests": [asdict(each) for each in found.requests],
+        "alternatives": [asdict(each) for each in found.alternatives],
+        "warnings": list(found.warnings),
+    }
+
+
+# ---- for people ------------------------------------------------------------------------------
+
+
+def _lines(found: "Fit") -> Iterator[str]:
+    config, memory, device = found.config, found.memory, found.device
+    rows = config.scheduler.max_num_seqs
+    formats = ", ".join(f"{each.name} {_size(each.num_bytes)}" for each in found.weights)
+    is_gpu = device.kind != "cpu"
+    share = f", of which {config.cache.gpu_memory_utilization:.0%} may be used" if is_gpu else ""
+    available = "" if is_gpu else " available"
+    yield from _section(
+        "model",
+        ("name", f"{found.model} ({found.spec.model_type}, {config.model.dtype})"),
+        ("device", f"{device.name}: {_size(device.memory_bytes)}{available}{share}"),
+    )
+    yield from _section(
+        "memory",
+        ("weights", f"{_size(memory.weights_bytes)} ({formats})"),
+        ("workspace", f"{_size(memory.workspace_bytes)}{' (from the shape)' if is_gpu else ''}"),
+        *_of_groups(found),
+        ("KV pool", f"{_size(memory.pool_bytes)} = {memory.num_slots:,} tokens in"
+         f" {max(memory.num_blocks):,} blocks of {memory.block_size}"),
+    )  # fmt: skip
+    yield f"requests that fit at once (max_num_seqs {rows}, max_model_len {memory.max_model_len:,})"
+    lengths = [f"{each.length:,}" for each in found.requests]
+    yield from _table(
+        [["tokens each", *lengths], ["requests", *(f"{each.at_once:,}" for each in found.requests)]]
+    )
+    yield f"with other formats (requests of {memory.max_model_len:,} tokens)"
+    head = ["weights", "KV", "weights", "KV pool", "tokens", "requests", ""]
+    yield from _table([head, *(_cells(each) for each in found.alternatives)])
+    if found.warnings:
+        yield "warnings"
+        yield from (f"  ! {each}" for each in found.warnings)
+
+
+def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:
+    for group in found.groups:
+        text = f"{_size(group.token_bytes)} per token, {_size(group.block_bytes)} per block"
+        text += f" in {group.num_layers} layer{'s' if group.num_layers > 1 else ''}"
+        if group.window is not None:
+            text += f" with a window of {group.window:,}"
+        if len(found.groups) > 1:
+            text += f": {group.num_blocks:,} blocks"
+        yield "KV", text
+
+
+def _cells(each: "Alternative") -> list[str]:
+    sizes = [_size(each.weights_bytes), _size(each.pool_bytes) if each.pool_bytes else "-"]
+    return [each.weights, each.kv, *sizes, f"{each.num_slots:,}", f"{each.at_once:,}", each.note]
+
+
+def _section(title: str, *facts: tuple[str, str]) -> Iterator[str]:
+    yield title
+    for name, value in facts:
+        yield f"  {name:18} {value}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns of words to the left, of figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    is_figure = [column[-1][:1].isdigit() for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, is_figure, strict=True)
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / MIB:,.1f} MiB" if num_bytes >= MIB else f"{num_bytes / 1024:,.1f} KiB"

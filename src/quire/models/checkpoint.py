@@ -1,0 +1,118 @@
+"""The files of a checkpoint, and what their headers say: names and shapes of tensors. No torch.
+
+A safetensors file begins with the length of its header (u64, little-endian) and the header, JSON:
+
+    {"__metadata__": {...}, name: {"dtype": "BF16", "shape": [...], "data_offsets": [...]}, ...}
+
+Whoever made the file may mean ill: the length is checked before anything is read. No values are.
+"""
+
+import json
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ModelError
+from quire.base.gguf import is_gguf
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+LENGTH = struct.Struct("<Q")
+
+Shape = tuple[int, ...]
+
+
+def checkpoint_files(path: Path) -> list[Path]:
+    """What holds the weights. Raises ModelError, saying what to do, if there is nothing."""
+    return [path] if is_gguf(path) else weight_files(path)
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The *.safetensors files of a model. Raises ModelError, saying what to do, if it has none."""
+    index, single = directory / INDEX, directory / "model.safetensors"
+    if index.exists():
+        files = _indexed_files(index)
+    else:
+        files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(_no_weights(directory))
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    """The files that an index names; they must stand beside it."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = [index.parent / name for name in names if Path(name).name == name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is not a valid index of weight files: {error!r}.") from error
+    if len(files) < len(names):
+        raise ModelError(f"{index} is an index of files that are not beside it: {listed(names)}.")
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise ModelError(
+            f"{index.parent} lacks {listed(missing)}, which its index names. Download it again."
+        )
+    return files
+
+
+def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
+    """The shape of each tensor, as its file's header has it.
+
+    Raises ModelError for a file that cannot be read, or whose header is none.
+    """
+    shapes: dict[str, Shape] = {}
+    for file in files:
+        shapes |= _shapes_of(file)
+    return shapes
+
+
+def _shapes_of(path: Path) -> dict[str, Shape]:
+    try:
+        header = json.loads(_header(path))
+        return {name: _shape(entry) for name, entry in header.items() if name != "__metadata__"}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ModelError(
+            f"{path} is not a valid safetensors file: {error!r}. Download it again."
+        ) from error
+
+
+def _header(path: Path) -> bytes:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(LENGTH.size)
+        if len(start) < LENGTH.size:
+            raise ValueError("it is too short")
+        (length,) = LENGTH.unpack(start)
+        if length > min(size - LENGTH.size, MAX_HEADER_BYTES):
+            raise ValueError(f"its header has {length:,} bytes, the file {size:,}")
+        return file.read(length)
+
+
+def _shape(entry: dict[str, Any]) -> Shape:
+    shape = tuple(entry["shape"])
+    if not all(isinstance(size, int) and size >= 0 for size in shape):
+        raise ValueError(f"a tensor in it has the shape {entry['shape']!r}")
+    return shape
+
+
+def _no_weights(directory: Path) -> str:
+    others = [f.name for f in sorted(directory.glob("*")) if f.suffix in (".bin", ".pt", ".pth")]
+    if others:
+        return (
+            f"{directory} has its weights only as {listed(others)}. Only safetensors files are"
+            " read: convert them, for example with transformers' save_pretrained()."
+        )
+    return (
+        f"{directory} has no *.safetensors files, so there are no weights to load. Download them,"
+        " or use load_format='dummy' for random weights."
+    )
+
+
+def listed(names: list[str], limit: int = 5) -> str:
+    """The first of them, and how many more there are."""
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

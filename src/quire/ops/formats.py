@@ -1,0 +1,142 @@
+"""How weights are stored, and what that takes: formats, groups, the core's panels. No torch.
+
+Shape legend: K inputs, N outputs. The layout is csrc/linear.h's; `packed_bytes` gives the number
+that the core gives for it (tests/ops/test_formats.py compares them).
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+
+from quire.base.errors import ConfigError
+from quire.base.model_spec import DTYPE_BYTES
+from quire.ops.native import core
+
+VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
+
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
+CORE_DTYPES = FORMATS[:3]  # of activations that the core multiplies
+GROUP_SIZES = (32, 64, 128)
+MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
+ROUND_INPUTS = 8
+SCALE_BYTES = 2
+# Inputs of an output that a 32-bit word of a panel holds.
+INPUTS_OF_A_WORD = {"float32": 1, "bfloat16": 2, "float16": 2, "int8": 4, "int4": 8}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How weights are stored: `int8` or `int4`, with a scale per `group_size` inputs of an output,
+    or for int8 with 0 per output. Activations become int8 in the same groups, as they come."""
+
+    format: str
+    group_size: int
+
+    def group_of(self, num_inputs: int) -> int:
+        """Inputs that share a scale, filled up where the number of inputs asks for it."""
+        if self.group_size:
+            return self.group_size
+        if num_inputs > MOST_INPUTS_OF_A_ROW:
+            raise ConfigError(
+                f"a layer has {num_inputs:,} inputs, too many for int8 with one scale per output;"
+                f" give quantization_group_size {GROUP_SIZES[-1]}."
+            )
+        return -(-num_inputs // ROUND_INPUTS) * ROUND_INPUTS
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a device stores the weights of linear layers.
+
+    dtype: of the others. panel: outputs that the core's order puts side by side, 0 where it is not
+    used. is_reordered: whether a packed weight is another one than the plain, so that a tied table
+    whose rows it cannot give is kept beside it.
+    """
+
+    dtype: str
+    panel: int = 0
+    is_reordered: bool = False
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def weight_bytes(self, shape: tuple[int, ...], quantization: Quantization | None) -> int:
+        """Of one weight [N, K] when it is packed."""
+        if self.panel:
+            return packed_bytes(shape, self.dtype, quantization, self.panel)
+        return shape[0] * shape[1] * self.dtype_bytes
+
+    def head_bytes(
+        self, shape: tuple[int, ...], quantization: Quantization | None, is_tied: bool
+    ) -> int:
+        """Of a head [V, D], with the table that is tied to it: one weight for both, if its rows
+        can be looked up. Those of 4 bits are too coarse for that, oneDNN's have none."""
+        is_int4 = quantization is not None and quantization.format == "int4"
+        is_shared = not self.is_reordered or (bool(self.panel) and not is_int4)
+        table = shape[0] * shape[1] * self.dtype_bytes if is_tied and not is_shared else 0
+        return self.weight_bytes(shape, quantization) + table
+
+
+def packed_bytes(
+    shape: tuple[int, ...], dtype: str, quantization: Quantization | None, panel: int
+) -> int:
+    """What a weight [N, K] takes in the core's order: whole panels of so many outputs, and whole
+    groups of inputs. dtype: its own, which counts if it is not quantised."""
+    outputs, inputs = shape
+    if quantization is None:
+        words, scales = -(-inputs // INPUTS_OF_A_WORD[dtype]), 0
+    else:
+        group = quantization.group_of(inputs)
+        scales = -(-inputs // group)
+        words = scales * group // INPUTS_OF_A_WORD[quantization.format]
+    return -(-outputs // panel) * panel * (4 * words + SCALE_BYTES * scales)
+
+
+@functools.cache
+def variants() -> tuple[str, ...]:
+    """The instruction sets that both the core and this CPU have, the best last; none without it."""
+    module = core()
+    return () if module is None else tuple(module.linear_variants())
+
+
+def chosen_variant() -> str:
+    """The best, or the one that QUIRE_CPU_VARIANT names. Raises ConfigError for another."""
+    name = os.environ.get(VARIANT, "")
+    if not name:
+        return variants()[-1]
+    if name not in variants():
+        raise ConfigError(f"{VARIANT}={name} does not run here; there are {', '.join(variants())}.")
+    return name
+
+
+def panel_of(variant: str) -> int:
+    """Outputs per panel of an instruction set; the core is asked for one weight's bytes."""
+    module = core()
+    assert module is not None, "only the core packs in panels"
+    one_float32 = (FORMATS.index("float32"), variants().index(variant), 1, 1, 1)
+    return int(module.linear_bytes(one_float32)) // DTYPE_BYTES["float32"]
+
+
+def core_packing(dtype: str) -> Packing | None:
+    """The core's on this CPU; None if it does not multiply this dtype, or is not there."""
+    if dtype not in CORE_DTYPES or core() is None:
+        return None
+    return Packing(dtype, panel_of(chosen_variant()), is_reordered=True)
+
+
+def check_quantization(dtype: str, device: str) -> None:
+    """Raise ConfigError, saying what to do, where quantised weights cannot be multiplied.
+    device: its type."""
+    if device != "cpu":
+        raise ConfigError(
+            f"quantization works on CPUs only so far, not on {device}; leave it out, or use"
+            " --device cpu."
+        )
+    if dtype not in CORE_DTYPES:
+        raise ConfigError(f"quantization needs dtype {', '.join(CORE_DTYPES)}, not {dtype}.")
+    if core() is None:
+        raise ConfigError(
+            "quantization needs the C++ core, which was not built here; install a C++17 compiler"
+            " and then quire again, or leave quantization out."
+        )

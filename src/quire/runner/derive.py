@@ -1,0 +1,62 @@
+"""What settings that were left open become, on a device: dtype, lengths, rows. No torch."""
+
+import dataclasses
+from pathlib import Path
+
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError
+from quire.base.model_spec import DTYPE_BYTES, ModelSpec
+from quire.ops.native import core
+from quire.ops.threads import num_threads
+from quire.runner.budget import cpu_token_budget
+
+CPU_SEQS, GPU_SEQS = 64, 256
+GPU_TOKENS = 8192
+
+
+def choose_dtype(name: str, spec: ModelSpec, device: str) -> str:
+    """The dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU
+    is slow with them: without our core and without products of bfloat16. device: its type."""
+    if name != "auto":
+        return name
+    name = spec.dtype if spec.dtype in DTYPE_BYTES else "float32"
+    if device == "cpu" and name in ("bfloat16", "float16"):
+        is_fast = core() is not None or (name == "bfloat16" and has_native_bfloat16())
+        name = name if is_fast else "float32"
+    return name
+
+
+def has_native_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16)."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def cpu_flags() -> set[str]:
+    """All words of /proc/cpuinfo's values, the features of the CPU among them."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    return {flag for line in text.splitlines() if ":" in line for flag in line.split()}
+
+
+def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
+    """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
+    memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
+    cannot do."""
+    on_cpu = device == "cpu"
+    length = config.model.max_model_len or spec.max_position
+    if length > spec.max_position:
+        raise ConfigError(
+            f"max_model_len={length} is more than the model was made for ({spec.max_position});"
+            " leave it out for that, or give auto for what fits the memory."
+        )
+    dtype = choose_dtype(config.model.dtype, spec, device)
+    budget = cpu_token_budget(spec, dtype, num_threads()) if on_cpu else GPU_TOKENS
+    scheduler = dataclasses.replace(
+        config.scheduler,
+        max_num_seqs=config.scheduler.max_num_seqs or (CPU_SEQS if on_cpu else GPU_SEQS),
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens or budget,
+    )
+    model = dataclasses.replace(config.model, max_model_len=length, dtype=dtype)
+    return dataclasses.replace(config, model=model, scheduler=scheduler, device=device)

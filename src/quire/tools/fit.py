@@ -1,0 +1,469 @@
+"""What of a model fits a device: weights, KV pool and requests, before anything is loaded.
+
+The plan is the engine's own (runner/memory.py, kv/sizing.py, ops/formats.py), computed from the
+config and the headers of the files. No torch. A GPU's workspace, which the engine measures, is
+taken from the model's shape here.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from quire.base.config import AUTO_LENGTH, EngineConfig
+from quire.base.errors import ConfigError, ModelError, OutOfMemory
+from quire.base.gguf import GGUFFile, is_gguf
+from quire.base.gguf_config import ROPE_FACTORS
+from quire.base.model_spec import ModelSpec, load_spec
+from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
+from quire.models.checkpoint import listed, safetensors_shapes, weight_files
+from quire.models.formats import AS_THEY_ARE, weight_formats
+from quire.models.gguf.stored import our_name, stored_formats_of_parts
+from quire.models.outline import (
+    LINEAR,
+    FormatBytes,
+    Part,
+    Stored,
+    base_prefix,
+    ignored_tensors,
+    outline,
+    planned_weights,
+)
+from quire.models.source import ModelSource
+from quire.ops.formats import Packing, core_packing
+from quire.runner.derive import cpu_flags, derive_config
+from quire.runner.memory import (
+    block_bytes_of,
+    cpu_pool_budget,
+    gpu_pool_budget,
+    make_plan,
+    plan_cpu_memory,
+    workspace_of,
+)
+from quire.tools.devices import CPU, Device
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
+LENGTHS = (512, 2048, 8192)
+GPU_CONTEXT_BYTES = 512 * MIB  # the driver's and CUDA's, before anything of ours is there
+TIGHT_UTILIZATION = 0.97
+FEW_TOKENS = 2048
+SCALE_BYTES = 4  # of fp8: one per output
+NOT_YET = "not in quire yet"
+SHORTEST = 2  # tokens: a prompt of one, and its answer
+ANY: tuple[int, ...] = ()  # a shape that is not compared
+
+
+@dataclass(frozen=True)
+class GroupFit:
+    """A cache group: its layers, and bytes of a token and of a block in all of them."""
+
+    kind: str
+    window: int | None
+    num_layers: int
+    token_bytes: int
+    block_bytes: int
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class Requests:
+    """at_once: how many of so many tokens have room, with no more rows than max_num_seqs.
+    by_memory: without that limit."""
+
+    length: int
+    at_once: int
+    by_memory: int
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """What other formats would change. at_once: requests of max_model_len; 0 if nothing fits.
+    note: why it is not to be had, or that it is what was asked about."""
+
+    weights: str
+    kv: str
+    weights_bytes: int
+    pool_bytes: int
+    num_slots: int
+    at_once: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """config: with all derived values filled in. weights: by format, the largest first."""
+
+    model: str
+    spec: ModelSpec
+    device: Device
+    config: EngineConfig
+    weights: tuple[FormatBytes, ...]
+    memory: MemoryPlan
+    groups: tuple[GroupFit, ...]
+    requests: tuple[Requests, ...]
+    alternatives: tuple[Alternative, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A model on a device. file: the GGUF file that holds the model, if one does."""
+
+    name: str
+    spec: ModelSpec
+    device: Device
+    parts: tuple[Part, ...]
+    file: GGUFFile | None
+
+    def weights(self, config: EngineConfig) -> list[FormatBytes]:
+        """By format, once they are packed."""
+        formats = weight_formats(config.model)
+        how = _packing(self.device, config)
+        stored: Stored = {}
+        in_core = self.device.kind == CPU and how.panel
+        is_dummy = config.model.load_format == "dummy"
+        if self.file is not None and formats == AS_THEY_ARE and in_core and not is_dummy:
+            stored = stored_formats_of_parts(self.file, self.spec, self.parts)
+        return planned_weights(self.parts, how, formats, stored)
+
+    def weights_bytes(self, config: EngineConfig) -> int:
+        return sum(each.num_bytes for each in self.weights(config))
+
+    def plan(
+        self, config: EngineConfig, weights_bytes: int, block_bytes: tuple[int, ...] = ()
+    ) -> MemoryPlan:
+        """Raises OutOfMemory. block_bytes: if they are not what the config says."""
+        total = self.device.memory_bytes
+        if self.device.kind == CPU:
+            return plan_cpu_memory(config, self.spec, weights_bytes, total)
+        budget = max(0, self.budget(config, weights_bytes))
+        workspace = workspace_of(config, self.spec)
+        return make_plan(config, self.spec, weights_bytes, workspace, budget, total, block_bytes)
+
+    def budget(self, config: EngineConfig, weights_bytes: int) -> int:
+        """Bytes for the pool, before kv_cache_memory_bytes; below zero if there are none."""
+        total, workspace = self.device.memory_bytes, workspace_of(config, self.spec)
+        if self.device.kind == CPU:
+            return cpu_pool_budget(total, weights_bytes, workspace)
+        used = weights_bytes + GPU_CONTEXT_BYTES
+        return gpu_pool_budget(total, config.cache.gpu_memory_utilization, used, workspace)
+
+    def least_pool(self, config: EngineConfig) -> int:
+        """Bytes of a pool that holds one request of max_model_len, or any one if that is auto."""
+        length, scheduler = config.model.max_model_len, config.scheduler
+        assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+        return least_pool_bytes(
+            self.spec.cache_groups,
+            block_bytes_of(config, self.spec),
+            config.cache.block_size,
+            SHORTEST if length == AUTO_LENGTH else length,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+        )
+
+
+def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
+    """The figures of a model on a device. config: its device is not looked at.
+
+    Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
+    fit: it says by how much, and which settings would help.
+    """
+    spec = load_spec(source.directory)
+    config = derive_config(config, spec, device.kind)
+    if device.kind == CPU:
+        weight_formats(config.model).check(config.model.dtype, device.kind)
+    file = GGUFFile(source.directory) if is_gguf(source.directory) else None
+    question = _Question(source.name, spec, device, tuple(outline(spec)), file)
+    weights = question.weights(config)
+    total = sum(each.num_bytes for each in weights)
+    try:
+        memory = question.plan(config, total)
+    except OutOfMemory as error:
+        raise OutOfMemory(_why_not(question, config, total)) from error
+    config = _replaced(config, max_model_len=memory.max_model_len)
+    return Fit(
+        model=source.name,
+        spec=spec,
+        device=device,
+        config=config,
+        weights=tuple(weights),
+        memory=memory,
+        groups=_groups(config, spec, memory),
+        requests=_requests(config, spec, memory),
+        alternatives=tuple(_alternatives(question, config)),
+        warnings=(*_warnings(question, config, total), *_differences(question, config, source)),
+    )
+
+
+def _packing(device: Device, config: EngineConfig) -> Packing:
+    """How weights are stored there. Quantised ones, which GPUs do not have yet, are counted there
+    without the core's filling up."""
+    dtype, is_quantised = config.model.dtype, weight_formats(config.model).is_quantised
+    if device.kind != CPU:
+        return Packing(dtype, panel=int(is_quantised))
+    return core_packing(dtype) or Packing(dtype, is_reordered=_is_reordered(dtype))
+
+
+def _has_int8(device: Device, config: EngineConfig) -> bool:
+    """Whether weights, keys and values can be integers there, or on a GPU may be one day."""
+    return device.kind != CPU or core_packing(config.model.dtype) is not None
+
+
+def _is_reordered(dtype: str) -> bool:
+    """Whether oneDNN, which multiplies where the core is not, has an order of its own; as
+    ops/linear.can_pack finds out from torch."""
+    fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
+    return dtype == "float32" or (dtype == "bfloat16" and fast)
+
+
+def _groups(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[GroupFit, ...]:
+    sizes = zip(spec.cache_groups, block_bytes_of(config, spec), memory.num_blocks, strict=True)
+    return tuple(
+        GroupFit(
+            kind=group.kind,
+            window=group.window,
+            num_layers=len(group.layers),
+            token_bytes=num_bytes // config.cache.block_size,
+            block_bytes=num_bytes,
+            num_blocks=num_blocks,
+        )
+        for group, num_bytes, num_blocks in sizes
+    )
+
+
+def _requests(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[Requests, ...]:
+    most = memory.max_model_len
+    lengths = [*(length for length in LENGTHS if length < most), most]
+    return tuple(_requests_of(length, config, spec, memory) for length in lengths)
+
+
+def _requests_of(
+    length: int, config: EngineConfig, spec: ModelSpec, memory: MemoryPlan
+) -> Requests:
+    rows = config.scheduler.max_num_seqs or 0
+    fitting = sequences_that_fit(spec.cache_groups, memory.num_blocks, memory.block_size, length)
+    return Requests(length, min(rows, fitting), fitting)
+
+
+# ---- other formats ---------------------------------------------------------------------------
+
+
+def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
+    """Of weights and of keys and values, all pairs; on GPUs also what they could do in fp8."""
+    on_cpu = question.device.kind == CPU
+    in_int8 = ("int8",) if _has_int8(question.device, config) else ()
+    for quantization in _quantizations(question, config):
+        for kv in ("auto", *in_int8):
+            note = "" if on_cpu or (quantization in (None, "none") and kv == "auto") else NOT_YET
+            yield _alternative(question, config, quantization, kv, note)
+    if not on_cpu:
+        yield from _in_fp8(question, config)
+
+
+def _quantizations(question: _Question, config: EngineConfig) -> list[str | None]:
+    """None is what a GGUF file holds; of others it is the dtype."""
+    is_file = question.file is not None and question.device.kind == CPU
+    in_dtype: list[str | None] = [None, "none"] if is_file else ["none"]
+    return [*in_dtype, *(["int8", "int4"] if _has_int8(question.device, config) else [])]
+
+
+def _alternative(
+    question: _Question, config: EngineConfig, quantization: str | None, kv: str, note: str
+) -> Alternative:
+    asked = config.model.quantization
+    if asked is None and None not in _quantizations(question, config):
+        asked = "none"
+    if (asked, config.cache.kv_cache_dtype) == (quantization, kv):
+        note, other = "; ".join(each for each in ("as asked", note) if each), config
+    else:
+        same = quantization == asked
+        group = config.model.quantization_group_size if same else None
+        other = _replaced(
+            config,
+            quantization=quantization,
+            quantization_group_size=group,
+            quantized_head=config.model.quantized_head if same else "auto",
+            kv_cache_dtype=kv,
+        )
+    name = "as in the file" if quantization is None else quantization
+    name = config.model.dtype if quantization == "none" else name
+    total = question.weights_bytes(other)
+    return _row(question, other, (name, kv), total, (), note)
+
+
+def _in_fp8(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
+    """Linear layers in 8 bits of floating point with a scale per output; keys and values too."""
+    plain = _replaced(config, quantization="none", kv_cache_dtype="auto")
+    total = question.weights_bytes(plain)
+    size = _packing(question.device, plain).dtype_bytes
+    for part in question.parts:
+        if part.kind == LINEAR:
+            outputs, inputs = part.shape
+            total += outputs * inputs * (1 - size) + outputs * SCALE_BYTES
+    groups, tokens = question.spec.cache_groups, config.cache.block_size
+    in_fp8 = tuple(group.block_bytes(tokens, 1) for group in groups)
+    yield _row(question, plain, ("fp8", "auto"), total, (), NOT_YET)
+    yield _row(question, plain, ("fp8", "fp8"), total, in_fp8, NOT_YET)
+
+
+def _row(
+    question: _Question,
+    config: EngineConfig,
+    names: tuple[str, str],
+    weights_bytes: int,
+    block_bytes: tuple[int, ...],
+    note: str,
+) -> Alternative:
+    weights, kv = names
+    try:
+        memory = question.plan(config, weights_bytes, block_bytes)
+    except OutOfMemory:
+        note = "; ".join(each for each in (note, "does not fit") if each)
+        return Alternative(weights, kv, weights_bytes, 0, 0, 0, note)
+    found = _requests_of(memory.max_model_len, config, question.spec, memory)
+    return Alternative(
+        weights, kv, weights_bytes, memory.pool_bytes, memory.num_slots, found.at_once, note
+    )
+
+
+# ---- what is in the way ----------------------------------------------------------------------
+
+
+def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> str:
+    """By how much a model does not fit, and which settings would make it."""
+    device, length = question.device, config.model.max_model_len
+    workspace = workspace_of(config, question.spec)
+    lacking = _lacking(question, config, weights_bytes)
+    is_share = device.kind == CPU and config.cache.kv_cache_memory_bytes is None
+    share = ", at most a quarter of that memory," if is_share else ""
+    request = "any request" if length == AUTO_LENGTH else f"one request of {length:,} tokens"
+    helping: list[str] = []
+    for words, other in _smaller(question, config, weights_bytes):
+        if not any(each in words for each in helping) and _fits(question, other):
+            helping.append(words)
+    advice = f"It would fit with {' or with '.join(helping)}."
+    if not helping:
+        advice = "None of the settings makes it fit: take a smaller model or a larger device."
+    return (
+        f"{question.name} does not fit {device.name} with {device.memory_bytes / MIB:,.0f} MiB:"
+        f" {lacking / MIB:,.0f} MiB are lacking for weights ({weights_bytes / MIB:,.0f} MiB),"
+        f" workspace ({workspace / MIB:,.0f} MiB) and a KV pool{share} that holds {request}."
+        f" {advice}"
+    )
+
+
+def _lacking(question: _Question, config: EngineConfig, weights_bytes: int) -> int:
+    """Bytes by which memory for the pool is too small, at least 1."""
+    left = question.budget(config, weights_bytes)
+    if left >= 0 and config.cache.kv_cache_memory_bytes is not None:
+        left = config.cache.kv_cache_memory_bytes
+    return max(1, question.least_pool(config) - left)
+
+
+def _fits(question: _Question, config: EngineConfig) -> bool:
+    try:
+        question.plan(config, question.weights_bytes(config))
+    except (OutOfMemory, ConfigError):
+        return False
+    return True
+
+
+def _smaller(
+    question: _Question, config: EngineConfig, weights_bytes: int
+) -> Iterator[tuple[str, EngineConfig]]:
+    """Settings with which less memory is enough, as they are written, the mildest first."""
+    auto = {"max_model_len": AUTO_LENGTH}
+    yield "--max-model-len auto", _replaced(config, **auto)
+    if question.device.kind != CPU:
+        yield from _smaller_on_gpu(config)
+        return
+    needed = question.least_pool(config)
+    left = question.device.memory_bytes - weights_bytes - workspace_of(config, question.spec)
+    if needed <= left:
+        pool = {"kv_cache_memory_bytes": needed}
+        yield f"--kv-cache-memory-bytes {needed}", _replaced(config, **pool)
+    if not _has_int8(question.device, config):
+        return
+    yield "--kv-cache-dtype int8", _replaced(config, kv_cache_dtype="int8")
+    sizes = {"quantization_group_size": None, "quantized_head": "auto"}
+    for name in ("int8", "int4"):
+        yield f"--quantization {name}", _replaced(config, quantization=name, **sizes)
+    least = sizes | {"quantization": "int4", "kv_cache_dtype": "int8"}
+    yield "--quantization int4 --kv-cache-dtype int8", _replaced(config, **least)
+    words = "--quantization int4 --kv-cache-dtype int8 --max-model-len auto"
+    yield words, _replaced(config, **least, **auto)
+
+
+def _smaller_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    most = max(TIGHT_UTILIZATION, config.cache.gpu_memory_utilization)
+    share = {"gpu_memory_utilization": most}
+    fewer = {"max_num_batched_tokens": FEW_TOKENS}
+    yield f"--gpu-memory-utilization {most}", _replaced(config, **share)
+    yield f"--max-num-batched-tokens {FEW_TOKENS}", _replaced(config, **fewer)
+    words = f"--gpu-memory-utilization {most} --max-num-batched-tokens {FEW_TOKENS}"
+    yield words, _replaced(config, **share, **fewer)
+    all_of_it = share | fewer | {"max_model_len": AUTO_LENGTH}
+    yield f"{words} --max-model-len auto", _replaced(config, **all_of_it)
+
+
+def _replaced(config: EngineConfig, **settings: object) -> EngineConfig:
+    """The config with other settings, by flat names."""
+    parts = {}
+    for part in ("model", "cache", "scheduler"):
+        owner = getattr(config, part)
+        names = {item.name for item in dataclasses.fields(owner)} & settings.keys()
+        parts[part] = dataclasses.replace(owner, **{name: settings[name] for name in names})
+    return dataclasses.replace(config, **parts)
+
+
+def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> Iterator[str]:
+    """What the engine would not do, or only with luck."""
+    pool, left = config.cache.kv_cache_memory_bytes, question.budget(config, weights_bytes)
+    if question.device.kind == CPU:
+        workspace = workspace_of(config, question.spec)
+        left = question.device.memory_bytes - weights_bytes - workspace
+        if config.cache.kv_cache_dtype == "int8" and not _has_int8(question.device, config):
+            yield "keys and values in int8 need the C++ core and a dtype that it has"
+    else:
+        if weight_formats(config.model).is_quantised:
+            yield f"quantised weights work on CPUs only so far: on GPUs they are {NOT_YET}"
+        if config.cache.kv_cache_dtype == "int8":
+            yield f"keys and values in int8 work on CPUs only so far: on GPUs they are {NOT_YET}"
+    if pool is not None and pool > max(0, left):
+        sizes = f"{pool / MIB:,.0f} MiB, but only {max(0, left) / MIB:,.0f} MiB"
+        yield f"kv_cache_memory_bytes is {sizes} are left for it"
+
+
+def _differences(question: _Question, config: EngineConfig, source: ModelSource) -> list[str]:
+    """How the headers of the weight files differ from what the config asks for."""
+    spec, prefix = question.spec, base_prefix(question.spec)
+    if "dummy" in (source.load_format, config.model.load_format):
+        return []
+    if question.file is None and not any(any(source.directory.glob(each)) for each in WEIGHTS):
+        return ["only the config was looked at: there are no weight files beside it"]
+    try:
+        found = _tensors(question, source)
+    except ModelError as error:
+        return [f"the weight files could not be looked at: {error}"]
+    wanted = {name: shape for part in question.parts for name, shape in part.tensors.items()}
+    known = {prefix + name: shape for name, shape in found.items()} | found
+    ignored = (*ignored_tensors(spec), *(["lm_head.weight"] if spec.tie_embeddings else []))
+    named = [name for name in found if not name.endswith(ignored)]
+    problems = {
+        "lack": [name for name in wanted if name not in known],
+        "have other shapes than the config asks for:": [
+            name for name, shape in wanted.items() if known.get(name, ANY) not in (ANY, shape)
+        ],
+        "hold tensors that no layer asks for:": [
+            name for name in named if name not in wanted and prefix + name not in wanted
+        ],
+    }
+    return [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
+
+
+def _tensors(question: _Question, source: ModelSource) -> dict[str, tuple[int, ...]]:
+    """The tensors of the weight files by name; the shapes of a GGUF file, which has some turned,
+    are not compared. Raises ModelError."""
+    if question.file is None:
+        return safetensors_shapes(weight_files(source.directory))
+    names = (name for name in question.file.tensors if name != ROPE_FACTORS)
+    return {our_name(name, question.spec): ANY for name in names}

@@ -1,0 +1,136 @@
+"""`quire fit`: text and JSON, this machine and others, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli import machine
+from quire.models.source import resolve_model
+from tests.cli.commands import run
+from tests.models.checkpoints import write_checkpoint
+
+MIB = 1 << 20
+
+
+def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    status, out, err = run(capsys, "fit", "--json", *arguments)
+    assert (status, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", list)
+
+
+def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(
+        capsys, "fit", "shape:mistral-7b", "--device", "h100-nvl", "--max-model-len", "4K"
+    )
+    assert (status, err) == (0, "")
+    for line in (
+        "name               shape:mistral-7b (mistral, bfloat16)",
+        "device             H100-NVL: 93.58 GiB, of which 92% may be used",
+        "weights            13.49 GiB (bfloat16 13.49 GiB)",
+        "KV                 128.0 KiB per token, 2.0 MiB per block in 32 layers with a window of",
+        "requests that fit at once (max_num_seqs 256, max_model_len 4,096)",
+        "with other formats (requests of 4,096 tokens)",
+        "tokens each  512  2,048  4,096",
+    ):
+        assert line in out
+    assert "not in quire yet" in out and "warnings" not in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = figures(capsys, "demo", "--dtype", "float32", "--max-model-len", "256")
+    assert found["device"]["kind"] == "cpu" and found["device"]["memory_bytes"] > MIB
+    assert found["model"] == {"name": "demo", "type": "llama", "dtype": "float32"}
+    assert found["settings"]["max_model_len"] == 256
+    (group,), pool = found["kv"]["groups"], found["pool"]
+    assert group["block_bytes"] == 16 * found["kv"]["bytes_per_token"]
+    assert pool["bytes"] == group["block_bytes"] * pool["blocks"][0]
+    assert pool["tokens"] == 16 * pool["blocks"][0]
+    assert found["weights"]["bytes"] == sum(found["weights"]["formats"].values())
+    assert found["requests"][-1]["length"] == 256
+    assert len(found["alternatives"]) in (2, 6) and found["warnings"] == []
+
+
+def test_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["shape:llama-3.1-8b", "--device", "20GiB"]
+    status, _, err = run(capsys, "fit", *arguments)
+    assert status == 1
+    assert "one request of 131,072 tokens" in err and "--max-model-len auto" in err
+    found = figures(capsys, *arguments, "--max-model-len", "auto")
+    length, tokens = found["settings"]["max_model_len"], found["pool"]["tokens"]
+    assert length % 16 == 0 and length == tokens - 16
+    assert found["requests"][-1] == {"length": length, "at_once": 1, "by_memory": 1}
+
+
+def test_settings_in_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "quire.yaml"
+    path.write_text("model: shape:qwen3-0.6b\ndevice: cpu\nkv-cache-memory-bytes: 64M\nport: 1\n")
+    found = figures(capsys, "--config", str(path), "--max_model_len", "auto")
+    assert found["model"]["name"] == "shape:qwen3-0.6b"
+    assert found["pool"]["bytes"] <= 64 * MIB < found["pool"]["bytes"] + 2 * MIB
+
+
+def test_a_config_file_as_the_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = resolve_model("shape:qwen3-0.6b").directory / "config.json"
+    (tmp_path / "config.json").write_text(shape.read_text())
+    alone = figures(capsys, str(tmp_path / "config.json"), "--device", "l4")
+    assert alone["model"]["name"] == tmp_path.name and alone["warnings"] == []
+    assert alone["pool"] == figures(capsys, "shape:qwen3-0.6b", "--device", "l4")["pool"]
+
+
+def test_a_group_with_a_window(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen2_windows")
+    status, out, _ = run(capsys, "fit", str(tmp_path), "--device", "cpu")
+    assert status == 0
+    assert "in 1 layer: " in out and "in 2 layers with a window of 6: " in out
+
+
+def test_warnings_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    status, out, _ = run(capsys, "fit", str(tmp_path), "--device", "cpu")
+    assert status == 0
+    assert "warnings\n  ! only the config was looked at" in out
+
+
+def test_the_gpu_of_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"name": "NVIDIA H200", "memory.total": "143771 MiB"}
+    monkeypatch.setattr(machine, "gpus", lambda: [gpu])
+    for device in ([], ["--device", "cuda"], ["--device", "auto"]):
+        found = figures(capsys, "demo", *device)["device"]
+        assert found == {
+            "name": "this machine's NVIDIA H200",
+            "kind": "cuda",
+            "memory_bytes": 143_771 * MIB,
+        }
+    assert figures(capsys, "demo", "--device", "CPU")["device"]["kind"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--device", "H1000"], "there is no device 'H1000'; known are cpu"),
+        (["demo", "--device", "cuda"], "nvidia-smi shows no GPU here"),
+        (["./nowhere"], "there is no directory ./nowhere"),
+        (["shape:nothing"], "there is no shape 'nothing'"),
+        (["demo", "--max-model-len", "1M"], "more than the model was made for"),
+        (["shape:opt-13b", "--device", "8GB"], "does not fit a GPU of 8GB with 7,629 MiB: "),
+        (["demo", "--block-size", "0"], "block_size must be from 1 to 256"),
+    ],
+)
+def test_what_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    status, out, err = run(capsys, "fit", *arguments)
+    assert (status, out) == (1, "")
+    assert err.startswith("quire: ") and message in err

@@ -1,0 +1,63 @@
+"""Headers of safetensors files: what they say, and files that mean ill."""
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.base.errors import ModelError
+from quire.models.checkpoint import safetensors_shapes, weight_files
+from tests.models.checkpoints import write_checkpoint
+
+
+def written(path: Path, header: bytes, length: int | None = None) -> Path:
+    path.write_bytes(struct.pack("<Q", len(header) if length is None else length) + header)
+    return path
+
+
+def test_names_and_shapes(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(3, 4), "b": torch.zeros(0)}, file, metadata={"format": "pt"})
+    assert safetensors_shapes([file]) == {"a": (3, 4), "b": (0,)}
+
+
+def test_shards(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="20KB")
+    files = weight_files(tmp_path)
+    assert len(files) > 1
+    shapes = safetensors_shapes(files)
+    wanted = {name: tuple(t.shape) for name, t in checkpoint.model.state_dict().items()}
+    assert shapes == wanted
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        (b"", 1),
+        (b"{}", 1 << 62),
+        (b"{", None),
+        (b"\xff\xfe", None),
+        (b"[]", None),
+        (b"[" * 200_000, None),
+        (b'{"a": 3}', None),
+        (b'{"a": {}}', None),
+        (b'{"a": {"shape": 3}}', None),
+        (b'{"a": {"shape": [-1]}}', None),
+        (b'{"a": {"shape": ["x"]}}', None),
+    ],
+)
+def test_damaged_files(header: bytes, length: int | None, tmp_path: Path) -> None:
+    file = written(tmp_path / "model.safetensors", header, length)
+    with pytest.raises(ModelError, match=r"model.safetensors is not a valid.*Download it again"):
+        safetensors_shapes([file])
+
+
+def test_files_that_are_too_short_or_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with pytest.raises(ModelError, match="cannot be read"):
+        safetensors_shapes([file])
+    file.write_bytes(b"\x01\x00")
+    with pytest.raises(ModelError, match="too short"):
+        safetensors_shapes([file])

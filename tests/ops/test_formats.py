@@ -1,0 +1,72 @@
+"""What packed weights take, computed without the core, is what the core says."""
+
+import itertools
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.ops.formats import (
+    FORMATS,
+    GROUP_SIZES,
+    INPUTS_OF_A_WORD,
+    Packing,
+    Quantization,
+    check_quantization,
+    packed_bytes,
+    panel_of,
+    variants,
+)
+from quire.ops.native import core
+
+SHAPES = [(1, 1), (1, 8), (3, 31), (16, 32), (17, 33), (63, 64), (64, 65), (65, 127)]
+SHAPES += [(100, 200), (97, 4097), (257, 1), (1000, 36)]
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+
+
+@needs_core
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("index", range(len(variants())), ids=variants())
+def test_bytes_are_the_cores(index: int, format: str) -> None:
+    """Of every variant, format and group, also where outputs and inputs fill no panel and group."""
+    module, variant = core(), variants()[index]
+    assert module is not None
+    is_quantised = format in ("int8", "int4")
+    sizes = (*GROUP_SIZES, *([0] if format == "int8" else [])) if is_quantised else (0,)
+    for (outputs, inputs), size in itertools.product(SHAPES, sizes):
+        chosen = Quantization(format, size) if is_quantised else None
+        group = chosen.group_of(inputs) if chosen is not None else 1
+        numbers = (FORMATS.index(format), index, outputs, inputs, group)
+        got = packed_bytes((outputs, inputs), format, chosen, panel_of(variant))
+        assert got == module.linear_bytes(numbers), (outputs, inputs, size)
+
+
+def test_all_formats_have_words() -> None:
+    assert set(INPUTS_OF_A_WORD) == set(FORMATS)
+
+
+def test_a_head_and_the_table_tied_to_it() -> None:
+    """One weight where its rows can be looked up: plain ones, the core's but for int4."""
+    int8, int4 = Quantization("int8", 32), Quantization("int4", 32)
+    plain, packed = 64 * 32 * 2, Packing("bfloat16", panel=64, is_reordered=True)
+    assert Packing("bfloat16").head_bytes((64, 32), None, is_tied=True) == plain
+    assert packed.head_bytes((64, 32), None, is_tied=True) == plain
+    for format, table in ((int8, 0), (int4, plain)):
+        own = packed.weight_bytes((64, 32), format)
+        assert packed.head_bytes((64, 32), format, is_tied=False) == own
+        assert packed.head_bytes((64, 32), format, is_tied=True) == own + table
+    reordered = Packing("bfloat16", is_reordered=True)  # oneDNN's
+    assert reordered.head_bytes((64, 32), None, is_tied=True) == 2 * plain
+
+
+def test_too_many_inputs_for_one_scale() -> None:
+    with pytest.raises(ConfigError, match="give quantization_group_size 128"):
+        packed_bytes((8, 70_000), "bfloat16", Quantization("int8", 0), 64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "message"),
+    [("bfloat16", "cuda", "on CPUs only so far, not on cuda"), ("float64", "cpu", "not float64")],
+)
+def test_where_quantised_weights_cannot_be_used(dtype: str, device: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_quantization(dtype, device)

@@ -1,0 +1,419 @@
+"""What `quire fit` says is what the engine then takes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, ModelError, OutOfMemory
+from quire.base.model_spec import load_spec
+from quire.kv.sizing import MIB
+from quire.models.packing import model_bytes, planned_bytes
+from quire.models.registry import make_model
+from quire.models.source import ModelSource, resolve_model
+from quire.ops import formats, packed
+from quire.ops.native import core
+from quire.runner import build, derive
+from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.memory import GPU_RESERVE_BYTES, workspace_bytes
+from quire.tools.devices import GPUS, Device, find_gpu
+from quire.tools.fit import GPU_CONTEXT_BYTES, NOT_YET, Alternative, Fit, fit
+from tests.models.checkpoints import VARIANTS, write_checkpoint
+from tests.models.gguf_writer import Q4_0, Q8_0, convert
+
+GIB = 1 << 30
+SOME_BYTES = 3 * MIB  # free memory of which tiny models leave a pool, too small for all rows
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+# What no test depends on, so that pools are bounded by memory.
+COMMON: dict[str, Any] = {"weight_cache": "off", "max_num_seqs": 40}
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "float32": {"dtype": "float32", "block_size": 7, "max_model_len": "auto"},
+    "float64": {"dtype": "float64"},
+    "int8": {"quantization": "int8", "dtype": "bfloat16"},
+    "int4": {"quantization": "int4", "quantization_group_size": 64, "dtype": "bfloat16"},
+    "int4 with head": {"quantization": "int4", "quantized_head": "int4", "dtype": "bfloat16"},
+    "int8 but head": {"quantization": "int8", "quantized_head": "none", "dtype": "float32"},
+    "KV in int8": {"kv_cache_dtype": "int8", "dtype": "float16", "max_num_batched_tokens": 48},
+    "given pool": {"kv_cache_memory_bytes": 200_000, "max_model_len": 100},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {variant: tmp_path_factory.mktemp(variant) for variant in VARIANTS}
+    for variant, folder in found.items():
+        write_checkpoint(folder, variant)
+    return found
+
+
+def on_cpu(num_bytes: int) -> Device:
+    return Device("a CPU", "cpu", num_bytes)
+
+
+def fitted(source: ModelSource, num_bytes: int, **settings: Any) -> Fit:
+    return fit(config_from_flat(**(COMMON | settings)), source, on_cpu(num_bytes))
+
+
+def built(
+    monkeypatch: pytest.MonkeyPatch, source: ModelSource, num_bytes: int, **settings: Any
+) -> BuiltRunner:
+    """By the engine, on a CPU with as much free memory."""
+    monkeypatch.setattr(build, "available_cpu_bytes", lambda: num_bytes)
+    return build_runner(config_from_flat(**(COMMON | settings), device="cpu"), source)
+
+
+def check_same(found: Fit, runner: BuiltRunner) -> None:
+    """The whole plan, block by block."""
+    assert found.memory == runner.memory
+    assert found.memory.weights_bytes == sum(each.num_bytes for each in found.weights)
+    assert [group.num_blocks for group in found.groups] == list(runner.memory.num_blocks)
+    sizes = [group.block_bytes * group.num_blocks for group in found.groups]
+    assert sum(sizes) == runner.memory.pool_bytes
+    assert (found.config.model, found.config.scheduler) == (
+        runner.config.model,
+        runner.config.scheduler,
+    )
+
+
+# ---- the engine's own figures ----------------------------------------------------------------
+
+
+@needs_core
+@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_plan_is_the_engines(
+    variant: str, formats: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, settings = resolve_model(str(folders[variant])), FORMATS[formats]
+    found = fitted(source, SOME_BYTES, **settings)
+    check_same(found, built(monkeypatch, source, SOME_BYTES, **settings))
+    assert found.warnings == ()
+
+
+@needs_core
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int4"}, {"quantization": "none"}])
+@pytest.mark.parametrize("kind", [Q8_0, Q4_0], ids=["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("variant", ["llama", "qwen2", "gpt2", "mistral_window"])
+def test_the_plan_of_a_gguf_file(
+    variant: str,
+    kind: int,
+    settings: dict[str, Any],
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Quantised layers as the file has them; a tied table of 4 bits becomes 8."""
+    source = resolve_model(str(convert(folders[variant], tmp_path / "model.gguf", kind)))
+    found = fitted(source, SOME_BYTES, **settings)
+    check_same(found, built(monkeypatch, source, SOME_BYTES, **settings))
+    assert found.warnings == ()
+    names = {each.name for each in found.weights}
+    assert ("int8 in groups of 32" in names) == (
+        not settings and (kind == Q8_0 or load_spec(source.directory).tie_embeddings)
+    )
+    assert [each.weights for each in found.alternatives][::2] == [
+        "as in the file",
+        found.config.model.dtype,
+        "int8",
+        "int4",
+    ]
+
+
+@needs_core
+@pytest.mark.parametrize("settings", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}])
+def test_the_plan_of_a_large_shape(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = resolve_model("shape:qwen3-0.6b")
+    settings = settings | {"max_model_len": 2048}
+    found = fitted(source, 4 * GIB, **settings)
+    runner = built(monkeypatch, source, 4 * GIB, **settings)
+    check_same(found, runner)
+
+
+@needs_core
+def test_weights_are_what_the_model_takes(folders: dict[str, Path]) -> None:
+    """Counted on the loaded model itself, not on a plan."""
+    for variant in ("qwen3_tied", "gpt2", "opt_350m"):
+        source = resolve_model(str(folders[variant]))
+        spec = load_spec(source.directory)
+        settings = {"dtype": "bfloat16", "quantization": "int4"}
+        config = config_from_flat(**settings).model
+        model = build.load_model(
+            source.directory, spec, torch.bfloat16, torch.device("cpu"),
+            quantization=build.weight_formats(config),
+        )  # fmt: skip
+        assert fitted(source, SOME_BYTES, **settings).memory.weights_bytes == model_bytes(model)
+
+
+def test_alternatives_are_what_those_settings_give(folders: dict[str, Path]) -> None:
+    source = resolve_model(str(folders["llama_tied"]))
+    found = fitted(source, SOME_BYTES, dtype="bfloat16")
+    assert [(a.weights, a.kv) for a in found.alternatives] == [
+        (weights, kv) for weights in ("bfloat16", "int8", "int4") for kv in ("auto", "int8")
+    ]
+    assert [a.note for a in found.alternatives] == ["as asked", *[""] * 5]
+    for row in found.alternatives:
+        quantization = None if row.weights == "bfloat16" else row.weights
+        settings = {"dtype": "bfloat16", "quantization": quantization, "kv_cache_dtype": row.kv}
+        other = fitted(source, SOME_BYTES, **settings)
+        wanted = Alternative(
+            row.weights, row.kv, other.memory.weights_bytes, other.memory.pool_bytes,
+            other.memory.num_slots, other.requests[-1].at_once, row.note,
+        )  # fmt: skip
+        assert row == wanted
+
+
+def test_requests_are_counted_in_blocks(folders: dict[str, Path]) -> None:
+    """57 blocks of 16 tokens: 7 requests of 128 tokens hold 56 of them."""
+    source = resolve_model(str(folders["llama"]))
+    spec = load_spec(source.directory)
+    pool = 57 * spec.kv_bytes_per_token(4) * 16
+    settings = {"kv_cache_memory_bytes": pool, "dtype": "float32"}
+    found = fitted(source, SOME_BYTES, **settings)
+    assert found.memory.num_blocks == (57,)
+    (only,) = found.requests
+    assert (only.length, only.at_once, only.by_memory) == (128, 7, 7)
+    few = fitted(source, SOME_BYTES, **settings, max_num_seqs=5)
+    assert (few.requests[0].at_once, few.requests[0].by_memory) == (5, 5)
+    large = fit(config_from_flat(), resolve_model("shape:qwen3-0.6b"), on_cpu(64 * GIB))
+    assert [each.length for each in large.requests] == [512, 2048, 8192, 40960]
+
+
+# ---- GPUs ------------------------------------------------------------------------------------
+
+
+def test_a_gpu() -> None:
+    """Its share, less weights, CUDA's context, workspace and reserve, cut into blocks."""
+    source = resolve_model("shape:llama-3.1-8b")
+    spec = load_spec(source.directory)
+    config = config_from_flat(gpu_memory_utilization=0.9, max_model_len=8192)
+    found = fit(config, source, find_gpu("h100"))
+    weights = 8_030_261_248 * 2  # parameters, in bfloat16
+    assert found.memory.weights_bytes == weights
+    workspace = workspace_bytes(spec, 2, 8192, 256)
+    used = weights + workspace + GPU_CONTEXT_BYTES + GPU_RESERVE_BYTES
+    budget = int(GPUS["H100"] * MIB * 0.9) - used
+    block = spec.kv_bytes_per_token(2) * 16
+    assert found.memory.num_blocks == (budget // block,)
+    assert found.requests[-1].at_once == budget // block // 512
+    notes = {(a.weights, a.kv): a.note for a in found.alternatives}
+    assert notes.pop(("bfloat16", "auto")) == "as asked"
+    assert set(notes.values()) == {NOT_YET} and ("fp8", "fp8") in notes
+    sizes = {a.weights: a.weights_bytes for a in found.alternatives}
+    embeddings = 2 * spec.vocab_size * spec.hidden_size * 2
+    assert sizes["fp8"] == pytest.approx((weights - embeddings) / 2 + embeddings, rel=0.001)
+    assert found.warnings == ()
+
+
+def test_what_gpus_cannot_do_yet_is_said() -> None:
+    config = config_from_flat(quantization="int4", kv_cache_dtype="int8", max_model_len=8192)
+    found = fit(config, resolve_model("shape:qwen3-8b"), find_gpu("24GB"))
+    assert len(found.warnings) == 2 and all(NOT_YET in text for text in found.warnings)
+    asked = [a for a in found.alternatives if a.note.startswith("as asked")]
+    assert [(a.weights, a.kv, a.note) for a in asked] == [("int4", "int8", f"as asked; {NOT_YET}")]
+    assert asked[0].weights_bytes == found.memory.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "num_bytes"),
+    [
+        ("H200", "H200", 143_771 * MIB),
+        ("h100 nvl", "H100-NVL", 95_830 * MIB),
+        ("h100_SXM", "H100", 81_559 * MIB),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090", 24_564 * MIB),
+        ("rtx4090", "RTX-4090", 24_564 * MIB),
+        ("A100-80GB", "A100-80", 81_920 * MIB),
+        ("NVIDIA L4", "L4", 23_034 * MIB),
+        ("24GB", "a GPU of 24GB", 24 * 10**9),
+        ("1.5 GiB", "a GPU of 1.5 GiB", 3 << 29),
+    ],
+)
+def test_names_of_gpus(name: str, found: str, num_bytes: int) -> None:
+    assert find_gpu(name) == Device(found, "cuda", num_bytes)
+
+
+@pytest.mark.parametrize("name", ["", "A100", "0GB", "24", "-3GB", "gb", "H1000"])
+def test_unknown_gpus(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"no device .*known are cpu .*H100-NVL.*sizes such as"):
+        find_gpu(name)
+
+
+# ---- what is in the way ----------------------------------------------------------------------
+
+
+def test_a_model_that_does_not_fit_says_by_how_much() -> None:
+    """With so many bytes more it fits, with fewer it does not."""
+    source = resolve_model("shape:qwen3-1.7b")
+    for settings in ({"max_model_len": 64}, {"max_model_len": 64, "kv_cache_dtype": "int8"}):
+        with pytest.raises(OutOfMemory) as caught:
+            fitted(source, 3 * GIB, **settings)
+        message = str(caught.value)
+        assert "does not fit a CPU with 3,072 MiB" in message
+        lacking = int(message.split(" MiB are lacking")[0].split()[-1].replace(",", ""))
+        assert fitted(source, 3 * GIB + (lacking + 1) * MIB, **settings)
+        with pytest.raises(OutOfMemory):
+            fitted(source, 3 * GIB + (lacking - 1) * MIB, **settings)
+
+
+@needs_core
+def test_settings_that_would_help() -> None:
+    source = resolve_model("shape:qwen3-0.6b")
+    with pytest.raises(OutOfMemory, match=r"one request of 40,960 tokens") as caught:
+        fitted(source, 12 * GIB)
+    words = str(caught.value).split("It would fit with ")[1].rstrip(".")
+    advised = words.split(" or with ")
+    assert len(advised) == 3
+    assert {each.split()[0] for each in advised} == {
+        "--max-model-len", "--kv-cache-memory-bytes", "--kv-cache-dtype"
+    }  # fmt: skip
+    for each in advised:
+        name, value = each.removeprefix("--").split()
+        plain = int(value) if value.isdigit() else value
+        assert fitted(source, 12 * GIB, **{name.replace("-", "_"): plain})
+    with pytest.raises(OutOfMemory, match="fit with --quantization int8"):
+        fitted(source, 1200 * MIB, max_model_len=600)
+    with pytest.raises(OutOfMemory, match="take a smaller model or a larger device"):
+        fitted(source, 100 * MIB)
+
+
+def test_settings_that_would_help_on_a_gpu() -> None:
+    source, config = resolve_model("shape:llama-3.1-8b"), config_from_flat(max_model_len=8192)
+    words = "--gpu-memory-utilization 0.97 --max-num-batched-tokens 2048"
+    with pytest.raises(OutOfMemory) as caught:
+        fit(config, source, find_gpu("18GiB"))
+    assert str(caught.value).endswith(f"It would fit with {words}.")
+    tight = config_from_flat(
+        max_model_len=8192, gpu_memory_utilization=0.97, max_num_batched_tokens=2048
+    )
+    assert fit(tight, source, find_gpu("18GiB"))
+
+
+def test_settings_that_the_engine_refuses(folders: dict[str, Path]) -> None:
+    source = resolve_model(str(folders["llama"]))
+    for settings, message in (
+        ({"dtype": "float64", "quantization": "int8"}, "not float64"),
+        ({"quantization": "int4", "quantization_group_size": 48}, "must be one of 32, 64, 128"),
+        ({"max_model_len": 1000}, "more than the model was made for"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            fitted(source, SOME_BYTES, **settings)
+
+
+def test_a_pool_that_is_not_there(folders: dict[str, Path]) -> None:
+    source = resolve_model(str(folders["llama"]))
+    found = fitted(source, SOME_BYTES, kv_cache_memory_bytes=100 * MIB)
+    (warning,) = found.warnings
+    assert warning.startswith("kv_cache_memory_bytes is 100 MiB, but only ")
+
+
+# ---- headers that contradict the config ------------------------------------------------------
+
+
+def changed(folder: Path, to: Path, **tensors: torch.Tensor | None) -> ModelSource:
+    """The checkpoint with other tensors, or without some."""
+    kept = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        kept.pop(name, None)
+        if tensor is not None:
+            kept[name] = tensor
+    save_file(kept, to / "model.safetensors")
+    (to / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return resolve_model(str(to))
+
+
+def test_weights_of_another_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    norm, down = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
+    odd = {norm: None, down: torch.zeros(3, 3), "extra.weight": torch.zeros(2)}
+    source = changed(folders["llama"], tmp_path, **odd)
+    assert fitted(source, SOME_BYTES).warnings == (
+        f"the weight files lack {norm}",
+        f"the weight files have other shapes than the config asks for: {down}",
+        "the weight files hold tensors that no layer asks for: extra.weight",
+    )
+
+
+def test_what_the_engine_passes_over(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A tied head that is stored again, and names without the prefix."""
+    head = torch.zeros(97, 32)
+    source = changed(folders["qwen3_tied"], tmp_path, **{"lm_head.weight": head})
+    assert fitted(source, SOME_BYTES).warnings == ()
+    plain = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): t for name, t in plain.items() if name[:2] != "lm"}
+    save_file(bare, tmp_path / "model.safetensors")
+    assert fitted(source, SOME_BYTES).warnings == ()
+
+
+def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    config = (folders["llama"] / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    found = fitted(resolve_model(str(tmp_path)), SOME_BYTES)
+    assert found.memory == fitted(resolve_model(str(folders["llama"])), SOME_BYTES).memory
+    (warning,) = found.warnings
+    assert warning == "only the config was looked at: there are no weight files beside it"
+    assert fitted(resolve_model(str(tmp_path)), SOME_BYTES, load_format="dummy").warnings == ()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "bloom"}))
+    with pytest.raises(ModelError, match="'bloom' are not known"):
+        fitted(resolve_model(str(tmp_path)), SOME_BYTES)
+
+
+def test_weights_that_cannot_be_looked_at(folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folders["llama"] / "config.json").read_bytes())
+    index = tmp_path / "model.safetensors.index.json"
+    for name, content, says in (
+        ("pytorch_model.bin", "", "has its weights only as pytorch_model.bin"),
+        (index.name, '{"weight_map": {"a": "1.safetensors"}}', "lacks 1.safetensors"),
+        ("1.safetensors", "{}", "is not a valid safetensors file"),
+    ):
+        (tmp_path / name).write_text(content)
+        (warning,) = fitted(resolve_model(str(tmp_path)), SOME_BYTES).warnings
+        assert warning.startswith("the weight files could not be looked at: ") and says in warning
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_without_the_core(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where oneDNN has an order of its own, a tied table is kept beside it; as torch tells."""
+    for module in (formats, packed, derive):
+        monkeypatch.setattr(module, "core", lambda: None)
+    source, torch_dtype = resolve_model("shape:qwen3-0.6b"), getattr(torch, dtype)
+    found = fitted(source, 64 * GIB, dtype=dtype, max_model_len=2048)
+    empty = make_model(found.spec, torch_dtype, torch.device("meta"))
+    assert found.memory.weights_bytes == planned_bytes(empty, torch_dtype, torch.device("cpu"))
+    assert [(a.weights, a.kv) for a in found.alternatives] == [(dtype, "auto")]
+    with pytest.raises(ConfigError, match=r"needs the C\+\+ core|not float64"):
+        fitted(source, 64 * GIB, dtype=dtype, quantization="int8")
+    with pytest.raises(OutOfMemory, match="fit with --max-model-len auto") as caught:
+        fitted(source, 6 * GIB, dtype=dtype)
+    assert "int8" not in str(caught.value)
+
+
+# ---- without torch, and quick ----------------------------------------------------------------
+
+QUICK = """
+import sys, time
+from quire.cli.main import main
+assert main(["fit", *sys.argv[1:], "--device", "cpu"]) == 0
+print(time.process_time(), "torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "shape"])
+def test_torch_is_not_imported(kind: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    model = str(folders["qwen3"])
+    if kind == "gguf":
+        model = str(convert(folders["qwen3"], tmp_path / "model.gguf", Q8_0))
+    elif kind == "shape":
+        model = "shape:qwen3-0.6b"
+    command = [sys.executable, "-c", QUICK, model, "--max-model-len", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, has_torch = done.stderr.split()
+    assert has_torch == "False"
+    assert float(seconds) < 0.5
