@@ -18,7 +18,15 @@ import pytest
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError
-from quire.base.plugins import ATTENTION_BACKENDS, MODELS, POLICIES, PluginKind
+from quire.base.plugins import (
+    ATTENTION_BACKENDS,
+    CONNECTORS,
+    KINDS,
+    MODELS,
+    POLICIES,
+    PluginKind,
+)
+from quire.engine.connectors.store import BlockStore
 from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.scheduler.policies import make_policy
@@ -72,7 +80,7 @@ class Site:
         source, project = EXAMPLES[module]
         [[group, entries]] = project["project"]["entry-points"].items()
         [[name, target]] = entries.items()
-        [kind] = [k for k in (POLICIES, ATTENTION_BACKENDS, MODELS) if k.group == group]
+        [kind] = [k for k in KINDS if k.group == group]
         self.install(project["project"]["name"], kind, name, target, source)
 
 
@@ -106,7 +114,7 @@ def expected() -> list[list[int]]:
 
 def test_the_document_has_one_example_of_each_kind() -> None:
     groups = [list(project["project"]["entry-points"]) for _, project in EXAMPLES.values()]
-    assert groups == [[POLICIES.group], [ATTENTION_BACKENDS.group], [MODELS.group]]
+    assert groups == [[kind.group] for kind in KINDS]
 
 
 def test_a_policy_changes_the_order(site: Site, expected: list[list[int]]) -> None:
@@ -286,7 +294,8 @@ def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
 
 
 def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
-    for kind, protocol in ((POLICIES, Policy), (ATTENTION_BACKENDS, AttentionBackend)):
+    pairs = ((POLICIES, Policy), (ATTENTION_BACKENDS, AttentionBackend), (CONNECTORS, BlockStore))
+    for kind, protocol in pairs:
         methods = [
             name
             for name, value in vars(protocol).items()

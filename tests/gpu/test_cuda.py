@@ -74,3 +74,21 @@ def test_blocks_come_back_as_they_went() -> None:
     kv.zero_()
     host.load(0, second, first)
     assert torch.equal(kv[:, :32].cpu(), before[:, 16:48])
+
+
+def test_single_blocks_are_read_and_written_beside_those_that_cross() -> None:
+    """A read waits for what is on its way to that block; what comes late covers nothing."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    kv = torch.rand(2, 64, 4096, device="cuda", generator=generator)
+    before, host = kv.cpu(), HostBlocks([kv], dim=1)
+    first, second = np.arange(32, dtype=np.int32), np.arange(16, 48, dtype=np.int32)
+    host.swap_out(0, first, first)
+    host.swap_out(0, second, second)
+    kv.zero_()
+    assert bytes(host.read(0, 20)) == before[:, 20].numpy().tobytes()
+    host.swap_out(0, first, first)  # zeros, over what is there
+    data = before[:, 63].numpy().tobytes()
+    host.write(0, 5, data)
+    host.load(0, first, first)
+    assert kv[:, 5].cpu().numpy().tobytes() == data
+    assert not kv[:, :5].any() and not kv[:, 6:32].any()

@@ -33,11 +33,12 @@ OLD_S = 3600.0  # then an unfinished file has lost its writer
 TOUCH_S = 2.0  # a file used twice within this time is marked once
 LEAST_FREE_SHARE, LEAST_FREE_BYTES = 0.05, 1_000_000_000  # of the disk; the smaller
 AHEAD = 8  # files that the disk is told of before they are read
-MOST_BYTES = 1 << 32  # of a value; a larger file is none of ours
+MOST_BYTES = 1 << 28  # of a value; a larger file is none of ours
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW  # never waits for a pipe
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 T = TypeVar("T")
+advise = getattr(os, "posix_fadvise", None)  # Linux has it
 
 
 class DiskStore:
@@ -137,8 +138,9 @@ class DiskStore:
             file = os.open(self._path(key), READ)
         except OSError:
             return None
-        with contextlib.suppress(OSError):  # it is only a hint
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+        if advise is not None:
+            with contextlib.suppress(OSError):  # it is only a hint
+                advise(file, 0, 0, os.POSIX_FADV_WILLNEED)
         return file
 
     def _read(self, file: int) -> memoryview | None:

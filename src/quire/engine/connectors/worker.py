@@ -192,15 +192,23 @@ class _Work:
 
     def stop(self, is_patient: bool) -> None:
         """End the thread: when all is kept, or after what it is doing now."""
+        if not is_patient:
+            self.abandon()
         with self._changed:
             self._is_closing = True
-            self._is_abandoned = self._is_abandoned or not is_patient
             kinds = KINDS[:-1] if is_patient else KINDS
             jobs = [job for kind in kinds for job in self._jobs[kind]]
             self._changed.notify()
         for job in jobs:
             self.finish(job)
             self._forget(job)
+
+    def abandon(self) -> None:
+        """End the thread after what it is doing now, and answer nobody. It takes no job's lock: the
+        garbage collector may come here while this very thread holds one."""
+        with self._changed:
+            self._is_closing = self._is_abandoned = True
+            self._changed.notify()
 
     def finish(self, job: _Job, waits: bool = True) -> bool:
         """Answer a job, unless it was answered. False if its lock is held, and it should not wait
@@ -415,4 +423,4 @@ class _Mover:
 
 def _end(work: _Work, process_id: int) -> None:
     if os.getpid() == process_id:
-        work.stop(is_patient=False)
+        work.abandon()

@@ -1,0 +1,353 @@
+"""The directory: shared, limited, and whatever happens to it, nothing is raised."""
+
+import errno
+import logging
+import os
+import shutil
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import quire.engine.connectors.disk as module
+import quire.engine.connectors.trim as trim
+from quire.base.clock import FakeClock
+from quire.base.errors import ConfigError
+from quire.engine.connectors.disk import LAYOUT, OLD_S, PAUSE_S, TOUCH_S, DiskStore
+from quire.engine.connectors.make import make_store
+from quire.engine.connectors.store import block_key
+from tests.engine.connectors.stores import FINGERPRINT, digest, key
+
+PLENTY = 1 << 30
+SIZE = 1000
+
+
+def value(i: int) -> bytes:
+    return bytes([i % 256]) * SIZE
+
+
+def got(store: DiskStore, *numbers: int) -> list[bytes | None]:
+    values = store.get([key(i) for i in numbers])
+    return [None if v is None else bytes(v) for v in values]
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(path for path in directory.rglob("*") if path.is_file())
+
+
+def used_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in files(directory))
+
+
+def file_of(directory: Path, i: int) -> Path:
+    [path] = directory.rglob(f"{digest(i).hex()}.kv")
+    return path
+
+
+def make_old(directory: Path, i: int, age_s: float) -> None:
+    then = time.time() - age_s
+    os.utime(file_of(directory, i), (then, then))
+
+
+# ---- keeping and finding -----------------------------------------------------------------------
+
+
+def test_values_come_back_whole_in_their_order(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "kv", PLENTY)
+    assert got(store, 1) == [None]
+    parts: dict[int, Sequence[bytes]] = {
+        1: [b"head", memoryview(b"data")],
+        2: [b""],
+        3: [b"a", b"", b"b" * 3_000_000],
+    }
+    for i, pieces in parts.items():
+        assert store.put(key(i), pieces)
+    numbers = [3, 7, 1, *range(20, 40), 2, 3]
+    expected = [b"".join(parts[i]) if i in parts else None for i in numbers]
+    assert got(store, *numbers) == expected
+    assert store.find([key(i) for i in numbers]) == [i in parts for i in numbers]
+    assert store.put(key(1), [b"new"])
+    assert got(store, 1) == [b"new"]
+    store.close()
+
+
+def test_names_say_whose_block_it_is_and_only_the_owner_may_read(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "kv", PLENTY)
+    store.put(block_key(FINGERPRINT, 3, digest(1)), [b"x"])
+    name = digest(1).hex()
+    [path] = files(tmp_path)
+    fan_out = tmp_path / "kv" / LAYOUT / FINGERPRINT.hex() / "3" / name[:2]
+    assert path == fan_out / f"{name}.kv"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+    others = [block_key(bytes(32), 3, digest(1)), block_key(FINGERPRINT, 4, digest(1))]
+    assert store.find(others) == [False, False]
+
+
+def test_two_engines_share_a_directory(tmp_path: Path) -> None:
+    one, other = DiskStore(tmp_path, PLENTY), DiskStore(tmp_path, PLENTY)
+    one.put(key(1), [value(1)])
+    assert other.find([key(1)]) == [True]
+    assert got(other, 1) == [value(1)]
+
+
+def test_who_stops_early_leaves_no_file_open(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, PLENTY)
+    for i in range(20):
+        store.put(key(i), [value(i)])
+    before = len(os.listdir("/dev/fd"))
+    values = store.get([key(i) for i in range(20)])
+    next(values)
+    values.close()  # type: ignore[attr-defined]
+    assert len(os.listdir("/dev/fd")) == before
+
+
+def test_a_file_that_vanishes_is_a_miss(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, PLENTY)
+    for i in range(module.AHEAD + 2):
+        store.put(key(i), [value(i)])
+    values = store.get([key(i) for i in range(module.AHEAD + 2)])
+    assert next(values) == value(0)
+    for path in files(tmp_path):
+        path.unlink()
+    rest = [None if v is None else bytes(v) for v in values]
+    # Those that were open are read; the others are gone.
+    assert rest == [value(i) for i in range(1, module.AHEAD)] + [None, None]
+
+
+# ---- the limit ---------------------------------------------------------------------------------
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, 10 * SIZE)
+    for i in range(10):
+        assert store.put(key(i), [value(i)])
+        make_old(tmp_path, i, age_s=1000 - 10 * i)
+    assert got(store, 0) == [value(0)]  # used: now the youngest
+    assert time.time() - file_of(tmp_path, 0).stat().st_mtime < TOUCH_S + 60
+    assert store.put(key(10), [value(10)])
+    assert used_bytes(tmp_path) <= 10 * SIZE
+    found = store.find([key(i) for i in range(11)])
+    assert found[0] and found[10] and not found[1]
+    gone = found.index(True, 1)
+    assert found == [True] + [False] * (gone - 1) + [True] * (11 - gone)  # the oldest, no others
+    assert gone <= 3
+
+
+def test_the_limit_holds_after_every_value(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = DiskStore(tmp_path, 10 * SIZE, clock)
+    for i in range(60):
+        assert store.put(key(i), [value(i)[: 100 + 37 * i % 900]])
+        assert used_bytes(tmp_path) <= 10 * SIZE
+        clock.advance(1.0)
+    assert used_bytes(tmp_path) > 7 * SIZE  # and it is used
+    assert not store.put(key(99), [bytes(10 * SIZE + 1)])
+    assert store.put(key(99), [bytes(10 * SIZE)])
+    assert used_bytes(tmp_path) == 10 * SIZE
+
+
+def test_files_of_other_engines_count_and_may_be_deleted(tmp_path: Path) -> None:
+    clock = FakeClock()
+    one, other = (DiskStore(tmp_path, 20 * SIZE, clock) for _ in range(2))
+    for i in range(18):
+        other.put(key(i), [value(i)])
+        make_old(tmp_path, i, age_s=100)
+    for i in range(20, 36):
+        assert one.put(key(i), [value(i)])
+        assert used_bytes(tmp_path) <= 20 * SIZE
+    assert sum(other.find([key(i) for i in range(18)])) <= 4
+    # What both write is seen by the next sweep, at the latest after a minute.
+    for i in range(40, 60):
+        clock.advance(trim.SWEEP_S)
+        assert (one, other)[i % 2].put(key(i), [value(i)])
+        assert used_bytes(tmp_path) <= 20 * SIZE
+
+
+def test_a_file_used_since_it_was_counted_stays(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = DiskStore(tmp_path, 32 * SIZE, clock)
+    for i in range(32):
+        store.put(key(i), [value(i)])
+        make_old(tmp_path, i, age_s=1000 - i)
+    clock.advance(trim.SWEEP_S)
+    assert store.put(key(32), [value(32)])  # sweeps; deletes 0 and some more
+    first = store.find([key(i) for i in range(32)]).index(True)
+    assert got(store, first) == [value(first)]
+    for i in range(33, 36):
+        assert store.put(key(i), [value(i)])
+    assert store.find([key(first), key(first + 1)]) == [True, False]
+
+
+def test_a_large_directory_is_counted_in_pieces_before_anything_is_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = DiskStore(tmp_path, PLENTY)
+    for i in range(50):
+        before.put(key(i), [value(i)])
+        make_old(tmp_path, i, age_s=100)
+    monkeypatch.setattr(trim, "FILES_PER_CALL", 60)
+    store = DiskStore(tmp_path, 40 * SIZE)
+    results = [store.put(key(i), [value(i)]) for i in range(100, 120)]
+    first = results.index(True)
+    assert 1 <= first < 10 and all(results[first:])
+    assert used_bytes(tmp_path) <= 40 * SIZE
+    assert got(store, 119) == [value(119)]
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------
+
+
+def test_unfinished_files_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    clock = FakeClock()
+    store = DiskStore(tmp_path, PLENTY, clock)
+    store.put(key(1), [value(1)])
+    temporary = tmp_path / LAYOUT / "tmp"
+    old, young = temporary / "1-a-1.tmp", temporary / "2-a-1.tmp"
+    for path in (old, young):
+        path.write_bytes(b"half")
+    then = time.time() - OLD_S - 60
+    os.utime(old, (then, then))
+    DiskStore(tmp_path, PLENTY)
+    assert not old.exists() and young.exists()
+    os.utime(young, (then, then))
+    store.put(key(2), [value(2)])
+    assert young.exists()
+    clock.advance(OLD_S)
+    store.put(key(3), [value(3)])
+    assert not young.exists()
+
+
+def refuse_for_a_while(store: DiskStore, clock: FakeClock, log: pytest.LogCaptureFixture) -> str:
+    """Assert that storing stops with one warning, which is returned, and is not tried again."""
+    with log.at_level(logging.WARNING):
+        assert not store.put(key(50), [value(50)])
+        clock.advance(PAUSE_S - 1)
+        assert not store.put(key(51), [value(51)])
+    [record] = log.records
+    log.clear()
+    clock.advance(2)
+    return record.getMessage()
+
+
+def test_a_directory_that_was_removed_is_made_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    store = DiskStore(tmp_path / "kv", PLENTY, clock)
+    store.put(key(1), [value(1)])
+    shutil.rmtree(tmp_path / "kv")
+    warning = refuse_for_a_while(store, clock, caplog)
+    assert "no KV blocks are stored in" in warning and "No such file" in warning
+    assert not (tmp_path / "kv").exists()
+    assert got(store, 1) == [None] and store.find([key(1)]) == [False]
+    assert store.put(key(2), [value(2)])
+    assert got(store, 2) == [value(2)]
+    shutil.rmtree(tmp_path / "kv" / LAYOUT)  # of our own folders nobody need know
+    assert store.put(key(3), [value(3)])
+    assert got(store, 3) == [value(3)]
+
+
+def test_what_holds_the_directory_is_not_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = FakeClock()
+    store = DiskStore(tmp_path / "mount" / "kv", PLENTY, clock)
+    shutil.rmtree(tmp_path / "mount")
+    refuse_for_a_while(store, clock, caplog)
+    refuse_for_a_while(store, clock, caplog)
+    assert not (tmp_path / "mount").exists()
+
+
+def test_a_full_disk_stops_storing_and_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk takes half of a value."""
+    clock = FakeClock()
+    store = DiskStore(tmp_path, PLENTY, clock)
+    store.put(key(1), [value(1)])
+    real, rooms = os.writev, [SIZE // 2]
+
+    def writev(file: int, parts: Sequence[memoryview]) -> int:
+        if not rooms:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(file, [parts[0][: rooms.pop()]])
+
+    monkeypatch.setattr(os, "writev", writev)
+    assert "No space left on device" in refuse_for_a_while(store, clock, caplog)
+    assert [path.name for path in files(tmp_path)] == [f"{digest(1).hex()}.kv"]
+    assert got(store, 1) == [value(1)]
+    assert "No space" in refuse_for_a_while(store, clock, caplog)  # it is tried, and told, again
+    monkeypatch.setattr(os, "writev", real)
+    assert store.put(key(50), [value(50)])
+
+
+def test_short_writes_go_on_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, real = DiskStore(tmp_path, PLENTY), os.writev
+    monkeypatch.setattr(os, "writev", lambda file, parts: real(file, [parts[0][:7]]))
+    assert store.put(key(1), [b"head", b"0123456789" * 5, b"", b"tail"])
+    assert got(store, 1) == [b"head" + b"0123456789" * 5 + b"tail"]
+
+
+def test_the_disk_keeps_its_last_bytes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+
+    class Facts:
+        f_frsize, f_blocks, f_bavail = 4096, 10**9 // 4096, 50_000_000 // 4096 + 2
+
+    store = DiskStore(tmp_path, PLENTY, clock)
+    monkeypatch.setattr(os, "statvfs", lambda path: Facts)
+    assert store.put(key(1), [value(1)])  # 50 MB are 5 % of 1 GB
+    Facts.f_bavail -= 2
+    warning = refuse_for_a_while(store, clock, caplog)
+    assert "the last 0.05 GB are left alone" in warning
+    Facts.f_blocks, Facts.f_bavail = 10**15 // 4096, (10**9 + 10_000) // 4096
+    assert store.put(key(1), [value(1)])  # of a large disk 1 GB
+
+
+def test_a_disk_that_cannot_be_written_to_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    DiskStore(tmp_path, PLENTY).put(key(1), [value(1)])
+    make_old(tmp_path, 1, age_s=100)
+
+    def refused(*arguments: object, **others: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    real = os.open
+    for name in ("mkdir", "makedirs", "rename", "unlink", "utime"):
+        monkeypatch.setattr(os, name, refused)
+    monkeypatch.setattr(
+        os,
+        "open",
+        lambda path, flags, *rest: (refused if flags & os.O_CREAT else real)(path, flags, *rest),
+    )
+    store = DiskStore(tmp_path, PLENTY, clock)
+    assert "Read-only file system" in refuse_for_a_while(store, clock, caplog)
+    assert got(store, 1) == [value(1)]
+
+
+def test_a_directory_that_cannot_be_made_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made .*; give one that can be"):
+        DiskStore(tmp_path / "file" / "kv", PLENTY)
+    with pytest.raises(ConfigError, match="max_bytes of a store must be positive, got 0"):
+        DiskStore(tmp_path, 0)
+
+
+def test_a_store_by_its_setting(tmp_path: Path) -> None:
+    store = make_store(f"disk:{tmp_path}/a:b", PLENTY)
+    assert store.put(key(1), [value(1)])
+    assert (tmp_path / "a:b").is_dir()
+    for setting in ("", "disk", "disk:", ":x"):
+        with pytest.raises(ConfigError, match="such as disk:/var/cache/kv, got .*names are disk"):
+            make_store(setting, PLENTY)
+    with pytest.raises(ConfigError, match="there is no KV store 'tape'; there are disk"):
+        make_store("tape:0", PLENTY)

@@ -1,0 +1,231 @@
+"""The Redis example of docs/extending.md, over a socket: a real server where one is installed, else
+a few commands of its protocol."""
+
+import logging
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from quire.base.errors import ConfigError
+from quire.base.plugins import CONNECTORS
+from quire.base.tiers import Fetched, Kept, LookedUp
+from quire.engine.connectors.make import make_store
+from quire.engine.connectors.store import BlockStore, StoreError
+from quire.engine.connectors.worker import StoreWorker
+from tests.engine.connectors.stores import (
+    BLOCK_BYTES,
+    FINGERPRINT,
+    PATIENCE_S,
+    Answers,
+    Memory,
+    contents,
+    fetch,
+    keep,
+    key,
+    look_up,
+    sealed,
+)
+from tests.test_plugins import Site
+
+Command = list[bytes]
+
+
+class Handler(socketserver.StreamRequestHandler):
+    """One connection of `SmallRedis`."""
+
+    server: "SmallRedis"
+
+    def handle(self) -> None:
+        while (command := self._command()) is not None:
+            self.wfile.write(self.server.answer(command))
+
+    def _command(self) -> Command | None:
+        head = self.rfile.readline()
+        if not head.startswith(b"*"):
+            return None
+        words = []
+        for _ in range(int(head[1:])):
+            length = int(self.rfile.readline()[1:])
+            words.append(self.rfile.read(length + 2)[:length])
+        return words
+
+
+class SmallRedis(socketserver.ThreadingTCPServer):
+    """Enough of Redis for EXISTS, SET, GET and MGET, in both versions of the protocol. All
+    databases are one."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.values: dict[bytes, bytes] = {}
+        self._null = b"$-1\r\n"
+
+    def answer(self, command: Command) -> bytes:
+        name, *words = command
+        match name.upper():
+            case b"HELLO":
+                self._null = b"_\r\n"
+                return b"%1\r\n$5\r\nproto\r\n:3\r\n"
+            case b"SELECT" | b"CLIENT":
+                return b"+OK\r\n"
+            case b"SET":
+                self.values[words[0]] = words[1]
+                return b"+OK\r\n"
+            case b"EXISTS":
+                return b":%d\r\n" % sum(word in self.values for word in words)
+            case b"GET":
+                return self._value(words[0])
+            case b"MGET":
+                return b"*%d\r\n" % len(words) + b"".join(map(self._value, words))
+            case _:
+                return b"-ERR unknown command\r\n"
+
+    def _value(self, name: bytes) -> bytes:
+        value = self.values.get(name)
+        return self._null if value is None else b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def real_server(program: str, folder: Path) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    flags = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    process = subprocess.Popen([program, *flags], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "Ready to accept connections" in line:
+                break
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+
+
+def small_server() -> Iterator[str]:
+    with SmallRedis() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[str]:
+    program = shutil.which("redis-server")
+    yield from small_server() if program is None else real_server(program, tmp_path)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    made = Site(folder)
+    made.install_example("quire_redis")
+    yield made
+    sys.modules.pop("quire_redis", None)
+
+
+@pytest.fixture
+def store(site: Site, address: str) -> Iterator[BlockStore]:
+    made = make_store(f"redis:{address}/1", max_bytes=1 << 30)
+    assert type(made).__module__ == "quire_redis"
+    yield made
+    made.close()
+
+
+def test_values_come_back_whole_in_their_order(store: BlockStore) -> None:
+    keys = [key(i) for i in range(5)]
+    assert store.find(keys) == [False] * 5
+    assert list(store.get(keys)) == [None] * 5
+    assert list(store.get([])) == [] and store.find([]) == []
+    large = bytes(range(256)) * 8192 + b"\r\n"
+    assert store.put(keys[3], (b"head\r\n", memoryview(large)))
+    assert store.put(keys[1], (b"", b""))
+    assert store.find(keys) == [False, True, False, True, False]
+    assert list(store.get(keys)) == [None, b"", None, b"head\r\n" + large, None]
+    assert store.put(keys[3], (b"new",))
+    assert list(store.get([keys[3], keys[3]])) == [b"new", b"new"]
+
+
+def test_blocks_travel_through_a_worker_and_damage_is_a_miss(
+    store: BlockStore, address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, answers = Memory(), Answers()
+    memory.blocks = {(0, i): contents(i) for i in range(50)}
+    worker = StoreWorker(store, FINGERPRINT, memory, answers.give, answers.ring)
+    client = redis.Redis.from_url(f"redis://{address}/1")
+
+    def done(order: object) -> LookedUp | Fetched | Kept:
+        worker.submit(order)  # type: ignore[arg-type]
+        return answers.take()
+
+    assert done(keep(*range(40))).ok == [True] * 40
+    assert client.get(key(7)) == sealed(7)
+    client.set(key(8), sealed(9))
+    client.set(key(9), sealed(9)[:-1])
+    memory.blocks.clear()
+    with caplog.at_level(logging.WARNING):
+        assert done(look_up(7, 45)).found == [True, False]
+        fetched = done(fetch(*range(45)))
+    ok = [i < 40 and i not in (8, 9) for i in range(45)]
+    assert fetched.ok == ok and fetched.num_bytes == sum(ok) * BLOCK_BYTES[0]
+    assert memory.blocks == {(0, i): contents(i) for i in range(45) if ok[i]}
+    assert done(look_up(8, 9, 10)).found == [False, False, True]
+    assert len(caplog.records) == 1
+    worker.close(PATIENCE_S)
+    client.close()
+
+
+def refused_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_a_server_that_is_not_there_makes_misses_and_one_warning(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(f"redis:{refused_address()}", max_bytes=1)  # making it does not connect
+    calls: list[Callable[[], object]] = [
+        lambda: store.find([key(1)]),
+        lambda: list(store.get([key(1)])),
+        lambda: store.put(key(1), (b"x",)),
+    ]
+    for call in calls:
+        with pytest.raises(StoreError, match="Redis at 127.0.0.1:"):
+            call()
+    memory, answers = Memory(), Answers()
+    worker = StoreWorker(store, FINGERPRINT, memory, answers.give, answers.ring)
+    with caplog.at_level(logging.WARNING):
+        for order in (look_up(1), fetch(1), keep(1), look_up(1)):
+            worker.submit(order)
+            answer = answers.take()
+            assert (answer.found if isinstance(answer, LookedUp) else answer.ok) == [False]
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "the KV store RedisStore failed"
+    ]
+    worker.close(PATIENCE_S)
+
+
+def test_an_address_that_is_none_is_an_error_at_the_start(site: Site) -> None:
+    with pytest.raises(ConfigError, match="'redis:host:port' cannot be made: ValueError"):
+        make_store("redis:host:port", max_bytes=1)
+
+
+def test_a_store_that_lacks_a_method_cannot_be_used(site: Site) -> None:
+    source = "class Store:\n    def find(self): ...\n    def get(self): ...\n"
+    site.install("half", CONNECTORS, "half", "half_a_store:Store", source)
+    with pytest.raises(ConfigError, match=r"half 1.0.*cannot be used: it has no put, close"):
+        make_store("half:x", max_bytes=1)
