@@ -2,13 +2,17 @@
 to the files changes a request's bits."""
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.base.config import CacheConfig
 from quire.base.errors import ConfigError
+from quire.engine.exposition import to_text
+from quire.engine.metrics import EngineMetrics
 from quire.ops.native import core
 from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_host_tier import PARAMS, PROMPTS
@@ -88,7 +92,10 @@ def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
         stores = llm.engine.client.core.scheduler.stores
         assert stores is not None
-        assert stores.num_fetched == 10
+        assert (stores.num_fetched, stores.num_kept) == (10, 0)
+        text = to_text(EngineMetrics(stores.scheduler, "tiny", CacheConfig(), 64))
+    for name, number in (("fetched", 10), ("loaded", 10), ("kept", 0), ("offloaded", 0)):
+        assert re.search(rf"quire:kv_blocks_{name}_total{{[^}}]*}} {number}.0", text), name
     assert found(outputs) == expected
     assert [output.num_cached_tokens for output in outputs] == [40] * 5
 

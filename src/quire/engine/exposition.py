@@ -93,10 +93,28 @@ class EngineCollector(Collector):
         yield self._counter(
             "prefix_cache_hits", "Those of them that it had.", metrics.num_prefix_hits
         )
+        yield from self._tier_counters()
         yield self._counter(
             "num_preemptions", "Times that a request lost its row.", metrics.num_preemptions
         )
         yield self._endings()
+
+    def _tier_counters(self) -> Iterator[Metric]:
+        """Blocks that moved between device, host memory and stores."""
+        scheduler = self._metrics.scheduler
+        tier, stores = scheduler.kv.tier, scheduler.stores
+        if tier is not None:
+            yield self._counter(
+                "kv_blocks_offloaded", "Evicted blocks copied to host memory.", tier.num_offloaded
+            )
+            yield self._counter(
+                "kv_blocks_loaded", "Blocks that host memory gave back as hits.", tier.num_loaded
+            )
+        if stores is not None:
+            yield self._counter(
+                "kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched
+            )
+            yield self._counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
 
     def _endings(self) -> Metric:
         family = CounterMetricFamily(

@@ -19,13 +19,6 @@ MADV_HUGEPAGE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 
 
-def sparse_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in the CPU's memory, of which only the small pages that are written take any."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(mapped, dtype=dtype).view(shape)
-
-
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU the operating system hands out each page, in most cases a large one, when it
     is first written, so a KV pool costs neither time nor memory before it is used."""

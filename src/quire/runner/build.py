@@ -28,7 +28,7 @@ from quire.runner.native_model import native_or_same
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
-MEASURED_BLOCKS = 8
+MEASURED_BLOCKS = 32
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 
 Progress = Callable[[int, int], None]
@@ -152,6 +152,9 @@ def copy_rate(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
+    host_blocks = getattr(runner.backend, "host_blocks", None)
+    if host_blocks is not None:
+        host_blocks.give_back()
     num_bytes = num * kv_block_bytes(
         spec.cache_groups[0], cache.block_size, dtype, cache.kv_cache_dtype
     )

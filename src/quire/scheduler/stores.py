@@ -47,8 +47,8 @@ class Stores:
         self.num_stores = num_stores
         self.orders: list[Order] = []  # since somebody took them last
         self.waiting: dict[str, Wait] = {}
-        self.num_fetched = 0
-        self._scheduler = scheduler
+        self.num_fetched = self.num_kept = 0
+        self.scheduler = scheduler
         self._fetching: dict[int, tuple[Item, ...]] = {}
         self._coming: dict[BlockName, int] = {}  # with which ticket
         self._keeping: dict[int, tuple[Item, ...]] = {}
@@ -69,8 +69,8 @@ class Stores:
 
     def begin(self, sequence: Sequence) -> bool:
         """Look a new request up, if there is something to find; whether it has to wait."""
-        kv = self._scheduler.kv
-        digests, num_tokens = self._scheduler.readable(sequence)
+        kv = self.scheduler.kv
+        digests, num_tokens = self.scheduler.readable(sequence)
         most = min(len(digests), (num_tokens - 1) // kv.block_size)
         if sequence.is_open or kv.num_computed_blocks(digests, num_tokens) >= most:
             return False
@@ -115,8 +115,8 @@ class Stores:
 
     def _fetch(self, wait: Wait) -> None:
         """Order the blocks that make the hit longer."""
-        kv, sequence = self._scheduler.kv, wait.sequence
-        digests, num_tokens = self._scheduler.readable(sequence)
+        kv, sequence = self.scheduler.kv, wait.sequence
+        digests, num_tokens = self.scheduler.readable(sequence)
         here = kv.num_computed_blocks(digests, num_tokens)
 
         def has(g: int, digest: bytes) -> bool:
@@ -139,7 +139,7 @@ class Stores:
 
     def _order(self, wait: Wait, store: int, names: list[BlockName]) -> None:
         """Fetch those that are not on their way; if host memory is full, the first of them."""
-        tier, items = self._scheduler.kv.tier, []
+        tier, items = self.scheduler.kv.tier, []
         assert tier is not None, "stores need host blocks"
         for name in names:
             if name in self._coming:
@@ -160,7 +160,7 @@ class Stores:
         items = self._fetching.pop(answer.ticket, None)
         if items is None:
             return
-        host_pools = self._scheduler.kv.host_pools
+        host_pools = self.scheduler.kv.host_pools
         for (g, digest, block), is_there in zip(items, answer.ok, strict=True):
             del self._coming[g, digest]
             if is_there:
@@ -179,13 +179,13 @@ class Stores:
             return
         del self.waiting[wait.sequence.request.request_id]
         wait.sequence.is_aside = False
-        self._scheduler.queue.push(wait.sequence)
+        self.scheduler.queue.push(wait.sequence)
 
     # ---- keeping -----------------------------------------------------------------------------
 
     def keep(self, names: list[Name], most: int = MOST_KEPT_AT_ONCE) -> None:
         """Order blocks of the host tier to be kept, at most so many at once."""
-        host_pools = self._scheduler.kv.host_pools
+        host_pools = self.scheduler.kv.host_pools
         for store in range(self.num_stores if names else 0):
             room = max(0, most - self._num_keeping[store])
             items = []
@@ -203,8 +203,9 @@ class Stores:
     def _take_kept(self, answer: Kept) -> None:
         items = self._keeping.pop(answer.ticket, ())
         self._num_keeping[answer.store] -= len(items)
+        self.num_kept += sum(answer.ok[: len(items)])
         for g, _, block in items:
-            self._scheduler.kv.host_pools[g].release(block)
+            self.scheduler.kv.host_pools[g].release(block)
 
     # ---- rates -------------------------------------------------------------------------------
 
@@ -213,8 +214,8 @@ class Stores:
     ) -> bool:
         """Whether fetching these blocks takes less time than computing so many tokens; yes, if one
         of the rates is not known."""
-        sizes, per_s = self._scheduler.kv.block_bytes, self._bytes_per_s[store]
-        tokens_per_s = self._scheduler.rates.prefill_tokens_per_s
+        sizes, per_s = self.scheduler.kv.block_bytes, self._bytes_per_s[store]
+        tokens_per_s = self.scheduler.rates.prefill_tokens_per_s
         if not (sizes and per_s and tokens_per_s):
             return True
         return sum(sizes[g] for g, _ in names) / per_s < num_tokens / tokens_per_s

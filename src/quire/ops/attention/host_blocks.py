@@ -21,12 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.memory import sparse_zeros
+from quire.ops.memory import lazy_zeros
 
 Int32 = npt.NDArray[np.int32]
 
-# Of one gathered buffer: what a GPU sends at once; what stays in a CPU's caches.
-GPU_PART_BYTES, CPU_PART_BYTES = 16 << 20, 2 << 20
+PART_BYTES = 16 << 20  # of what a GPU gathers and sends at once
 
 # By bytes per element; numpy does not know all of torch's types, and copies need not.
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,7 +43,11 @@ class _Arriving:
 
 class HostBlocks:
     """Mirrors of the device's KV tensors. dim: the dimension that counts blocks; num_blocks: how
-    many each has, as many as the device if absent."""
+    many each has, as many as the device if absent.
+
+    A mirror counts its blocks in the first dimension, so that each is one piece of memory: there
+    it takes few large pages, and is read and written at once.
+    """
 
     def __init__(
         self, device_kv: Sequence[torch.Tensor], dim: int, num_blocks: Sequence[int] = ()
@@ -68,15 +71,21 @@ class HostBlocks:
         for part in self._parts(place, len(source)):
             self._load(place, source[part], destination[part])
 
+    def give_back(self) -> None:
+        """Return all memory to the system; what the blocks held is lost."""
+        with self._lock:
+            self._settle()
+            self._host_kv = [None] * len(self._device_kv)
+
     def block_bytes(self, place: int) -> int:
         """Of one block of a device tensor."""
         kv = self._device_kv[place]
         return kv.numel() // kv.shape[self._dim] * kv.element_size()
 
     def read(self, place: int, block: int) -> memoryview:
-        """A copy of a block of a mirror: all bytes at its index, in C order. From any thread."""
-        values = self._settled_block(place, block).copy(order="C")
-        return values.reshape(-1).view(np.uint8).data
+        """A copy of a block of a mirror: all of the device's bytes at its index, in C order. From
+        any thread."""
+        return self._settled_block(place, block).copy().reshape(-1).view(np.uint8).data
 
     def write(self, place: int, block: int, data: bytes | bytearray | memoryview) -> None:
         """Fill a block of a mirror with bytes as `read` gives them. From any thread.
@@ -100,24 +109,24 @@ class HostBlocks:
             while any(a.place == place and block in a.destination for a in self._arriving):
                 self._settle_first()
         values = mirror.view(INTEGERS[mirror.element_size()]).numpy()
-        return values[(slice(None),) * self._dim + (block, ...)]
+        found: npt.NDArray[np.signedinteger] = values[block]
+        return found
 
     def _parts(self, place: int, num_blocks: int) -> Iterator[slice]:
         """A buffer of another size each time would be taken from the operating system anew, which
         takes longer than the copy."""
-        kv = self._device_kv[place]
-        part_bytes = CPU_PART_BYTES if self._stream is None else GPU_PART_BYTES
-        size = max(1, part_bytes * kv.shape[self._dim] // max(1, kv.numel() * kv.element_size()))
+        size = max(1, PART_BYTES // max(1, self.block_bytes(place)))
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 
     def _swap_out(self, place: int, source: Int32, destination: Int32) -> None:
         device = self._device_kv[place]
         with self._lock:
             host = self._mirror(place)
-        blocks = device.index_select(self._dim, _index(source, device))
         if self._stream is None:
-            host.index_copy_(self._dim, _index(destination, host), blocks)
+            for one, other in zip(source.tolist(), destination.tolist(), strict=True):
+                host[other].copy_(device.select(self._dim, one))
             return
+        blocks = device.index_select(self._dim, _index(source, device)).movedim(self._dim, 0)
         with self._lock:
             self._settle(only_done=True)
             sent = self._send(self._stream, place, _index(destination, host), blocks)
@@ -128,9 +137,12 @@ class HostBlocks:
         with self._lock:
             self._settle()
             host = self._mirror(place)
-        blocks = host.index_select(self._dim, _index(source, host))
-        if device.is_cuda:
-            blocks = blocks.pin_memory().to(device.device, non_blocking=True)
+        if self._stream is None:
+            for one, other in zip(source.tolist(), destination.tolist(), strict=True):
+                device.select(self._dim, other).copy_(host[one])
+            return
+        blocks = host.index_select(0, _index(source, host)).pin_memory()
+        blocks = blocks.to(device.device, non_blocking=True).movedim(0, self._dim)
         device.index_copy_(self._dim, _index(destination, device), blocks)
 
     def _send(
@@ -156,15 +168,15 @@ class HostBlocks:
         arrived = self._arriving.popleft()
         arrived.done.synchronize()
         mirror = self._mirror(arrived.place)
-        mirror.index_copy_(self._dim, arrived.destination, arrived.blocks)
+        mirror.index_copy_(0, arrived.destination, arrived.blocks)
 
     def _mirror(self, place: int) -> torch.Tensor:
         mirror = self._host_kv[place]
         if mirror is None:
             like = self._device_kv[place]
-            shape = list(like.shape)
-            shape[self._dim] = self._num_blocks[place]
-            mirror = sparse_zeros(tuple(shape), like.dtype)
+            rest = like.shape[: self._dim] + like.shape[self._dim + 1 :]
+            shape = (self._num_blocks[place], *rest)
+            mirror = lazy_zeros(shape, like.dtype, torch.device("cpu"))
             self._host_kv[place] = mirror
         return mirror
 
