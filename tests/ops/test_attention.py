@@ -6,7 +6,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import CacheGroup
-from quire.ops.attention.select import BACKENDS, kv_block_bytes, make_backend
+from quire.ops.attention.select import BACKENDS, make_backend
 from quire.ops.native import core
 from tests.models.paged import RowPart, make_step
 from tests.ops.attention_cases import (
@@ -188,4 +188,4 @@ def test_selection() -> None:
 
 def test_block_bytes() -> None:
     group = CacheGroup("full", (0, 1, 2), num_kv_heads=2, head_dim=8)
-    assert kv_block_bytes(group, 16, torch.bfloat16) == 2 * 3 * 2 * 8 * 2 * 16
+    assert group.stored_block_bytes(16, torch.bfloat16.itemsize, "auto") == 2 * 3 * 2 * 8 * 2 * 16

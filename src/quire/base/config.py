@@ -126,6 +126,12 @@ class CacheConfig:
     )
     watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
 
+    @property
+    def stores(self) -> list[str]:
+        """The stores that are asked for, each as NAME:ADDRESS, nearest first."""
+        disk = [] if self.kv_disk_dir is None else [f"disk:{self.kv_disk_dir}"]
+        return disk + ([] if self.kv_store is None else [self.kv_store])
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:

@@ -10,7 +10,7 @@ from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
-from quire.engine.connectors.connect import connect_stores, store_settings
+from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
 from quire.engine.record import Recorder
@@ -24,9 +24,9 @@ from quire.models.checkpoint import checkpoint_files
 from quire.models.formats import weight_formats
 from quire.models.source import ModelSource, resolve_model
 from quire.models.weight_cache import file_identity
-from quire.ops.attention.select import kv_block_bytes
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner
+from quire.runner.memory import block_bytes_of
 from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 
@@ -128,10 +128,7 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
         built.memory.num_blocks,
         config.cache.block_size,
         config.cache.enable_prefix_caching,
-        block_bytes=[
-            kv_block_bytes(group, config.cache.block_size, built.dtype, config.cache.kv_cache_dtype)
-            for group in built.spec.cache_groups
-        ],
+        block_bytes=block_bytes_of(config, built.spec),
         host_limits=built.host_limits,
     )
     return Scheduler(
@@ -141,13 +138,13 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
         config.cache.watermark,
         fingerprint,
         make_policy(config.scheduler.scheduling_policy),
-        num_stores=len(store_settings(config.cache)) if built.host_limits else 0,
+        num_stores=len(config.cache.stores) if built.host_limits else 0,
     )
 
 
 def _identity(config: EngineConfig, source: ModelSource) -> str:
     """What tells the weights from others of that name, where blocks outlive the engine."""
-    if not store_settings(config.cache):
+    if not config.cache.stores:
         return ""
     if "dummy" in (config.model.load_format, source.load_format):
         return f"random numbers of seed {config.model.seed}"

@@ -301,12 +301,8 @@ class KVManager:
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
         """Take names away: what these blocks hold cannot be relied on."""
         for pool, blocks in zip(self.pools, named, strict=True):
-            self._unindex(pool, blocks)
-
-    @staticmethod
-    def _unindex(pool: BlockPool, blocks: Iterable[int]) -> None:
-        for block_id in blocks:
-            pool.unindex(block_id)
+            for block_id in blocks:
+                pool.unindex(block_id)
 
     def fork(self, parent: SequenceBlocks) -> SequenceBlocks:
         child = SequenceBlocks(tuple(table.fork() for table in parent.tables))
@@ -376,11 +372,9 @@ class KVManager:
 
     def forget(self, digests: Sequence[bytes]) -> None:
         """Take away these names wherever they stand: what they name cannot be relied on."""
-        for g, pool in enumerate(self.pools):
-            found = (pool.lookup(digest) for digest in digests)
-            self._unindex(pool, [block_id for block_id in found if block_id is not None])
-            if self.tier is not None:
-                self.tier.forget([(g, digest) for digest in digests])
+        for pool in (*self.pools, *self.host_pools):
+            for digest in digests:
+                pool.forget(digest)
 
     def check_invariants(
         self,
@@ -407,8 +401,9 @@ class KVManager:
 
     def is_cached(self, g: int, digest: bytes) -> bool:
         """Whether a block is on the device or in host memory."""
-        on_device = self.pools[g].lookup(digest) is not None
-        return on_device or (self.tier is not None and self.tier.lookup(g, digest) is not None)
+        if self._is_on_device(g, digest):
+            return True
+        return self.tier is not None and self.tier.lookup(g, digest) is not None
 
     def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
         """Longest hit of at most `most` blocks that group g can serve."""

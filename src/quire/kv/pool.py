@@ -122,6 +122,12 @@ class BlockPool:
             del self._unused[block_id]
             self._free.append(block_id)
 
+    def forget(self, digest: bytes) -> None:
+        """Take this name away, if there is a block of it."""
+        block_id = self._index.get(digest)
+        if block_id is not None:
+            self.unindex(block_id)
+
     def reset_index(self) -> None:
         """Forget every name."""
         for block_id in list(self._index.values()):

@@ -115,9 +115,7 @@ class HostTier:
 
     def forget(self, names: Sequence[Name]) -> None:
         for group, digest in names:
-            block_id = self._host[group].lookup(digest)
-            if block_id is not None:
-                self._host[group].unindex(block_id)
+            self._host[group].forget(digest)
 
     def reset(self) -> None:
         """Forget every name."""

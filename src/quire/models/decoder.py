@@ -6,8 +6,6 @@ What differs between them is in `DecoderOptions`; each architecture's file says 
 The residual stream is carried beside the hidden states, so that its addition is part of the norm.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
@@ -22,20 +20,11 @@ from quire.models.layers import (
     Place,
     RMSNorm,
 )
+from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.rotary import rotary
 from quire.ops.silu_mul import silu_mul
-
-
-@dataclass(frozen=True)
-class DecoderOptions:
-    """Which optional parts the layers have."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
 
 
 class DecoderAttention(nn.Module):

@@ -43,7 +43,8 @@ def load_model(
 
     load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
     stands in its place; `dummy` reads nothing. quantization: without one, what a GGUF file holds
-    as Q8_0 or Q4_0 stays so where the core multiplies it. cache: where packed weights are kept.
+    in 8 bits or fewer stays so (gguf/stored.py) where the core multiplies it. cache: where packed
+    weights are kept.
     Raises ModelError for an unknown architecture and for tensors that are missing, unknown or of
     another shape than the config says.
     """

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat, WeightFormats
+from quire.models.options import DecoderOptions
 from quire.ops.formats import Packing, Quantization
 
 PLAIN, LINEAR, HEAD = "plain", "linear", "head"
@@ -137,25 +138,15 @@ def _ends(spec: ModelSpec, table: str, width: int) -> Iterator[Part]:
     yield Part(HEAD, shape, {"lm_head.weight": shape})
 
 
-@dataclass(frozen=True)
-class _Options:
-    """As decoder.DecoderOptions."""
-
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-
-
-def _options(spec: ModelSpec) -> _Options:
+def _options(spec: ModelSpec) -> DecoderOptions:
     bias = bool(spec.raw.get("attention_bias", False))
     if spec.model_type == "qwen2":
-        return _Options(qkv_bias=True)
+        return DecoderOptions(qkv_bias=True)
     if spec.model_type == "qwen3":
-        return _Options(qkv_bias=bias, output_bias=bias, qk_norm=True)
+        return DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True)
     if spec.model_type == "llama":
-        return _Options(bias, bias, bool(spec.raw.get("mlp_bias", False)))
-    return _Options()
+        return DecoderOptions(bias, bias, bool(spec.raw.get("mlp_bias", False)))
+    return DecoderOptions()
 
 
 def _decoder(spec: ModelSpec) -> Iterator[Part]:
@@ -166,7 +157,7 @@ def _decoder(spec: ModelSpec) -> Iterator[Part]:
     yield _plain("model.norm.weight", size)
 
 
-def _decoder_layer(spec: ModelSpec, name: str, options: _Options) -> Iterator[Part]:
+def _decoder_layer(spec: ModelSpec, name: str, options: DecoderOptions) -> Iterator[Part]:
     size, inner = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     own = f"{name}.self_attn"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.base.config import AUTO_LENGTH, CacheConfig, EngineConfig
+from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.base.plan import BlockWrites, Plan, RowStart
@@ -20,9 +20,15 @@ from quire.models.packing import model_bytes
 from quire.models.source import ModelSource
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
-from quire.ops.attention.select import kv_block_bytes, make_backend
+from quire.ops.attention.select import make_backend
 from quire.runner.derive import derive_config
-from quire.runner.memory import available_cpu_bytes, gpu_pool_budget, make_plan, plan_cpu_memory
+from quire.runner.memory import (
+    available_cpu_bytes,
+    block_bytes_of,
+    gpu_pool_budget,
+    make_plan,
+    plan_cpu_memory,
+)
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.rows import DeviceRows
@@ -89,25 +95,23 @@ def build_runner(
     else:
         memory = _plan_gpu_memory(config, spec, dtype, device, model)
     config = _with_length(config, memory.max_model_len)
-    host = _host_tier(config.cache, spec, dtype, device, memory)
+    host = _host_tier(config, spec, device, memory)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host)
-    rate = copy_rate(runner, spec, config.cache, dtype, device, min(memory.num_blocks))
+    block_bytes = block_bytes_of(config, spec)[0]
+    rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
     return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host)
 
 
 def _host_tier(
-    cache: CacheConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    memory: MemoryPlan,
+    config: EngineConfig, spec: ModelSpec, device: torch.device, memory: MemoryPlan
 ) -> tuple[int, ...] | None:
     """Blocks of host memory for what the pool has no room for, by cache group; None: no tier.
 
     If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
     and stores pass through a little. Raises ConfigError for more than there is."""
-    has_stores = cache.kv_disk_dir is not None or cache.kv_store is not None
+    cache = config.cache
+    has_stores = bool(cache.stores)
     if not cache.enable_prefix_caching or (cache.kv_host_gb == 0 and not has_stores):
         return None
     if cache.kv_host_gb is None and device.type == "cpu" and not has_stores:
@@ -122,10 +126,7 @@ def _host_tier(
         raise ConfigError(
             f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory ({free / 1e9:.1f} GB)."
         )
-    sizes = [
-        kv_block_bytes(group, cache.block_size, dtype, cache.kv_cache_dtype)
-        for group in spec.cache_groups
-    ]
+    sizes = block_bytes_of(config, spec)
     limits = host_tier_blocks(sizes, num_bytes)
     if cache.kv_host_gb and not all(limits):
         raise ConfigError(
@@ -135,12 +136,7 @@ def _host_tier(
 
 
 def copy_rate(
-    runner: ModelRunner,
-    spec: ModelSpec,
-    cache: CacheConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_blocks: int,
+    runner: ModelRunner, device: torch.device, block_bytes: int, num_blocks: int
 ) -> float:
     """Bytes per second of swapping some blocks out, the second time; host memory is taken first."""
     num = min(num_blocks, MEASURED_BLOCKS)
@@ -155,10 +151,7 @@ def copy_rate(
     host_blocks = getattr(runner.backend, "host_blocks", None)
     if host_blocks is not None:
         host_blocks.give_back()
-    num_bytes = num * kv_block_bytes(
-        spec.cache_groups[0], cache.block_size, dtype, cache.kv_cache_dtype
-    )
-    return num_bytes / max(seconds[-1], 1e-9)
+    return num * block_bytes / max(seconds[-1], 1e-9)
 
 
 def _with_length(config: EngineConfig, length: int) -> EngineConfig:

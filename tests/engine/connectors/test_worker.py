@@ -333,16 +333,17 @@ def test_close_keeps_what_waits(bench: Bench) -> None:
     bench.hold(keep(1, ticket=1))
     for order in (keep(2, 3, ticket=2), fetch(9, ticket=3), look_up(9)):
         bench.worker.submit(order)
-    opener = threading.Timer(0.0, bench.store.gate.open)
-    opener.start()
-    bench.worker.close(PATIENCE_S)
-    opener.join()
-    answers = [bench.answers.take() for _ in range(4)]
-    assert {type(a): a for a in answers[:2]} == {
+    closer = threading.Thread(target=bench.worker.close, args=(PATIENCE_S,))
+    closer.start()
+    missing = [bench.answers.take() for _ in range(2)]
+    bench.store.gate.open()  # after they were answered, so that they cannot be done
+    closer.join(PATIENCE_S)
+    kept = [bench.answers.take() for _ in range(2)]
+    assert {type(a): a for a in missing} == {
         LookedUp: LookedUp(0, "r", [False]),
         Fetched: Fetched(0, 3, [False], 0, 0.0),
     }
-    assert [a.ok for a in answers[2:]] == [[True], [True, True]]
+    assert [a.ok for a in kept] == [[True], [True, True]]
     assert bench.store.is_closed.is_set()
     assert bench.do(look_up(9)).found == [False]  # also afterwards everybody is answered
     bench.worker.close(PATIENCE_S)

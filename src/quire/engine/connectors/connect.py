@@ -2,7 +2,6 @@
 
 from queue import SimpleQueue
 
-from quire.base.config import CacheConfig
 from quire.base.errors import ConfigError
 from quire.base.tiers import Answer
 from quire.engine.connectors.connections import Connections
@@ -12,17 +11,11 @@ from quire.engine.core import EngineCore
 from quire.runner.build import BuiltRunner
 
 
-def store_settings(cache: CacheConfig) -> list[str]:
-    """The stores that are asked for, nearest first."""
-    disk = [] if cache.kv_disk_dir is None else [f"disk:{cache.kv_disk_dir}"]
-    return disk + ([] if cache.kv_store is None else [cache.kv_store])
-
-
 def connect_stores(core: EngineCore, built: BuiltRunner) -> None:
     """Open the stores and let the core use them. Raises ConfigError for one that cannot be opened,
     and for an attention backend whose blocks cannot be read."""
     cache = built.config.cache
-    settings = store_settings(cache)
+    settings = cache.stores
     if not settings:
         return
     if core.scheduler.stores is None:

@@ -50,8 +50,10 @@ class Connections:
 
     def take(self, now: float, waits: bool = False) -> list[Answer]:
         """The answers that are there; if there is none, waits for one a little while."""
-        for worker in self._workers:
-            worker.expire(now)
+        due_s = self.next_s if self._num_open else None
+        if due_s is not None and due_s <= now:
+            for worker in self._workers:
+                worker.expire(now)
         found: list[Answer] = []
         try:
             if waits and not self.has_answers:

@@ -6,7 +6,6 @@ import torch
 
 from quire.base import plugins
 from quire.base.errors import ConfigError
-from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.cpu import CpuBackend, why_not
 from quire.ops.attention.reference import ReferenceBackend
@@ -41,10 +40,3 @@ def _fastest(layout: KVLayout) -> str:
     if layout.dtype == torch.float64:
         return "reference"
     return "cpu" if why_not(layout) is None else "torch"
-
-
-def kv_block_bytes(
-    group: CacheGroup, block_size: int, dtype: torch.dtype, kv_format: str = "auto"
-) -> int:
-    """Bytes that one block of the group takes, over all of its layers."""
-    return group.stored_block_bytes(block_size, dtype.itemsize, kv_format)
