@@ -232,6 +232,8 @@ def test_names_types_and_labels() -> None:
         "num_requests_waiting",
         "num_requests_waiting_by_reason",
         "kv_cache_usage_perc",
+        "pinned_prefixes",
+        "pinned_kv_blocks",
         "cache_config_info",
     }
     assert by_type["counter"] == {
@@ -240,6 +242,8 @@ def test_names_types_and_labels() -> None:
         "prompt_tokens_cached",
         "prefix_cache_queries",
         "prefix_cache_hits",
+        "pinned_prefix_hits",
+        "pinned_prefix_hit_tokens",
         "num_preemptions",
         "request_success",
     }

@@ -72,8 +72,8 @@ def test_as_many_blocks_as_fit(
     if level is not None:
         assert pools == tuple(min(level, cap) for cap in caps)
         assert level == per_sequence * rows or cost(level + 1) > budget
-    manager = KVManager(groups, pools, block_size)
-    assert manager.fits_alone(length, min(chunk, length))
+    needs = KVManager(groups, pools, block_size).group_blocks(length, 0, 1, min(chunk, length))
+    assert all(need <= num for need, num in zip(needs, pools, strict=True))
 
 
 @pytest.mark.parametrize("groups", GROUPS)

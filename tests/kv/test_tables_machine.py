@@ -125,7 +125,7 @@ class TableMachine(RuleBasedStateMachine):
                 break
             found.append(block_id)
         table = BlockTable(self.pool, self.size)
-        table.adopt(found)
+        table.adopt(found, len(found) * table.block_size)
         self.tables.append((table, tokens[: len(found) * self.size]))
 
     @invariant()

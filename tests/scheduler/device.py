@@ -79,6 +79,7 @@ class FakeDevice:
         self.seeds: dict[int, int] = {}
         self.curses: dict[int, Curse] = {}  # by seed
         self.num_raised = 0
+        self.lost: tuple[int, list[set[int]]] = -1, []  # in a step: slots of rows that failed alone
 
     def run(self, plan: Plan) -> StepResult:
         self._apply(plan)
@@ -90,7 +91,7 @@ class FakeDevice:
         for span in spans:
             self._write(*span, span[0] in plan.sample_rows)
         garbled = {row for row, start, end in spans if self._is_garbled(row, start, end)}
-        self._raise_if_cursed(spans)
+        self._raise_if_cursed(plan.step_id, spans)
         sources = dict(zip(plan.sample_rows.tolist(), plan.sample_sources.tolist(), strict=True))
         sampled, errors = self._sample(sources, garbled, {row: end for row, _, end in spans})
         for row, _, end in spans:
@@ -126,6 +127,9 @@ class FakeDevice:
             elif move.kind == "copy":
                 device[move.destination] = device[move.source]
         self.swapped_step_id = plan.step_id
+        if self.lost[0] == plan.step_id:  # a repeated copy has gone over what was written there
+            for slots, lost in zip(self.slots, self.lost[1], strict=True):
+                slots[list(lost)] = GARBAGE
 
     def _fork(self, parent: int, child: int) -> None:
         self.tokens[child] = self.tokens[parent].copy()
@@ -172,12 +176,21 @@ class FakeDevice:
                 assert found in (GARBAGE, own), f"group {g}, row {row}, position {p}"
         return sees
 
-    def _raise_if_cursed(self, spans: list[tuple[int, int, int]]) -> None:
-        for row, _, end in spans:
+    def _raise_if_cursed(self, step_id: int, spans: list[tuple[int, int, int]]) -> None:
+        for row, start, end in spans:
             curse = self.curses.get(self.seeds[row])
             if curse is not None and curse.raises and end > curse.position:
                 self.num_raised += 1
+                if len(spans) == 1:
+                    self._lose(step_id, row, range(start, end))
                 raise CursedStep(f"row {row}")
+
+    def _lose(self, step_id: int, row: int, positions: range) -> None:
+        """What this row was to compute is nowhere."""
+        before = self.lost[1] if self.lost[0] == step_id else [set() for _ in self.groups]
+        for g, slots in enumerate(before):
+            slots |= {self._slot(g, row, position) for position in positions}
+        self.lost = step_id, before
 
     def _sample(
         self, sources: dict[int, int], garbled: set[int], ends: dict[int, int]

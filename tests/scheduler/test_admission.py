@@ -8,6 +8,7 @@ from quire.base.events import Preempted
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
 from quire.scheduler import admission
+from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.branching import BranchingExecutor, group_request
 from quire.tools.dry_run import dry_run
@@ -126,7 +127,7 @@ def test_a_group_needs_no_watermark_beside_itself() -> None:
     num_steps, num_partly = 0, 0
     while scheduler.has_work:
         if num_steps == 18:
-            scheduler.preempt(scheduler.running()[0], "test", 0.0)
+            preempt(scheduler, scheduler.running()[0], "test", 0.0)
             assert scheduler.num_running == 0
         plan = scheduler.schedule(0.0)
         assert plan is not None, "the group waits for itself"

@@ -15,6 +15,7 @@ from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
 from quire.scheduler.flight import Draft
+from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import (
     Curse,
@@ -113,7 +114,7 @@ def test_rows_that_start_in_a_step_that_fails_once() -> None:
         driver.core.plan()
         driver.take()
     draft = Draft(0)
-    scheduler.preempt(scheduler.running()[0], "test", 0.0, draft)
+    preempt(scheduler, scheduler.running()[0], "test", 0.0, draft)
     scheduler._swaps = draft.swaps
     assert scheduler.num_running == 0 and draft.swaps
     driver.finish()

@@ -17,7 +17,7 @@ from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Finished, Stepped
-from quire.base.messages import Abort, Append, Request, ResetPrefixCache
+from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
 from quire.base.model_spec import CacheGroup
 from quire.base.tiers import Fetch, Fetched, Kept, LookedUp, LookUp, Order
 from quire.base.validation import RequestLimits
@@ -122,6 +122,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.output: dict[tuple[str, int], list[int]] = {}
         self.opened: list[str] = []
+        self.in_pieces: set[str] = set()
+        self.pins: list[str] = []
         self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
 
@@ -136,6 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 0, -1, 7]),
         tenant=st.sampled_from(["", "", "a", "b"]),
         timeout_s=st.sampled_from([0.0, 0.0, 0.0, 4.0, 20.0]),
+        forks=st.booleans(),
         curse=st.one_of(
             st.none(),
             st.none(),
@@ -154,13 +157,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority,
         tenant,
         timeout_s,
+        forks,
         curse,
     ) -> None:
-        """Prompts with equal seeds share a prefix; those of odd seeds repeat one block."""
-        tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
-        if seed % 2:
-            tokens[BLOCK:] = np.tile(tokens[:BLOCK], 7)
-        prompt = tokens[:length].tolist()
+        """Prompts with equal seeds share a prefix; those of odd seeds repeat one block. forks: it
+        begins with what was pinned last."""
+        prompt = self._tokens(seed)[:length]
+        if forks and self.pins:
+            pinned = self.requests[self.pins[-1]]
+            salt = pinned.cache_salt
+            prompt = (pinned.prompt_token_ids + prompt)[:30]
         name = f"r{len(self.requests)}"
         number = len(self.requests)
         request = make_request(
@@ -176,16 +182,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=tenant,
             timeout_s=timeout_s,
         )
-        if curse is not None:
-            self.device.curses[number] = curse
         try:
             self.core.add(request)
         except RequestError:
-            assert n > 1, "only a group can be too large"
+            assert n > 1 or self.pins, "only a group can be too large, or what stands beside pins"
             return
+        if curse is not None:
+            self.device.curses[number] = curse
         self.requests[name] = request
         for index in range(n):
             self.output[name, index] = []
+
+    def _tokens(self, seed: int) -> list[int]:
+        tokens = np.random.default_rng(seed // 2).integers(0, 50, 32)
+        if seed % 2:
+            tokens[BLOCK:] = np.tile(tokens[:BLOCK], 7)
+        return tokens.tolist()
 
     @rule()
     def plan(self) -> None:
@@ -232,6 +244,40 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.core.add(msgspec.structs.replace(request, is_open=True))
         self.requests[name], self.output[name, 0] = request, []
         self.opened.append(name)
+        self.in_pieces.add(name)
+
+    @rule(
+        seed=st.integers(0, 3),
+        length=st.integers(1, 24),
+        pin_s=st.sampled_from([0.0, 0.0, 5.0]),
+        salt=st.sampled_from(["", "", "other"]),
+        cursed_at=st.sampled_from([None, None, None, 3, 12]),
+    )
+    def pin(self, seed, length, pin_s, salt, cursed_at) -> None:
+        """A prefix of what `add` asks for, computed and kept."""
+        number = len(self.requests)
+        name = f"r{number}"
+        prompt = self._tokens(seed)[:length]
+        request = make_request(name, prompt, max_tokens=1, salt=salt, seed=number)
+        request = msgspec.structs.replace(request, pin_s=pin_s)
+        try:
+            self.core.add(request)
+        except RequestError:
+            return
+        if cursed_at is not None:
+            self.device.curses[number] = Curse(cursed_at, raises=True)
+        self.pins.append(name)
+        self.requests[name], self.output[name, 0] = request, []
+
+    @rule(pick=st.integers(0, 50))
+    def unpin(self, pick: int) -> None:
+        if self.pins:
+            self._unpin(self.pins[pick % len(self.pins)])
+
+    def _unpin(self, name: str) -> None:
+        self.core.control(Unpin(name))
+        self.reason.setdefault(name, "abort")
+        assert name not in self.scheduler.pins.by_id
 
     @rule(pick=st.integers(0, 50), length=st.integers(0, 12), is_last=st.booleans())
     def append(self, pick: int, length: int, is_last: bool) -> None:
@@ -299,6 +345,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for name in self.opened:
             self.core.control(Append(name, [], is_last=True))
+        for name in self.pins[::2]:
+            self._unpin(name)
         for _ in range(5000):
             self.answer(0, fails=False)
             if not self.scheduler.has_work and not self.stores.pending:
@@ -306,17 +354,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.plan()
             self.deliver()
         assert not self.scheduler.has_work, "a request starves"
+        for name in self.pins:
+            self._unpin(name)
         assert all(pool.num_used == 0 for pool in self.kv.pools), "blocks leak"
         assert all(pool.num_used == 0 for pool in self.kv.host_pools), "host blocks leak"
         for (name, index), output in self.output.items():
             request = self.requests[name]
             expected = expected_tokens(request, MAX_LEN)
-            if self.reason[name] == "error":
+            if self.reason[name] == "error" and request.seed in self.device.curses:
                 curse = self.device.curses[request.seed]
                 longest = max(len(self.output[name, i]) for i in range(request.params.n))
                 length = len(request.prompt_token_ids) + longest
                 assert length > curse.position, "an error before the token that is cursed"
-            if self.reason[name] in ("abort", "error", "timeout"):
+            elif self.reason[name] == "error":
+                assert name in self.in_pieces and self.pins, "nothing was wrong with it"
+            if self.reason[name] in ("abort", "error", "timeout", "pinned"):
                 assert output == expected[: len(output)]
             else:
                 assert output == expected, (name, index)
@@ -345,8 +397,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         assert len(at) == 1
         assert len(events[at[0]].rows) == num_tokens
-        ends = [e.reason for e in events[: at[0]] if isinstance(e, Finished)]
-        assert set(ends) <= {"abort", "timeout"}
+        ends = [e for e in events[: at[0]] if isinstance(e, Finished)]
+        grown = {"error"} if self.pins else set()  # an open prompt, too long to stand beside pins
+        for end in ends:
+            in_pieces = end.request_id in self.in_pieces
+            assert end.reason in {"abort", "timeout"} | (grown if in_pieces else set())
         events.clear()
 
 

@@ -12,6 +12,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Preempted
 from quire.base.messages import Append, MeasuredRates
 from quire.scheduler.fifo import Fifo
+from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import handed_over, verified
 from tests.scheduler.device import make_request
@@ -54,7 +55,7 @@ def test_preemption_by_recomputation() -> None:
     add(scheduler, "a", 10)
     step(scheduler)
     step(scheduler)
-    scheduler.preempt(scheduler.sequences["a"], "test", 0.0)
+    preempt(scheduler, scheduler.sequences["a"], "test", 0.0)
     assert counters(scheduler, "a") == "0/12"
     scheduler.kv.reset_prefix_cache()
     assert step(scheduler) == {"a": 12}

@@ -109,6 +109,11 @@ class CacheConfig:
         choices=("auto", "int8"),
     )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
+    pin_prefix: str | None = setting(
+        None,
+        "file with a prefix to compute at the start and to keep: a text, or as .json what"
+        " POST /v1/prefixes takes, or a list of it",
+    )
     kv_host_gb: float | None = setting(
         None,
         "host memory for cached blocks that the KV pool has no room for, which come back as prefix"

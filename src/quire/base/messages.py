@@ -18,6 +18,9 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     The core makes `params.num_samples` sequences of it, told apart by their index.
 
     is_open: more of the prompt comes by `Append`.
+    pin_s: compute the prompt, sample nothing, and keep it: the request ends with finish_reason
+    `pinned`, and the prompt stays for so many seconds, with 0.0 until `Unpin`; None is an ordinary
+    request.
     received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.
@@ -43,6 +46,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     tenant: str = ""
     timeout_s: float = 0.0
     is_open: bool = False
+    pin_s: float | None = None
     client_id: int = 0
     core_id: int = 0
 
@@ -71,6 +75,14 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Control: forget all cached prefixes. Running requests keep their blocks."""
 
 
+class Unpin(msgspec.Struct, frozen=True, tag=True):
+    """Control: a pinned prefix is not needed any more. request_id: of the request that pinned it;
+    tenant: whose it must be, None is anybody's."""
+
+    request_id: str
+    tenant: str | None = None
+
+
 class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     """Control: what the device was measured to do. 0.0 is not known."""
 
@@ -78,7 +90,7 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     copy_bytes_per_s: float = 0.0
 
 
-Control = Abort | Append | ResetPrefixCache | MeasuredRates | LookedUp | Fetched | Kept
+Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | LookedUp | Fetched | Kept
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):
@@ -152,7 +164,29 @@ class AskTimeline(msgspec.Struct, frozen=True, tag=True):
     tenant: str | None = None
 
 
-ToCore = Request | Abort | Append | ResetPrefixCache | AskMetrics | AskTimeline
+class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: what is pinned? Answered by `Prefixes`. tenant: whose; None is anybody's."""
+
+    ask_id: int
+    tenant: str | None = None
+
+
+ToCore = (
+    Request | Abort | Append | ResetPrefixCache | Unpin | AskMetrics | AskTimeline | AskPrefixes
+)
+
+
+class PinnedPrefix(msgspec.Struct, frozen=True):
+    """A prefix that is kept. num_blocks: KV blocks that it holds, 0 until it is ready.
+    expires_in_s: None is never. num_hits: requests that began with it."""
+
+    id: str
+    num_tokens: int
+    num_blocks: int
+    is_ready: bool
+    age_s: float
+    expires_in_s: float | None
+    num_hits: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -205,4 +239,11 @@ class TimelineText(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
-FromCore = Ready | StepMessage | Refused | Metrics | TimelineText
+class Prefixes(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the answer to `AskPrefixes`, oldest first."""
+
+    ask_id: int
+    prefixes: list[PinnedPrefix]
+
+
+FromCore = Ready | StepMessage | Refused | Metrics | TimelineText | Prefixes

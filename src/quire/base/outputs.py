@@ -19,8 +19,9 @@ SampleLogprobs = list[dict[int, Logprob]]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One continuation. finish_reason: stop, length, abort, error or timeout; None: it goes on.
+    """One continuation.
 
+    finish_reason: stop, length, abort, error, timeout or pinned; None: it goes on.
     index: its place among the n of its request.
     stop_reason: the stop string or stop token id that ended it; None for end of sequence. After an
     error, and when the time was up, what happened.

@@ -30,6 +30,8 @@ class RequestLimits:
         params.check_samples()
         if request.is_open:
             check_open(params)
+        if request.pin_s is not None:
+            check_pin(request)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
                 f"{_width(params)} is more than max_num_seqs={self.max_num_seqs}; ask for fewer or"
@@ -89,6 +91,19 @@ def check_open(params: SamplingParams) -> None:
         raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
     if params.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
+
+
+def check_pin(request: Request) -> None:
+    """Raise RequestError if a request cannot be one to pin a prefix."""
+    params, pin_s = request.params, request.pin_s
+    if pin_s is None or not 0 <= pin_s < math.inf:
+        raise RequestError(
+            f"ttl_s must be a number of seconds, or 0 to keep the prefix, got {pin_s!r}."
+        )
+    if request.is_open or params.num_samples > 1 or params.use_beam_search:
+        raise RequestError("a prefix to pin is one whole prompt; leave out n, best_of, beams.")
+    if params.prompt_logprobs is not None:
+        raise RequestError("a prefix to pin gives no prompt_logprobs; leave them out.")
 
 
 def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:

@@ -13,6 +13,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.prefix_file import pin_file
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
@@ -102,6 +103,8 @@ def build_core(
         core.record(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
+    if config.cache.pin_prefix is not None:
+        pin_file(core, Path(config.cache.pin_prefix), config.model, source)
     return BuiltCore(core, config, built.spec, built.memory)
 
 

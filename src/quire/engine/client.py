@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from quire.base.clock import Clock
 from quire.base.errors import RequestError
-from quire.base.messages import Abort, Append, Request, ResetPrefixCache
+from quire.base.messages import Abort, Append, PinnedPrefix, Request, ResetPrefixCache, Unpin
 from quire.base.outputs import RequestOutput
 from quire.engine.core import EngineCore
 from quire.engine.output import OutputProcessor
@@ -63,6 +63,15 @@ class InProcessClient:
 
     def reset_prefix_cache(self) -> None:
         self.core.control(ResetPrefixCache())
+
+    def prefixes(self) -> list[PinnedPrefix]:
+        return self.core.prefixes()
+
+    def unpin(self, prefix_id: str) -> bool:
+        """Pin a prefix no longer; False if there is none of that id."""
+        is_known = any(prefix.id == prefix_id for prefix in self.core.prefixes())
+        self.core.control(Unpin(prefix_id))
+        return is_known
 
     def close(self) -> None:
         self.core.close()

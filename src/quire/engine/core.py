@@ -15,7 +15,7 @@ from collections.abc import Callable
 from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError
 from quire.base.events import Event
-from quire.base.messages import Control, MeasuredRates, Request, SequenceOutput
+from quire.base.messages import Control, MeasuredRates, PinnedPrefix, Request, SequenceOutput
 from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
@@ -78,6 +78,10 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        """What is pinned, oldest first; tenant: whose, None is everybody's."""
+        return self.scheduler.pins.listing(self._clock.now(), tenant)
+
     def subscribe(self, subscriber: Subscriber) -> None:
         """Hear of every event from now on."""
         self._subscribers.append(subscriber)
@@ -131,7 +135,8 @@ class EngineCore:
         """How long nothing is to be done; None: until a message comes or the bell rings. A request
         may become late while nothing can be planned, if its prompt is still open."""
         if not self.has_work:
-            return None
+            ends_s = self.scheduler.pins.next_s
+            return None if ends_s is None else max(0.0, ends_s - self._clock.now())
         has_answers = self._stores is not None and self._stores.has_answers
         if self._is_answered or has_answers or self._death is not None:
             return 0.0
@@ -144,8 +149,11 @@ class EngineCore:
 
     @property
     def _next_s(self) -> float | None:
-        """When a request becomes late, or a store has not answered for too long."""
-        times = self.scheduler.time_limits.next_s, self._stores and self._stores.next_s
+        """When a request becomes late, a pinned prefix is to go, or a store has not answered for
+        too long."""
+        scheduler = self.scheduler
+        stores_s = self._stores and self._stores.next_s
+        times = scheduler.time_limits.next_s, scheduler.pins.next_s, stores_s
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     @property

@@ -65,6 +65,9 @@ class EngineCollector(Collector):
             "Share of the KV blocks that running sequences hold, from 0 to 1.",
             scheduler.kv.usage,
         )
+        pins = scheduler.pins
+        yield self._gauge("pinned_prefixes", "Prefixes that are pinned.", len(pins.by_id))
+        yield self._gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
         yield self._gauge(
             "cache_config_info", "Settings of the KV cache, as labels.", 1, **self._cache_labels()
         )
@@ -94,6 +97,15 @@ class EngineCollector(Collector):
             "prefix_cache_hits", "Those of them that it had.", metrics.num_prefix_hits
         )
         yield from self._tier_counters()
+        pins = metrics.scheduler.pins
+        yield self._counter(
+            "pinned_prefix_hits", "Requests that began with a pinned prefix.", pins.num_hits
+        )
+        yield self._counter(
+            "pinned_prefix_hit_tokens",
+            "Prompt tokens that they did not compute.",
+            pins.num_hit_tokens,
+        )
         yield self._counter(
             "num_preemptions", "Times that a request lost its row.", metrics.num_preemptions
         )

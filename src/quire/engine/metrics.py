@@ -37,7 +37,7 @@ from quire.engine.histogram import (
 )
 from quire.scheduler.scheduler import Scheduler
 
-FINISH_REASONS = ("stop", "length", "abort", "error", "timeout")
+FINISH_REASONS = ("stop", "length", "abort", "error", "timeout", "pinned")
 TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
 HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
     {

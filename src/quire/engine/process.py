@@ -21,9 +21,11 @@ from quire.base.messages import (
     Abort,
     Append,
     AskMetrics,
+    AskPrefixes,
     AskTimeline,
     Metrics,
     NewTokens,
+    Prefixes,
     Ready,
     Refused,
     Request,
@@ -90,7 +92,7 @@ class CoreServer:
         try:
             while not self._stopping:
                 self._poll(self.core.rest_s())
-                if self.core.has_work:
+                if self.core.has_work or self.core.rest_s() == 0.0:
                     self._advance()
         finally:
             for client in list(self._clients.values()):
@@ -216,6 +218,8 @@ class CoreServer:
             self.core.publish()
             text = self._reports.timeline_text(message.request_id, message.tenant)
             client.send(TimelineText(message.ask_id, text))
+        elif isinstance(message, AskPrefixes):
+            client.send(Prefixes(message.ask_id, self.core.prefixes(message.tenant)))
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)

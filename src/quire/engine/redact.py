@@ -37,7 +37,7 @@ DROPPED = {
 }  # fmt: skip
 WORDS = frozenset(
     {"full", "window", "copy", "load", "swap_out", "stop", "length", "abort", "error", "timeout"}
-    | {"never", "auto"}
+    | {"never", "auto", "pinned"}
     | {
         word
         for config in (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig)
@@ -68,7 +68,8 @@ class Context:
             if group.search is not None
             for found in group.candidates.values()
         }
-        return cls(frozenset(scheduler.sequences), [s.request for s in sequences], stops)
+        names = frozenset({*scheduler.sequences, *scheduler.pins.by_id})
+        return cls(names, [s.request for s in sequences], stops)
 
 
 class Redaction:

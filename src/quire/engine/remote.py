@@ -7,9 +7,9 @@ here, on the client's side, so that the core's thread never does.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -19,9 +19,12 @@ from quire.base.messages import (
     Abort,
     Append,
     AskMetrics,
+    AskPrefixes,
     AskTimeline,
     FromCore,
     Metrics,
+    PinnedPrefix,
+    Prefixes,
     Ready,
     Refused,
     Request,
@@ -29,6 +32,7 @@ from quire.base.messages import (
     StepMessage,
     TimelineText,
     ToCore,
+    Unpin,
 )
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
@@ -81,7 +85,29 @@ class AsyncClient(Protocol):
         tenant's."""
         ...
 
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        """What is pinned, oldest first; tenant: whose, None is everybody's."""
+        ...
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        """Pin a prefix no longer; False if there is none of that id, or it is not this tenant's."""
+        ...
+
     async def close(self) -> None: ...
+
+
+async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
+    """Send a request to pin, and wait until it is computed. Raises RequestError as `generate`
+    does, and if the prefix was not pinned."""
+    outputs = cast(AsyncGenerator[RequestOutput, None], client.generate(request))
+    reason, why = None, None
+    async with contextlib.aclosing(outputs):
+        async for output in outputs:
+            reason, why = output.outputs[0].finish_reason, output.outputs[0].stop_reason
+    found = [prefix for prefix in await client.prefixes() if prefix.id == request.request_id]
+    if reason != "pinned" or not found:
+        raise RequestError(f"the prefix was not pinned: {why or reason}")
+    return found[0]
 
 
 class RemoteClient:
@@ -94,7 +120,7 @@ class RemoteClient:
         self._codec = client_codec()
         self._outputs = OutputProcessor()
         self._boxes: dict[str, Mailbox] = {}
-        self._asked: dict[int, asyncio.Future[str]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
         self._writer: asyncio.StreamWriter | None = None
         self._ready: Ready | None = None
@@ -198,12 +224,21 @@ class RemoteClient:
         self._send(Append(request_id, token_ids, is_last))
 
     async def metrics(self) -> str:
-        return await self._ask(AskMetrics)
+        return cast(str, await self._ask(AskMetrics))
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        return await self._ask(lambda number: AskTimeline(number, request_id, tenant))
+        return cast(str, await self._ask(lambda number: AskTimeline(number, request_id, tenant)))
 
-    async def _ask(self, question: Callable[[int], ToCore]) -> str:
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        found = await self._ask(lambda number: AskPrefixes(number, tenant))
+        return cast(list[PinnedPrefix], found)
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        is_known = any(prefix.id == prefix_id for prefix in await self.prefixes(tenant))
+        self._send(Unpin(prefix_id, tenant))
+        return is_known
+
+    async def _ask(self, question: Callable[[int], ToCore]) -> Any:
         number, self._num_asked = self._num_asked, self._num_asked + 1
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
@@ -285,10 +320,12 @@ class RemoteClient:
             if box is not None:
                 kind = EngineBusy if message.is_busy else RequestError
                 box.fail(kind(message.message))
-        elif isinstance(message, (Metrics, TimelineText)):
+        elif isinstance(message, (Metrics, TimelineText, Prefixes)):
             answer = self._asked.get(message.ask_id)
             if answer is not None and not answer.done():
-                answer.set_result(message.text)
+                answer.set_result(
+                    message.prefixes if isinstance(message, Prefixes) else message.text
+                )
         else:
             self._ready = message
             self._is_alive = True

@@ -1,6 +1,9 @@
 """From rendered prompts and parameters to requests: ids, seeds, the tokens that end a sequence."""
 
 import hashlib
+import secrets
+
+import msgspec
 
 from quire.base.errors import RequestError
 from quire.base.messages import Request
@@ -70,6 +73,21 @@ class RequestMaker:
             tenant=tenant,
             timeout_s=timeout_s,
         )
+
+    def make_pin(
+        self,
+        prompt: RenderedPrompt,
+        ttl_s: float,
+        prefix_id: str | None = None,
+        cache_salt: str = "",
+        tenant: str = "",
+    ) -> Request:
+        """A request that pins a prompt for ttl_s seconds, 0.0 for good. prefix_id: random if
+        absent."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        name = prefix_id or f"prefix-{secrets.token_hex(8)}"
+        request = self.make(prompt, params, name, cache_salt, tenant=tenant)
+        return msgspec.structs.replace(request, pin_s=ttl_s)
 
 
 def _check_textless(params: SamplingParams) -> None:

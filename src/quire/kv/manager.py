@@ -19,11 +19,13 @@ class KVBlocks:
     """A prefix hit: leading tokens that need not be computed, and their blocks by group.
 
     LOAD stands for a block that host memory holds; host: by group, logical index -> host block.
+    is_pinned: the blocks are those of a pinned prefix, and the last one may not be full.
     """
 
     num_tokens: int
     blocks: tuple[list[int], ...]
     host: tuple[dict[int, int], ...] = ()
+    is_pinned: bool = False
 
     @property
     def num_loads(self) -> int:
@@ -117,14 +119,6 @@ class KVManager:
             return blocks
         return min(blocks, -(-window // self.block_size) + 1)
 
-    def fits_alone(
-        self, num_tokens: int, chunk: int, num_shared: int = 0, num_sequences: int = 1
-    ) -> bool:
-        """Whether sequences of this length, computed in chunks, fit into empty pools; see
-        `group_blocks`."""
-        needs = self.group_blocks(num_tokens, num_shared, num_sequences, chunk)
-        return all(need <= pool.num_blocks for need, pool in zip(needs, self.pools, strict=True))
-
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
     ) -> list[int]:
@@ -172,7 +166,7 @@ class KVManager:
     def can_admit(self, num_tokens: int, hit: KVBlocks, watermark_blocks: int, chunk: int) -> bool:
         """Whether `num_tokens` tokens with this hit fit now, leaving the watermark free."""
         for g, pool in enumerate(self.pools):
-            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._waking(g, hit)
+            needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._taken(g, hit)
             if self.groups[g].window is not None:
                 # The hit's blocks are some of those that it holds at most at any time.
                 extra = -(-chunk // self.block_size)
@@ -201,15 +195,17 @@ class KVManager:
                 return None
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
-    def _waking(self, g: int, hit: KVBlocks) -> int:
-        """Free blocks that a hit takes in group g: those that nobody holds, and those to load."""
-        pool = self.pools[g]
-        return sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
+    def _taken(self, g: int, hit: KVBlocks) -> int:
+        """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
+        copy of a last one that is not full."""
+        pool, copied = self.pools[g], hit.num_tokens % self.block_size > 0
+        woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
+        return woken + copied
 
     def _has_room(self, hit: KVBlocks, num_new_tokens: int) -> bool:
         blocks = -(-(hit.num_tokens + num_new_tokens) // self.block_size)
         return all(
-            blocks - len(hit.blocks[g]) + self._waking(g, hit) <= pool.num_free
+            blocks - len(hit.blocks[g]) + self._taken(g, hit) <= pool.num_free
             for g, pool in enumerate(self.pools)
         )
 
@@ -224,7 +220,7 @@ class KVManager:
             blocks = list(hit.blocks[g])
             for i, host_block in hit.host[g].items() if hit.host else ():
                 blocks[i] = self._load(g, host_block)
-            table.adopt(blocks)
+            table.adopt(blocks, hit.num_tokens)
             for block_id in blocks:
                 if block_id != NULL:
                     pool.release(block_id)

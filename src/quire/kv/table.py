@@ -47,14 +47,14 @@ class BlockTable:
     def live_blocks(self) -> list[int]:
         return self.blocks[self.num_dropped :]
 
-    def adopt(self, blocks: list[int]) -> None:
-        """Begin with full blocks that the index named (a prefix hit); takes references."""
+    def adopt(self, blocks: list[int], num_tokens: int) -> None:
+        """Begin with the blocks of a prefix hit; takes references."""
         assert not self.blocks, "a prefix hit is for an empty table"
         for block_id in blocks:
             if block_id != NULL:
                 self._pool.acquire(block_id)
         self.blocks = list(blocks)
-        self.num_tokens = len(blocks) * self.block_size
+        self.num_tokens = num_tokens
         self.num_dropped = sum(block_id == NULL for block_id in blocks)
 
     def num_new_blocks(self, num_tokens: int) -> int:

@@ -24,6 +24,8 @@ from quire.kv.manager import KVBlocks
 from quire.scheduler.budget import contender, go_on
 from quire.scheduler.flight import Draft
 from quire.scheduler.groups import Group, must_wait_for_prompt
+from quire.scheduler.hits import find_hit
+from quire.scheduler.preemption import grow
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.streaming import has_something_to_compute, park_idle, set_aside
 from quire.scheduler.swap import can_swap_in, swap_in
@@ -117,7 +119,7 @@ def _start(
     it gets, None if it must wait."""
     if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
         return None
-    kv, hit = scheduler.kv, scheduler.find_hit(sequence)
+    kv, hit = scheduler.kv, find_hit(scheduler, sequence)
     num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
     if num_new == 0:
         set_aside(scheduler, sequence)
@@ -134,6 +136,8 @@ def _start(
     draft.add_blocks(sequence.row, appended)
     found = [blocks[: len(mine)] for blocks, mine in zip(_held(sequence), hit.blocks, strict=True)]
     scheduler.grant(sequence, num_new, draft, found)
+    if not sequence.num_preemptions:
+        scheduler.pins.count_hit(sequence)
     if hit.num_loads:
         load(scheduler, sequence, draft)
     return num_new
@@ -154,7 +158,7 @@ def fits_now(scheduler: "Scheduler", sequence: Sequence) -> bool:
         return False
     if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
         return False
-    hit = scheduler.find_hit(sequence)
+    hit = find_hit(scheduler, sequence)
     num_new = min(scheduler.token_budget, sequence.num_known_tokens - hit.num_tokens)
     return _has_blocks(scheduler, sequence, hit, num_new)
 
@@ -183,7 +187,7 @@ def _resume(
         room = scheduler.kv.block_size - computed % scheduler.kv.block_size  # one new block at most
         num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
         if num_new > 0:
-            scheduler.grow(member, computed + num_new, draft, now)
+            grow(scheduler, member, computed + num_new, draft, now)
             scheduler.grant(member, num_new, draft)
             used += num_new
     return used
@@ -202,8 +206,11 @@ def fits_beside(scheduler: "Scheduler", sequence: Sequence) -> bool:
     shared = sequence.num_prompt_tokens // scheduler.kv.block_size
     chunk = min(scheduler.token_budget, longest)
     needs = scheduler.kv.group_blocks(longest, shared, len(waiting), chunk)
-    pools, reserve = scheduler.kv.pools, reserved_blocks(scheduler, sequence)
-    return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))
+    pinned, reserve = scheduler.pins.shared_blocks(sequence), reserved_blocks(scheduler, sequence)
+    return all(
+        need - mine + reserve <= pool.num_free
+        for need, mine, pool in zip(needs, pinned, scheduler.kv.pools, strict=True)
+    )
 
 
 def _num_to_come(group: Group) -> int:

@@ -122,6 +122,15 @@ def add_member(scheduler: "Scheduler", leader: Sequence, row: int, now: float) -
     return child
 
 
+def give_rows_back(scheduler: "Scheduler", sequence: Sequence) -> None:
+    """Free the rows that its group holds for members to come."""
+    group = sequence.group
+    if group is not None and group.reserved_rows:
+        scheduler.free_rows(group.reserved_rows)
+        group.reserved_rows = []
+        scheduler.num_unforked -= 1
+
+
 def must_wait_for_prompt(scheduler: "Scheduler", sequence: Sequence) -> bool:
     """Whether a member that comes back would compute what another one is just computing."""
     group = sequence.group

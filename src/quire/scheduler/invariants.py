@@ -12,7 +12,8 @@ def check_invariants(scheduler: "Scheduler") -> None:
     alive = [m for s in scheduler.sequences.values() for m in scheduler.members(s)]
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
     stores = [] if scheduler.stores is None else [scheduler.stores.held_blocks]
-    scheduler.kv.check_invariants((sequence.blocks for sequence in running), away, *stores)
+    alive_blocks = [sequence.blocks for sequence in running] + scheduler.pins.tables()
+    scheduler.kv.check_invariants(alive_blocks, away, *stores)
     rows = scheduler._running
     groups = {id(s.group): s.group for s in running if s.group is not None}.values()
     held = [row for group in groups for row in group.reserved_rows]

@@ -16,6 +16,7 @@ from quire.scheduler.beam_rows import take_beams
 from quire.scheduler.beams import Hypothesis
 from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
+from quire.scheduler.preemption import preempt
 from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
 from quire.scheduler.swap import forget
 
@@ -184,12 +185,14 @@ def _take_errors(
     for sequence, message in list(broken.failed.values()):
         for member in scheduler.members(sequence):
             _fail(scheduler, member, message, outputs, now)
-    cause = next(iter(broken.failed.values()))[0].request.request_id
+    failed = [sequence for sequence, _ in broken.failed.values()]
+    cause = failed[0].request.request_id
     for (row, epoch), sequence in broken.dependants.items():
         for member in scheduler.members(sequence):
             forget(scheduler, member)  # what was swapped out cannot be relied on
         if sequence.row == row and scheduler.table.epoch[row] == epoch:
-            scheduler.preempt(sequence, cause, now)
+            preempt(scheduler, sequence, cause, now)
+    scheduler.pins.compute_again(failed, now)
 
 
 def _fail(

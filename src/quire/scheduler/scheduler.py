@@ -12,36 +12,38 @@ flight; no other code knows how many.
 """
 
 from collections import deque
-from collections.abc import Sequence as Seq
 from functools import partial
 
 import numpy as np
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued
-from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache
+from quire.base.events import Admitted, Event, Finished, Planned, Queued
+from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache, Unpin
 from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
 from quire.base.tiers import Fetched, Kept, LookedUp
-from quire.base.validation import check_open
+from quire.base.validation import check_open, check_pin
 from quire.kv.digest import root_digest
-from quire.kv.manager import KVBlocks, KVManager
+from quire.kv.manager import KVManager
 from quire.scheduler.admission import Headroom, admit, fits_now
 from quire.scheduler.beam_rows import is_beam
 from quire.scheduler.budget import share_budget
 from quire.scheduler.crossing import Digester, append_blocks, digest_blocks, index_rows
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
-from quire.scheduler.groups import Group, fork_members
+from quire.scheduler.groups import Group, fork_members, give_rows_back
+from quire.scheduler.hits import remaining
 from quire.scheduler.invariants import check_invariants
+from quire.scheduler.pins import Pins
 from quire.scheduler.policy import MakePolicy
+from quire.scheduler.preemption import grow
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.results import Ending, StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
 from quire.scheduler.stores import Stores
 from quire.scheduler.streaming import append, has_something_to_compute
-from quire.scheduler.swap import forget, num_kept_tokens, swap_is_cheaper, swap_out
-from quire.scheduler.tiers import flush, loading_is_cheaper, offload
+from quire.scheduler.swap import forget
+from quire.scheduler.tiers import flush, offload
 from quire.scheduler.time_limits import TimeLimits
 
 
@@ -92,6 +94,7 @@ class Scheduler:
         self.long_prefill_threshold = config.long_prefill_token_threshold
         self.time_limits = TimeLimits()
         self.late: list[tuple[Sequence, Ending]] = []  # dropped since the last outputs
+        self.pins = Pins(self)
         self.stores = Stores(self, num_stores) if num_stores else None
         self.digester: Digester = digest_blocks  # a replay has them from its record
 
@@ -111,6 +114,12 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.sequences) or bool(self.flights) or bool(self.late)
 
+    @property
+    def last_running(self) -> Sequence:
+        """Who gives way first."""
+        found: Sequence = self.table.sequences[self._running[-1]]
+        return found
+
     def running(self) -> list[Sequence]:
         """Sequences that hold a row, in order of priority, then arrival."""
         return self.running_at(self._running)
@@ -123,7 +132,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> Sequence:
         """Queue a request. Raises RequestError if this engine can never serve it."""
-        if request.request_id in self.sequences:
+        if request.request_id in self.sequences or request.request_id in self.pins.by_id:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
         num_prompt = len(request.prompt_token_ids)
         if not 1 <= num_prompt < self.max_model_len:
@@ -131,23 +140,34 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens; between 1 and max_model_len - 1 ="
                 f" {self.max_model_len - 1} are possible. Shorten it or raise max_model_len."
             )
-        if request.is_open:
-            check_open(request.params)
-        most_output = request.params.max_tokens or self.max_model_len
-        limit = self.max_model_len
-        if not request.is_open:
-            limit = self.limit_of(num_prompt, request.params.max_tokens)
-        num = request.params.num_samples
+        num, most_output = request.params.num_samples, request.params.max_tokens
         if num > self.table.num_rows:
             raise RequestError(
                 f"{num} sequences at once are more than max_num_seqs={self.table.num_rows}; ask for"
                 " fewer (n, best_of) or raise max_num_seqs."
             )
-        if not request.is_open and not self.fits_alone(num_prompt, limit, num):
+        sequence = self._new_sequence(request, now)
+        if request.pin_s is not None:
+            check_pin(request)
+            self.pins.check(request)
+        elif request.is_open:
+            check_open(request.params)
+        elif not self.pins.fits_alone(sequence, sequence.limit, num):
             raise RequestError(
-                f"{num_prompt} prompt tokens and {num} x {most_output} output tokens need more KV"
-                " blocks than the pool has. Lower max_tokens or enlarge kv_cache_memory_bytes."
+                f"{num_prompt} prompt tokens and {num} x {most_output or self.max_model_len} output"
+                " tokens need more KV blocks than the pool has beside what is pinned. Lower"
+                " max_tokens or enlarge kv_cache_memory_bytes."
             )
+        self._enter(sequence, now)
+        if request.pin_s is not None:
+            self.pins.begin(sequence, now)
+        return sequence
+
+    def _new_sequence(self, request: Request, now: float) -> Sequence:
+        num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
+        limit = self.max_model_len
+        if not request.is_open:
+            limit = self.limit_of(num_prompt, request.params.max_tokens)
         sequence = Sequence(
             request=request,
             arrival=self._num_arrivals,
@@ -160,10 +180,15 @@ class Scheduler:
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
         )
-        self.num_beam_searches += request.params.use_beam_search
         if num > 1 or request.params.use_beam_search:
             sequence.group = Group.of(sequence, num)
-        self._num_arrivals += num
+        return sequence
+
+    def _enter(self, sequence: Sequence, now: float) -> None:
+        """Queue a new sequence, or let it wait aside for what it needs first."""
+        request = sequence.request
+        self.num_beam_searches += request.params.use_beam_search
+        self._num_arrivals += request.params.num_samples
         self.num_long_stop_lists += _has_long_stop_list(request)
         self.sequences[request.request_id] = sequence
         sequence.tenant = self.queue.tenants.enter(request.tenant)
@@ -177,22 +202,22 @@ class Scheduler:
             Queued(
                 now,
                 request.request_id,
-                num_prompt,
+                sequence.num_prompt_tokens,
                 request.params.max_tokens,
                 request.received_s,
                 request.tenant,
             )  # fmt: skip
         )
+
+    def enter_again(self, request: Request, now: float) -> Sequence:
+        """Queue a request that has ended once more."""
+        sequence = self._new_sequence(request, now)
+        self._enter(sequence, now)
         return sequence
 
     def limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
         """Tokens at which a sequence ends."""
         return min(num_prompt + (max_tokens or self.max_model_len), self.max_model_len)
-
-    def fits_alone(self, num_prompt: int, limit: int, num: int) -> bool:
-        """Whether empty pools could hold so many sequences that share no more than the prompt."""
-        chunk, shared = min(self.token_budget, limit - 1), num_prompt // self.kv.block_size
-        return self.kv.fits_alone(limit - 1, chunk, shared, num)
 
     def _root(self, request: Request, num: int) -> bytes:
         """Where the digests of a request begin. Without prefix caching the sequences of a group
@@ -219,6 +244,9 @@ class Scheduler:
             if self.stores is not None:
                 self.stores.take(message)
             return
+        if isinstance(message, Unpin):
+            self.pins.remove(message.request_id, message.tenant, now)
+            return
         sequence = self.sequences.get(message.request_id)
         if sequence is None:
             return
@@ -237,6 +265,7 @@ class Scheduler:
         if len(self.flights) >= self.depth:
             return None
         self.time_limits.drop_late(self, now)
+        self.pins.drop_late(now)
         draft, self._swaps = Draft(self._next_step_id, swaps=self._swaps), []
         budget = self.token_budget - self._serve_running(draft, now)
         # If nothing is planned, those who gave way were the only ones with something to do.
@@ -258,7 +287,7 @@ class Scheduler:
             for i in short:
                 if i >= len(self._running):
                     break  # preempted meanwhile, with all that came after it
-                self.grow(self.table.sequences[rows[i]], int(target[i]), draft, now)
+                grow(self, self.table.sequences[rows[i]], int(target[i]), draft, now)
         alive = len(self._running)
         rows, need, target = rows[:alive], need[:alive], target[:alive]
         if not need.all():
@@ -292,106 +321,17 @@ class Scheduler:
 
     def remaining(self, sequence: Sequence) -> int:
         """Tokens that a sequence lacks until it samples; prefix hits left out, as of now."""
-        if sequence.row >= 0:
-            return int(self.table.total[sequence.row] - self.table.computed[sequence.row])
-        if sequence.found_at != self.kv.num_index_changes:
-            num_blocks = self.kv.num_computed_blocks(*self.readable(sequence))
-            sequence.found_tokens = num_blocks * self.kv.block_size
-            sequence.found_at = self.kv.num_index_changes
-        return sequence.num_known_tokens - sequence.found_tokens
-
-    def grow(self, sequence: Sequence, target: int, draft: Draft, now: float) -> None:
-        """Make room up to `target` tokens, preempting the last that run if that is needed."""
-        num_computed = sequence.num_computed_tokens
-        sequence.blocks.advance(num_computed)
-        num_new = target - num_computed
-        while (appended := self.kv.allocate_slots(sequence.blocks, num_new)) is None:
-            victim = self.table.sequences[self._running[-1]]
-            draft.drop_rows(self.preempt(victim, sequence.request.request_id, now, draft))
-            draft.has_preempted = True
-            if sequence.row < 0:
-                return
-        self.table.capacity[sequence.row] = sequence.blocks.capacity
-        draft.add_blocks(sequence.row, appended)
-
-    def preempt(
-        self, victim: Sequence, for_request_id: str, now: float, draft: Draft | None = None
-    ) -> set[int]:
-        """Take the rows and blocks of the victim and its group; returns the rows.
-
-        What they have computed is swapped to host memory with the draft's plan, or it will be
-        computed again; without a draft always the latter.
-        """
-        rows, lost = set(), 0
-        members = [member for member in self.members(victim) if member.row >= 0]
-        swaps = draft is not None and self._swap_out(members, draft)
-        for member in members:
-            rows.add(member.row)
-            if swaps:
-                member.num_swapped_tokens = num_kept_tokens(member)
-            else:
-                lost += member.num_computed_tokens
-            self._leave_row(member)
-            member.num_preemptions += 1
-            self.queue.requeue(member)
-        self._give_reserved_rows_back(victim)
-        if draft is not None:
-            self.headroom.take_preemption(self.num_running)
-        if victim.group is not None:
-            victim.group.candidates = {}
-        request_id = victim.request.request_id
-        self.events.append(Preempted(now, request_id, for_request_id, lost, swaps))
-        return rows
-
-    def _swap_out(self, members: list[Sequence], draft: Draft) -> bool:
-        """Swap a group out, if that is cheaper and possible: not before it is forked, and not while
-        some of it waits."""
-        group = members[0].group
-        if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
-            return False
-        return swap_is_cheaper(self, members) and swap_out(self, members, draft)
-
-    def _give_reserved_rows_back(self, sequence: Sequence) -> None:
-        group = sequence.group
-        if group is not None and group.reserved_rows:
-            self._free_rows += group.reserved_rows
-            group.reserved_rows = []
-            self.num_unforked -= 1
+        return remaining(self, sequence)
 
     def grant(self, sequence: Sequence, num_new: int, draft: Draft, hit: Blocks = ()) -> None:
         """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
         self.table.computed[sequence.row] += num_new
         draft.add_rows(np.array([sequence.row]), np.array([num_new]))
-        if self._is_indexed(sequence):
+        if self.is_indexed(sequence):
             index_rows(self, np.array([sequence.row]), draft, hit)
 
-    def _is_indexed(self, sequence: Sequence) -> bool:
+    def is_indexed(self, sequence: Sequence) -> bool:
         return self.kv.enable_prefix_caching or sequence.group is not None
-
-    def find_hit(self, sequence: Sequence) -> KVBlocks:
-        """The cached blocks that this sequence may begin with; those of host memory only if loading
-        them takes less time than computing them."""
-        digests, num_tokens = self.readable(sequence)
-        hit = self.kv.get_computed_blocks(digests, num_tokens)
-        if hit.num_loads:
-            near = self.kv.get_computed_blocks(digests, num_tokens, on_host=False)
-            if not loading_is_cheaper(self, hit, near):
-                return near
-        return hit
-
-    def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
-        """Digests of the blocks that a sequence may find in the index, and its length."""
-        may_read = sequence.request.params.reads_prefix_cache or sequence.num_preemptions > 0
-        if not self._is_indexed(sequence) or not may_read:
-            return (), sequence.num_known_tokens
-        self._digest(sequence, sequence.num_known_tokens)
-        return sequence.digests, sequence.num_known_tokens
-
-    def _digest(self, sequence: Sequence, num_tokens: int) -> None:
-        """Extend the sequence's digests to its full blocks of the first num_tokens tokens."""
-        num_blocks = num_tokens // self.kv.block_size
-        if len(sequence.digests) < num_blocks:
-            self.digester([sequence], self.kv.block_size, [num_blocks])
 
     def _close(self, draft: Draft, now: float) -> Plan | None:
         """Freeze the draft; rows whose last known or pending token is computed will sample."""
@@ -402,6 +342,7 @@ class Scheduler:
             self._swaps = draft.swaps  # who gave way was the only one with something to do
             return None
         is_sampling = table.computed[rows] == table.total[rows]
+        self.pins.do_not_sample(rows, is_sampling)
         samples = rows[is_sampling]
         forked, sources = self._fork(samples, draft, now)
         samples = np.concatenate([samples, forked])
@@ -475,6 +416,10 @@ class Scheduler:
         assert result.error is None, "a step that failed is to be repeated row by row first"
         settled = [] if self.kv.tier is None else self.kv.tier.settle(result.step_id)
         outputs = take_result(self, self.flights.popleft(), result, now)
+        for sequence in self.pins.settle(now):
+            outputs.endings[sequence.arrival] = Ending("pinned")
+            outputs.others.append(sequence)
+            self.finish(sequence, "pinned", now)
         if self.stores is not None:
             self.stores.keep(settled)
         return self.take_late(outputs)
@@ -501,7 +446,7 @@ class Scheduler:
         table.limit[row] = sequence.limit
         table.num_open[row] = sequence.is_open
         table.capacity[row] = sequence.blocks.capacity
-        table.index_at[row] = 0 if self._is_indexed(sequence) else NEVER
+        table.index_at[row] = 0 if self.is_indexed(sequence) else NEVER
         table.min_known[row] = sequence.num_prompt_tokens + params.min_tokens
         table.num_candidates[row] = -1 if params.logprobs is None else params.logprobs
         table.stop_ids[row] = -1
@@ -538,7 +483,11 @@ class Scheduler:
         )
         self.events.append(Admitted(now, request.request_id, row, num_computed, sequence.index))
 
-    def _leave_row(self, sequence: Sequence) -> None:
+    def free_rows(self, rows: list[int]) -> None:
+        """Rows that nobody has started."""
+        self._free_rows += rows
+
+    def leave_row(self, sequence: Sequence) -> None:
         """Free the blocks and the row; known tokens are kept, pending ones will still arrive."""
         row, table = sequence.row, self.table
         sequence.num_pending_lost = int(table.total[row] - table.known[row])
@@ -555,16 +504,18 @@ class Scheduler:
             self.host_tokens = [tokens for tokens in self.host_tokens if tokens.row != row]
 
     def finish(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End a sequence: `reason` is stop, length, abort or error. The request ends with the last
-        of its sequences."""
+        """End a sequence: `reason` is stop, length, abort, error, timeout or pinned. The request
+        ends with the last of its sequences."""
         if sequence.row >= 0:
-            self._leave_row(sequence)
+            self.leave_row(sequence)
         elif not sequence.is_aside:
             self.queue.remove(sequence)
-        self._give_reserved_rows_back(sequence)
+        give_rows_back(self, sequence)
         forget(self, sequence)
         if self.stores is not None:
             self.stores.drop(sequence)
+        if sequence.is_pin:
+            self.pins.drop(sequence)
         sequence.finish_reason = reason
         self.num_long_stop_lists -= _has_long_stop_list(sequence.request)
         members = self.members(sequence)

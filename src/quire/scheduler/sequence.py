@@ -96,6 +96,7 @@ class Sequence:
     tenant: int = 0  # its slot among the tenants' counters
     found_tokens: int = 0  # prefix hit when the index had changed found_at times
     found_at: int = -1
+    prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length, pins.py
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
     finish_reason: str | None = None
@@ -109,6 +110,15 @@ class Sequence:
         """How its row samples: as the request says, except in a beam search."""
         row_params = None if self.group is None else self.group.row_params
         return row_params or self.request.params
+
+    @property
+    def is_pin(self) -> bool:
+        """Whether it is computed to be kept (pins.py), and never samples."""
+        return self.request.pin_s is not None
+
+    @property
+    def may_read_cache(self) -> bool:
+        return self.request.params.reads_prefix_cache or self.num_preemptions > 0
 
     @property
     def priority(self) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.tiers import BlockName, Fetch, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order
 from quire.kv.tiers import Name
+from quire.scheduler.hits import readable
 from quire.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Stores:
     def begin(self, sequence: Sequence) -> bool:
         """Look a new request up, if there is something to find; whether it has to wait."""
         kv = self.scheduler.kv
-        digests, num_tokens = self.scheduler.readable(sequence)
+        digests, num_tokens = readable(self.scheduler, sequence)
         most = min(len(digests), (num_tokens - 1) // kv.block_size)
         if sequence.is_open or kv.num_computed_blocks(digests, num_tokens) >= most:
             return False
@@ -116,7 +117,7 @@ class Stores:
     def _fetch(self, wait: Wait) -> None:
         """Order the blocks that make the hit longer."""
         kv, sequence = self.scheduler.kv, wait.sequence
-        digests, num_tokens = self.scheduler.readable(sequence)
+        digests, num_tokens = readable(self.scheduler, sequence)
         here = kv.num_computed_blocks(digests, num_tokens)
 
         def has(g: int, digest: bytes) -> bool:

@@ -14,6 +14,7 @@ from quire.base.events import Appended
 from quire.base.messages import Append
 from quire.base.plan import HostTokens
 from quire.scheduler.flight import Draft
+from quire.scheduler.preemption import preempt
 from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.two_level import PATIENCE
@@ -37,7 +38,7 @@ def append(scheduler: "Scheduler", message: Append, now: float) -> None:
     limit, needs = scheduler.max_model_len, num_prompt + 1
     if message.is_last:
         limit = needs = scheduler.limit_of(num_prompt, sequence.request.params.max_tokens)
-    if num_prompt >= scheduler.max_model_len or not scheduler.fits_alone(num_prompt, needs, 1):
+    if num_prompt >= scheduler.max_model_len or not scheduler.pins.fits_alone(sequence, needs, 1):
         error = (
             f"the prompt has grown to {num_prompt} tokens, which with its output is more than this"
             f" engine can hold (max_model_len {scheduler.max_model_len}); send less, lower"
@@ -73,7 +74,7 @@ def park_idle(scheduler: "Scheduler", head: Sequence, draft: Draft, now: float) 
     planned = np.concatenate([*draft.rows, rows[:0]])
     for sequence in scheduler.running_at(rows[~np.isin(rows, planned)]):
         if sequence.priority >= head.priority:
-            scheduler.preempt(sequence, head.request.request_id, now)
+            preempt(scheduler, sequence, head.request.request_id, now)
             sequence.num_preemptions -= 1  # it lost nothing by it that it was waiting for
             set_aside(scheduler, sequence)
             return True

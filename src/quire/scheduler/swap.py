@@ -80,8 +80,8 @@ def can_swap_in(scheduler: "Scheduler", members: list[Sequence], reserve: int) -
     counts = scheduler.kv.num_distinct([member.swapped for member in members])
     beside = len(members) + reserve
     return all(
-        min(n + beside, pool.num_blocks) <= pool.num_free
-        for n, pool in zip(counts, scheduler.kv.pools, strict=True)
+        min(n + beside, scheduler.pins.room(g)) <= pool.num_free
+        for g, (n, pool) in enumerate(zip(counts, scheduler.kv.pools, strict=True))
     )
 
 

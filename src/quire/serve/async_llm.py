@@ -14,13 +14,14 @@ from msgspec import structs
 
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, EngineDead, RequestError
-from quire.base.messages import Request
+from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_open
-from quire.engine.remote import RemoteClient
+from quire.engine.remote import RemoteClient, pin
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_model
+from quire.render.chat import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.foreign import FOREIGN, ignore_foreign
@@ -202,12 +203,14 @@ class AsyncLLM:
             for name in names:
                 self._link.abort(name)
 
-    async def _render(self, prompt: Prompt | Messages) -> RenderedPrompt:
+    async def _render(
+        self, prompt: Prompt | Messages, options: ChatOptions | None = None
+    ) -> RenderedPrompt:
         """Token ids and text; in a thread where that takes long."""
         render = self._text.renderer.render
         if _num_chars(prompt) <= MAX_CHARS_ON_LOOP:
-            return render(prompt)
-        return await asyncio.to_thread(render, prompt)
+            return render(prompt, options)
+        return await asyncio.to_thread(render, prompt, options)
 
     # ---- the engine --------------------------------------------------------------------------
 
@@ -222,8 +225,27 @@ class AsyncLLM:
         """What requests get that bring no parameters: from the model's generation_config.json."""
         return self._text.requests.defaults.default_sampling_params()
 
+    async def pin_prefix(
+        self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = "", tenant: str = ""
+    ) -> PinnedPrefix:
+        """As `LLM.pin_prefix`. Cancelling the task ends the computation."""
+        rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
+        request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant)
+        try:
+            return await pin(await self._connected(), request)
+        except EngineDead as error:
+            raise self._core.dead() from error
+
+    async def unpin_prefix(self, prefix_id: str) -> bool:
+        """Keep a prefix no longer; False if there is none of that id."""
+        return await (await self._connected()).unpin(prefix_id)
+
+    async def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Oldest first."""
+        return await (await self._connected()).prefixes()
+
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes, except those that are pinned."""
         await (await self._connected()).reset_prefix_cache()
         return True
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, RequestError
+from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.build import Engine, build_engine
@@ -142,8 +143,33 @@ class LLM:
         return self._alive.requests.defaults.default_sampling_params()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes, except those that are pinned."""
         self._alive.client.reset_prefix_cache()
+
+    def pin_prefix(
+        self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = ""
+    ) -> PinnedPrefix:
+        """Compute a prefix and keep its KV blocks for ttl_s seconds, or with 0 until
+        `unpin_prefix`: prompts that begin with its tokens, and have its salt, compute only the
+        rest. Messages are rendered without the beginning of an answer. Raises RequestError."""
+        engine = self._alive
+        rendered = engine.renderer.render(prompt, ChatOptions(add_generation_prompt=False))
+        request = engine.requests.make_pin(rendered, ttl_s, None, cache_salt)
+        engine.client.check(request)
+        bar = RequestBar(1, enabled=False)
+        done = self._finished([request], [rendered], bar)[request.request_id]
+        if done.outputs[0].finish_reason != "pinned":
+            raise RequestError(f"the prefix was not pinned: {done.outputs[0].stop_reason}")
+        return next(pin for pin in self.pinned_prefixes() if pin.id == request.request_id)
+
+    def unpin_prefix(self, prefix_id: str) -> bool:
+        """Keep a prefix no longer; False if there is none of that id. Requests that run keep their
+        blocks."""
+        return self._alive.client.unpin(prefix_id)
+
+    def pinned_prefixes(self) -> list[PinnedPrefix]:
+        """Oldest first."""
+        return self._alive.client.prefixes()
 
     def close(self) -> None:
         """Free the model and its KV memory. A second call does nothing."""
@@ -190,18 +216,25 @@ class LLM:
         ):
             requests.append(engine.requests.make(prompt, params, None, salt, number))
             engine.client.check(requests[-1])
-        done: dict[str, RequestOutput] = {}
         bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
+        done = self._finished(requests, prompts, bar)
+        return [done[request.request_id] for request in requests]
+
+    def _finished(
+        self, requests: list[Request], prompts: list[RenderedPrompt], bar: RequestBar
+    ) -> dict[str, RequestOutput]:
+        """Add requests that were checked, and step until they are done."""
+        client, done = self._alive.client, dict[str, RequestOutput]()
         try:
             with bar:
                 for request, prompt in zip(requests, prompts, strict=True):
-                    engine.client.add(request, prompt.text)
+                    client.add(request, prompt.text)
                 while len(done) < len(requests):
                     _collect(self._step(), done, bar)
         except BaseException:
-            engine.client.abort([r.request_id for r in requests if r.request_id not in done])
+            client.abort([r.request_id for r in requests if r.request_id not in done])
             raise
-        return [done[request.request_id] for request in requests]
+        return done
 
     def _step(self) -> list[RequestOutput]:
         """One step of the engine; what belongs to an open stream is kept for it."""

@@ -28,6 +28,7 @@ MAX_ALLOWED_TOKENS = 1 << 19
 INT32 = 2**31
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+ONE_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _TOKEN_IDS]}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},

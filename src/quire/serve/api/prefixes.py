@@ -1,0 +1,119 @@
+"""Pinned prefixes: prompts whose KV blocks stay, for requests that begin with them.
+
+They belong to the key that made them; without keys, to everybody.
+"""
+
+from typing import Annotated, Any
+
+import fastapi
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+from quire.base.messages import PinnedPrefix
+from quire.engine.remote import pin
+from quire.render.chat import ChatOptions
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.auth import tenant_of
+from quire.serve.api.context import Api, ApiContext
+from quire.serve.api.disconnect import unless_disconnected
+from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.invalid import shown
+from quire.serve.api.limits import generating
+from quire.serve.api.protocol import MAX_SALT_CHARS, ONE_PROMPT_SCHEMA, Label, Objects
+from quire.serve.api.rendering import check_model, render_prompt
+
+router = APIRouter()
+
+
+class PrefixBody(BaseModel):
+    """A prompt, or messages as chat completions take them. ttl_s: seconds, 0 is for good."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Label | None = None
+    prompt: Annotated[Any, WithJsonSchema(ONE_PROMPT_SCHEMA)] = None
+    messages: Objects | None = None
+    tools: Objects | None = None
+    add_special_tokens: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
+    ttl_s: float = 0.0
+    user: Label | None = None
+
+
+@router.post("/v1/prefixes", dependencies=[Depends(generating)])
+async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> dict[str, Any]:
+    """Compute a prefix and keep it; answers when it is there."""
+    check_model(api, body.model)
+    rendered = await _render(api, body)
+    tenant = tenant_of(request.scope, api.config.api_key, body.user)
+    made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant)
+    found = await unless_disconnected(request.receive, pin(api.client, made))
+    return _as_json(found)
+
+
+@router.get("/v1/prefixes")
+async def list_prefixes(request: fastapi.Request, api: Api) -> dict[str, Any]:
+    found = await api.client.prefixes(_owner(request, api))
+    return {"object": "list", "data": [_as_json(prefix) for prefix in found]}
+
+
+@router.get("/v1/prefixes/{prefix_id}")
+async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
+    for prefix in await api.client.prefixes(_owner(request, api)):
+        if prefix.id == prefix_id:
+            return _as_json(prefix)
+    raise _unknown(prefix_id)
+
+
+@router.delete("/v1/prefixes/{prefix_id}")
+async def unpin_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
+    """Keep it no longer. Requests that run keep their blocks."""
+    if not await api.client.unpin(prefix_id, _owner(request, api)):
+        raise _unknown(prefix_id)
+    return {"id": prefix_id, "object": "prefix", "deleted": True}
+
+
+async def _render(api: ApiContext, body: PrefixBody) -> RenderedPrompt:
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt (a text or token ids) or messages.", "prompt")
+    if body.messages is None:
+        if not isinstance(body.prompt, str | list):
+            kind = type(body.prompt).__name__
+            raise bad_request(
+                f"prompt must be a text or a list of token ids, got {kind}.", "prompt"
+            )
+        return await render_prompt(api, body.prompt, add_special_tokens=body.add_special_tokens)
+    if not body.messages:
+        raise bad_request("messages is empty; give at least one message.", "messages")
+    options = ChatOptions(
+        add_generation_prompt=False,
+        tools=body.tools,
+        template_kwargs=body.chat_template_kwargs or {},
+    )
+    return await render_prompt(api, body.messages, options, body.chat_template)
+
+
+def _owner(request: fastapi.Request, api: ApiContext) -> str | None:
+    """Whose prefixes a caller may see; None is everybody's."""
+    keys = api.config.api_key
+    return tenant_of(request.scope, keys, None) if keys else None
+
+
+def _unknown(prefix_id: str) -> ApiError:
+    text = f"there is no pinned prefix {shown(prefix_id)} of yours; GET /v1/prefixes lists them."
+    return ApiError(404, text, param="prefix_id", code="not_found")
+
+
+def _as_json(prefix: PinnedPrefix) -> dict[str, Any]:
+    return {
+        "id": prefix.id,
+        "object": "prefix",
+        "status": "ready" if prefix.is_ready else "computing",
+        "num_tokens": prefix.num_tokens,
+        "num_blocks": prefix.num_blocks,
+        "num_hits": prefix.num_hits,
+        "age_s": round(prefix.age_s, 3),
+        "expires_in_s": None if prefix.expires_in_s is None else round(prefix.expires_in_s, 3),
+    }
