@@ -94,7 +94,7 @@ def test_an_exception_is_a_difference(recording: Path, monkeypatch) -> None:
 
 def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
     """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
-    monkeypatch.setattr(Scheduler, "_is_indexed", lambda self, sequence: False)
+    monkeypatch.setattr(Scheduler, "is_indexed", lambda self, sequence: False)
     found = difference_of(recording)
     assert (found.step_id, found.what) in ((0, "what is looked up"), (1, "plan.computed_bound"))
 

@@ -7,6 +7,7 @@ nothing but decoding happened is one event, `Planned`.
 from dataclasses import dataclass
 
 from quire.base.plan import Int32, Plan
+from quire.base.prefix import PrefixReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,14 @@ class Admitted(Event):
     row: int
     num_cached_tokens: int
     index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixFound(Event):
+    """How much of a new request's prompt was in the cache, and why not more."""
+
+    request_id: str
+    report: PrefixReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from quire.base.plan import Candidates
+from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
 from quire.base.tiers import Fetched, Kept, LookedUp
 
@@ -107,7 +108,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one step gave one sequence of a request. index: which of the request's n it is.
 
     error: what went wrong; finish_reason is then `error`, or `timeout` if the time was up.
-    beams: all results of a beam search, with which the request has ended.
+    beams: all results of a beam search, with which the request has ended. prefix: what of the
+    prompt was cached, once.
 
     One is made per request and step, and none can be part of a cycle: the garbage collector need
     not look at them (a quarter less time to make them, and fewer collections).
@@ -124,6 +126,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     error: str | None = None
     index: int = 0
     beams: list[BeamOutput] | None = None
+    prefix: PrefixReport | None = None
 
 
 class NewTokens(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -207,8 +210,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """Core to client: what one step gave this client's requests. Each sequence is in one of the
-    two parts."""
+    """Core to client: what one step gave this client's requests. The news of each sequence are in
+    one of the two parts, except for its prefix report."""
 
     outputs: list[SequenceOutput] = []
     tokens: NewTokens | None = None

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from quire.base.prefix import PrefixReport
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -55,7 +57,10 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The state of a request: its prompt and its continuations."""
+    """The state of a request: its prompt and its continuations.
+
+    prefix: where the cached tokens of the prompt were, and why there were no more.
+    """
 
     request_id: str
     prompt: str | None
@@ -65,3 +70,4 @@ class RequestOutput:
     finished: bool = False
     metrics: RequestMetrics | None = None
     num_cached_tokens: int | None = None
+    prefix: PrefixReport | None = None

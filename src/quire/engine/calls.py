@@ -1,7 +1,8 @@
 """The calls through the four doors and what they gave, as plain data.
 
     [ADD, now, request]  [CONTROL, now, message]  [SCHEDULE, now]  [UPDATE, now, result]    calls
-    [DIGESTS, [arrival, digest ...] ...]  [PLAN, fields]  [REFUSED]  [RAISED, what]      then these
+    [DIGESTS, [arrival, digest ...] ...]  [FOUND, event ...]  [PLAN, fields]             then these
+    [REFUSED]  [RAISED, what]
     [END, why]                                                   the last item, if there is no more
 
 Of a plan only what differs from what one would guess after the plan before it is written: in steady
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from quire.base.errors import EngineError
+from quire.base.events import PrefixFound
 from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
 from quire.engine.redact import NEUTRAL, Redaction
 from quire.scheduler.sequence import Sequence as Line
 from quire.scheduler.snapshot import decode, encode
 
-ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END = range(9)
+ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND = range(10)
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
 STICKY = ("rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates")
 PLAN_FIELDS = tuple(item.name for item in dataclasses.fields(Plan))
@@ -34,6 +36,7 @@ class Call:
     """A call through a door, as it was recorded. value: a request, a message or a result.
 
     plan: its fields; None if none was made. digests: (arrival, new digests of that sequence).
+    found: what was told of prompts' prefixes, which only the scheduler of that time could tell.
     """
 
     kind: int
@@ -41,6 +44,7 @@ class Call:
     value: Any = None
     plan: Fields | None = None
     digests: list[tuple[int, list[bytes]]] = field(default_factory=list)
+    found: list[PrefixFound] = field(default_factory=list)
     is_refused: bool = False
     raised: str | None = None
 
@@ -63,6 +67,8 @@ class CallEncoder:
                 DIGESTS,
                 *([arrival, *map(self._data, all_[a:b])] for arrival, all_, a, b in item[1]),
             ]
+        if kind == FOUND:
+            return [FOUND, *map(encode, item[1])]
         if kind in (ADD, CONTROL):
             value = item[2]
             if self._redaction is not None:
@@ -224,6 +230,8 @@ def _call(kind: int, now: float, value: Any = None) -> Call:
 def _add(call: Call, kind: int, rest: list[Any], guess: PlanGuess) -> None:
     if kind == DIGESTS:
         call.digests += [(arrival, new) for arrival, *new in rest]
+    elif kind == FOUND:
+        call.found += map(decode, rest)
     elif kind == PLAN:
         call.plan = guess.complete(rest[0])
     elif kind == REFUSED:

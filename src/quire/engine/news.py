@@ -58,7 +58,7 @@ def news_of(outputs: StepOutputs) -> News:
     """One message per sequence that has more to say than a token."""
     sequences, token_ids = outputs.sequences.tolist(), outputs.token_ids.tolist()
     if outputs.plain:
-        return News(sequences, token_ids)
+        return News(sequences, token_ids, [_report(sequence) for sequence in outputs.reports])
     talkers = {s.arrival: s for s in outputs.others}
     for sequence in sequences:
         arrival = sequence.arrival
@@ -76,7 +76,18 @@ def news_of(outputs: StepOutputs) -> News:
         _message(sequence, tokens.get(arrival), outputs) for arrival, sequence in talkers.items()
     ]
     news.outputs += [_beams(sequence, found) for sequence, found in outputs.hypotheses]
+    news.outputs += [_report(s) for s in outputs.reports if s.arrival not in talkers]
     return news
+
+
+def _report(sequence: Sequence) -> SequenceOutput:
+    """Of a request that was admitted with this step, and has nothing else to tell than a token."""
+    return SequenceOutput(
+        sequence.request.request_id,
+        [],
+        num_cached_tokens=max(0, sequence.num_cached_tokens),
+        prefix=sequence.report,
+    )
 
 
 def _message(sequence: Sequence, token: int | None, outputs: StepOutputs) -> SequenceOutput:
@@ -94,6 +105,7 @@ def _message(sequence: Sequence, token: int | None, outputs: StepOutputs) -> Seq
         num_preemptions=sequence.num_preemptions,
         error=ending.error if ending else None,
         index=sequence.index,
+        prefix=sequence.report if sequence in outputs.reports else None,
     )
 
 
@@ -108,6 +120,7 @@ def _beams(sequence: Sequence, hypotheses: list[Hypothesis]) -> SequenceOutput:
         num_cached_tokens=max(0, sequence.num_cached_tokens),
         num_preemptions=sequence.num_preemptions,
         beams=beams,
+        prefix=sequence.report,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, BeamOutput, Request, SequenceOutput
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.logprobs import PromptLogprobCollector
 from quire.engine.sample import Sample
@@ -101,8 +102,9 @@ class _OpenRequest:
     """
 
     __slots__ = (
-        "_kind", "_metrics", "_num_cached_tokens", "_params", "_prompt", "_prompt_logprobs",
-        "_prompt_token_ids", "_request", "_samples", "_tokenizer", "num_open", "only",
+        "_kind", "_metrics", "_num_cached_tokens", "_params", "_prefix", "_prompt",
+        "_prompt_logprobs", "_prompt_token_ids", "_request", "_samples", "_tokenizer",
+        "num_open", "only",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +122,7 @@ class _OpenRequest:
         self._kind = RequestOutputKind.FINAL_ONLY if params.is_ranked else params.output_kind
         self._metrics = RequestMetrics(arrival_s)
         self._num_cached_tokens: int | None = None
+        self._prefix: PrefixReport | None = None
         self._tokenizer = tokenizer
         self._prompt_logprobs = _prompt_collector(request.prompt_token_ids, params, tokenizer)
         self._samples = [
@@ -159,6 +162,7 @@ class _OpenRequest:
             metrics.num_preemptions = sum([s.num_preemptions for s in self._samples])
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
+        self._prefix = output.prefix or self._prefix
         if output.token_ids and metrics.first_token_s is None:
             metrics.first_token_s = now_s
         if output.error is not None:
@@ -188,7 +192,7 @@ class _OpenRequest:
             )
             sample.cumulative_logprob = beam.cumulative_logprob
         self.num_open = 0
-        self._num_cached_tokens = output.num_cached_tokens
+        self._num_cached_tokens, self._prefix = output.num_cached_tokens, output.prefix
         metrics = self._metrics
         metrics.num_preemptions = output.num_preemptions
         metrics.first_token_s = metrics.finished_s = now_s
@@ -231,6 +235,7 @@ class _OpenRequest:
             self.num_open == 0,
             self._metrics,
             self._num_cached_tokens,
+            self._prefix,
         )
 
     def _completions(self, delta: bool) -> list[CompletionOutput]:

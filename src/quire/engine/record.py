@@ -23,6 +23,7 @@ import msgspec
 
 import quire
 from quire.base.errors import ConfigError, EngineError
+from quire.base.events import PrefixFound
 from quire.base.messages import Control, Request
 from quire.base.plan import Plan, StepResult
 from quire.engine.calls import (
@@ -30,6 +31,7 @@ from quire.engine.calls import (
     CONTROL,
     DIGESTS,
     END,
+    FOUND,
     PLAN,
     RAISED,
     REFUSED,
@@ -54,7 +56,7 @@ FRAME_ITEMS = 256
 BREATH_ITEMS = 4  # then the writer lets the core's thread have the interpreter
 BREATH_S = 1e-6
 END_S = 10.0
-OMITTED = ("digester", "events")  # of the scheduler's state: a replay brings its own
+OMITTED = ("digester", "events", "history")  # of the scheduler's state: a replay brings its own
 
 T = TypeVar("T")
 
@@ -124,7 +126,8 @@ class Recorder:
         if not self._is_ready(now):
             self._digests.clear()
             return self._scheduler.schedule(now)
-        put = self._put
+        put, events = self._put, self._scheduler.events
+        num_events = len(events)
         put((SCHEDULE, now))
         try:
             plan = self._scheduler.schedule(now)
@@ -133,6 +136,8 @@ class Recorder:
             raise
         if self._digests:
             self._put_digests()
+        if found := [event for event in events[num_events:] if type(event) is PrefixFound]:
+            put((FOUND, found))
         if plan is not None:
             put((PLAN, plan))
         return plan

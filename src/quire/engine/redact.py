@@ -30,7 +30,7 @@ NEUTRAL = -2  # stands for a token that does not end its sequence; -1 pads lists
 DIGEST_BYTES = 16
 NUMBERS = frozenset({type(None), bool, int, float})
 BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # of the scheduler's state
-PLAIN = {"request_id", "for_request_id", "finish_reason", "kind"}
+PLAIN = {"request_id", "for_request_id", "near_id", "finish_reason", "kind", "miss"}
 KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
 DROPPED = {
     "stop", "bad_words", "bad_words_token_ids", "logit_bias", "allowed_token_ids", "extra_args",

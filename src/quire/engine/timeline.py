@@ -13,7 +13,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, Stepped
+from quire.base.events import (
+    Admitted,
+    Event,
+    Finished,
+    Planned,
+    Preempted,
+    PrefixFound,
+    Queued,
+    Stepped,
+)
+from quire.base.prefix import PrefixReport
+from quire.engine import prefix_words
 from quire.scheduler.scheduler import Scheduler
 
 MOST_REQUESTS = 1000  # that have ended
@@ -71,6 +82,7 @@ class Timeline:
     was_there: bool = False
     admitted_s: float = math.nan
     num_cached_tokens: int = 0
+    prefix: PrefixReport | None = None
     num_sequences: int = 1
     others: list[tuple[str, int, int]] = field(default_factory=list)
     num_others: int = 0
@@ -162,6 +174,9 @@ class Timelines:
                 )  # fmt: skip
             case Admitted():
                 self._admit(event)
+            case PrefixFound():
+                if event.request_id in self.open:
+                    self.open[event.request_id].prefix = event.report
             case Preempted():
                 self._preempt(event)
             case Finished():
@@ -282,6 +297,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
         }
         for stay in line.preemptions
     ]
+    prefix = {} if line.prefix is None else prefix_words.as_data(line.prefix, hides_others)
     others = [{"id": name(i), "prompt_tokens": n, "tokens": m} for i, n, m in line.others]
     return {
         "id": line.request_id,
@@ -300,6 +316,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
             "prompts": others,
         },
         "cached_tokens": line.num_cached_tokens,
+        **prefix,
         "chunks": chunks(line.chunks),
         "first_token_ms": at(line.first_token_s),
         "num_preemptions": line.num_preemptions,
@@ -320,7 +337,7 @@ def in_words(line: Timeline, block_size: int, hides_others: bool = False) -> lis
     if line.state == "waiting":
         return told
     if line.admitted_s < math.inf:
-        told.append(_prefix(line, block_size))
+        told.append(_prefix(line, block_size, hides_others))
     if line.chunks.num:
         told.append(_computed(line.chunks, "the prompt was computed"))
     if not math.isnan(line.first_token_s):
@@ -353,7 +370,9 @@ def _waiting(line: Timeline) -> list[str]:
     return [waited]
 
 
-def _prefix(line: Timeline, block_size: int) -> str:
+def _prefix(line: Timeline, block_size: int, hides_others: bool) -> str:
+    if line.prefix is not None:
+        return prefix_words.in_words(line.prefix, line.num_prompt_tokens, hides_others)
     cached, num = line.num_cached_tokens, line.num_prompt_tokens
     if not cached:
         return "no prefix hit"

@@ -12,15 +12,17 @@ Invariant (`check_invariants`): the three places partition the blocks, and index
 inverse to each other.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+
+MOST_LOST = 1 << 14
 
 
 class BlockPool:
     """Blocks 0..num_blocks-1. `free_order` is the order in which fresh blocks are handed out.
 
     evicted: blocks that lost their place in the index to make room, with their digests, for those
-    who copy them; None if nobody does.
+    who copy them; None if nobody does. lost: the last such digests, for those who remember them.
     """
 
     def __init__(self, num_blocks: int, free_order: Sequence[int] | None = None) -> None:
@@ -33,6 +35,7 @@ class BlockPool:
         self._digests: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self.evicted: list[tuple[int, bytes]] | None = None
+        self.lost: deque[bytes] = deque(maxlen=MOST_LOST)
         self.num_evictions = 0
         self.num_index_changes = 0
 
@@ -67,6 +70,7 @@ class BlockPool:
         assert digest is not None, "an unnamed block waits in the LRU queue"
         if self.evicted is not None:
             self.evicted.append((block_id, digest))
+        self.lost.append(digest)
         self.unindex(block_id)
         self.num_evictions += 1
         return True

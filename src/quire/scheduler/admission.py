@@ -138,6 +138,7 @@ def _start(
     scheduler.grant(sequence, num_new, draft, found)
     if not sequence.num_preemptions:
         scheduler.pins.count_hit(sequence)
+        scheduler.remember(sequence, hit, now)
     if hit.num_loads:
         load(scheduler, sequence, draft)
     return num_new

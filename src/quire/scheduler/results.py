@@ -47,6 +47,7 @@ class StepOutputs:
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     others: list[Sequence] = field(default_factory=list)  # ended or with news, but without a token
     hypotheses: list[tuple[Sequence, list[Hypothesis]]] = field(default_factory=list)
+    reports: list[Sequence] = field(default_factory=list)  # admitted since the last step
 
     @property
     def plain(self) -> bool:

@@ -18,13 +18,13 @@ import numpy as np
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.events import Admitted, Event, Finished, Planned, Queued
+from quire.base.events import Admitted, Event, Finished, Planned, PrefixFound, Queued
 from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache, Unpin
 from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
 from quire.base.tiers import Fetched, Kept, LookedUp
 from quire.base.validation import check_open, check_pin
 from quire.kv.digest import root_digest
-from quire.kv.manager import KVManager
+from quire.kv.manager import KVBlocks, KVManager
 from quire.scheduler.admission import Headroom, admit, fits_now
 from quire.scheduler.beam_rows import is_beam
 from quire.scheduler.budget import share_budget
@@ -32,6 +32,7 @@ from quire.scheduler.crossing import Digester, append_blocks, digest_blocks, ind
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
 from quire.scheduler.groups import Group, fork_members, give_rows_back
+from quire.scheduler.history import History
 from quire.scheduler.hits import remaining
 from quire.scheduler.invariants import check_invariants
 from quire.scheduler.pins import Pins
@@ -87,6 +88,7 @@ class Scheduler:
         self.num_beam_searches = 0
         self.preemption_mode = config.preemption_mode
         self.rates = MeasuredRates()
+        self._admitted: list[Sequence] = []  # whose clients were not told yet of their prefix
         self.forked: list[RowFork] = []  # by beam searches, for the next plan; also host_tokens
         self.host_tokens: list[HostTokens] = []
         self._next_step_id = 0
@@ -95,6 +97,7 @@ class Scheduler:
         self.time_limits = TimeLimits()
         self.late: list[tuple[Sequence, Ending]] = []  # dropped since the last outputs
         self.pins = Pins(self)
+        self.history = History(self)
         self.stores = Stores(self, num_stores) if num_stores else None
         self.digester: Digester = digest_blocks  # a replay has them from its record
 
@@ -233,6 +236,7 @@ class Scheduler:
         """Carry out a control message. Unknown request ids have ended by themselves."""
         if isinstance(message, ResetPrefixCache):
             self.kv.reset_prefix_cache()
+            self.history.reset()
             return
         if isinstance(message, Append):
             append(self, message, now)
@@ -337,6 +341,7 @@ class Scheduler:
         """Freeze the draft; rows whose last known or pending token is computed will sample."""
         table = self.table
         rows, num_tokens = draft.all_rows()
+        self.history.take_evicted(now)
         offload(self, draft, is_planned=len(rows) > 0)
         if len(rows) == 0:
             self._swaps = draft.swaps  # who gave way was the only one with something to do
@@ -416,6 +421,7 @@ class Scheduler:
         assert result.error is None, "a step that failed is to be repeated row by row first"
         settled = [] if self.kv.tier is None else self.kv.tier.settle(result.step_id)
         outputs = take_result(self, self.flights.popleft(), result, now)
+        outputs.reports, self._admitted = self._admitted, []
         for sequence in self.pins.settle(now):
             outputs.endings[sequence.arrival] = Ending("pinned")
             outputs.others.append(sequence)
@@ -487,6 +493,15 @@ class Scheduler:
         """Rows that nobody has started."""
         self._free_rows += rows
 
+    def remember(self, sequence: Sequence, hit: KVBlocks, now: float) -> None:
+        """Tell of a request that was just admitted what its prompt found in the cache."""
+        sequence.report = self.history.report(sequence, hit, now)
+        self.history.enter(sequence)
+        says_something = sequence.report.num_tokens > 0 or sequence.report.miss
+        if says_something and not is_beam(sequence):  # of a search all is told at the end
+            self._admitted.append(sequence)
+        self.events.append(PrefixFound(now, sequence.request.request_id, sequence.report))
+
     def leave_row(self, sequence: Sequence) -> None:
         """Free the blocks and the row; known tokens are kept, pending ones will still arrive."""
         row, table = sequence.row, self.table
@@ -506,6 +521,7 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: str, now: float) -> None:
         """End a sequence: `reason` is stop, length, abort, error, timeout or pinned. The request
         ends with the last of its sequences."""
+        self.history.leave(sequence)
         if sequence.row >= 0:
             self.leave_row(sequence)
         elif not sequence.is_aside:

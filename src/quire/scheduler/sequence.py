@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.messages import Request
+from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
 from quire.kv.manager import SequenceBlocks
 
@@ -94,6 +95,8 @@ class Sequence:
     is_aside: bool = False  # it waits for that outside the queue
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     tenant: int = 0  # its slot among the tenants' counters
+    report: PrefixReport | None = None  # of its first admission
+    num_fetched_blocks: int = 0  # that stores brought for it
     found_tokens: int = 0  # prefix hit when the index had changed found_at times
     found_at: int = -1
     prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length, pins.py

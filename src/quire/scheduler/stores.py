@@ -170,8 +170,11 @@ class Stores:
             host_pools[g].release(block)
         if answer.num_bytes and answer.duration_s > 0:
             self._measure(answer.store, answer.num_bytes / answer.duration_s)
+        num_found = sum(ok for (g, _, _), ok in zip(items, answer.ok, strict=True) if g == 0)
         for wait in list(self.waiting.values()):
-            wait.tickets.discard(answer.ticket)
+            if answer.ticket in wait.tickets:
+                wait.tickets.remove(answer.ticket)
+                wait.sequence.num_fetched_blocks += num_found
             self._end_wait(wait)
 
     def _end_wait(self, wait: Wait) -> None:

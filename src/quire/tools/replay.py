@@ -18,7 +18,7 @@ import numpy as np
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError, RequestError
-from quire.base.events import Event
+from quire.base.events import Event, PrefixFound
 from quire.base.plan import Plan
 from quire.engine.calls import (
     ADD,
@@ -36,6 +36,7 @@ from quire.engine.recording import Segment
 from quire.engine.redact import Redaction
 from quire.kv.manager import KVManager
 from quire.scheduler.crossing import digest_blocks
+from quire.scheduler.history import History
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
@@ -191,6 +192,7 @@ class _Replay:
             self.digests.end()
             difference = self._compare(call, plan, raised)
             events, self.scheduler.events = self.scheduler.events, []
+            events = [event for event in events if not isinstance(event, PrefixFound)] + call.found
             yield Step(call, plan, events, difference)
             if difference is not None or raised is not None:
                 return
@@ -233,6 +235,7 @@ def restored(segment: Segment) -> Scheduler:
         raise EngineError(f"{segment.path} holds no scheduler.")
     scheduler.events = []
     scheduler.digester = digest_blocks
+    scheduler.history = History(scheduler)
     return scheduler
 
 

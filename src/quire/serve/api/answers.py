@@ -11,6 +11,8 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.prefix import PrefixReport
+from quire.engine.prefix_words import shown_to
 from quire.engine.remote import AsyncClient
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.jobs import Job, collect, run
@@ -22,17 +24,23 @@ Json = dict[str, Any]
 
 @dataclass
 class Tally:
-    """Tokens of one prompt and its continuations so far; also of those that best_of dropped."""
+    """Tokens of one prompt and its continuations so far; also of those that best_of dropped.
+
+    tenant: whose request it is. prefix: what of the prompt was cached.
+    """
 
     num_prompt: int
     num_completion: int = 0
     num_cached: int = 0
     num_dropped: int = 0
+    tenant: str = ""
+    prefix: PrefixReport | None = None
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
         """num_tokens: new ones of one continuation."""
         self.num_completion += num_tokens
         self.num_cached = output.num_cached_tokens or self.num_cached
+        self.prefix = output.prefix
         if num_tokens and output.metrics is not None:
             self.num_dropped = output.metrics.num_dropped_tokens
 
@@ -115,10 +123,12 @@ def usage(choices: Sequence[Sequence[Choice]]) -> Json:
     tallies = [mine[0].tally for mine in choices]
     prompt = sum([tally.num_prompt for tally in tallies])
     completion = sum([tally.num_completion + tally.num_dropped for tally in tallies])
-    cached = sum([tally.num_cached for tally in tallies])
+    details: Json = {"cached_tokens": sum([tally.num_cached for tally in tallies])}
+    if len(tallies) == 1 and tallies[0].prefix is not None:
+        details |= shown_to(tallies[0].prefix, tallies[0].tenant)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }

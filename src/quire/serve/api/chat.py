@@ -53,7 +53,7 @@ async def create_chat_completion(
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
-    tally = Tally(len(job.token_ids))
+    tally = Tally(len(job.token_ids), tenant=job.request.tenant)
     choices = [ChatChoice(index, body, job, names, tally) for index in range(params.n)]
     answer = Answer(api.client, body, head, [job], [choices])
     return await answer.respond(request)

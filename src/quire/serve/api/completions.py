@@ -180,7 +180,8 @@ def _choices(
     api: ApiContext, prompt_index: int, body: CompletionRequest, job: Job, names: TokenNames
 ) -> list[CompletionChoice]:
     """The choices of one prompt."""
-    n, echo, tally = job.request.params.n, _echo(api, body, job), Tally(len(job.token_ids))
+    n, echo = job.request.params.n, _echo(api, body, job)
+    tally = Tally(len(job.token_ids), tenant=job.request.tenant)
     return [
         CompletionChoice(prompt_index * n + index, body, job, echo, names, tally)
         for index in range(n)

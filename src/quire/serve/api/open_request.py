@@ -71,6 +71,7 @@ class OpenRequest:
         if is_last:
             self._check_length(num_prompt)
         if self.answer is None and token_ids:
+            self._tally.tenant = tenant
             self._begin(token_ids, is_last, tenant)
         elif self.answer is not None and (token_ids or is_last):
             self._api.client.append(self._job_id, token_ids, is_last)

@@ -1,0 +1,94 @@
+"""What was found of a prompt's prefix, for people and for programs.
+
+Why there was no more of it tells of other prompts; to the token even, so that whoever learns it
+could guess them token by token. So an answer gives the reason only if it concerns prompts of the
+same named tenant. Ids of other requests, and what another salt has, are for records alone.
+"""
+
+from typing import Any
+
+from quire.base.prefix import (
+    COMPUTING,
+    COSTLY,
+    EVICTED,
+    NEW,
+    OFF,
+    SALT,
+    UNREAD,
+    PrefixReport,
+)
+
+TIERS = {
+    "pinned": "pinned",
+    "device": "on the device",
+    "host": "from host memory",
+    "store": "from a store",
+}
+OF_ITSELF = (OFF, UNREAD)  # reasons that tell nothing of others
+
+
+def shown_to(report: PrefixReport, tenant: str) -> dict[str, Any]:
+    """For the answer to a request of this tenant. The nameless share a name, but may be many."""
+    data = as_data(report, hides_others=True)
+    if not tenant and report.miss not in OF_ITSELF:
+        data.pop("cache_miss", None)
+    return data
+
+
+def as_data(report: PrefixReport, hides_others: bool = False) -> dict[str, Any]:
+    """For JSON. hides_others: without what tells of other tenants, and ids of other requests."""
+    tiers = {tier: num for tier in TIERS if (num := getattr(report, tier)) > 0}
+    data: dict[str, Any] = {"cached_tokens_by_tier": tiers}
+    if not report.miss or (hides_others and _is_of_others(report)):
+        return data
+    miss: dict[str, Any] = {"reason": report.miss}
+    if report.at_token >= 0:
+        miss["at_token"] = report.at_token
+    if report.lost_s >= 0:
+        miss["evicted_s_ago"] = round(report.lost_s, 3)
+    if report.num_other_tokens:
+        miss["tokens_of_another_salt"] = report.num_other_tokens
+    if report.near_id and not hides_others:
+        miss["nearest_request"] = report.near_id
+    return data | {"cache_miss": miss}
+
+
+def _is_of_others(report: PrefixReport) -> bool:
+    return report.miss not in OF_ITSELF and not report.near_is_own
+
+
+def in_words(report: PrefixReport, num_prompt: int, hides_others: bool = False) -> str:
+    """One sentence."""
+    num = report.num_tokens
+    told = "no prefix hit"
+    if num:
+        where = ", ".join(
+            f"{tokens:,} tokens {words}"
+            for tier, words in TIERS.items()
+            if (tokens := getattr(report, tier)) > 0
+        )
+        told = f"prefix hit {100 * num / num_prompt:.0f} % ({where})"
+    if not report.miss:
+        return f"{told}: all whole blocks of the prompt" if num else told
+    hides_reason = hides_others and _is_of_others(report)
+    return told if hides_reason else f"{told}; {_why(report, hides_others)}"
+
+
+def _why(report: PrefixReport, hides_others: bool) -> str:
+    near = "another of yours" if hides_others else f"that of request {report.near_id}"
+    told = {
+        OFF: "there is no prefix cache",
+        UNREAD: "prompt_logprobs need the whole prompt computed",
+        COSTLY: "more is in host memory, but to load it would have taken longer than to compute it",
+        COMPUTING: f"the next block was just being computed for {near}",
+        SALT: f"another cache salt has {report.num_other_tokens:,} tokens of it",
+    }
+    if report.miss in told:
+        return told[report.miss]
+    if report.miss == EVICTED:
+        when = f" {report.lost_s:.1f} s before" if report.lost_s >= 0 else ""
+        return f"the next block was there, and was evicted{when}"
+    if report.miss == NEW:
+        at = f"from token {report.at_token:,} on it is new, where {near} ends"
+        return at if report.near_id else "nothing like the rest is known"
+    return f"it differs from {near} at token {report.at_token:,}"

@@ -1,0 +1,221 @@
+"""What was cached once, to tell why a prompt was not found, or not all of it.
+
+The index knows what is there. Beside it, the last prompts are remembered with the digests of their
+blocks and their tokens, and when a block of theirs was evicted. The first block of a new prompt
+that is not found then tells the reason:
+
+    a remembered prompt has it       it was evicted, and when; or it is being computed
+    one has the block before it      the prompts differ inside this block, at this token
+    another root has the same text   another salt
+
+Nothing is decided by this, and it is no part of a snapshot: a replay has what was told then.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from quire.base.prefix import (
+    COMPUTING,
+    COSTLY,
+    DIVERGED,
+    EVICTED,
+    NEW,
+    OFF,
+    SALT,
+    UNREAD,
+    PrefixReport,
+)
+from quire.kv.digest import extend_digests
+from quire.kv.manager import KVBlocks
+from quire.scheduler.sequence import Int32, Sequence
+
+if TYPE_CHECKING:
+    from quire.scheduler.scheduler import Scheduler
+
+Fields = dict[str, Any]  # of a report
+MOST_COMPARED = 32  # of the last prompts, to find the nearest
+MOST_BLOCKS = 1 << 15  # of all remembered prompts together: about 10 MB
+
+
+@dataclass(eq=False, slots=True)
+class Remembered:
+    """A prompt, with its output once it has ended. sequence: until then."""
+
+    request_id: str
+    tenant: str
+    root: bytes
+    first: bytes  # its first block's tokens
+    digests: list[bytes]
+    num_digests: int  # that are in the table
+    tokens: Int32
+    sequence: Sequence | None
+
+    @property
+    def num_computed(self) -> int:
+        """Blocks that were in the index, or are."""
+        return self.num_digests if self.sequence is None else self.sequence.blocks.num_indexed
+
+    def has(self, digest: bytes, num_blocks: int) -> bool:
+        """Whether it begins with so many blocks, of which this is the last; 0: with this root."""
+        if num_blocks == 0:
+            return self.root == digest
+        return len(self.digests) >= num_blocks and self.digests[num_blocks - 1] == digest
+
+    def fields(self, sequence: Sequence) -> Fields:
+        """What is told of it to this one."""
+        is_own = self.tenant == sequence.request.tenant
+        return {"near_id": self.request_id, "near_is_own": is_own}
+
+
+class History:
+    """most_blocks: digests that are remembered; the oldest prompts go first."""
+
+    def __init__(self, scheduler: "Scheduler", most_blocks: int = MOST_BLOCKS) -> None:
+        self._scheduler = scheduler
+        self._most_blocks = most_blocks
+        self._num_blocks = 0
+        self._all: deque[Remembered] = deque()
+        self._open: dict[int, Remembered] = {}  # by arrival
+        self._by_digest: dict[bytes, Remembered] = {}  # also by root; the latest one
+        self._by_first: dict[bytes, Remembered] = {}
+        self._lost_s: dict[bytes, float] = {}
+
+    def enter(self, sequence: Sequence) -> None:
+        """A new request was admitted."""
+        size, tokens = self._scheduler.kv.block_size, sequence.known_tokens
+        if not sequence.digests:
+            return
+        found = Remembered(
+            request_id=sequence.request.request_id,
+            tenant=sequence.request.tenant,
+            root=sequence.root,
+            first=tokens[:size].tobytes(),
+            digests=sequence.digests,
+            num_digests=0,
+            tokens=tokens,
+            sequence=sequence,
+        )
+        self._open[sequence.arrival] = found
+        self._all.append(found)
+        self._by_digest[found.root] = self._by_first[found.first] = found
+        self._add_digests(found, len(sequence.digests))
+
+    def leave(self, sequence: Sequence) -> None:
+        """A sequence ends, and still holds what it has."""
+        found = self._open.pop(sequence.arrival, None)
+        if found is None:
+            return
+        num_indexed = sequence.blocks.num_indexed if sequence.row >= 0 else found.num_digests
+        found.tokens, found.sequence = sequence.known_tokens.copy(), None
+        self._add_digests(found, num_indexed)
+
+    def _add_digests(self, found: Remembered, num: int) -> None:
+        new = found.digests[found.num_digests : num]
+        self._by_digest.update(dict.fromkeys(new, found))
+        found.num_digests += len(new)
+        self._num_blocks += len(new)
+        while self._num_blocks > self._most_blocks and self._all[0].sequence is None:
+            self._forget(self._all.popleft())
+
+    def _forget(self, old: Remembered) -> None:
+        self._num_blocks -= old.num_digests
+        for digest in (old.root, *old.digests[: old.num_digests]):
+            if self._by_digest.get(digest) is old:
+                del self._by_digest[digest]
+                self._lost_s.pop(digest, None)
+        if self._by_first.get(old.first) is old:
+            del self._by_first[old.first]
+
+    def take_evicted(self, now: float) -> None:
+        """Note what the pools have evicted since the last call."""
+        kv = self._scheduler.kv
+        for pool in (*kv.pools, *kv.host_pools):
+            if pool.lost:
+                self._lost_s.update({d: now for d in pool.lost if d in self._by_digest})
+                pool.lost.clear()
+
+    def reset(self) -> None:
+        """Nothing of before counts any more."""
+        self._all.clear()
+        self._open.clear()
+        self._by_digest.clear()
+        self._by_first.clear()
+        self._lost_s.clear()
+        self._num_blocks = 0
+
+    # ---- told --------------------------------------------------------------------------------
+
+    def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
+        """Where a new request's prompt was found, and why not more of it."""
+        size, num_tokens = self._scheduler.kv.block_size, hit.num_tokens
+        if hit.is_pinned:
+            return PrefixReport(pinned=num_tokens, **self._miss(sequence, hit, now))
+        away = max((len(found) for found in hit.host), default=0) * size
+        store = min(away, sequence.num_fetched_blocks * size)
+        return PrefixReport(
+            device=num_tokens - away,
+            host=away - store,
+            store=store,
+            **self._miss(sequence, hit, now),
+        )
+
+    def _miss(self, sequence: Sequence, hit: KVBlocks, now: float) -> Fields:
+        kv, num_tokens = self._scheduler.kv, sequence.num_known_tokens
+        index, most = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
+        if index >= most:
+            return {}
+        if not self._scheduler.is_indexed(sequence):
+            return {"miss": OFF}
+        if not sequence.may_read_cache:
+            return {"miss": UNREAD}
+        known = self._by_digest.get(sequence.digests[index])
+        if known is not None:
+            return self._lost(sequence, known, index, now)
+        if index == 0 and (found := self._elsewhere(sequence, most)):
+            return found
+        before = sequence.digests[index - 1] if index else sequence.root
+        near = self._by_digest.get(before)
+        if near is None:
+            return {"miss": NEW}
+        last = islice(reversed(self._all), MOST_COMPARED)
+        others = [each for each in last if each.has(before, index)]
+        apart = [self._apart(sequence, each, index) for each in (near, *others)]
+        return max(apart, key=lambda fields: int(fields["at_token"]))
+
+    def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
+        """Why a block is not used that a remembered prompt has."""
+        kv, digest = self._scheduler.kv, sequence.digests[index]
+        near = known.fields(sequence)
+        if known.num_computed <= index:
+            return near | {"miss": COMPUTING}
+        if all(kv.is_cached(g, digest) for g in range(len(kv.groups))):
+            return near | {"miss": COSTLY}
+        at_s = self._lost_s.get(digest)
+        return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
+
+    def _apart(self, sequence: Sequence, near: Remembered, index: int) -> Fields:
+        """Where a prompt leaves one that has all blocks before this one."""
+        start, size = index * self._scheduler.kv.block_size, self._scheduler.kv.block_size
+        other = near.tokens if near.sequence is None else near.sequence.known_tokens
+        mine, theirs = sequence.known_tokens[start:][:size], other[start:][:size]
+        num = min(len(mine), len(theirs))
+        common = int(np.argmin(np.append(mine[:num] == theirs[:num], False)))
+        miss = NEW if common == len(theirs) else DIVERGED
+        return near.fields(sequence) | {"miss": miss, "at_token": start + common}
+
+    def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
+        """What is cached of a prompt under another salt, if anything is."""
+        kv, tokens = self._scheduler.kv, sequence.known_tokens
+        near = self._by_first.get(tokens[: kv.block_size].tobytes())
+        if near is None or near.root == sequence.root:
+            return {}
+        digests: list[bytes] = []
+        extend_digests(digests, near.root, tokens, kv.block_size, most)
+        num_blocks = kv.num_computed_blocks(digests, len(tokens))
+        if not num_blocks:
+            return {}
+        return {"miss": SALT, "num_other_tokens": num_blocks * kv.block_size}
