@@ -6,6 +6,8 @@ Plans are carried out when they are made or when they are asked for. Invariants 
 every operation.
 """
 
+import zlib
+
 import msgspec
 import numpy as np
 import pytest
@@ -19,7 +21,18 @@ from quire.base.errors import RequestError
 from quire.base.events import Finished, Stepped
 from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
 from quire.base.model_spec import CacheGroup
-from quire.base.tiers import Fetch, Fetched, Kept, LookedUp, LookUp, Order
+from quire.base.tiers import (
+    Answer,
+    Fetch,
+    Fetched,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+    Remove,
+    Removed,
+)
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
@@ -45,24 +58,59 @@ BLOCK = 4
 
 
 class FakeStores:
-    """Blocks of tokens by name, beside the device's host memory."""
+    """Blocks of tokens by name, beside the device's host memory. has_others: other engines have put
+    most blocks there that somebody looks for. old: names that nobody may look up any more."""
 
     def __init__(self, num: int, scheduler: Scheduler) -> None:
         self.kept: list[dict[tuple[int, bytes], np.ndarray]] = [{} for _ in range(num)]
         self.scheduler = scheduler
         self.pending: list[Order] = []
         self.host: list[np.ndarray] = []
+        self.has_others = False
+        self.old: set[tuple[int, bytes]] = set()
 
-    def answer(self, pick: int, fails: bool) -> LookedUp | Fetched | Kept | None:
-        if self.scheduler.stores is not None:
-            self.pending += self.scheduler.stores.take_orders()
+    def take(self) -> None:
+        """Take new orders. Removing overtakes all others, and undoes what is still to be kept."""
+        if self.scheduler.stores is None:
+            return
+        for order in self.scheduler.stores.take_orders():
+            self.pending.append(order)
+            if isinstance(order, LookUp):
+                assert self.old.isdisjoint(order.names), "a name of before a reset"
+                self._put_others(order)
+            elif isinstance(order, Remove):
+                for name in order.names:
+                    self.kept[order.store].pop(name, None)
+                for i, other in enumerate(self.pending):
+                    if isinstance(other, Keep) and other.store == order.store:
+                        items = [
+                            (g, d, -1 if (g, d) in order.names else b) for g, d, b in other.items
+                        ]
+                        self.pending[i] = Keep(other.store, other.ticket, tuple(items))
+
+    def _put_others(self, order: LookUp) -> None:
+        sequence = self.scheduler.sequences.get(order.request_id)
+        if not self.has_others or sequence is None:
+            return
+        tokens = sequence.known_tokens.astype(np.int32)
+        for i, digest in enumerate(sequence.digests):
+            for g in range(len(self.host)):
+                if digest[0] % 8 and (g, digest) in order.names:
+                    ends = range(i * BLOCK + 1, (i + 1) * BLOCK + 1)
+                    block = np.array([zlib.crc32(tokens[:end].tobytes()) for end in ends])
+                    self.kept[order.store][g, digest] = block
+
+    def answer(self, pick: int, fails: bool) -> Answer | None:
+        self.take()
         if not self.pending:
             return None
         order = self.pending.pop(pick % len(self.pending))
         kept = self.kept[order.store]
         if isinstance(order, LookUp):
             found = [name in kept and not fails for name in order.names]
-            return LookedUp(order.store, order.request_id, found)
+            return LookedUp(order.store, order.request_id, found, order.ticket)
+        if isinstance(order, Remove):
+            return Removed(order.store, order.ticket, [not fails] * len(order.names))
         ok = [not fails or i % 2 == 0 for i in range(len(order.items))]
         if isinstance(order, Fetch):
             ok = [good and item[:2] in kept for good, item in zip(ok, order.items, strict=True)]
@@ -70,7 +118,7 @@ class FakeStores:
                 self.host[g][block] = kept.get((g, digest), GARBAGE)  # also what is no good
             return Fetched(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
         for (g, digest, block), good in zip(order.items, ok, strict=True):
-            if good:
+            if good and block >= 0:
                 kept[g, digest] = self.host[g][block].copy()
         return Kept(order.store, order.ticket, ok, 10 * sum(ok), 0.001)
 
@@ -126,6 +174,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pins: list[str] = []
         self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
+        self.num_resets = 0
 
     @rule(
         seed=st.integers(0, 3),
@@ -294,18 +343,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.opened.remove(name)
 
     @rule()
-    def forget(self) -> None:
-        """As after a restart: what stores have is all that is left, and a store has most of it."""
-        if not self.scheduler.flights and self.stores.kept:
-            for g, pool in enumerate(self.kv.pools):
-                slots = self.device.slots[g].reshape(-1, BLOCK)
-                for block in range(pool.num_blocks):
-                    digest = pool.digest_of(block)
-                    if digest is not None and digest[0] % 8:
-                        self.stores.kept[digest[1] % len(self.stores.kept)][g, digest] = slots[
-                            block
-                        ].copy()
-        self.core.control(ResetPrefixCache())
+    def reset(self) -> None:
+        """Nothing is found any more that was put anywhere before."""
+        self.stores.take()
+        named = {
+            (g, d)
+            for g, p in enumerate(self.kv.pools)
+            for d in map(p.digest_of, range(p.num_blocks))
+            if d
+        }
+        self.stores.old |= named.union(*self.stores.kept)
+        self.num_resets += 1
+        self.core.control(ResetPrefixCache(f"epoch {self.num_resets}"))
+        assert not any(pool.num_indexed for pool in (*self.kv.pools, *self.kv.host_pools))
+
+    @rule(has_others=st.booleans())
+    def share(self, has_others: bool) -> None:
+        """As after a restart: what stores have is all that there is."""
+        self.stores.has_others = has_others
 
     @rule(pick=st.integers(0, 50), fails=st.sampled_from([False, False, False, True]))
     def answer(self, pick: int, fails: bool) -> None:
@@ -413,7 +468,30 @@ class MixedMachine(SchedulerMachine):
     groups = (FULL, WINDOW)
 
 
-@pytest.mark.parametrize("machine", [SchedulerMachine, WindowMachine, MixedMachine])
+class StoresMachine(SchedulerMachine):
+    """Always with stores, a small pool and hits."""
+
+    @initialize(
+        depth=st.integers(1, 3),
+        budget=st.integers(4, 40),
+        rows=st.integers(1, 4),
+        spare=st.integers(0, 3),
+        lazy=st.booleans(),
+        mode=st.sampled_from(["recompute", "swap"]),
+        tier=st.sampled_from([2, 7, 60]),
+        stores=st.integers(1, 2),
+    )
+    def start(self, **drawn) -> None:  # type: ignore[override]
+        super().start(caching=True, policy=Fifo, threshold=0, **drawn)
+
+
+class MixedStoresMachine(StoresMachine):
+    groups = (FULL, WINDOW)
+
+
+@pytest.mark.parametrize(
+    "machine", [SchedulerMachine, WindowMachine, MixedMachine, StoresMachine, MixedStoresMachine]
+)
 def test_random_programs_give_each_request_its_own_tokens(machine: type) -> None:
     case = machine.TestCase
     case.settings = settings(

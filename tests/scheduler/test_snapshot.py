@@ -21,7 +21,12 @@ from quire.scheduler.fifo import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import CLASS, INSTANCE, METHOD, REF, decode, dump, encode, restore
 from tests.scheduler.programs import run_machine
-from tests.scheduler.test_scheduler_machine import FULL, MixedMachine, SchedulerMachine
+from tests.scheduler.test_scheduler_machine import (
+    FULL,
+    MixedMachine,
+    MixedStoresMachine,
+    SchedulerMachine,
+)
 
 
 def written(value: object, **options: tuple[str, ...]) -> object:
@@ -157,6 +162,10 @@ class RestoredMixedMachine(Restored, MixedMachine):
     pass
 
 
-@pytest.mark.parametrize("machine", [RestoredMachine, RestoredMixedMachine])
+class RestoredStoresMachine(Restored, MixedStoresMachine):
+    pass
+
+
+@pytest.mark.parametrize("machine", [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine])
 def test_restored_in_the_middle_of_random_programs(machine: type) -> None:
     run_machine(machine, max_examples=60)

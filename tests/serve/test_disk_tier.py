@@ -82,6 +82,27 @@ def test_damaged_files_are_misses(harm: str, tmp_path: Path, wanted: Found) -> N
     assert run(tmp_path, PROMPTS) == (wanted, [0] * 6)
 
 
+def test_a_reset_leaves_the_directory_to_others(tmp_path: Path, wanted: Found) -> None:
+    """Nothing of before comes back; what comes after does, in this engine only."""
+    pool = pool_bytes(checkpoint("qwen3"), 18, 4, 4)
+    few: dict[str, Any] = {"kv_cache_memory_bytes": pool, "max_num_seqs": 1, "dtype": "float32"}
+    few |= {"kv_disk_dir": str(tmp_path), "kv_host_gb": 0.0}
+    run(tmp_path, PROMPTS)
+    before = {file: file.read_bytes() for file in files_of(tmp_path)}
+    with open_llm("qwen3", **few) as llm:
+        for cached in (36, 0, 36):
+            if cached == 0:
+                llm.reset_prefix_cache()
+            outputs = []
+            for prompt in PROMPTS:
+                outputs += llm.generate([prompt], PARAMS, use_tqdm=False)
+            assert [output.num_cached_tokens for output in outputs] == [cached] * 6
+            assert found(outputs) == wanted
+    after = {file: file.read_bytes() for file in files_of(tmp_path)}
+    assert after.items() > before.items()
+    assert run(tmp_path, PROMPTS) == (wanted, [36] * 6)
+
+
 def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None:
     (prompt,) = (prompt["prompt_token_ids"] for prompt in PROMPTS[:1])
     prompts = [{"prompt_token_ids": prompt + [i]} for i in range(5)]

@@ -3,6 +3,7 @@
 Every message names its client and its core, so that many clients can speak to many cores.
 """
 
+import secrets
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import msgspec
 from quire.base.plan import Candidates
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
-from quire.base.tiers import Fetched, Kept, LookedUp
+from quire.base.tiers import Answer
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -73,7 +74,10 @@ class Append(msgspec.Struct, frozen=True, tag=True):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
-    """Control: forget all cached prefixes. Running requests keep their blocks."""
+    """Control: nothing that was cached before is used any more, in stores neither. Running requests
+    keep their blocks. epoch: a word that nobody used before; it is part of all names to come."""
+
+    epoch: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +95,7 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     copy_bytes_per_s: float = 0.0
 
 
-Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | LookedUp | Fetched | Kept
+Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | Answer
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):

@@ -42,7 +42,7 @@ ATTENTION_BACKENDS = PluginKind(
     ("prepare", "write", "run", "copy_blocks", "swap_out", "load"),
 )
 MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelError)
-CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "close"))
+CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "remove", "close"))
 KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS)
 
 

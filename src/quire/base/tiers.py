@@ -5,13 +5,15 @@ group and the digest of its tokens' chain (`kv/digest.py`); the digest's root co
 fingerprint and the salt, so equal names mean equal contents.
 
 Orders go to a store's worker, and each is answered once. Answers are control messages: they come
-through the second door, so that they can be recorded and replayed.
+through the second door, so that they can be recorded and replayed. An answer has the ticket of its
+order; every order has another one.
 """
 
 import msgspec
 
 BlockName = tuple[int, bytes]  # cache group, digest (32 bytes)
 Item = tuple[int, bytes, int]  # cache group, digest, host block
+KEEP_AT_END_S = 30.0  # for what is cached to be kept in stores when an engine ends
 
 
 class LookUp(msgspec.Struct, frozen=True, tag=True):
@@ -20,6 +22,7 @@ class LookUp(msgspec.Struct, frozen=True, tag=True):
     store: int
     request_id: str
     names: tuple[BlockName, ...]
+    ticket: int = 0
 
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
@@ -38,7 +41,16 @@ class Keep(msgspec.Struct, frozen=True, tag=True):
     items: tuple[Item, ...]
 
 
-Order = LookUp | Fetch | Keep
+class Remove(msgspec.Struct, frozen=True, tag=True):
+    """Order: these blocks may hold wrong numbers. Nobody is to find them any more, also not those
+    that `Keep` orders before this one are still to bring."""
+
+    store: int
+    ticket: int
+    names: tuple[BlockName, ...]
+
+
+Order = LookUp | Fetch | Keep | Remove
 
 
 class LookedUp(msgspec.Struct, frozen=True, tag=True):
@@ -48,6 +60,7 @@ class LookedUp(msgspec.Struct, frozen=True, tag=True):
     store: int
     request_id: str
     found: list[bool]
+    ticket: int = 0
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
@@ -75,4 +88,13 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     duration_s: float
 
 
-Answer = LookedUp | Fetched | Kept
+class Removed(msgspec.Struct, frozen=True, tag=True):
+    """Control: what the store has removed, or never had, in the order of the names. This engine
+    does not use the others either, until they are put there anew."""
+
+    store: int
+    ticket: int
+    ok: list[bool]
+
+
+Answer = LookedUp | Fetched | Kept | Removed

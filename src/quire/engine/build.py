@@ -33,6 +33,8 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
 
+STORE_SETTINGS = ("kv_disk_dir", "kv_store")  # where blocks are kept
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -99,6 +101,7 @@ def build_core(
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
+        settings |= dict.fromkeys(STORE_SETTINGS)  # a replay asks no store, and it may be a secret
         path, max_bytes = Path(config.record), config.record_max_mb * 1_000_000
         core.record(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())

@@ -3,6 +3,7 @@
     [ADD, now, request]  [CONTROL, now, message]  [SCHEDULE, now]  [UPDATE, now, result]    calls
     [DIGESTS, [arrival, digest ...] ...]  [FOUND, event ...]  [PLAN, fields]             then these
     [REFUSED]  [RAISED, what]
+    [ORDERS, fields ...]                                                 what stores are to do
     [END, why]                                                   the last item, if there is no more
 
 Of a plan only what differs from what one would guess after the plan before it is written: in steady
@@ -10,6 +11,7 @@ decoding little more than its number.
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +21,14 @@ import numpy as np
 from quire.base.errors import EngineError
 from quire.base.events import PrefixFound
 from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
+from quire.base.tiers import LookUp, Order, Remove
 from quire.engine.redact import NEUTRAL, Redaction
 from quire.scheduler.sequence import Sequence as Line
 from quire.scheduler.snapshot import decode, encode
 
-ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND = range(10)
+(
+    ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND, ORDERS,
+) = range(11)  # fmt: skip
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
 STICKY = ("rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates")
 PLAN_FIELDS = tuple(item.name for item in dataclasses.fields(Plan))
@@ -37,6 +42,7 @@ class Call:
 
     plan: its fields; None if none was made. digests: (arrival, new digests of that sequence).
     found: what was told of prompts' prefixes, which only the scheduler of that time could tell.
+    orders: the fields of those that it gave to stores.
     """
 
     kind: int
@@ -47,6 +53,7 @@ class Call:
     found: list[PrefixFound] = field(default_factory=list)
     is_refused: bool = False
     raised: str | None = None
+    orders: list[Fields] = field(default_factory=list)
 
 
 class CallEncoder:
@@ -69,6 +76,8 @@ class CallEncoder:
             ]
         if kind == FOUND:
             return [FOUND, *map(encode, item[1])]
+        if kind == ORDERS:
+            return [ORDERS, *(order_fields(order, self._redaction) for order in item[1])]
         if kind in (ADD, CONTROL):
             value = item[2]
             if self._redaction is not None:
@@ -155,6 +164,23 @@ def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
     return fields
 
 
+def order_fields(order: Order, redaction: Redaction | None) -> Fields:
+    """What an order says: of its blocks' names only a digest, since those are recorded elsewhere.
+    Two orders are the same if these are equal."""
+    fields: Fields = {"order": type(order).__name__, "store": order.store, "ticket": order.ticket}
+    if isinstance(order, LookUp | Remove):
+        names = order.names
+    else:
+        names = tuple(item[:2] for item in order.items)
+        blocks = np.array([block for _, _, block in order.items], np.int32)
+        fields["host_blocks"] = blocks.tobytes()
+    state = hashlib.blake2b(digest_size=8)
+    for group, digest in names:
+        known = digest if redaction is None else redaction.data(digest)
+        state.update(group.to_bytes(4, "little") + known)
+    return fields | {"num_blocks": len(names), "names": state.hexdigest()}
+
+
 class PlanGuess:
     """What the next plan would be if everybody went on as in the last one."""
 
@@ -234,6 +260,8 @@ def _add(call: Call, kind: int, rest: list[Any], guess: PlanGuess) -> None:
         call.found += map(decode, rest)
     elif kind == PLAN:
         call.plan = guess.complete(rest[0])
+    elif kind == ORDERS:
+        call.orders = rest
     elif kind == REFUSED:
         call.is_refused = True
     elif kind == RAISED:

@@ -15,8 +15,16 @@ from collections.abc import Callable
 from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError
 from quire.base.events import Event
-from quire.base.messages import Control, MeasuredRates, PinnedPrefix, Request, SequenceOutput
+from quire.base.messages import (
+    Abort,
+    Control,
+    MeasuredRates,
+    PinnedPrefix,
+    Request,
+    SequenceOutput,
+)
 from quire.base.plan import Plan, StepResult
+from quire.base.tiers import KEEP_AT_END_S
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
 from quire.engine.connectors.connections import Connections
@@ -31,8 +39,6 @@ logger = logging.getLogger("quire")
 
 PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is computed
 RATE_CHANGE = 0.2
-FLUSH_S = 30.0  # for keeping cached blocks when the engine ends
-
 
 Subscriber = Callable[[Event], None]
 
@@ -253,18 +259,33 @@ class EngineCore:
             self.control(self._rates)
 
     def close(self) -> None:
-        """Keep what the device's index has in the stores, if there are any, and end."""
-        if self._stores is not None:
-            if self._death is None and not self._submitted:
-                self._flush(self._stores)
-            self._stores.close()
-        self.executor.close()
+        """End. With stores: keep there what the device's index has, for KEEP_AT_END_S at most. A
+        recording ends before that: nobody waits for these plans."""
+        until_s = self._clock.now() + KEEP_AT_END_S
+        is_quiet = self._stores is not None and self._end_requests()
         if self._recorder is not None:
             self._recorder.close()
+        if self._stores is not None:
+            if is_quiet:
+                self._flush(self._stores, until_s)
+            self._stores.close(until_s, self._clock)
+        self.executor.close()
 
-    def _flush(self, stores: Connections) -> None:
+    def _end_requests(self) -> bool:
+        """Take what is in flight and end who is still there, so that nobody holds a block; whether
+        that was possible."""
+        try:
+            while self._death is None and self._submitted:
+                self.take()
+            for request_id in list(self.scheduler.sequences):
+                self.control(Abort(request_id))
+        except Exception as error:
+            logger.warning("what is cached is not kept: %s: %s", type(error).__name__, error)
+            return False
+        return self._death is None
+
+    def _flush(self, stores: Connections, until_s: float) -> None:
         """Have what the device's index has kept, in parts that fit into host memory."""
-        until_s = self._clock.now() + FLUSH_S
         while True:
             while stores.num_open and self._clock.now() < until_s:
                 self._take_answers(waits=True)

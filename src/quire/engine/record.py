@@ -32,6 +32,7 @@ from quire.engine.calls import (
     DIGESTS,
     END,
     FOUND,
+    ORDERS,
     PLAN,
     RAISED,
     REFUSED,
@@ -105,7 +106,8 @@ class Recorder:
         }
         self._is_on = False
         self._digests: list[NewDigests] = []
-        self._header["new"] = encode(_parts_of(scheduler)) if settings is not None else None
+        parts = _parts_of(scheduler, keeps_tokens)
+        self._header["new"] = encode(parts) if settings is not None else None
         self._put(self._segment(now))
         self._header["new"] = None
         self._is_on = True
@@ -147,7 +149,7 @@ class Recorder:
             return self._scheduler.update(result, now)
         flight = self._scheduler.flights[0]
         candidates = dict(result.candidates)  # beams' are taken out of it
-        rows = flight.plan.sample_rows
+        rows, num_orders = flight.plan.sample_rows, self._num_orders
         self._put((UPDATE, now, result, candidates, flight.sequences, rows))
         try:
             outputs = self._scheduler.update(result, now)
@@ -156,6 +158,7 @@ class Recorder:
             raise
         if self._digests:
             self._put_digests()
+        self._put_orders(num_orders)
         return outputs
 
     # ------------------------------------------------------------------------------------------
@@ -186,6 +189,7 @@ class Recorder:
     def _pass(self, call: Callable[[], T], kind: int, now: float, value: Any) -> T:
         if not self._is_ready(now):
             return call()
+        num_orders = self._num_orders
         self._put((kind, now, value))
         try:
             done = call()
@@ -196,6 +200,7 @@ class Recorder:
         finally:
             if self._digests:
                 self._put_digests()
+        self._put_orders(num_orders)
         return done
 
     def _is_ready(self, now: float) -> bool:
@@ -234,6 +239,18 @@ class Recorder:
         header = self._header | {"unix_s": time.time(), "now_s": now, "follows": self._is_on}
         return SEGMENT, header, snapshot, context
 
+    @property
+    def _num_orders(self) -> int:
+        """Orders that nobody has taken yet."""
+        stores = self._scheduler.stores
+        return 0 if stores is None else len(stores.orders)
+
+    def _put_orders(self, first: int) -> None:
+        """Those that the call gave, after the first ones, which were there before."""
+        if self._is_on and self._num_orders > first:
+            assert self._scheduler.stores is not None
+            self._put((ORDERS, self._scheduler.stores.orders[first:]))
+
     def _put_digests(self) -> None:
         if self._is_on:
             self._put((DIGESTS, self._digests.copy()))
@@ -256,15 +273,18 @@ def _overheard(digester: Digester, found: list[NewDigests]) -> Digester:
     return digest
 
 
-def _parts_of(scheduler: Scheduler) -> dict[str, Any]:
-    """What a new scheduler is made of beside settings."""
-    kv = scheduler.kv
+def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
+    """What a new scheduler is made of beside settings. The fingerprint is only of use, and only
+    written, with tokens to make digests of."""
+    kv, stores = scheduler.kv, scheduler.stores
     return {
         "groups": kv.groups,
         "num_blocks": [pool.num_blocks for pool in kv.pools],
         "block_bytes": kv.block_bytes,
         "host_limits": None if kv.tier is None else kv.tier.limits,
         "rates": scheduler.rates,
+        "num_stores": 0 if stores is None else stores.num_stores,
+        "fingerprint": scheduler.fingerprint if keeps_tokens else b"",
     }
 
 

@@ -27,6 +27,7 @@ from quire.base.errors import RequestError
 from quire.base.messages import PinnedPrefix, Request
 from quire.kv.digest import root_digest
 from quire.kv.manager import KVBlocks, SequenceBlocks
+from quire.scheduler.preemption import preempt
 from quire.scheduler.sequence import Int32, Sequence
 
 if TYPE_CHECKING:
@@ -161,10 +162,23 @@ class Pins:
         for sequence in failed:
             pin = None if sequence.is_pin else self.find(sequence)
             if pin is not None:
-                self._give_up(pin)
-                self._num_computing += 1
-                pin.sequence = self._scheduler.enter_again(pin.request, now)
-                self._count_blocks()
+                self._compute(pin, now)
+
+    def begin_anew(self, now: float) -> None:
+        """What was computed does not count any more."""
+        for pin in self.by_id.values():
+            sequence = pin.sequence or self._compute(pin, now)
+            if sequence.row >= 0:
+                preempt(self._scheduler, sequence, pin.request.request_id, now)
+            pin.digest = self._digest(sequence, pin.num_tokens)
+
+    def _compute(self, pin: Pin, now: float) -> Sequence:
+        """Give up what a pin holds, and compute it again."""
+        self._give_up(pin)
+        self._num_computing += 1
+        self.num_changes += 1
+        pin.sequence = self._scheduler.enter_again(pin.request, now)
+        return pin.sequence
 
     def _give_up(self, pin: Pin) -> None:
         assert pin.blocks is not None, "the prefix is not computed yet"

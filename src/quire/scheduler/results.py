@@ -14,7 +14,7 @@ from quire.base.events import Stepped
 from quire.base.plan import Candidates, StepResult
 from quire.scheduler.beam_rows import take_beams
 from quire.scheduler.beams import Hypothesis
-from quire.scheduler.failures import find_broken
+from quire.scheduler.failures import Broken, find_broken
 from quire.scheduler.flight import Flight
 from quire.scheduler.preemption import preempt
 from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
@@ -186,6 +186,8 @@ def _take_errors(
     for sequence, message in list(broken.failed.values()):
         for member in scheduler.members(sequence):
             _fail(scheduler, member, message, outputs, now)
+    if scheduler.stores is not None:
+        scheduler.stores.remove(_digests_of(scheduler, broken))
     failed = [sequence for sequence, _ in broken.failed.values()]
     cause = failed[0].request.request_id
     for (row, epoch), sequence in broken.dependants.items():
@@ -196,11 +198,19 @@ def _take_errors(
     scheduler.pins.compute_again(failed, now)
 
 
+def _digests_of(scheduler: "Scheduler", broken: Broken) -> list[bytes]:
+    """Of all blocks of the requests that failed."""
+    failed = [m for s, _ in broken.failed.values() for m in scheduler.members(s)]
+    return list(dict.fromkeys(digest for member in failed for digest in member.digests))
+
+
 def _fail(
     scheduler: "Scheduler", sequence: Sequence, message: str, outputs: StepOutputs, now: float
 ) -> None:
-    """End with an error. All that the index has of the sequence's tokens goes: an error that shows
-    in a sampled token may have come with any of them."""
+    """End with an error. All that the index has of the sequence's tokens goes, and all that stores
+    have of them: an error that shows in a sampled token may have come with any of them. It may have
+    been kept long before it shows, if the sequence was preempted since, or if it shares what
+    another one computed that was never sampled."""
     if sequence.finish_reason is not None:
         return
     outputs.endings[sequence.arrival] = Ending("error", error=message)

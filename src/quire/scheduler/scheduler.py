@@ -21,7 +21,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, PrefixFound, Queued
 from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache, Unpin
 from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
-from quire.base.tiers import Fetched, Kept, LookedUp
+from quire.base.tiers import Answer
 from quire.base.validation import check_open, check_pin
 from quire.kv.digest import root_digest
 from quire.kv.manager import KVBlocks, KVManager
@@ -39,6 +39,7 @@ from quire.scheduler.pins import Pins
 from quire.scheduler.policy import MakePolicy
 from quire.scheduler.preemption import grow
 from quire.scheduler.queue import WaitingQueue
+from quire.scheduler.reset import reset_cache
 from quire.scheduler.results import Ending, StepOutputs, take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
 from quire.scheduler.stores import Stores
@@ -177,7 +178,7 @@ class Scheduler:
             arrival_s=now,
             limit=limit,
             blocks=self.kv.new_sequence(),
-            root=self._root(request, num),
+            root=self.root(request, num, self._num_arrivals),
             table=self.table,
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_prompt_tokens=num_prompt,
@@ -222,12 +223,12 @@ class Scheduler:
         """Tokens at which a sequence ends."""
         return min(num_prompt + (max_tokens or self.max_model_len), self.max_model_len)
 
-    def _root(self, request: Request, num: int) -> bytes:
+    def root(self, request: Request, num: int, arrival: int) -> bytes:
         """Where the digests of a request begin. Without prefix caching the sequences of a group
         still share the prompt, with nobody else."""
         salt = request.cache_salt
         if num > 1 and not self.kv.enable_prefix_caching:
-            salt = f"{salt} of group {self._num_arrivals} alone"
+            salt = f"{salt} of group {arrival} alone"
         return root_digest(self.fingerprint, salt, request.adapter_id, request.media_ids)
 
     # ---- door 2: control ---------------------------------------------------------------------
@@ -235,8 +236,7 @@ class Scheduler:
     def control(self, message: Control, now: float) -> None:
         """Carry out a control message. Unknown request ids have ended by themselves."""
         if isinstance(message, ResetPrefixCache):
-            self.kv.reset_prefix_cache()
-            self.history.reset()
+            reset_cache(self, message.epoch, now)
             return
         if isinstance(message, Append):
             append(self, message, now)
@@ -244,7 +244,7 @@ class Scheduler:
         if isinstance(message, MeasuredRates):
             self.rates = message
             return
-        if isinstance(message, LookedUp | Fetched | Kept):
+        if isinstance(message, Answer):
             if self.stores is not None:
                 self.stores.take(message)
             return
@@ -419,13 +419,14 @@ class Scheduler:
     def update(self, result: StepResult, now: float) -> StepOutputs:
         """Take the result of the oldest plan in flight: pending tokens become known."""
         assert result.error is None, "a step that failed is to be repeated row by row first"
-        settled = [] if self.kv.tier is None else self.kv.tier.settle(result.step_id)
         outputs = take_result(self, self.flights.popleft(), result, now)
         outputs.reports, self._admitted = self._admitted, []
         for sequence in self.pins.settle(now):
             outputs.endings[sequence.arrival] = Ending("pinned")
             outputs.others.append(sequence)
             self.finish(sequence, "pinned", now)
+        # After it: a step with an error may have copied nothing out.
+        settled = [] if self.kv.tier is None else self.kv.tier.settle(result.step_id)
         if self.stores is not None:
             self.stores.keep(settled)
         return self.take_late(outputs)

@@ -11,13 +11,26 @@ the host tier, and the request enters the queue.
 
 What the host tier takes in is kept in every store, once the step that copies it out has ended. The
 orders are carried out elsewhere (`engine/connectors`); every one of them is answered once, by a
-control message, and nothing is known of a store but by these.
+control message, and nothing is known of a store but by these. A row that fails has all blocks of
+its tokens removed (`Remove`): what comes of them from a fetch under way is not taken in.
 """
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from quire.base.tiers import BlockName, Fetch, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order
+from quire.base.tiers import (
+    Answer,
+    BlockName,
+    Fetch,
+    Fetched,
+    Item,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+    Remove,
+)
 from quire.kv.tiers import Name
 from quire.scheduler.hits import readable
 from quire.scheduler.sequence import Sequence
@@ -31,12 +44,12 @@ KEEP_OLD = 0.5  # of a measured rate, when another was measured
 
 @dataclass(slots=True)
 class Wait:
-    """A request that is looked up or fetched for. asked: stores that have not answered; found:
-    which store has a block; tickets: of fetches that have not come."""
+    """A request that is looked up or fetched for. asked: by ticket, stores that have not answered;
+    found: which store has a block; tickets: of fetches that have not come."""
 
     sequence: Sequence
     names: tuple[BlockName, ...]
-    asked: set[int]
+    asked: dict[int, int] = field(default_factory=dict)
     found: dict[BlockName, int] = field(default_factory=dict)
     tickets: set[int] = field(default_factory=set)
 
@@ -49,9 +62,10 @@ class Stores:
         self.orders: list[Order] = []  # since somebody took them last
         self.waiting: dict[str, Wait] = {}
         self.num_fetched = self.num_kept = 0
+        self.is_private = False  # the names of this cache mean nothing to other engines
         self.scheduler = scheduler
         self._fetching: dict[int, tuple[Item, ...]] = {}
-        self._coming: dict[BlockName, int] = {}  # with which ticket
+        self._coming: dict[BlockName, int] = {}  # with which ticket; of those that are wanted
         self._keeping: dict[int, tuple[Item, ...]] = {}
         self._num_keeping = [0] * num_stores
         self._bytes_per_s = [0.0] * num_stores  # of fetching; 0.0 is not known
@@ -85,17 +99,20 @@ class Stores:
         if not stores:
             return False
         request_id = sequence.request.request_id
-        self.waiting[request_id] = Wait(sequence, names, set(stores))
-        self.orders += [LookUp(store, request_id, names) for store in stores]
+        wait = self.waiting[request_id] = Wait(sequence, names)
+        for store in stores:
+            ticket = self._ticket()
+            wait.asked[ticket] = store
+            self.orders.append(LookUp(store, request_id, names, ticket))
         return True
 
-    def take(self, answer: LookedUp | Fetched | Kept) -> None:
-        """A store has answered."""
+    def take(self, answer: Answer) -> None:
+        """A store has answered. Nothing waits for the answer to a `Remove`."""
         if isinstance(answer, LookedUp):
             self._take_looked_up(answer)
         elif isinstance(answer, Fetched):
             self._take_fetched(answer)
-        else:
+        elif isinstance(answer, Kept):
             self._take_kept(answer)
 
     def drop(self, sequence: Sequence) -> None:
@@ -104,9 +121,9 @@ class Stores:
 
     def _take_looked_up(self, answer: LookedUp) -> None:
         wait = self.waiting.get(answer.request_id)
-        if wait is None or answer.store not in wait.asked:
-            return
-        wait.asked.remove(answer.store)
+        if wait is None or answer.ticket not in wait.asked:
+            return  # of a request that has ended; its id may be another's now
+        del wait.asked[answer.ticket]
         for name, is_there in zip(wait.names, answer.found, strict=True):
             if is_there:
                 wait.found.setdefault(name, answer.store)
@@ -163,8 +180,10 @@ class Stores:
             return
         host_pools = self.scheduler.kv.host_pools
         for (g, digest, block), is_there in zip(items, answer.ok, strict=True):
-            del self._coming[g, digest]
-            if is_there:
+            is_wanted = self._coming.get((g, digest)) == answer.ticket
+            if is_wanted:
+                del self._coming[g, digest]
+            if is_there and is_wanted:
                 host_pools[g].index(block, digest)
                 self.num_fetched += 1
             host_pools[g].release(block)
@@ -184,6 +203,34 @@ class Stores:
         del self.waiting[wait.sequence.request.request_id]
         wait.sequence.is_aside = False
         self.scheduler.queue.push(wait.sequence)
+
+    # ---- what is not to be used --------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """All names are others now: who waits goes on without, and what is on its way is not taken
+        in. From now on stores only hold for this engine what memory has no room for."""
+        self.is_private = True
+        self._coming = {}
+        for wait in list(self.waiting.values()):
+            wait.asked, wait.tickets = {}, set()
+            self._end_wait(wait)
+
+    def remove(self, digests: list[bytes]) -> None:
+        """Have these blocks removed, which a request that failed may have computed wrongly.
+
+        `keep` only orders what a step copied out that had no error; but an error shows where
+        something is sampled, and that may be long after. Nor are they taken in from where they are
+        on their way.
+        """
+        names = tuple(
+            (g, digest) for digest in digests for g in range(len(self.scheduler.kv.groups))
+        )
+        for name in names:
+            self._coming.pop(name, None)
+            for wait in self.waiting.values():
+                wait.found.pop(name, None)
+        for store in range(self.num_stores if names else 0):
+            self.orders.append(Remove(store, self._ticket(), names))
 
     # ---- keeping -----------------------------------------------------------------------------
 

@@ -46,9 +46,10 @@ def offload(scheduler: "Scheduler", draft: Draft, is_planned: bool) -> None:
 
 
 def flush(scheduler: "Scheduler", step_id: int) -> Plan | None:
-    """A plan that copies out what the device's index has and nobody holds, as much as fits."""
-    tier = scheduler.kv.tier
-    if tier is None or scheduler.flights:
+    """A plan that copies out what the device's index has and nobody holds, as much as fits; None if
+    there is nothing, or nothing that another engine could use."""
+    tier, stores = scheduler.kv.tier, scheduler.stores
+    if tier is None or scheduler.flights or (stores is not None and stores.is_private):
         return None
     while tier.evict_some():
         draft = Draft(step_id)

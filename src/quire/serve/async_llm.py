@@ -245,7 +245,8 @@ class AsyncLLM:
         return await (await self._connected()).prefixes()
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, except those that are pinned."""
+        """Use nothing any more that was cached before, in memory, directory or store. What runs
+        keeps its blocks; pinned prefixes are computed again."""
         await (await self._connected()).reset_prefix_cache()
         return True
 
@@ -273,7 +274,8 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the core and free its memory; open requests end with EngineDead. It waits until the
-        process has ended, which takes as long as its present step. A second call does nothing."""
+        process has ended, which takes as long as its present step, and as keeping what is cached
+        if there is a directory or store for it. A second call does nothing."""
         loop = self._loop
         self._end()
         if loop is None or loop.is_closed():

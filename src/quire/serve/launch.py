@@ -21,13 +21,19 @@ from types import TracebackType
 import msgspec
 
 from quire.base.config import EngineConfig
+from quire.base.tiers import KEEP_AT_END_S
 
-END_S = 5.0
+END_S = 5.0  # for a process to end by itself
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
 # How long OpenMP's threads spin before they sleep (GNU's default is thirty times as long): the core
 # shares its processors with the API process. Measured: no slower alone, and not starved in company.
 SPIN_COUNT = "10000"
 ABANDONED_S = 60.0  # a directory younger than this may belong to a server that is just starting
+
+
+def core_end_s(engine: EngineConfig) -> float:
+    """How long a core may take to end: after its present step it keeps in stores what is cached."""
+    return END_S + (KEEP_AT_END_S if engine.cache.stores else 0.0)
 
 
 class StartFailure(msgspec.Struct, frozen=True):
@@ -117,6 +123,7 @@ class CoreProcess:
     `RemoteClient.connect` takes. failure: the file in which it says why it could not start."""
 
     def __init__(self, engine: EngineConfig, log_level: str = "warning") -> None:
+        self._end_s = core_end_s(engine)
         self._socket = CoreSocket()
         self.process = self._socket.start_core(engine, log_level)
         self.path = self._socket.path
@@ -135,10 +142,10 @@ class CoreProcess:
         self.close()
 
     def close(self) -> None:
-        """End the core after its present step, or at the latest after some seconds."""
+        """End the core after its present step, or at the latest after `core_end_s`."""
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(END_S)
+            self.process.wait(self._end_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

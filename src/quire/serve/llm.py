@@ -143,7 +143,8 @@ class LLM:
         return self._alive.requests.defaults.default_sampling_params()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, except those that are pinned."""
+        """Use nothing any more that was cached before, in memory, directory or store. What runs
+        keeps its blocks; pinned prefixes are computed again."""
         self._alive.client.reset_prefix_cache()
 
     def pin_prefix(
@@ -172,7 +173,8 @@ class LLM:
         return self._alive.client.prefixes()
 
     def close(self) -> None:
-        """Free the model and its KV memory. A second call does nothing."""
+        """Free the model and its KV memory; with a directory or store of KV blocks, first keep
+        there what is cached, for KEEP_AT_END_S at most. A second call does nothing."""
         if self._engine is not None:
             self._engine.client.close()
             self._engine = None

@@ -4,7 +4,8 @@ It holds both sockets from the beginning: the TCP socket, bound before anything 
 port in use is an error at once, and the core's Unix socket, in a private directory, so that clients
 of a core that is started anew only wait. It imports neither torch nor FastAPI, and sleeps.
 
-    SIGTERM, -INT, -HUP  API processes drain, then the core ends; exit status 0
+    SIGTERM, -INT, -HUP  API processes drain, then the core keeps what is cached in its stores, if
+                         it has any, and ends; exit status 0
     a second one         everything ends now; exit status 1
     a process dies       the others end; exit status 1 (3 if it could not start)
     the core is stuck    it is killed, which is the case above
@@ -28,13 +29,18 @@ from quire.base.errors import ConfigError
 from quire.engine.heartbeat import HeartbeatReader
 from quire.models.source import resolve_model
 from quire.serve.child import NO_START
-from quire.serve.launch import CoreSocket, remove_abandoned_sockets, start_child
+from quire.serve.launch import (
+    END_S,
+    CoreSocket,
+    core_end_s,
+    remove_abandoned_sockets,
+    start_child,
+)
 
 logger = logging.getLogger("quire")
 
 WATCH_S = 1.0  # between two looks at the core's heartbeat
 DUMP_S = 2.0  # for a stuck core to show where it is
-END_S = 5.0  # for a process to end by itself, beyond the drain
 MAX_OPEN_FILES = 1 << 16
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 120.0  # a core that dies more often is given up
 
@@ -106,6 +112,7 @@ class Supervisor:
         self._heartbeat = HeartbeatReader(unix.heartbeat)
         self._children: dict[int, Child] = {}  # by pidfd
         self._core: Child | None = None
+        self._is_core_ending = False  # it was told to, and has a deadline instead of a heartbeat
         self._ready_in, self._ready_out = os.pipe()
         self._num_ready = 0
         self._num_signals = 0
@@ -168,13 +175,13 @@ class Supervisor:
             if pidfd in self._children:
                 self._bury(self._children[pidfd])
         now = time.monotonic()
-        if self._core is not None and self._heartbeat.is_stuck(now):
+        if self._core is not None and not self._is_core_ending and self._heartbeat.is_stuck(now):
             self._kill_stuck(self._core)
         if now > self._deadline_s:
-            for child in self._children.values():
+            self._deadline_s = float("inf")
+            for child in self._others() or list(self._children.values()):  # the core follows them
                 logger.error("%s does not end; it is killed", child.name)
                 child.signal(signal.SIGKILL)
-            self._deadline_s = float("inf")
 
     def _take_signals(self) -> None:
         for _ in self._signals_in.recv(64):
@@ -203,8 +210,8 @@ class Supervisor:
         if was_core:
             self._core = None
         if self._status is not None:
-            if not was_core and self._core is not None and len(self._children) == 1:
-                self._core.signal(signal.SIGTERM)  # nobody is left to serve
+            if not was_core and not self._others():
+                self._end_core()  # nobody is left to serve
             return
         if status != NO_START:  # it has said itself why it could not start
             logger.error("%s ended by itself (%s)", child.name, _describe(status))
@@ -226,11 +233,19 @@ class Supervisor:
         """Ask the API processes to end; the core follows when they have."""
         self._status = status
         self._deadline_s = time.monotonic() + drain_s + END_S
-        others = [child for child in self._children.values() if child is not self._core]
-        for child in others:
+        for child in self._others():
             child.signal(signal.SIGTERM)
-        if not others and self._core is not None:
+        if not self._others():
+            self._end_core()
+
+    def _end_core(self) -> None:
+        if self._core is not None:
+            self._is_core_ending = True
+            self._deadline_s = time.monotonic() + core_end_s(self._engine)
             self._core.signal(signal.SIGTERM)
+
+    def _others(self) -> list[Child]:
+        return [child for child in self._children.values() if child is not self._core]
 
     def _kill_stuck(self, core: Child) -> None:
         """Let it show where it is stuck (faulthandler), then kill it; `_bury` does the rest."""

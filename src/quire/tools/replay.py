@@ -1,7 +1,8 @@
 """A recording once more, without the model: the same calls must give the same plans.
 
-The scheduler begins with the snapshot of a segment and gets the recorded calls with their results.
-Every plan is compared field by field. Where a recording holds no tokens, digests come from it, too.
+The scheduler begins with the snapshot of a segment and gets the recorded calls with their results,
+also what stores answered: nothing is asked of a store. Every plan and every order to a store is
+compared field by field. Where a recording holds no tokens, digests come from it, too.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -20,6 +22,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError, RequestError
 from quire.base.events import Event, PrefixFound
 from quire.base.plan import Plan
+from quire.base.tiers import Order
 from quire.engine.calls import (
     ADD,
     CALLS,
@@ -30,6 +33,7 @@ from quire.engine.calls import (
     Call,
     Fields,
     calls_of,
+    order_fields,
     plan_fields,
 )
 from quire.engine.recording import Segment
@@ -177,6 +181,7 @@ class _Replay:
         self.redaction = None if self.has_tokens else Redaction(b"")
         self.digests = RecordedDigests()
         self.scheduler = restored(segment)
+        _take_orders(self.scheduler)  # the recorded run was about to take them
         if not self.has_tokens:
             self.scheduler.digester = self.digests
         self.before: Call | None = None
@@ -190,7 +195,8 @@ class _Replay:
             except Exception as error:
                 raised = type(error).__name__
             self.digests.end()
-            difference = self._compare(call, plan, raised)
+            orders = _take_orders(self.scheduler)
+            difference = self._compare(call, plan, raised) or self._compare_orders(call, orders)
             events, self.scheduler.events = self.scheduler.events, []
             events = [event for event in events if not isinstance(event, PrefixFound)] + call.found
             yield Step(call, plan, events, difference)
@@ -218,6 +224,21 @@ class _Replay:
         name = next(n for n in PLAN_FIELDS if found.get(n) != call.plan.get(n))
         shown = _show(name, call.plan.get(name), found.get(name))
         return self._difference(call, f"plan.{name}", *shown)
+
+    def _compare_orders(self, call: Call, orders: list[Order]) -> Difference | None:
+        """The first order to a store that differs; nothing is said of a call that raised."""
+        found = [plain(order_fields(order, self.redaction)) for order in orders]
+        if call.raised is not None or found == call.orders:
+            return None
+        for recorded, replayed in zip_longest(call.orders, found, fillvalue={}):
+            for name in sorted(recorded.keys() | replayed.keys()):
+                values = recorded.get(name), replayed.get(name)
+                if values[0] != values[1]:
+                    what = (recorded or replayed)["order"]
+                    told = _show(name, *values) if recorded and replayed else _either(recorded)
+                    name = f".{name}" if recorded and replayed else ""
+                    return self._difference(call, f"an order to a store, {what}{name},", *told)
+        return None
 
     def _difference(self, call: Call, what: str, recorded: str, replayed: str) -> Difference:
         step_id = self.scheduler._next_step_id
@@ -254,8 +275,15 @@ def _new_scheduler(header: dict[str, Any]) -> Scheduler:
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})
     policy = make_policy(config.scheduling_policy)
-    length, watermark = settings["max_model_len"], settings["watermark"]
-    scheduler = Scheduler(kv, config, length, watermark, make_policy=policy)
+    scheduler = Scheduler(
+        kv,
+        config,
+        settings["max_model_len"],
+        settings["watermark"],
+        parts.get("fingerprint", b""),
+        policy,
+        parts.get("num_stores", 0),
+    )
     scheduler.control(parts["rates"], header["now_s"])
     scheduler.events = []
     return scheduler
@@ -318,6 +346,14 @@ def _array(values: Any, at: int) -> str:
     first = max(0, at - 2)
     shown = ", ".join(str(v) for v in values[first : at + 6].tolist())
     return f"{len(values)} entries; from entry {first}: [{shown}]"
+
+
+def _either(recorded: Fields) -> tuple[str, str]:
+    return ("the order", "none") if recorded else ("none", "the order")
+
+
+def _take_orders(scheduler: Scheduler) -> list[Order]:
+    return [] if scheduler.stores is None else scheduler.stores.take_orders()
 
 
 def _blocks(arrival: int, digests: list[bytes]) -> str:

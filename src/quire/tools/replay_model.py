@@ -1,4 +1,8 @@
-"""A recording once more, with its model: the same plans, carried out, must give the same tokens."""
+"""A recording once more, with its model: the same plans, carried out, must give the same tokens.
+
+Stores are left alone: what the recorded engine fetched from one is not in the recording, so the
+model stops where the first block came. A plan at the end that only keeps blocks is not recorded.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,10 +13,12 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.plan import Plan, StepResult
-from quire.engine.build import build_core
+from quire.base.tiers import Fetched
+from quire.engine.build import STORE_SETTINGS, build_core
 from quire.engine.calls import UPDATE
 from quire.engine.executor import Executor
 from quire.engine.recording import Segment
+from quire.kv.manager import KVManager
 from quire.models.source import resolve_model
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored
@@ -40,6 +46,12 @@ class _Runs:
         if step.plan is not None:
             self.plans.append(step.plan)
             self.executor.submit(step.plan)
+        if isinstance(step.call.value, Fetched) and any(step.call.value.ok):
+            self.note = (
+                f"blocks came from a store {in_words(step.call).partition(' at ')[2]} after its"
+                " clock began, and are not in the recording; the model stops there"
+            )
+            raise _Stop
         if step.call.kind != UPDATE:
             return
         recorded: StepResult = step.call.value
@@ -76,15 +88,13 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     _check(listed, scheduler)
     recorded = listed[0].header["settings"]
     settings = {n: v for n, v in recorded.items() if n not in NOT_RECORDED} | dict(overrides)
+    if scheduler.kv.tier is not None and settings.get("kv_host_gb") is None:
+        settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, also from stores
+    settings |= dict.fromkeys(STORE_SETTINGS)
     config = config_from_flat(disable_log_stats=True, **settings)
     source = resolve_model(config.model.model, config.model.revision)
     built = build_core(config, source, MonotonicClock())
-    sizes = tuple(pool.num_blocks for pool in scheduler.kv.pools)
-    if any(n > m for n, m in zip(sizes, built.memory.num_blocks, strict=True)):
-        raise ConfigError(
-            f"the recorded engine had {sizes} blocks, this one has {built.memory.num_blocks}; give"
-            " a larger kv_cache_memory_bytes."
-        )
+    _check_sizes(scheduler.kv, built.core.scheduler.kv)
     runs = _Runs(built.core.executor)
     outcome = Outcome()
     try:
@@ -99,6 +109,26 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     if outcome.difference is None:
         outcome.notes.append(f"{runs.num_tokens:,} sampled tokens are identical")
     return outcome
+
+
+def _host_gb(scheduler: Scheduler) -> float:
+    """As much host memory as the recorded tier had, and a little for rounding."""
+    assert scheduler.kv.tier is not None
+    return (max(scheduler.kv.tier.limits) + 0.5) * sum(scheduler.kv.block_bytes) / 1e9
+
+
+def _check_sizes(recorded: KVManager, ours: KVManager) -> None:
+    """Raise ConfigError where plans name blocks that this engine does not have."""
+    for what, setting, theirs, mine in (
+        ("", "kv_cache_memory_bytes", recorded.pools, ours.pools),
+        (" host", "kv_host_gb", recorded.host_pools, ours.host_pools),
+    ):
+        wanted, has = (tuple(pool.num_blocks for pool in pools) for pools in (theirs, mine))
+        if any(n > m for n, m in zip(wanted, has, strict=True)):
+            raise ConfigError(
+                f"the recorded engine had {wanted}{what} blocks, this one has {has}; give a larger"
+                f" {setting}."
+            )
 
 
 def _check(segments: list[Segment], scheduler: Scheduler) -> None:

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from quire.base.tiers import Answer, Fetch, Item, Keep, LookUp
+from quire.base.tiers import Answer, Fetch, Item, Keep, LookUp, Remove
 from quire.engine.connectors.store import Buffer, block_key, seal
 
 FINGERPRINT = hashlib.sha256(b"a cache").digest()
@@ -47,6 +47,10 @@ def fetch(*numbers: int, ticket: int = 1) -> Fetch:
 
 def keep(*numbers: int, ticket: int = 1) -> Keep:
     return Keep(0, ticket, items(*numbers))
+
+
+def remove(*numbers: int, ticket: int = 1) -> Remove:
+    return Remove(0, ticket, tuple((0, digest(i)) for i in numbers))
 
 
 class Memory:
@@ -120,6 +124,11 @@ class DictStore:
         self._begin("put")
         self.values[key] = b"".join(parts)
         return True
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        self._begin("remove")
+        for key in keys:
+            self.values.pop(key, None)
 
     def close(self) -> None:
         self.is_closed.set()

@@ -351,3 +351,37 @@ def test_a_store_by_its_setting(tmp_path: Path) -> None:
             make_store(setting, PLENTY)
     with pytest.raises(ConfigError, match="there is no KV store 'tape'; there are disk"):
         make_store("tape:0", PLENTY)
+
+
+# ---- removing ----------------------------------------------------------------------------------
+
+
+def test_what_is_removed_is_gone_for_all_and_for_ever(tmp_path: Path) -> None:
+    store, other = DiskStore(tmp_path, PLENTY), DiskStore(tmp_path, PLENTY)
+    for i in range(4):
+        store.put(key(i), (value(i),))
+    other.remove([key(1), key(9), key(3)])
+    assert store.find([key(i) for i in range(4)]) == [True, False, True, False]
+    assert got(DiskStore(tmp_path, PLENTY), 0, 1, 2, 3) == [value(0), None, value(2), None]
+    store.remove([])
+    DiskStore(tmp_path / "nothing yet", PLENTY).remove([key(1)])
+    assert store.put(key(1), (value(1),)) and got(other, 1) == [value(1)]
+
+
+def test_what_cannot_be_removed_is_told_and_the_others_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path, PLENTY)
+    for i in range(3):
+        store.put(key(i), (value(i),))
+    kept, unlink = str(file_of(tmp_path, 0)), os.unlink
+
+    def refuse(path: str) -> None:
+        if path == kept:
+            raise PermissionError(errno.EACCES, "not yours")
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(OSError, match="not yours"):
+        store.remove([key(0), key(1), key(2)])
+    assert store.find([key(0), key(1), key(2)]) == [True, False, False]

@@ -59,7 +59,7 @@ class Handler(socketserver.StreamRequestHandler):
 
 
 class SmallRedis(socketserver.ThreadingTCPServer):
-    """Enough of Redis for EXISTS, SET, GET and MGET, in both versions of the protocol. All
+    """Enough of Redis for EXISTS, SET, GET, MGET and DEL, in both versions of the protocol. All
     databases are one."""
 
     daemon_threads = True
@@ -82,6 +82,8 @@ class SmallRedis(socketserver.ThreadingTCPServer):
                 return b"+OK\r\n"
             case b"EXISTS":
                 return b":%d\r\n" % sum(word in self.values for word in words)
+            case b"DEL":
+                return b":%d\r\n" % sum(self.values.pop(word, None) is not None for word in words)
             case b"GET":
                 return self._value(words[0])
             case b"MGET":
@@ -157,6 +159,9 @@ def test_values_come_back_whole_in_their_order(store: BlockStore) -> None:
     assert list(store.get(keys)) == [None, b"", None, b"head\r\n" + large, None]
     assert store.put(keys[3], (b"new",))
     assert list(store.get([keys[3], keys[3]])) == [b"new", b"new"]
+    store.remove([keys[3], keys[4]])
+    store.remove([])
+    assert store.find(keys) == [False, True, False, False, False]
 
 
 def test_blocks_travel_through_a_worker_and_damage_is_a_miss(
@@ -202,6 +207,7 @@ def test_a_server_that_is_not_there_makes_misses_and_one_warning(
         lambda: store.find([key(1)]),
         lambda: list(store.get([key(1)])),
         lambda: store.put(key(1), (b"x",)),
+        lambda: store.remove([key(1)]),
     ]
     for call in calls:
         with pytest.raises(StoreError, match="Redis at 127.0.0.1:"):
@@ -227,5 +233,7 @@ def test_an_address_that_is_none_is_an_error_at_the_start(site: Site) -> None:
 def test_a_store_that_lacks_a_method_cannot_be_used(site: Site) -> None:
     source = "class Store:\n    def find(self): ...\n    def get(self): ...\n"
     site.install("half", CONNECTORS, "half", "half_a_store:Store", source)
-    with pytest.raises(ConfigError, match=r"half 1.0.*cannot be used: it has no put, close"):
+    with pytest.raises(
+        ConfigError, match=r"half 1.0.*cannot be used: it has no put, remove, close"
+    ):
         make_store("half:x", max_bytes=1)

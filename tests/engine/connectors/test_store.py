@@ -4,7 +4,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.tiers import Fetch, Fetched, Keep, Kept, LookedUp, LookUp
+from quire.base.tiers import (
+    Answer,
+    Fetch,
+    Fetched,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+    Remove,
+    Removed,
+)
 from quire.engine.connectors.store import (
     HEADER_BYTES,
     KEY,
@@ -96,8 +107,10 @@ def test_orders_and_answers_can_be_sent_and_recorded() -> None:
         LookedUp(1, "r", [True, False]),
         Fetched(1, 7, [True], 1000, 0.5),
         Kept(0, 8, [], 0, 0.0),
+        Remove(0, 9, ((1, digest(2)),)),
+        Removed(0, 9, [True]),
     ]
-    any_of = msgspec.msgpack.Decoder(LookUp | Fetch | Keep | LookedUp | Fetched | Kept)
+    any_of = msgspec.msgpack.Decoder(Order | Answer)
     for message in messages:
         assert any_of.decode(msgspec.msgpack.encode(message)) == message
         assert decode(msgspec.msgpack.decode(msgspec.msgpack.encode(encode(message)))) == message

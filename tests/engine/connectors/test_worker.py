@@ -11,9 +11,9 @@ import pytest
 
 import quire.engine.connectors.worker as module
 from quire.base.clock import FakeClock
-from quire.base.tiers import Answer, Fetched, Item, Keep, Kept, LookedUp, Order
+from quire.base.tiers import Answer, Fetched, Item, Keep, Kept, LookedUp, Order, Removed
 from quire.engine.connectors.store import Buffer, StoreError
-from quire.engine.connectors.worker import QUIET_S, STUCK_S, WAIT_S, StoreWorker
+from quire.engine.connectors.worker import MOST_FAILURES, QUIET_S, STUCK_S, WAIT_S, StoreWorker
 from tests.engine.connectors.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -28,6 +28,7 @@ from tests.engine.connectors.stores import (
     keep,
     key,
     look_up,
+    remove,
     sealed,
 )
 
@@ -325,25 +326,100 @@ def test_a_value_that_cannot_be_read_is_missing_until_it_was_written_again(bench
     assert bench.do(look_up(1)).found == [True]
 
 
+# ---- removing ----------------------------------------------------------------------------------
+
+
+def test_removing_comes_before_all_that_waits_and_undoes_what_was_to_be_kept(bench: Bench) -> None:
+    bench.fill(1, 2)
+    bench.hold(keep(3, 4, 5, ticket=1))  # at find, before the first block
+    for order in (
+        keep(1, 6, ticket=2),
+        fetch(1, 2, ticket=3),
+        look_up(1, 2),
+        remove(1, 4, ticket=4),
+    ):
+        bench.worker.submit(order)
+    bench.store.gate.open()
+    answers = [bench.answers.take() for _ in range(5)]
+    assert answers[0] == Removed(0, 4, [True, True])
+    assert answers[1] == LookedUp(0, "r", [False, True])
+    assert [answer.ok for answer in answers[2:]] == [
+        [False, True],
+        [True, False, True],
+        [False, True],
+    ]
+    assert sorted(bench.store.values) == sorted(key(i) for i in (2, 3, 5, 6))
+    # What was computed anew is kept like anything else.
+    assert bench.do(keep(1, 4, ticket=5)).ok == [True, True]
+    assert bench.do(look_up(1, 4)).found == [True, True]
+
+
+def test_what_a_store_cannot_remove_is_missing_until_it_was_put_anew(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise OSError("read-only")
+
+    bench.fill(1, 2)
+    bench.store.raises = fail
+    with caplog.at_level(logging.WARNING):
+        assert bench.do(remove(1)) == Removed(0, 1, [False])
+    assert "read-only" in caplog.text
+    bench.store.raises = lambda: None
+    assert bench.do(look_up(1, 2)).found == [False, True]
+    assert bench.do(keep(1)).ok == [True]  # over what is there
+    assert bench.do(look_up(1, 2)).found == [True, True]
+    # Also in a quiet time, when the store is not asked at all.
+    bench.store.raises = fail
+    for _ in range(MOST_FAILURES):
+        bench.do(look_up(5))
+    num_calls = len(bench.store.calls)
+    assert bench.do(remove(2)) == Removed(0, 1, [False])
+    assert len(bench.store.calls) == num_calls
+    bench.store.raises = lambda: None
+    bench.clock.advance(QUIET_S)
+    assert bench.do(look_up(1, 2)).found == [True, False]
+
+
+def test_removing_waits_for_a_store_that_is_stuck(bench: Bench) -> None:
+    bench.fill(1)
+    bench.hold(look_up(2))
+    bench.clock.advance(STUCK_S + 0.1)
+    bench.worker.submit(look_up(1))
+    assert bench.answers.take().found == [False]
+    bench.worker.submit(remove(1))
+    assert bench.answers.is_empty
+    bench.pass_s(WAIT_S[module.Remove])  # who orders it is told, and it is done all the same
+    assert [bench.answers.take() for _ in range(2)] == [
+        Removed(0, 1, [False]),
+        LookedUp(0, "r", [False]),
+    ]
+    assert bench.worker.next_s is None
+    bench.store.gate.open()
+    bench.worker.close(PATIENCE_S)
+    assert key(1) not in bench.store.values
+
+
 # ---- the end -----------------------------------------------------------------------------------
 
 
 def test_close_keeps_what_waits(bench: Bench) -> None:
-    bench.fill(9)
+    bench.fill(8, 9)
     bench.hold(keep(1, ticket=1))
-    for order in (keep(2, 3, ticket=2), fetch(9, ticket=3), look_up(9)):
+    for order in (keep(2, 3, ticket=2), fetch(9, ticket=3), look_up(9), remove(8, ticket=4)):
         bench.worker.submit(order)
     closer = threading.Thread(target=bench.worker.close, args=(PATIENCE_S,))
     closer.start()
     missing = [bench.answers.take() for _ in range(2)]
     bench.store.gate.open()  # after they were answered, so that they cannot be done
     closer.join(PATIENCE_S)
-    kept = [bench.answers.take() for _ in range(2)]
+    first, removed, second = (bench.answers.take() for _ in range(3))
+    assert removed == Removed(0, 4, [True]) and key(8) not in bench.store.values
     assert {type(a): a for a in missing} == {
         LookedUp: LookedUp(0, "r", [False]),
         Fetched: Fetched(0, 3, [False], 0, 0.0),
     }
-    assert [a.ok for a in kept] == [[True], [True, True]]
+    assert [first.ok, second.ok] == [[True], [True, True]]
     assert bench.store.is_closed.is_set()
     assert bench.do(look_up(9)).found == [False]  # also afterwards everybody is answered
     bench.worker.close(PATIENCE_S)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from quire.base.clock import Clock
 from quire.base.tiers import Answer, Order
 
 MOST_WAIT_S = 0.5  # for an answer, before somebody looks whether one is overdue
-CLOSE_S = 30.0  # for blocks that are still to be kept when the engine ends
 
 
 class Worker(Protocol):
@@ -64,7 +64,7 @@ class Connections:
             self._num_open -= len(found)
             return found
 
-    def close(self) -> None:
-        """Let what is to be kept be kept, and end."""
+    def close(self, until_s: float, clock: Clock) -> None:
+        """Let what is to be kept be kept, until then on this clock, and end."""
         for worker in self._workers:
-            worker.close(CLOSE_S)
+            worker.close(max(0.0, until_s - clock.now()))

@@ -115,6 +115,19 @@ class DiskStore:
         self._trimmer.add(num_bytes)
         return True
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Raises OSError if one of the files cannot be deleted; all others are."""
+        errors: list[OSError] = []
+        for key in keys:
+            try:
+                os.unlink(self._path(key))  # the trimmer's next sweep sees it
+            except (FileNotFoundError, NotADirectoryError):
+                pass
+            except OSError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     def close(self) -> None:
         self._buffer = bytearray()
 

@@ -65,6 +65,11 @@ class BlockStore(Protocol):
         """
         ...
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Have no values under these keys any more; a key may have had none. They may be wrong,
+        though whole: this is called when a request has failed whose tokens they are of."""
+        ...
+
     def close(self) -> None:
         """The last call."""
         ...

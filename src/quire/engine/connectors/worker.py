@@ -1,7 +1,7 @@
 """The thread that moves blocks between host memory and one store.
 
     core's thread   submit(order) ... expire(now)                  answers, through a callable
-    this thread     look-up > fetch > keep, in pieces of some megabytes:
+    this thread     remove > look-up > fetch > keep, in pieces of some megabytes:
                       fetch: store -> private buffer -> checked -> host block, if still wanted
                       keep:  host block -> copy -> store
 
@@ -10,6 +10,10 @@ on the core's thread, and what the store brings afterwards must not be written: 
 be somebody else's by then. So a job has a lock: under it this thread looks whether the job still
 lives and copies one block, and `expire` ends the job. It never waits for that lock: who holds it is
 just writing a block, and the job ends with the next call.
+
+What is to be removed is missing from then on, whether or not the store can do it, and is left out
+of what waits to be kept. It is the one order that waits for a store that is stuck, and that is also
+done when it was answered.
 
 Files and sockets are read without the interpreter's lock; so are checksums. After a fork the child
 has no such thread: what it asks for is missing.
@@ -20,20 +24,37 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.tiers import Answer, Fetch, Fetched, Item, Keep, Kept, LookedUp, LookUp, Order
+from quire.base.tiers import (
+    Answer,
+    BlockName,
+    Fetch,
+    Fetched,
+    Item,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+    Remove,
+    Removed,
+)
 from quire.engine.connectors.complaints import Complaints
 from quire.engine.connectors.store import BlockStore, Buffer, block_key, seal, unseal
 
 logger = logging.getLogger("quire")
 
-KINDS = (LookUp, Fetch, Keep)  # by importance
-WAIT_S: dict[type[Order], float] = {LookUp: 2.0, Fetch: 30.0, Keep: 120.0}  # then `expire` ends it
+KINDS = (Remove, LookUp, Fetch, Keep)  # by importance
+AT_THE_END = (Remove, Keep)  # what is still done when the worker is closed
+WAIT_S: dict[type[Order], float] = {  # then `expire` ends it
+    Remove: 120.0, LookUp: 2.0, Fetch: 30.0, Keep: 120.0,
+}  # fmt: skip
 STUCK_S = 2.0  # a call of the store that takes longer: until it returns, all else is a miss
 FETCH_BYTES = 8 << 20  # asked for at once; look-ups go between
 MOST_KEEP_BYTES = 256 << 20  # that wait
@@ -88,7 +109,8 @@ class StoreWorker:
         now = self._clock.now()
         job = _Job(order, now)
         is_ours = os.getpid() == self._process_id
-        if is_ours and not self._work.mover.is_stuck(now) and self._work.add(job):
+        waits = isinstance(order, Remove) or not self._work.mover.is_stuck(now)
+        if is_ours and waits and self._work.add(job):
             return
         self._work.finish(job)
 
@@ -103,8 +125,8 @@ class StoreWorker:
         return self._work.next_s if os.getpid() == self._process_id else None
 
     def close(self, timeout_s: float) -> None:
-        """Keep what waits to be kept, for so many seconds at most; the rest is not. What is to be
-        looked up or fetched is missing. No host block is touched afterwards."""
+        """Remove and keep what waits for it, for so many seconds at most; the rest is not. What is
+        to be looked up or fetched is missing. No host block is touched afterwards."""
         if self._end.detach() is None or os.getpid() != self._process_id:
             return
         self._work.stop(is_patient=True)
@@ -114,7 +136,8 @@ class StoreWorker:
 
 @dataclass(eq=False)
 class _Job:
-    """An order under way. lock: guards what follows it, and is held while a block is copied."""
+    """An order under way. lock: guards what follows it, and is held while a block is copied.
+    unwanted: not to be kept any more."""
 
     order: Order
     since_s: float
@@ -124,15 +147,18 @@ class _Job:
     position: int = 0  # items before it are done
     num_bytes: int = 0
     duration_s: float = 0.0
+    unwanted: set[BlockName] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         order = self.order
-        self.ok = [False] * len(order.names if isinstance(order, LookUp) else order.items)
+        self.ok = [False] * len(order.names if isinstance(order, LookUp | Remove) else order.items)
 
     def answer(self) -> Answer:
         order, ok = self.order, list(self.ok)
         if isinstance(order, LookUp):
-            return LookedUp(order.store, order.request_id, ok)
+            return LookedUp(order.store, order.request_id, ok, order.ticket)
+        if isinstance(order, Remove):
+            return Removed(order.store, order.ticket, ok)
         kind = Fetched if isinstance(order, Fetch) else Kept
         return kind(order.store, order.ticket, ok, self.num_bytes, self.duration_s)
 
@@ -181,13 +207,17 @@ class _Work:
                 if now >= job.since_s + WAIT_S[kind]
             ]
         for job in late:
-            if self.finish(job, waits=False):
+            if self.finish(job, waits=False) and not isinstance(job.order, Remove):
                 self._forget(job)
 
     @property
     def next_s(self) -> float | None:
         with self._changed:
-            times = [jobs[0].since_s + WAIT_S[kind] for kind, jobs in self._jobs.items() if jobs]
+            times = [
+                job.since_s + WAIT_S[kind]
+                for kind, jobs in self._jobs.items()
+                for job in islice((job for job in jobs if not job.is_over), 1)
+            ]
         return min(times, default=None)
 
     def stop(self, is_patient: bool) -> None:
@@ -196,7 +226,7 @@ class _Work:
             self.abandon()
         with self._changed:
             self._is_closing = True
-            kinds = KINDS[:-1] if is_patient else KINDS
+            kinds = [kind for kind in KINDS if not (is_patient and kind in AT_THE_END)]
             jobs = [job for kind in kinds for job in self._jobs[kind]]
             self._changed.notify()
         for job in jobs:
@@ -246,6 +276,8 @@ class _Work:
     def run(self) -> None:
         while (job := self._next()) is not None:
             begin = self._clock.now()
+            if isinstance(job.order, Remove):
+                self._keep_without(job.order.names)
             is_done = self.mover.go_on(job)
             with job.lock:
                 job.duration_s += self._clock.now() - begin
@@ -254,6 +286,11 @@ class _Work:
                 self._forget(job)
             del job  # while it waits it holds nothing
         self.mover.close()
+
+    def _keep_without(self, names: tuple[BlockName, ...]) -> None:
+        with self._changed:
+            for job in self._jobs[Keep]:
+                job.unwanted.update(names)
 
     def _next(self) -> _Job | None:
         """The most important job, which stays where it is; None at the end."""
@@ -279,7 +316,9 @@ class _Mover:
         self._fingerprint = fingerprint
         self._clock = clock
         self._complaints = Complaints(clock)
-        self._calls = {LookUp: self._look_up, Fetch: self._fetch, Keep: self._keep}
+        self._calls = {
+            Remove: self._remove, LookUp: self._look_up, Fetch: self._fetch, Keep: self._keep,
+        }  # fmt: skip
         self._call_since_s: float | None = None  # of the store's call under way
         self._num_failures = 0  # in a row
         self._quiet_until_s = -1.0
@@ -293,7 +332,11 @@ class _Mover:
 
     def go_on(self, job: _Job) -> bool:
         """Do a piece of a job; whether it is done. What goes wrong is a miss."""
-        if job.is_over or self._clock.now() < self._quiet_until_s:
+        if isinstance(job.order, Remove):
+            self._refuse(self._key(*name) for name in job.order.names)
+        elif job.is_over:
+            return True
+        if self._clock.now() < self._quiet_until_s:
             return True
         try:
             is_done = self._calls[type(job.order)](job)
@@ -385,10 +428,25 @@ class _Mover:
             self._complaints.warn(
                 "refused", f"a block of the KV store {name} is not used: {reason}"
             )
-        while len(self._refused) >= MOST_REFUSED:
-            del self._refused[next(iter(self._refused))]
-        self._refused[key] = None
+        self._refuse([key])
         return None
+
+    def _refuse(self, keys: Iterable[bytes]) -> None:
+        for key in keys:
+            self._refused[key] = None
+        while len(self._refused) > MOST_REFUSED:
+            del self._refused[next(iter(self._refused))]
+
+    def _remove(self, job: _Job) -> bool:
+        assert isinstance(job.order, Remove)
+        keys = [self._key(*name) for name in job.order.names]
+        with self._calling():
+            self._store.remove(keys)
+        for key in keys:
+            self._refused.pop(key, None)
+        with job.lock:
+            job.ok[:] = [True] * len(keys)
+        return True
 
     def _keep(self, job: _Job) -> bool:
         """One block; before the first, look which of them the store has."""
@@ -398,7 +456,9 @@ class _Mover:
             found = self._find([self._key(group, digest) for group, digest, _ in items])
             with job.lock:
                 job.ok[:] = found
-        while job.position < len(items) and job.ok[job.position]:
+        while job.position < len(items) and (
+            job.ok[job.position] or items[job.position][:2] in job.unwanted
+        ):
             job.position += 1
         if job.position < len(items):
             self._put(job, items[job.position])

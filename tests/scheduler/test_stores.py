@@ -1,0 +1,294 @@
+"""What the scheduler orders of stores, and which answers it takes in: after a reset, after an
+error, and when a request's id is used again."""
+
+import numpy as np
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.config import SchedulerConfig
+from quire.base.messages import Abort, Request, ResetPrefixCache
+from quire.base.plan import Plan
+from quire.base.tiers import Fetch, Fetched, Keep, LookedUp, LookUp, Order, Remove
+from quire.base.validation import RequestLimits
+from quire.engine.core import EngineCore
+from quire.kv.digest import extend_digests
+from quire.kv.manager import KVManager
+from quire.scheduler.results import StepOutputs
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.device import (
+    GARBAGE,
+    CursedStep,
+    FakeDevice,
+    FakeExecutor,
+    expected_tokens,
+    make_request,
+)
+from tests.scheduler.test_scheduler_machine import BLOCK, FULL, MAX_LEN, FakeStores
+
+PROMPT = list(range(1, 21))  # five blocks
+OTHER = list(range(21, 41))
+
+
+class Lab:
+    """A core over a device of 12 blocks, one row, and stores that answer when they are told to.
+    kept: what the stores have from an engine before."""
+
+    def __init__(
+        self, num_stores: int = 1, budget: int = 8, kept: FakeStores | None = None
+    ) -> None:
+        self.kv = KVManager((FULL,), (12,), BLOCK, host_limits=(12,))
+        config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(self.kv, config, MAX_LEN, num_stores=num_stores)
+        self.stores = FakeStores(num_stores, self.scheduler)
+        self.stores.kept = self.stores.kept if kept is None else kept.kept
+        self.device = FakeDevice((FULL,), (12,), BLOCK, (12,))
+        self.stores.host = [slots.reshape(-1, BLOCK) for slots in self.device.host_slots]
+        executor = FakeExecutor(self.device, is_lazy=False)
+        limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
+        self.core = EngineCore(self.scheduler, executor, FakeClock(), limits)  # type: ignore[arg-type]
+        self.num_requests = 0
+
+    def orders(self) -> list[Order]:
+        assert self.scheduler.stores is not None
+        return self.scheduler.stores.take_orders()
+
+    def add(self, prompt: list[int], name: str = "", num: int = 2) -> Request:
+        self.num_requests += 1
+        name = name or f"r{self.num_requests}"
+        request = make_request(name, prompt, max_tokens=num, seed=self.num_requests)
+        self.core.add(request)
+        return request
+
+    def answer(self) -> None:
+        """Let stores carry out all that they were told."""
+        while (answer := self.stores.answer(0, fails=False)) is not None:
+            self.core.control(answer)
+
+    def step(self) -> StepOutputs | None:
+        found = None if self.core.plan() is None else self.core.take()
+        self.scheduler.check_invariants()
+        return found
+
+    def finish(self, request: Request) -> list[int] | str:
+        """What a request gets: its tokens, or the error."""
+        tokens: list[int] = []
+        for _ in range(30):
+            self.answer()
+            outputs = self.step()
+            if outputs is None:
+                continue
+            tokens += outputs.token_ids.tolist()
+            for sequence in [*outputs.sequences, *outputs.others]:
+                ending = outputs.endings.get(sequence.arrival)
+                if ending is not None:
+                    return ending.error or tokens
+        raise AssertionError(f"{request.request_id} starves")
+
+    def generate(self, prompt: list[int], num: int = 2) -> list[int] | str:
+        return self.finish(self.add(prompt, num=num))
+
+    def evict(self) -> None:
+        """Have other prompts take the device's memory, and what was evicted kept."""
+        for i in range(3):
+            self.generate([30 + i, *OTHER])
+        self.answer()
+
+
+def wanted(prompt: list[int], num: int = 2) -> list[int]:
+    return expected_tokens(make_request("", prompt, max_tokens=num), MAX_LEN)
+
+
+def all_names(orders: list[Order]) -> set[bytes]:
+    return {
+        name[1]
+        for order in orders
+        for name in (order.names if isinstance(order, LookUp | Remove) else order.items)
+    }
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_the_answer_to_a_request_that_has_ended_is_not_that_of_another_with_its_id() -> None:
+    lab = Lab()
+    lab.add(PROMPT, "again")
+    [first] = lab.orders()
+    lab.core.control(Abort("again"))
+    lab.add([*OTHER, 1, 2, 3, 4, 5], "again")
+    [second] = lab.orders()
+    assert isinstance(first, LookUp) and isinstance(second, LookUp)
+    assert len(first.names) < len(second.names)
+    lab.core.control(LookedUp(0, "again", [True] * len(first.names), first.ticket))
+    assert lab.scheduler.num_waiting == 0 and not lab.orders()  # it waits for its own
+    lab.core.control(LookedUp(0, "again", [False] * len(second.names), second.ticket))
+    assert lab.scheduler.num_waiting == 1
+
+
+# ---- a reset -----------------------------------------------------------------------------------
+
+
+def test_a_reset_lets_those_go_on_who_wait_for_stores() -> None:
+    lab = Lab(num_stores=2)
+    looked_up, fetched = lab.add(PROMPT), lab.add([*PROMPT[:8], 40, 41, 42])
+    first, second, *others = lab.orders()
+    assert isinstance(first, LookUp) and len(others) == 2
+    for order in others:
+        assert isinstance(order, LookUp)
+        lab.core.control(LookedUp(order.store, order.request_id, [True] * 2, order.ticket))
+    [fetch] = lab.orders()
+    assert isinstance(fetch, Fetch)
+    lab.core.control(ResetPrefixCache("new"))
+    assert lab.scheduler.num_waiting == 2 and not lab.orders()
+    # What comes now is taken by nobody.
+    lab.core.control(LookedUp(0, looked_up.request_id, [True] * len(first.names), first.ticket))
+    lab.core.control(Fetched(fetch.store, fetch.ticket, [True] * len(fetch.items), 10, 0.1))
+    assert not lab.orders()
+    assert lab.kv.host_pools[0].num_indexed == lab.kv.host_pools[0].num_used == 0
+    assert lab.finish(looked_up) == wanted(PROMPT)
+    assert lab.finish(fetched) == wanted(fetched.prompt_token_ids)
+
+
+@pytest.mark.parametrize("epochs", [["a"], ["a", "b"]])
+def test_nothing_of_before_a_reset_is_found_and_stores_serve_on(epochs: list[str]) -> None:
+    lab = Lab()
+    assert lab.generate(PROMPT) == wanted(PROMPT)
+    lab.evict()
+    old = set(lab.stores.kept[0])
+    assert len(old) >= 5
+    for epoch in epochs:
+        lab.core.control(ResetPrefixCache(epoch))
+        request = lab.add(PROMPT)
+        [order] = lab.orders()
+        lab.scheduler.stores.orders.append(order)  # type: ignore[union-attr]
+        assert isinstance(order, LookUp) and old.isdisjoint(order.names)
+        lab.finish(request)
+        assert not lab.scheduler.stores.num_fetched  # type: ignore[union-attr]
+        lab.evict()
+        old |= set(lab.stores.kept[0])
+    # Within the epoch memory and stores are used as ever.
+    lab.kv.reset_prefix_cache()
+    assert lab.generate(PROMPT) == wanted(PROMPT)
+    assert lab.scheduler.stores.num_fetched >= 4  # type: ignore[union-attr]
+    # The old epoch's blocks are as they were, for other engines.
+    other = Lab(kept=lab.stores)
+    assert other.generate(PROMPT) == wanted(PROMPT)
+    assert other.scheduler.stores.num_fetched >= 4  # type: ignore[union-attr]
+
+
+def test_what_a_running_request_computes_on_old_blocks_gets_names_that_nobody_has() -> None:
+    """Its blocks after the reset were computed from those before it: with other weights they are
+    neither the old cache's nor the new one's."""
+    lab = Lab(budget=40)
+    running = lab.add(PROMPT, num=14)
+    lab.answer()
+    lab.step()
+    old_root = lab.scheduler.sequences[running.request_id].root
+    lab.core.control(ResetPrefixCache("new"))
+    assert lab.finish(running) == wanted(PROMPT, 14)[1:]
+    during = {lab.kv.pools[0].digest_of(b) for b in range(12)} - {None}
+    assert len(during) == 3
+    tokens = [*PROMPT, *wanted(PROMPT, 14)]
+    lab.add([*tokens, 1], "the same")
+    new_root = lab.scheduler.sequences["the same"].root
+    for root in (old_root, new_root):
+        digests: list[bytes] = []
+        extend_digests(digests, root, np.array(tokens, np.int32), BLOCK, len(tokens) // BLOCK)
+        assert during.isdisjoint(digests)
+        if root == old_root:
+            old = set(digests)
+    lab.core.control(Abort("the same"))
+    lab.evict()
+    kept = {name for _, name in lab.stores.kept[0]}
+    assert during & kept and kept.isdisjoint(old)
+
+
+def test_at_the_end_only_an_engine_that_was_not_reset_keeps_what_it_has() -> None:
+    for is_reset in (False, True):
+        lab = Lab()
+        if is_reset:
+            lab.core.control(ResetPrefixCache("new"))
+        lab.generate(PROMPT)
+        assert (lab.scheduler.flush() is None) == is_reset
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def poisoned(lab: Lab) -> None:
+    """Blocks of PROMPT hold garbage that nobody has noticed: it was computed without sampling."""
+    request = lab.add(PROMPT)
+    lab.answer()
+    lab.step()
+    digests = lab.scheduler.sequences[request.request_id].digests
+    block = lab.kv.pools[0].lookup(digests[1])
+    assert block is not None
+    lab.device.slots[0].reshape(-1, BLOCK)[block] = GARBAGE
+    lab.core.control(Abort(request.request_id))
+
+
+def has_garbage(stores: FakeStores) -> bool:
+    return any((block == GARBAGE).any() for kept in stores.kept for block in kept.values())
+
+
+def test_what_a_failed_request_may_have_taken_from_a_store_is_removed_there() -> None:
+    lab = Lab(num_stores=2)
+    poisoned(lab)
+    lab.evict()
+    assert has_garbage(lab.stores)
+    assert lab.generate(PROMPT) == "garbage"
+    lab.answer()
+    assert not has_garbage(lab.stores)
+    assert lab.generate(PROMPT) == wanted(PROMPT)
+    for _ in range(2):  # after a restart, from what is left and then from what came since
+        other = Lab(num_stores=2, kept=lab.stores)
+        assert other.generate(PROMPT) == wanted(PROMPT)
+        lab.evict()
+
+
+def test_what_is_on_its_way_when_a_request_fails_is_not_taken_in() -> None:
+    """To a store, and from it for another request of the same prefix."""
+    lab = Lab()
+    poisoned(lab)
+    failing = lab.add(PROMPT)  # it begins with the garbage in the device's memory
+    lab.answer()
+    waiting = lab.add([*PROMPT, 45, 46])
+    for order in lab.orders():
+        assert isinstance(order, LookUp)
+        lab.core.control(LookedUp(0, order.request_id, [True] * len(order.names), order.ticket))
+    [fetch] = lab.orders()
+    assert isinstance(fetch, Fetch)
+    outputs = [out for _ in range(4) if (out := lab.step()) is not None]
+    assert any("garbage" in str(out.endings) for out in outputs)
+    failed = [order for order in lab.orders() if isinstance(order, Remove)]
+    assert len(failed) == 1 and len(failed[0].names) == 5
+    lab.core.control(Fetched(0, fetch.ticket, [True] * len(fetch.items), 1, 0.1))
+    names = {name for _, name in failed[0].names}
+    for _, digest, _ in fetch.items:
+        assert (lab.kv.host_pools[0].lookup(digest) is not None) == (digest not in names)
+    assert failing.request_id not in lab.scheduler.sequences
+    assert lab.finish(waiting) == wanted(waiting.prompt_token_ids)
+
+
+class EarlyCurse(FakeDevice):
+    """Raises before it has carried out anything of a plan."""
+
+    def run(self, plan: Plan):  # type: ignore[no-untyped-def]
+        seeds = {**self.seeds, **{start.row: start.seed for start in plan.started}}
+        if any(seeds[row] in self.curses for row in plan.rows.tolist()):
+            raise CursedStep("at once")
+        return super().run(plan)
+
+
+def test_a_step_that_failed_as_a_whole_may_have_copied_nothing_out() -> None:
+    """What its plan was to copy to host memory is neither a hit there nor kept in a store."""
+    lab = Lab(budget=40)
+    lab.device.__class__ = EarlyCurse
+    lab.generate(PROMPT)
+    lab.generate(OTHER)
+    lab.orders()
+    lab.device.curses[3] = None  # type: ignore[assignment]
+    assert "at once" in lab.generate([9, 9, *PROMPT, 7, 7, 7, 7, 7, 7, 7])
+    assert not any(isinstance(order, Keep) for order in lab.orders())
+    for prompt in (PROMPT, OTHER):
+        assert lab.generate(prompt) == wanted(prompt)
+    assert np.isin(-1, lab.device.host_slots[0]), "nothing was written there"

@@ -1,0 +1,155 @@
+"""The end of processes whose store is slow: they wait for it as long as they say, and no more."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import quire.serve.launch as launch
+import quire.serve.supervisor as supervisor
+from quire import AsyncLLM, SamplingParams
+from quire.base.config import ServerConfig, config_from_flat
+from quire.base.plugins import CONNECTORS
+from quire.base.tiers import KEEP_AT_END_S
+from quire.engine.heartbeat import FIELDS
+from tests.serve.processes import WAIT_S, Server
+from tests.test_plugins import Site
+
+SOURCE = '''
+import time
+from pathlib import Path
+
+
+class SlowStore:
+    """Files in a folder, of which each takes a while. address: the folder, a comma, seconds."""
+
+    def __init__(self, address, max_bytes):
+        folder, _, self.put_s = address.rpartition(",")
+        self.folder = Path(folder)
+
+    def find(self, keys):
+        return [(self.folder / key.hex()).exists() for key in keys]
+
+    def get(self, keys):
+        yield from [None] * len(keys)
+
+    def put(self, key, parts):
+        time.sleep(float(self.put_s))
+        (self.folder / key.hex()).write_bytes(b"".join(parts))
+        return True
+
+    def remove(self, keys):
+        pass
+
+    def close(self):
+        (self.folder / "closed").write_bytes(b"")
+'''
+NUM_BLOCKS = 25  # of 16 tokens
+PROMPT = [5 + i for i in range(16 * NUM_BLOCKS)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the store keeps its files; its package is installed."""
+    site, kept = tmp_path / "site", tmp_path / "kept"
+    for made in (site, kept):
+        made.mkdir()
+    path = os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    Site(site).install("quire-slow", CONNECTORS, "slow", "quire_slow:SlowStore", SOURCE)
+    return kept
+
+
+def num_kept(folder: Path) -> int:
+    assert (folder / "closed").exists(), "it was killed"
+    return len(list(folder.iterdir())) - 1
+
+
+def test_a_server_keeps_what_is_cached_however_short_its_drain(folder: Path) -> None:
+    """It takes longer than other processes have for their end."""
+    put_s = 1.2 * launch.END_S / NUM_BLOCKS
+    server = Server("--kv-store", f"slow:{folder},{put_s}", "--shutdown-timeout", "0")
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_S)
+        body = {"model": "demo", "prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        assert connection.getresponse().status == 200
+        connection.close()
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert num_kept(folder) == NUM_BLOCKS
+    assert not any("does not end" in line for line in server.lines)
+
+
+def test_a_core_of_a_program_keeps_it_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "END_S", 0.5)
+    settings = {"kv_store": f"slow:{folder},0.04", "disable_log_stats": True}
+
+    async def program() -> None:
+        async with await AsyncLLM.create("demo", **settings) as llm:
+            params = SamplingParams(max_tokens=2, ignore_eos=True)
+            async for _ in llm.generate({"prompt_token_ids": PROMPT}, params):
+                pass
+
+    asyncio.run(program())
+    assert num_kept(folder) == NUM_BLOCKS
+
+
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); input()"
+SLOW = """
+import signal, sys, time
+signal.signal(15, lambda *_: (time.sleep(1), sys.exit(7)))
+print('ready', flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is killed when its time is over; only then the core is told to end, and has all of its
+    own, in which nobody looks whether it is stuck."""
+    for module in (launch, supervisor):
+        monkeypatch.setattr(module, "END_S", 0.2)
+    settings = config_from_flat(model="demo", kv_disk_dir="/nowhere")
+    with socket.socket() as tcp, contextlib.closing(launch.CoreSocket()) as unix:
+        watcher = supervisor.Supervisor(settings, ServerConfig(), "info", tcp, unix)
+        unix.heartbeat.write_bytes(FIELDS.pack(time.monotonic() + 0.7, 1))
+        api, core = (
+            subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            for code in (STUBBORN, SLOW)
+        )
+        try:
+            for process in (api, core):
+                assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+            watcher._adopt("the API process", api)
+            watcher._core = watcher._adopt("the core", core)
+            watcher._end(0, 0.0)
+            while watcher._children:
+                watcher._watch()
+        finally:
+            for process in (api, core):
+                process.kill()
+                process.communicate()
+    assert (api.returncode, core.returncode) == (-signal.SIGKILL, 7)
+
+
+def test_only_a_core_with_stores_gets_that_time() -> None:
+    assert launch.core_end_s(config_from_flat(model="demo")) == launch.END_S
+    with_stores = config_from_flat(model="demo", kv_disk_dir="/nowhere")
+    assert launch.core_end_s(with_stores) == launch.END_S + KEEP_AT_END_S
