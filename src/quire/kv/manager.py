@@ -329,13 +329,18 @@ class KVManager:
         needs = self.num_distinct(sequences)
         if any(n > pool.num_free for n, pool in zip(needs, self.host_pools, strict=True)):
             return None
-        return self._transfer(sequences, self.host_pools)
+        tables, copies = self._transfer(sequences, self.host_pools)
+        if self.tier is not None:
+            for g, (_, destination) in enumerate(copies):
+                for block_id in destination:
+                    self.tier.hold(g, block_id)
+        return tables, copies
 
     def swap_in(
         self, sequences: Sequence[SequenceBlocks]
     ) -> tuple[list[SequenceBlocks], list[Copies]]:
         """The way back; the device must have the blocks."""
-        if self.tier is not None:  # nothing of this plan is copied out to what it reads
+        if self.tier is not None:  # nothing else goes there before it was read
             for g in range(len(self.pools)):
                 for block_id in {b for s in sequences for b in s.tables[g].live_blocks}:
                     self.tier.hold(g, block_id)
@@ -383,7 +388,8 @@ class KVManager:
         alive, away = list(sequences), list(swapped)
         for g, pool in enumerate(self.host_pools):
             held = [b for blocks in away for b in blocks.tables[g].live_blocks]
-            pool.check_invariants(held + on_order(g))
+            moving = [] if self.tier is None else self.tier.held_blocks(g)
+            pool.check_invariants(held + moving + on_order(g))
         for g, pool in enumerate(self.pools):
             tables = [sequence.tables[g] for sequence in alive]
             pool.check_invariants(block_id for t in tables for block_id in t.live_blocks)

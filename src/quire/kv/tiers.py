@@ -7,8 +7,9 @@ device's index ends gets device blocks into which its plan loads them. The host'
 that evicting the block once more copies nothing.
 
 Host memory is shared with swapping (P 4.5), which takes what it needs: the tier only has what is
-free of it. Moves of a plan are carried out in the order swap out, load, copy, forward pass; so a
-host block that is read by a plan is not given away before the plan is made (`hold`).
+free of it. Moves of a plan are carried out in the order swap out, load, copy, forward pass, one
+plan after the other; but what stores bring is written whenever it comes. So a host block that a
+plan reads or writes is not given away before the plan's result is there (`hold`).
 
 What a plan in flight copies out counts as unsettled until its result came: if the step fails, what
 it was to copy may never have been computed (`forget_unsettled`).
@@ -21,6 +22,7 @@ from quire.kv.pool import BlockPool
 
 Copies = tuple[list[int], list[int]]  # blocks to read, blocks to write
 Name = tuple[int, bytes]  # cache group, digest
+HostBlock = tuple[int, int]  # cache group, block
 
 
 class HostTier:
@@ -31,7 +33,8 @@ class HostTier:
     ) -> None:
         self._device, self._host = tuple(device), tuple(host)
         self.limits = tuple(limits)
-        self._held: list[tuple[int, int]] = []  # group, block
+        self._held: list[HostBlock] = []  # by the plan that is being made
+        self._in_flight: deque[tuple[int, list[HostBlock]]] = deque()  # step, what its plan holds
         self._unsettled: deque[tuple[int, list[Name]]] = deque()  # step, what its plan copies out
         self._fresh: list[Name] = []  # copied out by the plan that is being made
         self.num_offloaded = 0
@@ -44,7 +47,7 @@ class HostTier:
         return self._host[group].lookup(digest)
 
     def hold(self, group: int, block_id: int) -> None:
-        """Keep a host block from being given away until `end_plan`."""
+        """Keep a host block from being given away until the plan being made has its result."""
         self._host[group].acquire(block_id)
         self._held.append((group, block_id))
 
@@ -91,18 +94,25 @@ class HostTier:
             return None
         return host.allocate() if host.num_free else None
 
-    def end_plan(self, step_id: int | None) -> None:
-        """The plan is made; None: nothing was planned, and what it was to copy out will be part of
-        the next one."""
-        for group, block_id in self._held:
-            self._host[group].release(block_id)
-        self._held = []
-        if step_id is not None and self._fresh:
+    def held_blocks(self, group: int) -> list[int]:
+        """Those that plans hold, with repetition."""
+        everything = [self._held, *(held for _, held in self._in_flight)]
+        return [block_id for held in everything for g, block_id in held if g == group]
+
+    def end_plan(self, step_id: int) -> None:
+        """The plan is made. (If nothing is planned, what it moves is part of the next one.)"""
+        if self._held:
+            self._in_flight.append((step_id, self._held))
+            self._held = []
+        if self._fresh:
             self._unsettled.append((step_id, self._fresh))
             self._fresh = []
 
     def settle(self, step_id: int) -> list[Name]:
         """A step's result came: what its plan copied out is there."""
+        while self._in_flight and self._in_flight[0][0] <= step_id:
+            for group, block_id in self._in_flight.popleft()[1]:
+                self._host[group].release(block_id)
         if not self._unsettled or self._unsettled[0][0] > step_id:
             return []
         return self._unsettled.popleft()[1]

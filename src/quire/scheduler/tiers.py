@@ -42,7 +42,8 @@ def offload(scheduler: "Scheduler", draft: Draft, is_planned: bool) -> None:
     if tier is None:
         return
     draft.add_moves("swap_out", tier.take_evicted())
-    tier.end_plan(draft.step_id if is_planned else None)
+    if is_planned:
+        tier.end_plan(draft.step_id)
 
 
 def flush(scheduler: "Scheduler", step_id: int) -> Plan | None:
