@@ -64,6 +64,7 @@ def merged(outputs: list[RequestOutput]) -> RequestOutput:
         last.finished,
         last.metrics,
         last.num_cached_tokens,
+        last.prefix,
     )
 
 

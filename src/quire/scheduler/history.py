@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 Fields = dict[str, Any]  # of a report
 MOST_COMPARED = 32  # of the last prompts, to find the nearest
-MOST_BLOCKS = 1 << 15  # of all remembered prompts together: about 10 MB
+MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
 
 
 @dataclass(eq=False, slots=True)
 class Remembered:
-    """A prompt, with its output once it has ended. sequence: until then."""
+    """A prompt, with its output once it has ended. sequence: until then; num_computed: blocks that
+    the index was told of, from then on."""
 
     request_id: str
     tenant: str
@@ -53,11 +54,12 @@ class Remembered:
     num_digests: int  # that are in the table
     tokens: Int32
     sequence: Sequence | None
+    num_computed: int = 0
 
-    @property
-    def num_computed(self) -> int:
-        """Blocks that were in the index, or are."""
-        return self.num_digests if self.sequence is None else self.sequence.blocks.num_indexed
+    def was_computed(self, index: int) -> bool:
+        """Whether a block of it was in the index, or is."""
+        line = self.sequence
+        return index < (self.num_computed if line is None else line.blocks.num_indexed)
 
     def has(self, digest: bytes, num_blocks: int) -> bool:
         """Whether it begins with so many blocks, of which this is the last; 0: with this root."""
@@ -111,6 +113,7 @@ class History:
             return
         num_indexed = sequence.blocks.num_indexed if sequence.row >= 0 else found.num_digests
         found.tokens, found.sequence = sequence.known_tokens.copy(), None
+        found.num_computed = num_indexed
         self._add_digests(found, num_indexed)
 
     def _add_digests(self, found: Remembered, num: int) -> None:
@@ -118,10 +121,12 @@ class History:
         self._by_digest.update(dict.fromkeys(new, found))
         found.num_digests += len(new)
         self._num_blocks += len(new)
-        while self._num_blocks > self._most_blocks and self._all[0].sequence is None:
+        while self._num_blocks > self._most_blocks and len(self._all) > 1:
             self._forget(self._all.popleft())
 
     def _forget(self, old: Remembered) -> None:
+        if old.sequence is not None:
+            del self._open[old.sequence.arrival]
         self._num_blocks -= old.num_digests
         for digest in (old.root, *old.digests[: old.num_digests]):
             if self._by_digest.get(digest) is old:
@@ -184,15 +189,16 @@ class History:
         last = islice(reversed(self._all), MOST_COMPARED)
         others = [each for each in last if each.has(before, index)]
         apart = [self._apart(sequence, each, index) for each in (near, *others)]
-        return max(apart, key=lambda fields: int(fields["at_token"]))
+        return max(apart, key=lambda fields: (fields["at_token"], fields["near_is_own"]))
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
         """Why a block is not used that a remembered prompt has."""
         kv, digest = self._scheduler.kv, sequence.digests[index]
         near = known.fields(sequence)
-        if known.num_computed <= index:
-            return near | {"miss": COMPUTING}
-        if all(kv.is_cached(g, digest) for g in range(len(kv.groups))):
+        if not known.was_computed(index):  # if it has ended meanwhile, it never will be
+            return {"miss": NEW} if known.sequence is None else near | {"miss": COMPUTING}
+        tier = kv.tier
+        if tier and all(tier.lookup(g, digest) is not None for g in range(len(kv.groups))):
             return near | {"miss": COSTLY}
         at_s = self._lost_s.get(digest)
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}

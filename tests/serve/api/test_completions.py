@@ -237,3 +237,32 @@ def test_cached_tokens_are_counted_and_salts_keep_apart(openai_client: openai.Op
         return answer.usage.prompt_tokens_details.cached_tokens
 
     assert [cached("a"), cached("a"), cached("b")] == [0, 32, 0]
+
+
+def test_usage_tells_where_it_was_and_to_the_named_why_there_was_no_more(
+    openai_client: openai.OpenAI,
+) -> None:
+    """To the token only of prompts of the same user."""
+
+    def details(end: int, user: str | None) -> dict[str, object]:
+        answer = openai_client.completions.create(
+            model="demo",
+            prompt=[*range(600, 620), *[end] * 20],
+            max_tokens=1,
+            user=user,  # type: ignore[arg-type]
+            extra_body={"cache_salt": "where it was"},
+        )
+        return answer.usage.prompt_tokens_details.model_extra
+
+    assert details(1, "u") == {"cached_tokens_by_tier": {}}
+    assert details(1, "u") == {"cached_tokens_by_tier": {"device": 32}}
+    apart = {"reason": "diverged", "at_token": 20}
+    assert details(2, "u") == {"cached_tokens_by_tier": {"device": 16}, "cache_miss": apart}
+    assert details(3, "v") == {"cached_tokens_by_tier": {"device": 16}}
+    assert details(4, None) == {"cached_tokens_by_tier": {"device": 16}}
+    stream = openai_client.completions.create(
+        model="demo", prompt=[*range(600, 620), *[1] * 20], max_tokens=1, stream=True, user="u",
+        stream_options={"include_usage": True}, extra_body={"cache_salt": "where it was"},
+    )  # fmt: skip
+    usage = [chunk.usage for chunk in stream if chunk.usage][-1]
+    assert usage.prompt_tokens_details.model_extra == {"cached_tokens_by_tier": {"device": 32}}
