@@ -26,8 +26,8 @@ APART = {"miss": "diverged", "at_token": 40, "near_id": "cmpl-1"}
         ),
         (
             PrefixReport(pinned=20, miss="new", at_token=20, near_id="p"),
-            "prefix hit 20 % (20 tokens pinned); from token 20 on it is new, where that of request p"
-            " ends",
+            "prefix hit 20 % (20 tokens pinned); from token 20 on it is new, where that of request"
+            " p ends",
         ),
         (
             PrefixReport(miss="evicted", near_id="a", lost_s=2.51),

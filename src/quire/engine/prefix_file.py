@@ -48,14 +48,14 @@ def pin_file(core: EngineCore, path: Path, config: ModelConfig, source: ModelSou
         except RequestError as error:
             raise ConfigError(f"pin_prefix={str(path)!r}, prefix {number}: {error}") from error
         num_tokens = len(request.prompt_token_ids)
-        logger.info("prefix %s of %d tokens is pinned", request.request_id, num_tokens)
+        logger.info("pinned %s: %d tokens", request.request_id, num_tokens)
 
 
 def read_entries(path: Path) -> list[Entry]:
     """Raises ConfigError for a file that cannot be read, or is not as it should be."""
     try:
         data = path.read_bytes()
-        if path.suffix != ".json":
+        if path.suffix.lower() != ".json":
             return [Entry(prompt=data.decode().removesuffix("\n").removesuffix("\r"))]
         entries = msgspec.json.decode(data, type=Entry | list[Entry])
     except OSError as error:
@@ -68,6 +68,8 @@ def read_entries(path: Path) -> list[Entry]:
             f"pin_prefix={str(path)!r} is no list of prefixes: {error}. Give a text in UTF-8, or"
             ' .json as [{"prompt": "..."}] or [{"messages": [...]}].'
         ) from error
+    if entries == []:
+        raise ConfigError(f"pin_prefix={str(path)!r} holds no prefix; give one, or leave it out.")
     return entries if isinstance(entries, list) else [entries]
 
 
@@ -79,6 +81,10 @@ def _request(entry: Entry, text: TextSide, name: str) -> Request:
     )
     if (entry.prompt is None) == (entry.messages is None):
         raise RequestError("give either prompt (a text or token ids) or messages.")
+    if entry.messages == []:
+        raise RequestError("messages is empty; give at least one message.")
+    if entry.messages is None and (entry.tools or entry.chat_template_kwargs):
+        raise RequestError("tools and chat_template_kwargs are for messages; leave them out.")
     rendered = text.renderer.render(
         entry.messages if entry.prompt is None else entry.prompt, options
     )
@@ -89,5 +95,5 @@ def _compute(core: EngineCore) -> None:
     """Nothing else is there at the start."""
     while core.has_work:
         for output in core.step():
-            if output.finish_reason != "pinned":
+            if output.finish_reason not in (None, "pinned"):
                 raise RequestError(f"it could not be computed: {output.error}")

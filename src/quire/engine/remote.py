@@ -105,8 +105,12 @@ async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
         async for output in outputs:
             reason, why = output.outputs[0].finish_reason, output.outputs[0].stop_reason
     found = [prefix for prefix in await client.prefixes() if prefix.id == request.request_id]
-    if reason != "pinned" or not found:
-        raise RequestError(f"the prefix was not pinned: {why or reason}")
+    if reason == "abort":
+        raise RequestError("the prefix was not pinned: it was removed while it was computed.")
+    if reason != "pinned":
+        raise RequestError(f"the prefix was not pinned: {why}")
+    if not found:
+        raise RequestError("the prefix was pinned, but its ttl_s is over already; raise it.")
     return found[0]
 
 

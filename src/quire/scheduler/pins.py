@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import PinnedPrefix, Request
 from quire.kv.digest import root_digest
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.preemption import preempt
+from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Int32, Sequence
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Pins:
     # ---- the life of a pin -------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if this prefix cannot be pinned now."""
+        """Raise RequestError if this prefix cannot be pinned; EngineBusy if only now."""
         kv = self._scheduler.kv
         needs, num_tokens = self._most_blocks(request), len(request.prompt_token_ids)
         after = [need + held for need, held in zip(needs, self._reserved, strict=True)]
@@ -87,10 +88,9 @@ class Pins:
                 )
         for sequence in self._scheduler.sequences.values():
             if not self._leaves_room_for(sequence, after):
-                raise RequestError(
-                    f"a prefix of {num_tokens} tokens cannot be pinned while request"
-                    f" {sequence.request.request_id!r}, which needs the memory, is open; try again"
-                    " when it has ended."
+                raise EngineBusy(
+                    f"a prefix of {num_tokens} tokens cannot be pinned now: a request that is open"
+                    " would lack the memory; try again in a moment."
                 )
 
     def begin(self, sequence: Sequence, now: float) -> None:
@@ -139,6 +139,7 @@ class Pins:
         if pin is None or tenant not in (None, pin.request.tenant):
             return
         if pin.sequence is not None:
+            self._scheduler.late.append((pin.sequence, Ending("abort")))  # somebody waits for it
             self._scheduler.finish(pin.sequence, "abort", now)
             return
         self._give_up(pin)

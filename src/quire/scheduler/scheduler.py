@@ -136,6 +136,7 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> Sequence:
         """Queue a request. Raises RequestError if this engine can never serve it."""
+        self.pins.drop_late(now)
         if request.request_id in self.sequences or request.request_id in self.pins.by_id:
             raise RequestError(f"request id {request.request_id!r} is in use; choose another.")
         num_prompt = len(request.prompt_token_ids)

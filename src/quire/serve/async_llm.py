@@ -231,8 +231,13 @@ class AsyncLLM:
         """As `LLM.pin_prefix`. Cancelling the task ends the computation."""
         rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
         request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant)
+        client = await self._connected()
         try:
-            return await pin(await self._connected(), request)
+            return await pin(client, request)
+        except asyncio.CancelledError:  # perhaps when it was there already
+            with contextlib.suppress(EngineDead):
+                await client.unpin(request.request_id)
+            raise
         except EngineDead as error:
             raise self._core.dead() from error
 

@@ -161,7 +161,10 @@ class LLM:
         done = self._finished([request], [rendered], bar)[request.request_id]
         if done.outputs[0].finish_reason != "pinned":
             raise RequestError(f"the prefix was not pinned: {done.outputs[0].stop_reason}")
-        return next(pin for pin in self.pinned_prefixes() if pin.id == request.request_id)
+        for prefix in self.pinned_prefixes():
+            if prefix.id == request.request_id:
+                return prefix
+        raise RequestError("the prefix was pinned, but its ttl_s is over already; raise it.")
 
     def unpin_prefix(self, prefix_id: str) -> bool:
         """Keep a prefix no longer; False if there is none of that id. Requests that run keep their

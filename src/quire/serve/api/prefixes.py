@@ -9,6 +9,7 @@ import fastapi
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from quire.base.errors import RequestError
 from quire.base.messages import PinnedPrefix
 from quire.engine.remote import pin
 from quire.render.chat import ChatOptions
@@ -16,7 +17,7 @@ from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import tenant_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.disconnect import unless_disconnected
-from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.errors import ApiError, as_api_error, bad_request
 from quire.serve.api.invalid import shown
 from quire.serve.api.limits import generating
 from quire.serve.api.protocol import MAX_SALT_CHARS, ONE_PROMPT_SCHEMA, Label, Objects
@@ -49,7 +50,13 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
     rendered = await _render(api, body)
     tenant = tenant_of(request.scope, api.config.api_key, body.user)
     made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant)
-    found = await unless_disconnected(request.receive, pin(api.client, made))
+    try:
+        found = await unless_disconnected(request.receive, pin(api.client, made))
+    except ApiError:  # the client has gone, perhaps when the prefix was there already
+        await api.client.unpin(made.request_id)
+        raise
+    except RequestError as error:
+        raise _with_field(error, body) from error
     return _as_json(found)
 
 
@@ -79,11 +86,7 @@ async def _render(api: ApiContext, body: PrefixBody) -> RenderedPrompt:
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt (a text or token ids) or messages.", "prompt")
     if body.messages is None:
-        if not isinstance(body.prompt, str | list):
-            kind = type(body.prompt).__name__
-            raise bad_request(
-                f"prompt must be a text or a list of token ids, got {kind}.", "prompt"
-            )
+        _check_prompt(body)
         return await render_prompt(api, body.prompt, add_special_tokens=body.add_special_tokens)
     if not body.messages:
         raise bad_request("messages is empty; give at least one message.", "messages")
@@ -93,6 +96,28 @@ async def _render(api: ApiContext, body: PrefixBody) -> RenderedPrompt:
         template_kwargs=body.chat_template_kwargs or {},
     )
     return await render_prompt(api, body.messages, options, body.chat_template)
+
+
+def _check_prompt(body: PrefixBody) -> None:
+    """Raise ApiError unless it is a text or token ids, without fields that are for messages."""
+    prompt = body.prompt
+    is_ids = isinstance(prompt, list) and all(type(item) is int and item >= 0 for item in prompt)
+    if not prompt or not (isinstance(prompt, str) or is_ids):
+        raise bad_request(
+            f"prompt must be one text or list of token ids, and not empty, got {shown(prompt)}.",
+            "prompt",
+        )
+    for name in ("tools", "chat_template", "chat_template_kwargs"):
+        if getattr(body, name):
+            raise bad_request(f"{name} is for messages; a prompt has no template.", name)
+
+
+def _with_field(error: RequestError, body: PrefixBody) -> ApiError:
+    """What is said of the whole prefix, such as its length, is said of the field that holds it."""
+    found = as_api_error(error)
+    if found.status == 400 and found.param is None:
+        found.param = "prompt" if body.messages is None else "messages"
+    return found
 
 
 def _owner(request: fastapi.Request, api: ApiContext) -> str | None:

@@ -1,0 +1,416 @@
+"""Pinned prefixes through HTTP: answers, errors, whose they are, and clients that leave."""
+
+import asyncio
+import http.client
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from quire.base.config import ServerConfig, config_from_flat
+from quire.base.messages import PinnedPrefix, Unpin
+from quire.engine.build import Engine, build_engine
+from quire.engine.metrics import EngineMetrics
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MODEL, serving
+from tests.serve.api.direct import wait_until
+from tests.serve.api.fake_client import FakeClient
+from tests.serve.api.test_streams import hang_up, open_connection
+
+URL = "/v1/prefixes"
+IDS = list(range(5, 45))  # 2 blocks of 16, and 8 tokens
+LONG = list(range(5, 305))
+SYSTEM = {
+    "role": "system",
+    "content": "You are a fox who lives in the forest and tells children stories, in rhymes.",
+}
+HI = {"role": "user", "content": "Hi"}
+
+
+class PinClient(FakeClient):
+    """With the two questions about pinned prefixes; answers wait while `answers` is cleared."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.num_asked = 0
+
+    @property
+    def core(self) -> Any:
+        return self.engine.client.core
+
+    async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
+        self.num_asked += 1
+        await self.answers.wait()
+        found: list[PinnedPrefix] = self.core.prefixes(tenant)
+        return found
+
+    async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
+        is_known = any(prefix.id == prefix_id for prefix in self.core.prefixes(tenant))
+        self.core.control(Unpin(prefix_id, tenant))
+        return is_known
+
+    def names(self) -> list[str]:
+        return [prefix.id for prefix in self.core.prefixes()]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Engine]:
+    """A pool of 42 blocks, in which a request of the longest length fits."""
+    engine = build_engine(
+        config_from_flat(
+            model=MODEL,
+            max_num_seqs=4,
+            max_model_len=512,
+            max_num_batched_tokens=64,
+            kv_cache_memory_bytes=2 << 20,
+            disable_log_stats=True,
+        )
+    )
+    yield engine
+    engine.client.close()
+
+
+def context_of(engine: Engine, **server: Any) -> ApiContext:
+    config = ServerConfig(**server)
+    client = PinClient(engine)
+    return ApiContext(client, engine.renderer, engine.requests, (MODEL,), config, 1_700_000_000)
+
+
+@pytest.fixture
+def context(small: Engine) -> Iterator[ApiContext]:
+    """With nothing pinned, cached or held, before and after."""
+    small.client.reset_prefix_cache()
+    context = context_of(small)
+    yield context
+    wait_until(lambda: client_of(context).num_unfinished == 0 and context.num_open == 0)
+    for name in client_of(context).names():
+        small.client.unpin(name)
+    assert all(pool.num_used == 0 for pool in small.client.core.scheduler.kv.pools)
+
+
+@pytest.fixture
+def api(context: ApiContext) -> Iterator[TestClient]:
+    with TestClient(create_app(context), raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture
+def url(context: ApiContext) -> Iterator[str]:
+    """Of a real server."""
+    with serving(context) as url:
+        yield url
+
+
+def client_of(context: ApiContext) -> PinClient:
+    assert isinstance(context.client, PinClient)
+    return context.client
+
+
+def pin(api: TestClient, **body: Any) -> Any:
+    answer = api.post(URL, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def ask(api: TestClient, prompt: object, **body: Any) -> Any:
+    """A completion: its text and its cached tokens."""
+    wanted = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True} | body
+    answer = api.post("/v1/completions", json=wanted).json()
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_the_answer_and_the_list(api: TestClient) -> None:
+    assert api.get(URL).json() == {"object": "list", "data": []}
+    one = pin(api, prompt=IDS, model=MODEL)
+    assert one["id"].startswith("prefix-")
+    assert one | {"id": "", "age_s": 0} == {
+        "id": "", "object": "prefix", "status": "ready", "num_tokens": 40, "num_blocks": 3,
+        "num_hits": 0, "age_s": 0, "expires_in_s": None,
+    }  # fmt: skip
+    assert 0 <= one["age_s"] < 60
+    two = pin(api, prompt="Once upon a time", ttl_s=600)
+    assert 590 < two["expires_in_s"] <= 600
+    listed = api.get(URL).json()
+    assert listed["object"] == "list"
+    assert [prefix["id"] for prefix in listed["data"]] == [one["id"], two["id"]]
+    shown = api.get(f"{URL}/{two['id']}").json()
+    assert (shown["id"], shown["num_tokens"]) == (two["id"], two["num_tokens"])
+    assert api.delete(f"{URL}/{one['id']}").json() == {
+        "id": one["id"], "object": "prefix", "deleted": True,
+    }  # fmt: skip
+    assert [prefix["id"] for prefix in api.get(URL).json()["data"]] == [two["id"]]
+
+
+@pytest.mark.parametrize("kind", ["ids", "text", "messages"])
+def test_requests_that_begin_with_it_compute_only_the_rest(
+    api: TestClient, context: ApiContext, kind: str
+) -> None:
+    """All 40 tokens of ids, where the cache alone has the 32 of full blocks."""
+    if kind == "messages":
+        body: dict[str, Any] = {"messages": [SYSTEM]}
+        wanted = {"messages": [SYSTEM, HI], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        path = "/v1/chat/completions"
+    else:
+        prefix: Any = IDS if kind == "ids" else "Once upon a time, there was a little girl named"
+        body = {"prompt": prefix}
+        rest: Any = [300, 301] if kind == "ids" else " Lily. She"
+        wanted = {"prompt": prefix + rest, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        path = "/v1/completions"
+    before = api.post(path, json=wanted).json()
+    assert before["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    context.client.engine.client.reset_prefix_cache()  # type: ignore[attr-defined]
+    found = pin(api, **body)
+    after = api.post(path, json=wanted).json()
+    assert after["choices"] == before["choices"]
+    assert after["usage"]["prompt_tokens_details"]["cached_tokens"] == found["num_tokens"]
+    assert found["num_tokens"] % 16, "a prefix of full blocks shows nothing here"
+    assert api.get(f"{URL}/{found['id']}").json()["num_hits"] == 1
+
+
+def test_a_prefix_of_a_salt_is_for_requests_with_it(api: TestClient) -> None:
+    pin(api, prompt=IDS, cache_salt="mine")
+    assert ask(api, [*IDS, 300])[1] == 0
+    assert ask(api, [*IDS, 300], cache_salt="mine")[1] == 40
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "Hello there", "add_special_tokens": False},
+        {"messages": [SYSTEM], "chat_template_kwargs": {"unused": 1}},
+    ],
+)
+def test_a_prefix_has_the_tokens_that_tokenize_gives(api: TestClient, body: Any) -> None:
+    """Of messages, without the beginning of an answer."""
+    wanted = body | ({"add_generation_prompt": False} if "messages" in body else {})
+    count = api.post("/tokenize", json=wanted).json()["count"]
+    assert pin(api, **body)["num_tokens"] == count
+
+
+def test_metrics_count(api: TestClient, small: Engine) -> None:
+    """Hits since the engine began; what is pinned as of now."""
+    core, config = small.client.core, small.config
+    metrics = EngineMetrics(core.scheduler, MODEL, config.cache, 512)
+
+    def numbers() -> list[float]:
+        families = text_string_to_metric_families(metrics.text())
+        samples = [sample for family in families for sample in family.samples]
+        found = {sample.name: sample.value for sample in samples}
+        names = ["prefixes", "kv_blocks", "prefix_hits_total", "prefix_hit_tokens_total"]
+        return [found[f"quire:pinned_{name}"] for name in names]
+
+    before = numbers()
+    pin(api, prompt=IDS)
+    pin(api, prompt="Hello")
+    for i in range(3):
+        ask(api, [*IDS, 300 + i])
+    change = [after - was for after, was in zip(numbers(), before, strict=True)]
+    assert change == [2, 4, 3, 120]
+
+
+def test_the_routes_are_in_the_schema(api: TestClient) -> None:
+    paths = api.get("/openapi.json").json()["paths"]
+    assert set(paths[URL]) == {"post", "get"}
+    assert set(paths[URL + "/{prefix_id}"]) == {"get", "delete"}
+    body = paths[URL]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body["$ref"].endswith("/PrefixBody")
+
+
+def test_the_openai_client_works_as_before(url: str) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answers = []
+        for pins in (False, True):
+            if pins:
+                found = client.post("/prefixes", body={"messages": [SYSTEM]}, cast_to=object)
+                assert isinstance(found, dict) and found["status"] == "ready"
+            answers.append(
+                client.chat.completions.create(
+                    model=MODEL, messages=[SYSTEM, HI], max_tokens=9, temperature=0
+                )
+            )
+        text, pinned = [answer.choices[0].message.content for answer in answers]
+        assert text == pinned
+        assert answers[1].usage is not None and answers[1].usage.prompt_tokens_details is not None
+        assert answers[1].usage.prompt_tokens_details.cached_tokens == found["num_tokens"]
+        stream = client.completions.create(
+            model=MODEL, prompt=IDS, max_tokens=5, stream=True, extra_body={"ignore_eos": True}
+        )
+        assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({}, "prompt", "give either prompt"),
+        ({"prompt": "a", "messages": [HI]}, "prompt", "give either prompt"),
+        ({"prompt": ""}, "prompt", "not empty"),
+        ({"prompt": []}, "prompt", "got an empty list"),
+        ({"prompt": 5}, "prompt", "got 5"),
+        ({"prompt": ["a", "b"]}, "prompt", "got a list of 2"),
+        ({"prompt": [-1]}, "prompt", "got a list of 1"),
+        ({"prompt": [True]}, "prompt", "got a list of 1"),
+        ({"prompt": [99999]}, "prompt", "token id 99999 is not in the vocabulary"),
+        ({"prompt": [5] * 512}, "prompt", "max_model_len - 1 = 511"),
+        ({"prompt": [5] * 340}, "prompt", "22 of 42 KV blocks, and half of them may be"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools", "for messages"),
+        ({"prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "for messages"),
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": "Hi"}, "messages", "must be a list"),
+        ({"messages": [{"role": "user"}]}, "messages[0]", "needs a content"),
+        ({"messages": [HI | {"content": "Hi " * 490}]}, "messages", "half of them|max_model_len"),
+        ({"prompt": "a", "ttl_s": -1}, "ttl_s", "got -1.0"),
+        ({"prompt": "a", "ttl_s": math.nan}, "ttl_s", "got nan"),
+        ({"prompt": "a", "ttl_s": math.inf}, "ttl_s", "got inf"),
+        ({"prompt": "a", "ttl_s": "soon"}, "ttl_s", 'got "soon"'),
+        ({"prompt": "a", "ttl": 5}, "ttl", "did you mean 'ttl_s'"),
+        ({"prompt": "a", "stream": True}, "stream", "there is no field"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt", "at least 1"),
+    ],
+)
+def test_bodies_that_are_refused(
+    api: TestClient, body: dict[str, Any], param: str, message: str
+) -> None:
+    answer = api.post(URL, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert any(part in error["message"] for part in message.split("|")), error["message"]
+    assert api.get(URL).json()["data"] == []
+
+
+def test_what_is_not_there(api: TestClient) -> None:
+    gone = pin(api, prompt=IDS)["id"]
+    assert api.delete(f"{URL}/{gone}").is_success
+    for answer in (
+        api.get(f"{URL}/{gone}"),
+        api.delete(f"{URL}/{gone}"),
+        api.delete(f"{URL}/other"),
+        api.post(URL, json={"prompt": IDS, "model": "other"}),
+    ):
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] in ("not_found", "model_not_found")
+    assert "GET /v1/prefixes" in api.get(f"{URL}/x").json()["error"]["message"]
+
+
+def test_a_server_that_drains_takes_no_new_prefix(api: TestClient, context: ApiContext) -> None:
+    kept = pin(api, prompt=IDS)["id"]
+    context.draining = True
+    answer = api.post(URL, json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    assert "retry-after" in answer.headers
+    assert client_of(context).names() == [kept]
+
+
+def test_an_engine_that_is_gone(api: TestClient, context: ApiContext) -> None:
+    client_of(context).kill()
+    answer = api.post(URL, json={"prompt": "a"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+
+
+# ---- whose they are ----------------------------------------------------------------------------
+
+
+def test_a_key_sees_and_deletes_only_its_own(small: Engine, context: ApiContext) -> None:
+    locked = context_of(small, api_key=("one", "two"))
+    with TestClient(create_app(locked)) as api:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        body = {"prompt": IDS, "user": "somebody"}
+        mine = api.post(URL, json=body, headers=one).json()["id"]
+        theirs = api.post(URL, json=body, headers=two).json()["id"]
+        for headers, own, other in ((one, mine, theirs), (two, theirs, mine)):
+            listed = api.get(URL, headers=headers).json()["data"]
+            assert [prefix["id"] for prefix in listed] == [own]
+            assert api.get(f"{URL}/{own}", headers=headers).is_success
+            assert api.get(f"{URL}/{other}", headers=headers).status_code == 404
+            assert api.delete(f"{URL}/{other}", headers=headers).status_code == 404
+        assert sorted(client_of(context).names()) == sorted([mine, theirs])
+        assert api.delete(f"{URL}/{mine}", headers=one).is_success
+        assert client_of(context).names() == [theirs]
+        for answer in (api.get(URL), api.post(URL, json=body), api.delete(f"{URL}/{theirs}")):
+            assert answer.status_code == 401
+
+
+def test_without_keys_they_are_everybodys(api: TestClient) -> None:
+    made = pin(api, prompt=IDS, user="ann")["id"]
+    assert api.get(f"{URL}/{made}").is_success
+    assert api.delete(f"{URL}/{made}").is_success
+
+
+# ---- clients that leave, and prefixes that are taken away meanwhile ------------------------------
+
+
+def test_a_client_that_leaves_while_it_is_computed(url: str, context: ApiContext) -> None:
+    client = client_of(context)
+    client.hold(after_steps=2)  # of five
+    connection = open_connection(url, URL, {"prompt": LONG})
+    wait_until(lambda: client.num_unfinished == 1)
+    [computing] = httpx.get(url + URL).json()["data"]
+    assert (computing["status"], computing["num_blocks"]) == ("computing", 0)
+    hang_up(connection)
+    wait_until(lambda: client.names() == [] and client.num_unfinished == 0)
+    assert all(pool.num_used == 0 for pool in client.core.scheduler.kv.pools)
+    client.release()
+
+
+def test_a_client_that_leaves_when_it_is_there_but_not_yet_told(
+    url: str, context: ApiContext
+) -> None:
+    client = client_of(context)
+    client.answers.clear()
+    connection = open_connection(url, URL, {"prompt": IDS})
+    wait_until(lambda: client.num_asked == 1)
+    assert len(client.names()) == 1
+    hang_up(connection)
+    wait_until(lambda: client.names() == [])
+
+
+def test_who_waits_for_a_prefix_that_somebody_removes_is_told(
+    url: str, context: ApiContext
+) -> None:
+    client = client_of(context)
+    client.hold(after_steps=2)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(httpx.post, url + URL, json={"prompt": LONG}, timeout=30)
+        wait_until(lambda: client.num_unfinished == 1)
+        [name] = client.names()
+        assert httpx.delete(f"{url}{URL}/{name}").is_success
+        client.release()
+        found = answer.result(timeout=30)
+    assert found.status_code == 400
+    assert "was not pinned" in found.json()["error"]["message"]
+    assert client.names() == []
+
+
+def test_a_prefix_that_fails_is_an_error_and_not_kept(url: str, context: ApiContext) -> None:
+    client = client_of(context)
+    client.hold(after_steps=2)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+    body = json.dumps({"prompt": LONG})
+    connection.request("POST", URL, body, {"Content-Type": "application/json"})
+    wait_until(lambda: client.num_unfinished == 1)
+    client.fail("token 7 made the step fail")
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    connection.close()
+    assert answer.status == 400
+    assert "token 7 made the step fail" in error["message"]
+    assert client.names() == []
+    client.release()

@@ -1,0 +1,394 @@
+"""Pinned prefixes change how much is computed and nothing else: `LLM`, `AsyncLLM`, `--pin-prefix`
+and `quire serve` with two API processes."""
+
+import asyncio
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
+from quire.base.errors import ConfigError, RequestError
+from quire.ops.native import core
+from tests.models.checkpoints import random_tokens
+from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.serve.processes import Server, wait_until
+
+[PREFIX] = random_tokens(22, seed=4)  # five blocks of 4, and 2 tokens
+RESTS = random_tokens(1, 7, 19, seed=5)
+PROMPTS = [[*PREFIX, *rest] for rest in RESTS]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "seed": 7},
+    "n": {"temperature": 0.9, "seed": 8, "n": 3},
+}
+SYSTEM = {"role": "system", "content": "You are a fox who lives in the forest. Answer in rhymes."}
+QUESTIONS = ["Hi", "Tell me a story about a boat."]
+TEXT = "Once upon a time, there was a little fox named"
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+
+
+def open_llm(architecture: str, **settings: Any) -> LLM:
+    defaults = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs": 4}
+    return LLM(str(checkpoint(architecture)), disable_log_stats=True, **(defaults | settings))
+
+
+def demo(**settings: Any) -> LLM:
+    return LLM("demo", disable_log_stats=True, kv_cache_memory_bytes=8 << 20, **settings)
+
+
+def params(**options: Any) -> SamplingParams:
+    return SamplingParams(**({"max_tokens": 8, "ignore_eos": True, "logprobs": 2} | options))
+
+
+def found(outputs: list[RequestOutput]) -> list[list[tuple[int, dict[int, float]]]]:
+    """Tokens with the log-probabilities that came with each, of all continuations."""
+    return [
+        [
+            (token, {t: logprob.logprob for t, logprob in entry.items()})
+            for token, entry in zip(one.token_ids, one.logprobs or [], strict=True)
+        ]
+        for output in outputs
+        for one in output.outputs
+    ]
+
+
+def cached(outputs: list[RequestOutput]) -> list[int | None]:
+    return [output.num_cached_tokens for output in outputs]
+
+
+def generate(llm: LLM, options: dict[str, Any], salt: str = "") -> list[RequestOutput]:
+    """One prompt after the other."""
+    prompts = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in PROMPTS]
+    return [llm.generate([prompt], params(**options), False)[0] for prompt in prompts]
+
+
+# ---- LLM ---------------------------------------------------------------------------------------
+
+
+@needs_core
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "opt", "gpt2"])
+def test_the_same_bits_as_without(architecture: str, caching: bool) -> None:
+    """Greedy, seeded and several samples; the mistral here has a window of 9."""
+    with open_llm(architecture, enable_prefix_caching=False) as llm:
+        wanted = {name: found(generate(llm, options)) for name, options in OPTIONS.items()}
+    with open_llm(architecture, enable_prefix_caching=caching) as llm:
+        made = llm.pin_prefix({"prompt_token_ids": PREFIX}, cache_salt="mine")
+        assert (made.num_tokens, made.is_ready, made.num_hits) == (22, True, 0)
+        assert cached(generate(llm, OPTIONS["greedy"])) == ([0, 20, 20] if caching else [0, 0, 0])
+        for name, options in OPTIONS.items():
+            llm.reset_prefix_cache()
+            assert not llm.pinned_prefixes()[0].is_ready
+            generate(llm, OPTIONS["greedy"], "another")  # meanwhile it is computed again
+            outputs = generate(llm, options, "mine")
+            assert found(outputs) == wanted[name], name
+            assert cached(outputs) == [22, 22, 22]
+        [prefix] = llm.pinned_prefixes()
+        assert (prefix.id, prefix.num_hits) == (made.id, 9)
+        assert llm.unpin_prefix(made.id)
+        assert not llm.unpin_prefix(made.id)
+        assert all(p.num_used == 0 for p in llm.engine.client.core.scheduler.kv.pools)
+
+
+@needs_core
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+def test_the_same_bits_when_memory_is_short(architecture: str, mode: str) -> None:
+    """All at once, in a pool in which they preempt each other."""
+    prompts = [[*PREFIX, i, *rest] for i in range(4) for rest in RESTS]
+    options = params(temperature=0.8, seed=3, max_tokens=20)
+    with open_llm(architecture, enable_prefix_caching=False) as llm:
+        wanted = found(llm.generate(prompts, options, False))
+    pool = pool_bytes(checkpoint(architecture), 20, 4, 4)
+    few = {"kv_cache_memory_bytes": pool, "preemption_mode": mode, "max_num_batched_tokens": 16}
+    with open_llm(architecture, **few) as llm:
+        llm.pin_prefix(PREFIX)
+        outputs = llm.generate(prompts, options, False)
+        assert found(outputs) == wanted
+        assert all((output.num_cached_tokens or 0) >= 22 for output in outputs)
+        if architecture == "qwen3":  # where a window frees blocks, there is room
+            assert any(o.metrics is not None and o.metrics.num_preemptions for o in outputs)
+
+
+def test_prompt_logprobs_are_computed_for_all_of_the_prompt() -> None:
+    with open_llm("llama") as llm:
+        [wanted] = llm.generate([PROMPTS[1]], params(prompt_logprobs=1), False)
+        llm.pin_prefix(PREFIX)
+        [output] = llm.generate([PROMPTS[1]], params(prompt_logprobs=1), False)
+        assert output.num_cached_tokens == 0
+        assert output.prompt_logprobs is not None and wanted.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(PROMPTS[1])
+        for mine, other in zip(output.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+            assert mine is not None and other is not None and mine.keys() == other.keys()
+        assert llm.pinned_prefixes()[0].num_hits == 0
+
+
+def test_a_system_prompt_is_pinned_as_messages() -> None:
+    """What is pinned is a prefix of every conversation that begins with it."""
+    conversations = [[SYSTEM, {"role": "user", "content": text}] for text in QUESTIONS]
+    options = SamplingParams(temperature=0.0, max_tokens=12)
+    with demo(enable_prefix_caching=False) as llm:
+        wanted = [output.outputs[0].text for output in llm.chat(conversations, options, False)]
+        made = llm.pin_prefix([SYSTEM])
+        outputs = llm.chat(conversations, options, False)
+        assert [output.outputs[0].text for output in outputs] == wanted
+        assert cached(outputs) == [made.num_tokens] * 2
+        [alone] = llm.chat([conversations[0][1:]], options, False)
+        assert alone.num_cached_tokens == 0
+
+
+def test_what_cannot_be_pinned_is_told() -> None:
+    pool = pool_bytes(checkpoint("llama"), 18, 4, 4)
+    with open_llm("llama", kv_cache_memory_bytes=pool) as llm:
+        for prompt, ttl_s, message in [
+            (PREFIX * 2, 0.0, "11 of 18 KV blocks, and half"),
+            (PREFIX * 3, 0.0, "max_model_len - 1 = 63"),
+            ([97], 0.0, "token id 97 is not in the vocabulary"),
+            ([], 0.0, "non-empty"),
+            (PREFIX, -1.0, "ttl_s must be"),
+        ]:
+            with pytest.raises(RequestError, match=message):
+                llm.pin_prefix(prompt, ttl_s)
+        assert llm.pinned_prefixes() == []
+        assert llm.pin_prefix(PREFIX, 100.0).expires_in_s == pytest.approx(100, abs=1)
+
+
+def test_a_time_that_is_over_at_once_is_told() -> None:
+    with (
+        open_llm("llama") as llm,
+        pytest.raises(RequestError, match="its ttl_s is over already"),
+    ):
+        llm.pin_prefix(PREFIX, 1e-9)
+
+
+def test_a_prefix_whose_time_is_over_takes_no_room_from_the_next() -> None:
+    pool = pool_bytes(checkpoint("llama"), 18, 4, 4)
+    with open_llm("llama", kv_cache_memory_bytes=pool) as llm:
+        for _ in range(2):
+            llm.pin_prefix(PREFIX, ttl_s=0.05)
+            wait_until(lambda: llm.pinned_prefixes() == [], "its time is over")
+
+
+def test_asyncllm_has_the_same() -> None:
+    async def program() -> None:
+        settings = {"dtype": "float32", "max_model_len": 64, "block_size": 4}
+        engine = AsyncLLM(
+            str(checkpoint("llama")), max_num_batched_tokens=1, disable_log_stats=True, **settings
+        )
+        async with engine as llm:
+            wanted = [o async for o in llm.generate(PROMPTS[1], params(temperature=0.0))][-1]
+            await llm.reset_prefix_cache()
+            made = await llm.pin_prefix(PREFIX)
+            got = [o async for o in llm.generate(PROMPTS[1], params(temperature=0.0))][-1]
+            assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+            assert (wanted.num_cached_tokens, got.num_cached_tokens) == (0, 22)
+            assert [(p.id, p.num_hits) for p in await llm.pinned_prefixes()] == [(made.id, 1)]
+            for is_there in (False, True):
+                await cancel_pin(llm, is_there)
+                assert [p.id for p in await llm.pinned_prefixes()] == [made.id]
+            with pytest.raises(RequestError, match="ttl_s must be"):
+                await llm.pin_prefix(PREFIX, ttl_s=-1)
+            assert await llm.unpin_prefix(made.id)
+            assert not await llm.unpin_prefix(made.id)
+
+    asyncio.run(asyncio.wait_for(program(), 60))
+
+
+async def cancel_pin(llm: AsyncLLM, is_there: bool) -> None:
+    """While the prefix is computed, or when it is and its task has only to hear of it."""
+    task = asyncio.create_task(llm.pin_prefix(PREFIX[::-1] * 2))
+    link = llm._link
+    assert link is not None
+    while not link.num_unfinished:
+        await asyncio.sleep(0)
+    while is_there and link.num_unfinished:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# ---- --pin-prefix ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+def test_a_file_of_text(tmp_path: Path, ending: str) -> None:
+    file = tmp_path / "prefix.txt"
+    file.write_bytes((TEXT + ending).encode())
+    with demo(pin_prefix=str(file)) as llm:
+        [prefix] = llm.pinned_prefixes()
+        assert prefix.is_ready and prefix.num_tokens == len(llm.get_tokenizer().encode(TEXT))
+        [output] = llm.generate([TEXT + " Tim. He"], SamplingParams(max_tokens=2), False)
+        assert output.num_cached_tokens == prefix.num_tokens
+
+
+@pytest.mark.parametrize("name", ["prefix.json", "PREFIX.JSON"])
+@pytest.mark.parametrize("is_list", [True, False])
+def test_a_file_of_json(tmp_path: Path, is_list: bool, name: str) -> None:
+    entries: list[dict[str, Any]] = [
+        {"messages": [SYSTEM], "ttl_s": 1000},
+        {"prompt": TEXT, "cache_salt": "mine"},
+        {"prompt": list(range(5, 45))},
+    ]
+    file = tmp_path / name
+    file.write_text(json.dumps(entries if is_list else entries[0]))
+    with demo(pin_prefix=str(file)) as llm:
+        prefixes = llm.pinned_prefixes()
+        assert len(prefixes) == (3 if is_list else 1)
+        assert prefixes[0].expires_in_s == pytest.approx(1000, abs=100)
+        short = SamplingParams(max_tokens=2)
+        [output] = llm.chat([SYSTEM, {"role": "user", "content": "Hi"}], short, False)
+        assert output.num_cached_tokens == prefixes[0].num_tokens
+        for i, prompt in enumerate(
+            [
+                {"prompt": TEXT + " Tim. He", "cache_salt": "mine"},
+                {"prompt_token_ids": list(range(5, 46))},
+            ],
+            start=1,
+        ):
+            [output] = llm.generate([prompt], short, False)
+            assert output.num_cached_tokens == (prefixes[i].num_tokens if is_list else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.txt", None, r"absent.txt' cannot be read \(No such file"),
+        (".", None, r"cannot be read \(Is a directory\)"),
+        ("a.txt", b"\xff\xfe", "can't decode byte 0xff.* Give a text in UTF-8"),
+        ("a.txt", b"", "a.txt', prefix 0: the prompt is empty"),
+        ("a.json", b"[", "a.json' is no list of prefixes: Input data was truncated"),
+        ("a.json", b"5", "Expected `object | array`, got `int`"),
+        ("a.json", b"[]", "a.json' holds no prefix"),
+        ("a.json", b'{"prompt": "a", "ttl": 5}', "unknown field `ttl`"),
+        ("a.json", b'{"prompt": "a", "ttl_s": "5"}', r"got `str` - at `\$.ttl_s`"),
+        ("a.json", b'[{"prompt": "a"}, {}]', "a.json', prefix 1: give either prompt"),
+        ("a.json", b'{"prompt": "a", "messages": []}', "prefix 0: give either prompt"),
+        ("a.json", b'{"messages": []}', "prefix 0: messages is empty"),
+        ("a.json", b'{"messages": [{"role": "user"}]}', r"messages\[0\] needs a content"),
+        ("a.json", b'{"prompt": "a", "tools": [{}]}', "tools and chat_template_kwargs are for"),
+        ("a.json", b'{"prompt": [99999]}', "token id 99999 is not in the vocabulary"),
+        ("a.json", b'{"prompt": "a", "ttl_s": -1}', "ttl_s must be a number of seconds"),
+        ("a.json", json.dumps({"prompt": [5] * 2000}).encode(), "125 of 170 KV blocks, and half"),
+        ("a.json", json.dumps({"prompt": [5] * 3000}).encode(), "max_model_len - 1 = 2047"),
+    ],
+)
+def test_a_wrong_file_ends_the_start(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        demo(pin_prefix=str(file))
+    assert f"pin_prefix={str(file)!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot be read"), ('{"prompt": "a", "ttl": 5}', "field `ttl`")]
+)
+def test_quire_serve_ends_with_what_is_wrong_with_the_file(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    file = tmp_path / "prefix.json"
+    if content is not None:
+        file.write_text(content)
+    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0"]
+    done = subprocess.run(
+        [*command, "--pin-prefix", str(file)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3
+    assert f"pin_prefix={str(file)!r}" in done.stderr and message in done.stderr
+    assert "Traceback" not in done.stderr and "ready:" not in done.stderr
+
+
+# ---- the server --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    file = tmp_path_factory.mktemp("prefix") / "system.json"
+    file.write_text(json.dumps({"messages": [SYSTEM]}))
+    settings = ["--max-num-batched-tokens", "16", "--kv-cache-memory-bytes", str(32 << 20)]
+    server = Server("--api-server-count", "2", "--pin-prefix", str(file), *settings)
+    yield server
+    assert server.stop() == 0
+
+
+def call(server: Server, method: str, path: str = "", body: object = None) -> tuple[int, Any]:
+    """Over a connection of its own: several reach both API processes."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    text = None if body is None else json.dumps(body)
+    headers = {"Content-Type": "application/json"}
+    connection.request(method, "/v1/prefixes" + path, text, headers)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    connection.close()
+    return found
+
+
+def names(server: Server) -> list[str]:
+    return [prefix["id"] for prefix in call(server, "GET")[1]["data"]]
+
+
+def test_all_api_processes_see_the_same(server: Server) -> None:
+    assert names(server) == ["prefix-of-file-0"]
+    status, made = call(server, "POST", body={"prompt": TEXT, "ttl_s": 1000})
+    assert (status, made["status"]) == (200, "ready")
+    hits = server.metric("quire:pinned_prefix_hits_total")
+    for _ in range(6):
+        assert names(server) == ["prefix-of-file-0", made["id"]]
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+        with client:
+            answer = client.completions.create(
+                model="demo", prompt=TEXT + " Tim. He", max_tokens=2, temperature=0
+            )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == made["num_tokens"]
+    assert call(server, "GET", f"/{made['id']}")[1]["num_hits"] == 6
+    assert server.metric("quire:pinned_prefix_hits_total") == hits + 6
+    assert server.metric("quire:pinned_prefixes") == 2
+    assert call(server, "DELETE", f"/{made['id']}") == (
+        200,
+        {"id": made["id"], "object": "prefix", "deleted": True},
+    )
+    assert [call(server, "DELETE", f"/{made['id']}")[0] for _ in range(4)] == [404] * 4
+    assert server.metric("quire:pinned_prefixes") == 1
+
+
+def test_the_prefix_of_the_file_is_used(server: Server) -> None:
+    [prefix] = call(server, "GET")[1]["data"]
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="demo", messages=[SYSTEM, {"role": "user", "content": "Hi"}], max_tokens=2
+        )
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == prefix["num_tokens"]
+
+
+def test_a_prefix_whose_time_is_over_is_gone(server: Server) -> None:
+    assert call(server, "POST", body={"prompt": "The cat sat on", "ttl_s": 0.3})[0] == 200
+    wait_until(lambda: server.metric("quire:pinned_prefixes") == 1, "it is gone")
+    assert names(server) == ["prefix-of-file-0"]
+
+
+def test_clients_that_leave_while_it_is_computed(server: Server) -> None:
+    """2,000 tokens in steps of 16; also if the last step comes before the client is missed."""
+    for i in range(4):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        body = json.dumps({"prompt": [5 + i] * 1000})
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/prefixes", body, headers)
+        wait_until(lambda: server.metric("quire:pinned_prefixes") == 2, "it has begun")
+        connection.sock.close()
+        connection.close()
+        wait_until(lambda: server.metric("quire:pinned_prefixes") == 1, "it is gone")
+    assert names(server) == ["prefix-of-file-0"]
+    assert server.metric("quire:num_requests_running") == 0
