@@ -12,11 +12,8 @@ Nothing is decided by this, and it is no part of a snapshot: a replay has what w
 """
 
 from collections import deque
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from quire.base.prefix import (
     COMPUTING,
@@ -37,7 +34,7 @@ if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
 
 Fields = dict[str, Any]  # of a report
-MOST_COMPARED = 32  # of the last prompts, to find the nearest
+MOST_COMPARED = 8  # of the last prompts, to find the nearest
 MOST_BLOCKS = 1 << 14  # of all remembered prompts together: some megabytes
 
 
@@ -62,9 +59,7 @@ class Remembered:
         return index < (self.num_computed if line is None else line.blocks.num_indexed)
 
     def has(self, digest: bytes, num_blocks: int) -> bool:
-        """Whether it begins with so many blocks, of which this is the last; 0: with this root."""
-        if num_blocks == 0:
-            return self.root == digest
+        """Whether it begins with so many blocks, of which this is the last."""
         return len(self.digests) >= num_blocks and self.digests[num_blocks - 1] == digest
 
     def fields(self, sequence: Sequence) -> Fields:
@@ -73,22 +68,34 @@ class Remembered:
         return {"near_id": self.request_id, "near_is_own": is_own}
 
 
+@dataclass(slots=True)
+class Generation:
+    """by_digest: also by root; the latest prompt. by_first: tokens of the first block. lost_s: when
+    blocks were evicted."""
+
+    by_digest: dict[bytes, Remembered] = field(default_factory=dict)
+    by_first: dict[bytes, Remembered] = field(default_factory=dict)
+    lost_s: dict[bytes, float] = field(default_factory=dict)
+
+
 class History:
-    """most_blocks: digests that are remembered; the oldest prompts go first."""
+    """most_blocks: digests that are remembered, in two generations; when the younger one is full,
+    the older one is dropped as a whole."""
 
     def __init__(self, scheduler: "Scheduler", most_blocks: int = MOST_BLOCKS) -> None:
         self._scheduler = scheduler
-        self._most_blocks = most_blocks
-        self._num_blocks = 0
-        self._all: deque[Remembered] = deque()
+        self._most_young = most_blocks // 2
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing of before counts any more."""
+        self._last = deque[Remembered](maxlen=MOST_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
-        self._by_digest: dict[bytes, Remembered] = {}  # also by root; the latest one
-        self._by_first: dict[bytes, Remembered] = {}
-        self._lost_s: dict[bytes, float] = {}
+        self._young, self._old = Generation(), Generation()
 
     def enter(self, sequence: Sequence) -> None:
         """A new request was admitted."""
-        size, tokens = self._scheduler.kv.block_size, sequence.known_tokens
+        size, tokens = self._scheduler.kv.block_size, sequence.saved_tokens
         if not sequence.digests:
             return
         found = Remembered(
@@ -102,8 +109,8 @@ class History:
             sequence=sequence,
         )
         self._open[sequence.arrival] = found
-        self._all.append(found)
-        self._by_digest[found.root] = self._by_first[found.first] = found
+        self._last.append(found)
+        self._young.by_digest[found.root] = self._young.by_first[found.first] = found
         self._add_digests(found, len(sequence.digests))
 
     def leave(self, sequence: Sequence) -> None:
@@ -118,39 +125,21 @@ class History:
 
     def _add_digests(self, found: Remembered, num: int) -> None:
         new = found.digests[found.num_digests : num]
-        self._by_digest.update(dict.fromkeys(new, found))
         found.num_digests += len(new)
-        self._num_blocks += len(new)
-        while self._num_blocks > self._most_blocks and len(self._all) > 1:
-            self._forget(self._all.popleft())
+        self._young.by_digest.update(dict.fromkeys(new, found))
+        if len(self._young.by_digest) > self._most_young:
+            self._young, self._old = Generation(), self._young
 
-    def _forget(self, old: Remembered) -> None:
-        if old.sequence is not None:
-            del self._open[old.sequence.arrival]
-        self._num_blocks -= old.num_digests
-        for digest in (old.root, *old.digests[: old.num_digests]):
-            if self._by_digest.get(digest) is old:
-                del self._by_digest[digest]
-                self._lost_s.pop(digest, None)
-        if self._by_first.get(old.first) is old:
-            del self._by_first[old.first]
+    def _known(self, digest: bytes) -> Remembered | None:
+        return self._young.by_digest.get(digest) or self._old.by_digest.get(digest)
 
     def take_evicted(self, now: float) -> None:
         """Note what the pools have evicted since the last call."""
         kv = self._scheduler.kv
         for pool in (*kv.pools, *kv.host_pools):
             if pool.lost:
-                self._lost_s.update({d: now for d in pool.lost if d in self._by_digest})
+                self._young.lost_s.update(dict.fromkeys(filter(self._known, pool.lost), now))
                 pool.lost.clear()
-
-    def reset(self) -> None:
-        """Nothing of before counts any more."""
-        self._all.clear()
-        self._open.clear()
-        self._by_digest.clear()
-        self._by_first.clear()
-        self._lost_s.clear()
-        self._num_blocks = 0
 
     # ---- told --------------------------------------------------------------------------------
 
@@ -177,19 +166,17 @@ class History:
             return {"miss": OFF}
         if not sequence.may_read_cache:
             return {"miss": UNREAD}
-        known = self._by_digest.get(sequence.digests[index])
+        known = self._known(sequence.digests[index])
         if known is not None:
             return self._lost(sequence, known, index, now)
         if index == 0 and (found := self._elsewhere(sequence, most)):
             return found
         before = sequence.digests[index - 1] if index else sequence.root
-        near = self._by_digest.get(before)
+        near = self._known(before)
         if near is None:
             return {"miss": NEW}
-        last = islice(reversed(self._all), MOST_COMPARED)
-        others = [each for each in last if each.has(before, index)]
-        apart = [self._apart(sequence, each, index) for each in (near, *others)]
-        return max(apart, key=lambda fields: (fields["at_token"], fields["near_is_own"]))
+        others = [] if index == 0 else [each for each in self._last if each.has(before, index)]
+        return self._apart(sequence, [near, *others], index * kv.block_size)
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
         """Why a block is not used that a remembered prompt has."""
@@ -200,23 +187,29 @@ class History:
         tier = kv.tier
         if tier and all(tier.lookup(g, digest) is not None for g in range(len(kv.groups))):
             return near | {"miss": COSTLY}
-        at_s = self._lost_s.get(digest)
+        at_s = self._young.lost_s.get(digest, self._old.lost_s.get(digest))
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
-    def _apart(self, sequence: Sequence, near: Remembered, index: int) -> Fields:
-        """Where a prompt leaves one that has all blocks before this one."""
-        start, size = index * self._scheduler.kv.block_size, self._scheduler.kv.block_size
-        other = near.tokens if near.sequence is None else near.sequence.known_tokens
-        mine, theirs = sequence.known_tokens[start:][:size], other[start:][:size]
-        num = min(len(mine), len(theirs))
-        common = int(np.argmin(np.append(mine[:num] == theirs[:num], False)))
-        miss = NEW if common == len(theirs) else DIVERGED
-        return near.fields(sequence) | {"miss": miss, "at_token": start + common}
+    def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
+        """Where a prompt leaves the nearest of those that have all that is before this block."""
+        end, tenant = start + self._scheduler.kv.block_size, sequence.request.tenant
+        mine = sequence.known_tokens[start:end].tobytes()
+        theirs = [near.tokens[start:end].tobytes() if start else near.first for near in nearest]
+        common, _, place = max(
+            (_num_common(mine, other), near.tenant == tenant, -i)
+            for i, (near, other) in enumerate(zip(nearest, theirs, strict=True))
+        )
+        near = nearest[-place]
+        return near.fields(sequence) | {
+            "miss": NEW if start + common == len(near.tokens) else DIVERGED,
+            "at_token": start + common,
+        }
 
     def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
         """What is cached of a prompt under another salt, if anything is."""
         kv, tokens = self._scheduler.kv, sequence.known_tokens
-        near = self._by_first.get(tokens[: kv.block_size].tobytes())
+        first = tokens[: kv.block_size].tobytes()
+        near = self._young.by_first.get(first) or self._old.by_first.get(first)
         if near is None or near.root == sequence.root:
             return {}
         digests: list[bytes] = []
@@ -225,3 +218,10 @@ class History:
         if not num_blocks:
             return {}
         return {"miss": SALT, "num_other_tokens": num_blocks * kv.block_size}
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Equal int32 at the beginning of both."""
+    size = min(len(one), len(other))
+    differs = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

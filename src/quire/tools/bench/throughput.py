@@ -87,14 +87,21 @@ def greedy(output_len: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
 
-def run_once(llm: LLM, times: StepTimes, prompts: list[list[int]], output_len: int) -> Run:
+def run_once(
+    llm: LLM, times: StepTimes, prompts: list[list[int]], output_len: int, resets: bool = True
+) -> Run:
     """`run_requests` with outputs of one length."""
-    return run_requests(llm, times, [BenchRequest(p, len(p), output_len) for p in prompts])
+    requests = [BenchRequest(prompt, len(prompt), output_len) for prompt in prompts]
+    return run_requests(llm, times, requests, resets)
 
 
-def run_requests(llm: LLM, times: StepTimes, requests: list[BenchRequest]) -> Run:
-    """Continue the prompts from an empty prefix cache. times: listens to this LLM."""
-    llm.reset_prefix_cache()
+def run_requests(
+    llm: LLM, times: StepTimes, requests: list[BenchRequest], resets: bool = True
+) -> Run:
+    """Continue the prompts, from an empty prefix cache if it resets that. times: listens to this
+    LLM."""
+    if resets:
+        llm.reset_prefix_cache()
     times.plans.clear()
     began = time.monotonic()  # the engine's clock
     outputs = llm.generate(
