@@ -1,0 +1,40 @@
+"""What kernels share: whether Triton interprets, and what a module tells of its launches."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One way in which production launches a kernel, to be compiled ahead of time.
+
+    signature: Triton's types of the arguments, by name ("*bf16", "i32", "fp32"); constants: the
+    constexpr arguments. divisible: arguments that are multiples of 16, pointers always are.
+    needs_wgmma: its dots must be Hopper's.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    num_warps: int = 4
+    num_stages: int = 2
+    divisible: tuple[str, ...] = ()
+    needs_wgmma: bool = field(default=False)
+    name: str = ""
+
+
+def dot_dtype(dtype: torch.dtype) -> tl.dtype:
+    """Of a dot's operands: float32 under the interpreter, whose bfloat16 products are wrong."""
+    return tl.float32 if INTERPRETED else DTYPES[dtype]
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()

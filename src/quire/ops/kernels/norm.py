@@ -1,0 +1,115 @@
+"""RMS normalisation, alone or after a residual addition: one program per row.
+
+Shape legend: T tokens, D the normalised dimension.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launch import Config, next_power_of_2
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    num_columns,
+    weight_row,  # elements from one row's weight to the next; 0: all rows have one
+    rows_per_token,
+    eps,
+    HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < num_columns
+    x = tl.load(x_ptr + row * num_columns + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        before = tl.load(residual_ptr + row * num_columns + at, mask=inside, other=0.0)
+        # As the reference: the sum is rounded to the dtype, and that is normalised.
+        total = (x + before.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * num_columns + at, total, mask=inside)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / num_columns + eps)
+    weight_at = (row % rows_per_token) * weight_row + at
+    weight = tl.load(weight_ptr + weight_at, mask=inside, other=0.0).to(tl.float32)
+    y = x * scale * weight
+    tl.store(out_ptr + row * num_columns + at, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `quire.ops.rms_norm.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
+    out_TD = torch.empty_like(x_TD)
+    _launch(x_TD, None, weight_D, eps, out_TD, out_TD)
+    return out_TD
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quire.ops.rms_norm.add_rms_norm`."""
+    out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    _launch(x_TD, residual_TD.contiguous(), weight_D, eps, out_TD, total_TD)
+    return out_TD, total_TD
+
+
+def _launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_TD: torch.Tensor,
+    total_TD: torch.Tensor,
+) -> None:
+    x_TD = x_TD.contiguous()
+    num_columns = x_TD.shape[-1]
+    num_rows = x_TD.numel() // num_columns
+    per_token = 1 if weight_D.dim() == 1 else weight_D.shape[0]
+    width = next_power_of_2(num_columns)
+    _rms_norm_kernel[(num_rows,)](
+        x_TD,
+        x_TD if residual_TD is None else residual_TD,
+        weight_D,
+        out_TD,
+        total_TD,
+        num_columns,
+        0 if weight_D.dim() == 1 else num_columns,
+        per_token,
+        eps,
+        HAS_RESIDUAL=residual_TD is not None,
+        WIDTH=width,
+        num_warps=_num_warps(width),
+    )
+
+
+def _num_warps(width: int) -> int:
+    return min(16, max(1, width // 512))
+
+
+_SIGNATURE = {
+    "x_ptr": "*bf16",
+    "residual_ptr": "*bf16",
+    "weight_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "total_ptr": "*bf16",
+    "num_columns": "i32",
+    "weight_row": "i32",
+    "rows_per_token": "i32",
+    "eps": "fp32",
+}
+
+CONFIGS = [
+    Config(
+        _rms_norm_kernel,
+        _SIGNATURE,
+        {"HAS_RESIDUAL": has_residual, "WIDTH": width},
+        num_warps=_num_warps(width),
+        divisible=("num_columns",),
+    )
+    for width in (128, 1024, 4096, 8192)
+    for has_residual in (False, True)
+]

@@ -1,0 +1,81 @@
+"""Compiles kernels for sm_90 without a device: python -m tests.kernels.aot MODULE ...
+
+Prints JSON, one entry for each of the modules' CONFIGS: registers, spilled bytes, shared memory,
+and whether its machine code has Hopper's matrix instructions. A process of its own, since kernels
+that are interpreted cannot be compiled.
+"""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from quire.ops.kernels.launch import Config
+
+TARGET = GPUTarget("cuda", 90, 32)
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+
+
+def compile_config(config: Config) -> dict[str, Any]:
+    """What the machine code takes."""
+    names = config.kernel.arg_names
+    pointers = [name for name, kind in config.signature.items() if kind.startswith("*")]
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *config.divisible)
+    }
+    signature = {
+        name: "constexpr" if name in config.constants else config.signature[name] for name in names
+    }
+    constants = {(names.index(name),): value for name, value in config.constants.items()}
+    source = ASTSource(config.kernel, signature, constants, attributes)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    binary = triton.compile(source, target=TARGET, options=options)
+    registers, stack = _resources(binary.asm["cubin"])
+    return {
+        "kernel": config.name or config.kernel.__name__,
+        "constants": {name: str(value) for name, value in config.constants.items()},
+        "registers": registers,
+        "stack": stack,
+        "shared": binary.metadata.shared,
+        "has_wgmma": "HGMMA" in _machine_code(binary.asm["cubin"]) if config.needs_wgmma else None,
+        "needs_wgmma": config.needs_wgmma,
+    }
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    found = RESOURCES.search(_run("cuobjdump", "-res-usage", cubin))
+    assert found is not None, "cuobjdump tells no resources"
+    return int(found[1]), int(found[2])
+
+
+def _machine_code(cubin: bytes) -> str:
+    return _run("nvdisasm", "-c", cubin)
+
+
+def _run(tool: str, option: str, cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(BIN / tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def main() -> None:
+    found = []
+    for name in sys.argv[1:]:
+        module = importlib.import_module(f"quire.ops.kernels.{name}")
+        found += [{"module": name} | compile_config(config) for config in module.CONFIGS]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""RMS normalisation against the torch reference."""
+
+import pytest
+import torch
+
+from quire.ops import rms_norm as reference
+from quire.ops.kernels import norm
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (5, 128), (2, 1000)])
+def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x = numbers(*shape, seed=1, dtype=dtype, device=device) * 3
+    weight = numbers(shape[-1], seed=2, dtype=dtype, device=device)
+    wanted = reference.rms_norm(x, weight, 1e-5)
+    found = norm.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_heads_with_weights_of_their_own(dtype: torch.dtype, device: torch.device) -> None:
+    """As queries and keys share one call; also as a part of a wider tensor."""
+    qkv = numbers(3, 6, 16, seed=3, dtype=dtype, device=device)
+    weight = numbers(4, 16, seed=4, dtype=dtype, device=device)
+    wanted = reference.rms_norm(qkv[:, :4], weight, 1e-6)
+    found = norm.rms_norm(qkv[:, :4], weight, 1e-6)
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (4, 96)])
+def test_after_an_addition(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    x, residual = (numbers(*shape, seed=i, dtype=dtype, device=device) for i in (5, 6))
+    weight = numbers(shape[-1], seed=7, dtype=dtype, device=device)
+    before = x.clone(), residual.clone()
+    wanted = reference.add_rms_norm(x, residual, weight, 1e-5)
+    found = norm.add_rms_norm(x, residual, weight, 1e-5)
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
