@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long check format bench bench-all bench-cpu gpu-check clean
+.PHONY: help install serve chat doctor run test test-long check format bench bench-all bench-cpu gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,8 +82,11 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environment of its own; an hour or two
 	$(BIN)/python -m benchmarks.cpu --rounds 3 --output-json $(RESULTS)/cpu.json $(ARGS)
 
-gpu-check: ## tests and benchmark on a GPU, with python3 as it is; installs nothing
-	@PYTHON="$(PYTHON)" .ci/gpu-check
+gpu-check: ## on a GPU, with python3 as it is; installs nothing. PART=kernels|models|bench
+	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check
+
+gpu-site: $(VENV)/.installed ## packages to carry to a GPU on which nothing can be installed
+	.ci/gpu-site $(ARGS)
 
 clean: ## remove .venv, build outputs and caches
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
