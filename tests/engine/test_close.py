@@ -3,10 +3,13 @@
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
+
 from quire.base.clock import FakeClock
 from quire.base.tiers import KEEP_AT_END_S, Answer, BlockName, Keep, Kept, LookedUp, LookUp, Order
 from quire.engine.connectors.connections import Connections
 from tests.engine.bench import Bench, prompt
+from tests.scheduler.device import make_request
 from tests.serve.checkpoints import checkpoint
 
 
@@ -70,6 +73,17 @@ def test_steps_in_flight_are_taken_and_open_requests_end_so_that_their_blocks_ar
     assert len(done) == 5 and {(0, digest) for digest in done} <= set(worker.kept)
     assert len(set(worker.kept)) >= 10
     assert worker.closed_s == KEEP_AT_END_S - 1.0
+
+
+def test_pinned_prefixes_are_kept_too(tmp_path: Path) -> None:
+    bench, worker = opened(tmp_path, 1.0)
+    request = make_request("pin", prompt(1, 21), max_tokens=1, temperature=0.0)
+    bench.core.add(msgspec.structs.replace(request, pin_s=0.0))
+    while bench.core.has_work:
+        bench.core.step()
+    assert bench.core.prefixes()[0].num_blocks == 6
+    bench.core.close()
+    assert len(set(worker.kept)) == 5
 
 
 def test_all_of_it_takes_no_longer_than_it_may(tmp_path: Path) -> None:

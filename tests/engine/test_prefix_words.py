@@ -69,6 +69,11 @@ def test_others_stay_hidden() -> None:
     salted = PrefixReport(miss="salt", num_other_tokens=64)
     assert shown_to(salted, "key 1") == {"cached_tokens_by_tier": {}}
     assert "salt" not in in_words(salted, 100, hides_others=True)
+    both = PrefixReport(num_other_tokens=64, near_is_own=True, **APART)
+    assert in_words(both, 100) == "no prefix hit; another cache salt has 64 tokens of it"
+    assert as_data(both)["cache_miss"]["tokens_of_another_salt"] == 64
+    assert shown_to(both, "key 1")["cache_miss"] == mine["cache_miss"]
+    assert "salt" not in in_words(both, 100, hides_others=True)
     unread = PrefixReport(miss="unread")
     assert shown_to(unread, "")["cache_miss"] == {"reason": "unread"}
 

@@ -9,6 +9,7 @@ from quire.base.messages import Abort, MeasuredRates, Request, ResetPrefixCache
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
+from quire.engine.prefix_words import as_data, shown_to
 from quire.kv.manager import KVManager
 from quire.scheduler.history import History
 from quire.scheduler.scheduler import Scheduler
@@ -141,6 +142,27 @@ def test_tenants_are_told_apart() -> None:
     ask(scheduler, "a", TEXT[:20], tenant="x")
     assert not ask(scheduler, "b", [*TEXT[:18], 1001, 1002], tenant="y").near_is_own
     assert ask(scheduler, "c", [*TEXT[:15], 1003, 1004, 1005], tenant="y").near_is_own  # as b does
+
+
+@pytest.mark.parametrize("salt", ["", "another"])
+def test_an_answer_is_the_same_whatever_others_have_asked(salt: str) -> None:
+    """With token 6 as with token 0: nearer prompts of others, also under another salt, would tell
+    who guesses that a guess is right."""
+    told = []
+    for is_there in (False, True):
+        scheduler = scheduler_of()
+        first = TEXT[:4] if not salt else []
+        if is_there:
+            ask(scheduler, "theirs", TEXT[:12], tenant="key 2", salt=salt)
+        ask(scheduler, "mine", [*first, *TEXT[4 : 6 if first else 4], *[1001] * 8], tenant="key 1")
+        prompt = [*TEXT[:7], *[1002] * 8]
+        report = ask(scheduler, "asks", prompt, tenant="key 1")
+        told.append(shown_to(report, "key 1"))
+        at = 6 if first else 0
+        assert told[-1]["cache_miss"] == {"reason": "diverged", "at_token": at}
+    assert told[0] == told[1]
+    wanted = 4 if salt else None
+    assert as_data(report)["cache_miss"].get("tokens_of_another_salt") == wanted
 
 
 def test_what_is_not_read_and_what_is_off() -> None:

@@ -185,7 +185,8 @@ ToCore = (
 
 class PinnedPrefix(msgspec.Struct, frozen=True):
     """A prefix that is kept. num_blocks: KV blocks that it holds, 0 until it is ready.
-    expires_in_s: None is never. num_hits: requests that began with it."""
+    expires_in_s: None is never. num_hits: requests that began with it; a
+    tenant is told of its own ones."""
 
     id: str
     num_tokens: int

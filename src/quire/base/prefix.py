@@ -8,7 +8,7 @@ DIVERGED = "diverged"  # the nearest prompt differs at at_token
 EVICTED = "evicted"  # it was there, and had to make room
 COMPUTING = "computing"  # another request was just computing it
 COSTLY = "costly"  # it is in host memory, and to load it would have taken longer
-SALT = "salt"  # it is there, under another salt
+SALT = "salt"  # it is there, under another salt, and nothing under this one
 UNREAD = "unread"  # the request wanted to know of its prompt what is not cached
 OFF = "off"  # there is no prefix cache
 
@@ -19,7 +19,7 @@ class PrefixReport(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     store: fetched for this request from outside of the process, and loaded from host memory as
     those under `host` were. at_token: place in the prompt, -1 is not known. near_id: request with
     the nearest prompt; near_is_own: it is of the same tenant. lost_s: seconds since the eviction,
-    -1.0 is not known. num_other_tokens: what another salt would have found.
+    -1.0 is not known. num_other_tokens: what another salt would have found, if no block was found.
     """
 
     device: int = 0

@@ -22,6 +22,7 @@ from quire.base.messages import (
     PinnedPrefix,
     Request,
     SequenceOutput,
+    Unpin,
 )
 from quire.base.plan import Plan, StepResult
 from quire.base.tiers import KEEP_AT_END_S
@@ -272,13 +273,15 @@ class EngineCore:
         self.executor.close()
 
     def _end_requests(self) -> bool:
-        """Take what is in flight and end who is still there, so that nobody holds a block; whether
-        that was possible."""
+        """Take what is in flight and end who is still there, and what is pinned, so that nobody
+        holds a block; whether that was possible."""
         try:
             while self._death is None and self._submitted:
                 self.take()
             for request_id in list(self.scheduler.sequences):
                 self.control(Abort(request_id))
+            for prefix_id in list(self.scheduler.pins.by_id):
+                self.control(Unpin(prefix_id))
         except Exception as error:
             logger.warning("what is cached is not kept: %s: %s", type(error).__name__, error)
             return False

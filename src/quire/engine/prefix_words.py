@@ -13,7 +13,6 @@ from quire.base.prefix import (
     EVICTED,
     NEW,
     OFF,
-    SALT,
     UNREAD,
     PrefixReport,
 )
@@ -46,7 +45,7 @@ def as_data(report: PrefixReport, hides_others: bool = False) -> dict[str, Any]:
         miss["at_token"] = report.at_token
     if report.lost_s >= 0:
         miss["evicted_s_ago"] = round(report.lost_s, 3)
-    if report.num_other_tokens:
+    if report.num_other_tokens and not hides_others:
         miss["tokens_of_another_salt"] = report.num_other_tokens
     if report.near_id and not hides_others:
         miss["nearest_request"] = report.near_id
@@ -75,13 +74,14 @@ def in_words(report: PrefixReport, num_prompt: int, hides_others: bool = False) 
 
 
 def _why(report: PrefixReport, hides_others: bool) -> str:
+    if report.num_other_tokens and not hides_others:
+        return f"another cache salt has {report.num_other_tokens:,} tokens of it"
     near = "another of yours" if hides_others else f"that of request {report.near_id}"
     told = {
         OFF: "there is no prefix cache",
         UNREAD: "prompt_logprobs need the whole prompt computed",
         COSTLY: "more is in host memory, but to load it would have taken longer than to compute it",
         COMPUTING: f"the next block was just being computed for {near}",
-        SALT: f"another cache salt has {report.num_other_tokens:,} tokens of it",
     }
     if report.miss in told:
         return told[report.miss]

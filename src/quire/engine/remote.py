@@ -104,7 +104,8 @@ async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             reason, why = output.outputs[0].finish_reason, output.outputs[0].stop_reason
-    found = [prefix for prefix in await client.prefixes() if prefix.id == request.request_id]
+    mine = await client.prefixes(request.tenant)
+    found = [prefix for prefix in mine if prefix.id == request.request_id]
     if reason == "abort":
         raise RequestError("the prefix was not pinned: it was removed while it was computed.")
     if reason != "pinned":

@@ -136,7 +136,7 @@ def _start(
     draft.add_blocks(sequence.row, appended)
     found = [blocks[: len(mine)] for blocks, mine in zip(_held(sequence), hit.blocks, strict=True)]
     scheduler.grant(sequence, num_new, draft, found)
-    if not sequence.num_preemptions:
+    if not sequence.num_preemptions and sequence.report is None:  # also no open prompt that is back
         scheduler.pins.count_hit(sequence)
         scheduler.remember(sequence, hit, now)
     if hit.num_loads:

@@ -169,14 +169,13 @@ class History:
         known = self._known(sequence.digests[index])
         if known is not None:
             return self._lost(sequence, known, index, now)
-        if index == 0 and (found := self._elsewhere(sequence, most)):
-            return found
+        other = self._elsewhere(sequence, most) if index == 0 else {}
         before = sequence.digests[index - 1] if index else sequence.root
         near = self._known(before)
         if near is None:
-            return {"miss": NEW}
+            return other | {"miss": SALT if other else NEW}
         others = [] if index == 0 else [each for each in self._last if each.has(before, index)]
-        return self._apart(sequence, [near, *others], index * kv.block_size)
+        return other | self._apart(sequence, [near, *others], index * kv.block_size)
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
         """Why a block is not used that a remembered prompt has."""
@@ -191,12 +190,16 @@ class History:
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
     def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
-        """Where a prompt leaves the nearest of those that have all that is before this block."""
+        """Where a prompt leaves the nearest of those that have all that is before this block.
+
+        One of the same tenant goes before all others: who is told of it learns nothing of theirs,
+        not even that one of them is nearer.
+        """
         end, tenant = start + self._scheduler.kv.block_size, sequence.request.tenant
         mine = sequence.known_tokens[start:end].tobytes()
         theirs = [near.tokens[start:end].tobytes() if start else near.first for near in nearest]
-        common, _, place = max(
-            (_num_common(mine, other), near.tenant == tenant, -i)
+        _, common, place = max(
+            (near.tenant == tenant, _num_common(mine, other), -i)
             for i, (near, other) in enumerate(zip(nearest, theirs, strict=True))
         )
         near = nearest[-place]
@@ -217,7 +220,7 @@ class History:
         num_blocks = kv.num_computed_blocks(digests, len(tokens))
         if not num_blocks:
             return {}
-        return {"miss": SALT, "num_other_tokens": num_blocks * kv.block_size}
+        return {"num_other_tokens": num_blocks * kv.block_size}
 
 
 def _num_common(one: bytes, other: bytes) -> int:

@@ -15,7 +15,7 @@ fits beside them, and a pin if all open requests then still do.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
 
 MOST_PINNED = 0.5  # of each pool
+MOST_PINS = 256  # each request that comes is compared with all of them
 
 
 @dataclass(eq=False, slots=True)
 class Pin:
     """sequence: that computes it, None once it is there; blocks: what it holds then. most_blocks:
-    that it may hold, by cache group. digest: of all its tokens."""
+    that it may hold, by cache group. digest: of all its tokens. num_own_hits: by its tenant, who
+    is not to learn what others ask."""
 
     request: Request
     sequence: Sequence | None
@@ -50,6 +52,7 @@ class Pin:
     blocks: SequenceBlocks | None = None
     ends_s: float = math.inf
     num_hits: int = 0
+    num_own_hits: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -77,6 +80,11 @@ class Pins:
     def check(self, request: Request) -> None:
         """Raise RequestError if this prefix cannot be pinned; EngineBusy if only now."""
         kv = self._scheduler.kv
+        if len(self.by_id) >= MOST_PINS:
+            raise RequestError(
+                f"{MOST_PINS} prefixes are pinned already, and there can be no more; remove those"
+                " that are not needed any more."
+            )
         needs, num_tokens = self._most_blocks(request), len(request.prompt_token_ids)
         after = [need + held for need, held in zip(needs, self._reserved, strict=True)]
         for num, pool in zip(after, kv.pools, strict=True):
@@ -111,7 +119,8 @@ class Pins:
             if sequence is not None and self._is_computed(sequence):
                 sequence.blocks.advance(pin.num_tokens)
                 pin.blocks, pin.sequence = self._scheduler.kv.fork(sequence.blocks), None
-                pin.ends_s = now + (sequence.request.pin_s or math.inf)
+                if pin.ends_s == math.inf:  # otherwise it was computed before
+                    pin.ends_s = now + (sequence.request.pin_s or math.inf)
                 self._num_computing -= 1
                 self._ready.append(pin)
                 done.append(sequence)
@@ -159,18 +168,21 @@ class Pins:
 
     def compute_again(self, failed: Iterable[Sequence], now: float) -> None:
         """Requests have failed: the error may have come with any of their tokens, also with those
-        of a prefix that they forked."""
+        of a prefix that they forked, or of a shorter one that this one was forked from."""
         for sequence in failed:
-            pin = None if sequence.is_pin else self.find(sequence)
-            if pin is not None:
+            for pin in () if sequence.is_pin else list(self._fitting(sequence)):
                 self._compute(pin, now)
 
+    def give_rows_back(self, now: float) -> None:
+        """Prefixes that are being computed lose what they have."""
+        for pin in self.by_id.values():
+            if pin.sequence is not None and pin.sequence.row >= 0:
+                preempt(self._scheduler, pin.sequence, pin.request.request_id, now)
+
     def begin_anew(self, now: float) -> None:
-        """What was computed does not count any more."""
+        """What was computed does not count any more, and no pin holds a row."""
         for pin in self.by_id.values():
             sequence = pin.sequence or self._compute(pin, now)
-            if sequence.row >= 0:
-                preempt(self._scheduler, sequence, pin.request.request_id, now)
             pin.digest = self._digest(sequence, pin.num_tokens)
 
     def _compute(self, pin: Pin, now: float) -> Sequence:
@@ -191,13 +203,14 @@ class Pins:
 
     def find(self, sequence: Sequence) -> Pin | None:
         """The longest pinned prefix that a sequence may fork."""
-        if not self._ready or not sequence.may_read_cache:
-            return None
-        for pin in self._ready:
+        return next(self._fitting(sequence), None) if self._ready else None
+
+    def _fitting(self, sequence: Sequence) -> Iterator[Pin]:
+        """All that a sequence may fork, longest first."""
+        for pin in self._ready if sequence.may_read_cache else ():
             is_longer = pin.num_tokens > sequence.num_prompt_tokens
             if not is_longer and self._digest(sequence, pin.num_tokens) == pin.digest:
-                return pin
-        return None
+                yield pin
 
     def hit(self, sequence: Sequence) -> KVBlocks | None:
         """The blocks of that prefix, of which the last one may be full in part."""
@@ -214,6 +227,7 @@ class Pins:
         pin = self.find(sequence)
         if pin is not None:
             pin.num_hits += 1
+            pin.num_own_hits += sequence.request.tenant == pin.request.tenant
             self.num_hits += 1
             self.num_hit_tokens += pin.num_usable(sequence)
 
@@ -307,7 +321,8 @@ class Pins:
         return max(self._scheduler.kv.num_distinct(self.tables()))
 
     def listing(self, now: float, tenant: str | None = None) -> list[PinnedPrefix]:
-        """What is pinned, oldest first. tenant: only whose; None is all."""
+        """What is pinned, oldest first. tenant: only whose, and of their hits only
+        that tenant's; None is all."""
         return [
             PinnedPrefix(
                 id=prefix_id,
@@ -316,7 +331,7 @@ class Pins:
                 is_ready=pin.blocks is not None,
                 age_s=now - pin.since_s,
                 expires_in_s=None if pin.ends_s == math.inf else max(0.0, pin.ends_s - now),
-                num_hits=pin.num_hits,
+                num_hits=pin.num_hits if tenant is None else pin.num_own_hits,
             )
             for prefix_id, pin in self.by_id.items()
             if tenant in (None, pin.request.tenant) and pin.ends_s > now

@@ -26,6 +26,7 @@ def reset_cache(scheduler: "Scheduler", epoch: str, now: float) -> None:
     scheduler.kv.reset_prefix_cache()
     scheduler.history.reset()
     scheduler.fingerprint = root_digest(scheduler.fingerprint, epoch)
+    scheduler.pins.give_rows_back(now)
     for sequence in scheduler.sequences.values():
         _rename(scheduler, scheduler.members(sequence), epoch)
     if scheduler.stores is not None:

@@ -99,6 +99,8 @@ class Sequence:
     num_fetched_blocks: int = 0  # that stores brought for it
     found_tokens: int = 0  # prefix hit when the index had changed found_at times
     found_at: int = -1
+    pinned_tokens: int = 0  # of a pinned prefix, when pins had changed pinned_at times
+    pinned_at: int = -1
     prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length, pins.py
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out

@@ -41,8 +41,9 @@ def append(scheduler: "Scheduler", message: Append, now: float) -> None:
     if num_prompt >= scheduler.max_model_len or not scheduler.pins.fits_alone(sequence, needs, 1):
         error = (
             f"the prompt has grown to {num_prompt} tokens, which with its output is more than this"
-            f" engine can hold (max_model_len {scheduler.max_model_len}); send less, lower"
-            " max_tokens, or enlarge kv_cache_memory_bytes."
+            " engine can hold beside what is pinned (max_model_len"
+            f" {scheduler.max_model_len}); send less, lower max_tokens, or enlarge"
+            " kv_cache_memory_bytes."
         )
         scheduler.late.append((sequence, Ending("error", error=error)))
         scheduler.finish(sequence, "error", now)

@@ -1,0 +1,118 @@
+"""Pinned prefixes beside what may undo them: blocks of the same tokens, errors in a prefix of a
+prefix, resets, time, and whom their hits tell of whom."""
+
+import msgspec
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.messages import Append, ResetPrefixCache, Unpin
+from quire.scheduler.pins import MOST_PINS
+from tests.scheduler.device import GARBAGE, make_request
+from tests.scheduler.test_pins import BLOCK, ENDING, PREFIX, Bench
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_longer_index_hit_begins_with_the_pinned_blocks_themselves(mode: str) -> None:
+    """The index names blocks of another request, which was a chunk ahead, instead of the pin's. Who
+    takes those stands beside the prefix, and what fits only by sharing it would never end."""
+    bench = Bench(long_prefill_token_threshold=8, preemption_mode=mode)
+    prefix = list(range(40))
+    bench.begin_pin("pin", prefix)
+    bench.step()
+    bench.add("ahead", prefix + ENDING, max_tokens=2)
+    bench.finish()
+    blocks, pool = bench.held(bench.pins["pin"]), bench.kv.pools[0]
+    assert [pool.is_indexed(block) for block in blocks] == [True] * 4 + [False] * 6
+    request = bench.add("large", prefix + ENDING, max_tokens=47)
+    bench.step()
+    assert bench.plans[-1].started[0].num_computed_tokens == 44
+    assert bench.sequence("large").blocks.tables[0].blocks[:10] == blocks
+    bench.finish()
+    bench.assert_right(request)
+
+
+def test_an_error_in_a_prefix_of_a_prefix_is_computed_away() -> None:
+    bench = Bench(num_blocks=40)
+    longer = [*PREFIX, 20, 21, 22]
+    bench.pin("short")
+    bench.pin("long", longer)
+    for pin in bench.pins.values():
+        for block in bench.held(pin):
+            bench.device.slots[0].reshape(-1, BLOCK)[block] = GARBAGE
+    bench.add("first", longer + ENDING)
+    bench.finish()
+    assert bench.reason["first"] == "error"
+    requests = [bench.add("second", longer + ENDING), bench.add("third", PREFIX + ENDING)]
+    bench.finish()
+    bench.assert_right(*requests)
+
+
+def test_computing_a_prefix_again_does_not_prolong_its_time() -> None:
+    bench = Bench()
+    bench.pin(pin_s=10.0)
+    bench.clock.advance(6.0)
+    bench.core.control(ResetPrefixCache("anew"))
+    bench.finish()
+    assert [prefix.expires_in_s for prefix in bench.core.prefixes()] == [4.0]
+    bench.clock.advance(3.0)
+    bench.core.control(ResetPrefixCache("once more"))
+    bench.clock.advance(2.0)
+    bench.finish()
+    assert bench.core.rest_s() == 0.0 and not bench.core.prefixes()
+    bench.core.advance()
+    assert not bench.pins and bench.num_used == [0]
+
+
+def test_a_prefix_that_is_computed_at_a_reset_is_in_the_index_afterwards() -> None:
+    bench = Bench(max_num_batched_tokens=8)
+    bench.begin_pin("pin", list(range(20)))
+    bench.step()
+    bench.core.control(ResetPrefixCache("anew"))
+    bench.finish()
+    request = bench.add("other", [*range(17), 44])
+    bench.step()
+    assert bench.plans[-1].started[0].num_computed_tokens == 16
+    bench.finish()
+    bench.assert_right(request)
+
+
+def test_a_tenant_is_not_told_who_else_begins_with_its_prefix() -> None:
+    """Otherwise it could pin guesses, and find out token by token what others ask."""
+    bench = Bench()
+    bench.pin(tenant="key 1")
+    bench.add("theirs", PREFIX + ENDING, tenant="key 2")
+    bench.add("own", PREFIX + ENDING, tenant="key 1")
+    bench.finish()
+    assert [prefix.num_hits for prefix in bench.core.prefixes("key 1")] == [1]
+    assert [prefix.num_hits for prefix in bench.core.prefixes()] == [2]
+    assert bench.core.prefixes("key 2") == []
+
+
+def test_there_are_only_so_many() -> None:
+    bench = Bench(num_blocks=2 * MOST_PINS + 40)
+    for i in range(MOST_PINS):
+        bench.begin_pin(f"p{i}", [i % 50, i // 50])
+    bench.finish()
+    with pytest.raises(RequestError, match="256 prefixes are pinned already"):
+        bench.begin_pin("more", [49])
+    bench.core.control(Unpin("p7"))
+    bench.pin("more", [49])
+
+
+def test_an_open_prompt_that_lost_its_row_while_it_waited_is_counted_once() -> None:
+    bench = Bench(max_num_seqs=1)
+    pin = bench.pin()
+    request = make_request("open", PREFIX + ENDING, max_tokens=2)
+    bench._send(msgspec.structs.replace(request, is_open=True))
+    bench.step()
+    first = bench.sequence("open").report
+    other = bench.add("other", [45] * 9)
+    for _ in range(8):
+        bench.step()
+    assert bench.reason["other"] == "length" and bench.sequence("open").row < 0
+    bench.core.control(Append("open", [7, 8], is_last=True))
+    bench.step()
+    assert bench.sequence("open").report == first and first is not None and first.pinned == 11
+    bench.finish()
+    assert pin.num_hits == 1
+    bench.assert_right(other)
