@@ -1,0 +1,68 @@
+"""Look-up of rows in a table: one program per token and 1024 columns.
+
+Bound by memory: 2 D elements per token. Expected on an H200, at 4.3 TB/s: 8 us for 2048 tokens of
+D = 4096 in bfloat16; the time of a launch for a few tokens.
+Shape legend: T tokens, V rows of the table, D model dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launch import Config
+
+BLOCK = 1024
+
+
+@triton.jit
+def _embedding_kernel(
+    ids_ptr, weight_ptr, out_ptr, num_rows, num_columns, num_blocks, row_stride, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    token = (program // num_blocks).to(tl.int64)
+    row = tl.load(ids_ptr + token).to(tl.int64)
+    at = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_columns
+    # Foreign memory is never read; a wrong id is the caller's bug, and gives zeros.
+    is_known = (row >= 0) & (row < num_rows)
+    x = tl.load(weight_ptr + row * row_stride + at, mask=inside & is_known, other=0.0)
+    tl.store(out_ptr + token * num_columns + at, x, mask=inside)
+
+
+def embedding(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """As `quire.ops.embedding.embedding` with a table that is not packed."""
+    assert weight_VD.stride(1) == 1, f"columns must be contiguous, got {weight_VD.stride()}"
+    ids_T = ids_T.contiguous()
+    num_rows, num_columns = weight_VD.shape
+    out_TD = weight_VD.new_empty(len(ids_T), num_columns)
+    num_blocks = triton.cdiv(num_columns, BLOCK)
+    if out_TD.numel():
+        _embedding_kernel[(len(ids_T) * num_blocks,)](
+            ids_T,
+            weight_VD,
+            out_TD,
+            num_rows,
+            num_columns,
+            num_blocks,
+            weight_VD.stride(0),
+            BLOCK=BLOCK,
+        )
+    return out_TD
+
+
+CONFIGS = [
+    Config(
+        _embedding_kernel,
+        {
+            "ids_ptr": "*i64",
+            "weight_ptr": "*bf16",
+            "out_ptr": "*bf16",
+            "num_rows": "i32",
+            "num_columns": "i32",
+            "num_blocks": "i32",
+            "row_stride": "i32",
+        },
+        {"BLOCK": BLOCK},
+        divisible=("num_columns", "row_stride"),
+    )
+]

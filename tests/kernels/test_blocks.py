@@ -1,0 +1,98 @@
+"""Moves of whole blocks against index_select and index_copy_."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.ops.kernels import blocks as kernels
+from quire.ops.memory import lazy_zeros
+
+LAYOUTS = {
+    "float32": ((2, 3, 2, 7, 4, 8), torch.float32, 3),
+    "float16": ((2, 1, 3, 7, 4, 6), torch.float16, 3),
+    "int8": ((2, 2, 1, 7, 4, 12), torch.uint8, 3),
+    "fp8": ((2, 1, 1, 7, 2, 8), torch.float8_e4m3fn, 3),
+    "odd_bytes": ((2, 1, 2, 7, 1, 5), torch.uint8, 3),
+    "two_bytes": ((2, 1, 2, 7, 1, 5), torch.float16, 3),
+    "large_blocks": ((2, 1, 1, 7, 16, 150), torch.float32, 3),
+    "blocks_first": ((2, 7, 4, 3, 8), torch.float32, 1),
+}
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, device: torch.device) -> tuple[torch.Tensor, int]:
+    """A tensor in which no two bytes in a row are the same, and the dimension of its blocks."""
+    shape, dtype, dim = LAYOUTS[request.param]
+    size = int(np.prod(shape)) * dtype.itemsize
+    values = np.random.default_rng(1).integers(0, 120, size, dtype=np.uint8)
+    return torch.from_numpy(values).view(dtype).view(shape).to(device), dim
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def ids(*blocks: int, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(blocks, dtype=dtype, device=device)
+
+
+def test_copies(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
+    kv, dim = layout
+    source, destination = [4, 0, 4], [1, 6, 3]
+    wanted = kv.clone().movedim(dim, 0)
+    wanted[destination] = wanted[source]
+    pairs = torch.tensor([source, destination], dtype=torch.int32, device=device)
+    kernels.copy_blocks(kv, pairs, dim)
+    assert same_bits(kv, wanted.movedim(0, dim))
+
+
+def test_gathers(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
+    kv, dim = layout
+    before = kv.clone()
+    found = kernels.gather_blocks(kv, ids(5, 0, 5, device=device), dim)
+    assert same_bits(found, kv.movedim(dim, 0)[[5, 0, 5]])
+    assert found.is_contiguous() and same_bits(kv, before)
+
+
+def test_scatters(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
+    kv, dim = layout
+    wanted = kv.clone().movedim(dim, 0)
+    values = wanted[[1, 2]].contiguous()
+    wanted[[6, 0]] = values
+    kernels.scatter_blocks(kv, ids(6, 0, device=device, dtype=torch.int64), values, dim)
+    assert same_bits(kv, wanted.movedim(0, dim))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2**17, 2**14 + 1), (3, 2**15, 2**15 + 1)])
+def test_blocks_beyond_32_bits(sizes: tuple[int, int, int], device: torch.device) -> None:
+    """The last block, or one of the last line, begins behind 2^31 of the units, which are bytes
+    for blocks of an odd size."""
+    lines, last, size = sizes
+    kv = lazy_zeros((1, 1, lines, last + 1, 1, size), torch.uint8, device)
+    kv[..., last, :, :] = 3
+    kernels.copy_blocks(kv, torch.tensor([[last], [1]], dtype=torch.int32, device=device))
+    found = kernels.gather_blocks(kv, ids(1, last, 0, device=device))
+    assert bool((found[:2] == 3).all()) and not found[2].any()
+    kernels.scatter_blocks(kv, ids(last, device=device), found[2:])
+    assert not kv[..., last, :, :].any()
+
+
+def test_no_blocks(device: torch.device) -> None:
+    kv = torch.ones(2, 1, 1, 3, 2, 4, device=device)
+    kernels.copy_blocks(kv, torch.empty(2, 0, dtype=torch.int32, device=device))
+    gathered = kernels.gather_blocks(kv, ids(device=device))
+    assert gathered.shape == (0, 2, 1, 1, 2, 4)
+    kernels.scatter_blocks(kv, ids(device=device), gathered)
+    assert bool((kv == 1).all())
+
+
+def test_chains_of_copies_take_gather_and_scatter(device: torch.device) -> None:
+    """Block 1 is copied to 2 and then given away, as the place of another copy."""
+    source, destination = np.array([1, 0], np.int32), np.array([2, 1], np.int32)
+    assert not kernels.can_copy_at_once(source, destination)
+    assert kernels.can_copy_at_once(source, np.array([2, 3], np.int32))
+    assert not kernels.can_copy_at_once(source, np.array([3, 3], np.int32))
+    kv = torch.arange(4.0, device=device).view(1, 1, 1, 4, 1, 1).repeat(2, 1, 1, 1, 1, 4)
+    values = kernels.gather_blocks(kv, torch.from_numpy(source).to(device))
+    kernels.scatter_blocks(kv, torch.from_numpy(destination).to(device), values)
+    assert kv[0, 0, 0, :, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]

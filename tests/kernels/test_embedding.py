@@ -1,0 +1,44 @@
+"""Look-up of rows against torch's."""
+
+import pytest
+import torch
+
+from quire.ops import embedding as reference
+from quire.ops.kernels import embedding as kernels
+from quire.ops.memory import lazy_zeros
+
+
+@pytest.mark.parametrize("columns", [1, 64, 1024, 1030])
+@pytest.mark.parametrize("id_dtype", [torch.int64, torch.int32])
+def test_rows_are_those_of_the_ids(
+    columns: int, id_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    weight = torch.randn(9, columns, generator=torch.Generator().manual_seed(1))
+    weight = weight.to(dtype).to(device)
+    ids = torch.tensor([8, 0, 3, 3, 1], dtype=id_dtype, device=device)
+    assert torch.equal(kernels.embedding(ids, weight), reference.embedding(ids, weight))
+
+
+def test_a_part_of_a_table(device: torch.device) -> None:
+    """As OPT's positions, whose first rows are never looked up; and ids with gaps between them."""
+    weight = torch.arange(60.0, device=device).view(6, 10)
+    ids = torch.tensor([0, 9, 3, 9], device=device)[::2]
+    assert torch.equal(kernels.embedding(ids, weight[2:, :7]), weight[2:, :7][[0, 3]])
+
+
+def test_rows_beyond_32_bits(device: torch.device) -> None:
+    weight = lazy_zeros((2**20 + 1, 2**11), torch.float16, device)
+    weight[-1] = 3.0
+    ids = torch.tensor([2**20, 0], device=device)
+    assert kernels.embedding(ids, weight).amax(dim=1).tolist() == [3.0, 0.0]
+
+
+def test_no_ids(device: torch.device) -> None:
+    ids = torch.empty(0, dtype=torch.int64, device=device)
+    assert kernels.embedding(ids, torch.ones(2, 8, device=device)).shape == (0, 8)
+
+
+def test_a_wrong_id_reads_no_foreign_memory(device: torch.device) -> None:
+    table = torch.full((4, 8), 7.0, device=device)
+    ids = torch.tensor([-1, 2, 1], device=device)
+    assert kernels.embedding(ids, table[1:3]).tolist() == [[0.0] * 8, [0.0] * 8, [7.0] * 8]
