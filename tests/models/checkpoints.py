@@ -48,6 +48,12 @@ GPT2 = {
     "eos_token_id": 2,
 }
 QWEN3 = LLAMA | {"head_dim": 16}
+EXPERTS = QWEN3 | {
+    "moe_intermediate_size": 24,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 
 # name -> (model_type, config)
 VARIANTS = {
@@ -65,6 +71,24 @@ VARIANTS = {
     ),
     "qwen3": ("qwen3", QWEN3),
     "qwen3_tied": ("qwen3", QWEN3 | {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", EXPERTS),
+    # Only the last layer of four has experts, and a token is sent to all but one of them.
+    "qwen3_moe_some": (
+        "qwen3_moe",
+        EXPERTS
+        | {
+            "tie_word_embeddings": True,
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 5,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3_moe_window": (
+        "qwen3_moe",
+        EXPERTS | {"use_sliding_window": True, "sliding_window": 6, "num_experts_per_tok": 1},
+    ),
     "mistral": ("mistral", LLAMA | {"sliding_window": None}),
     "mistral_window": ("mistral", LLAMA | {"sliding_window": 9}),
     "opt": ("opt", OPT),

@@ -9,12 +9,14 @@ import transformers
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec, load_spec, parse_spec
+from quire.models.experts import Router
 from quire.models.layers import Embedding, Layer, Linear, LMHead
 from quire.models.outline import (
     HEAD,
     LINEAR,
     OUTLINES,
     PLAIN,
+    ROUTER,
     base_prefix,
     ignored_tensors,
     outline,
@@ -39,9 +41,9 @@ def check(spec: ModelSpec) -> None:
     wanted = {s.name: s.checkpoint_shape for layer in layers for s in layer.sources()}
     parts = outline(spec)
     assert {name: shape for part in parts for name, shape in part.tensors.items()} == wanted
-    kinds = {LINEAR: Linear, HEAD: LMHead}
+    kinds = {LINEAR: Linear, ROUTER: Router, HEAD: LMHead}
     for kind, layer_class in kinds.items():
-        shapes = sorted(tuple(m.weight.shape) for m in layers if isinstance(m, layer_class))
+        shapes = sorted(tuple(m.weight.shape) for m in layers if type(m) is layer_class)
         assert sorted(part.shape for part in parts if part.kind == kind) == shapes
     packed = {id(m.weight) for m in layers if isinstance(m, Linear | LMHead)}
     plain = sorted(tuple(p.shape) for p in model.parameters() if id(p) not in packed)

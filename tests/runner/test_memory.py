@@ -241,7 +241,7 @@ def test_the_worst_step_can_be_carried_out(
     assert result.token_ids.shape == (rows, 1) and not result.row_errors
 
 
-@pytest.mark.parametrize("architecture", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "opt", "gpt2"])
 def test_the_workspace_is_an_upper_bound_of_the_large_tensors(architecture: str) -> None:
     """The feed-forward layer's activations and the logits in float32 are within it."""
     spec = load_spec(checkpoint(architecture))

@@ -34,7 +34,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if "moe" not in name])
 def test_a_program_computes_what_the_operations_compute(variant: str, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)

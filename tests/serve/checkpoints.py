@@ -27,6 +27,18 @@ CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (tf.LlamaConfig, tf.LlamaForCausalLM, LLAMA_LIKE),
     "qwen2": (tf.Qwen2Config, tf.Qwen2ForCausalLM, LLAMA_LIKE),
     "qwen3": (tf.Qwen3Config, tf.Qwen3ForCausalLM, LLAMA_LIKE | {"head_dim": 16}),
+    "qwen3_moe": (
+        tf.Qwen3MoeConfig,
+        tf.Qwen3MoeForCausalLM,
+        LLAMA_LIKE
+        | {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
     "mistral": (tf.MistralConfig, tf.MistralForCausalLM, LLAMA_LIKE | {"sliding_window": WINDOW}),
     "opt": (
         tf.OPTConfig,
@@ -92,7 +104,9 @@ def twins_checkpoint(vocab_size: int) -> Path:
 
 @cache
 def reference_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    return tf.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    # torch's grouped products, which experts would be multiplied with, have no float64.
+    options = {"dtype": dtype, "experts_implementation": "eager"}
+    return tf.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
 
 @torch.inference_mode()

@@ -56,7 +56,7 @@ def open_llm(architecture: str, **settings: Any) -> LLM:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "gpt2"])
 def test_nothing_around_a_request_changes_a_bit(architecture: str, name: str) -> None:
     settings = FORMATS[name]
     with open_llm(architecture, enable_prefix_caching=False, **settings) as llm:

@@ -160,11 +160,12 @@ def _layer_windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ..
     """The window of each layer: None where a layer attends to everything before it."""
     window = raw.get("sliding_window")
     types = raw.get("layer_types")
-    if window is None or raw.get("use_sliding_window") is False:
+    model_type = raw["model_type"]
+    if window is None or raw.get("use_sliding_window", model_type != "qwen3_moe") is False:
         return (None,) * num_layers
     if types:
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if raw["model_type"] == "mistral":
+    if model_type in ("mistral", "qwen3_moe"):
         return (window,) * num_layers
     if "max_window_layers" in raw:  # qwen2, qwen3: the first layers attend fully
         first = raw["max_window_layers"]

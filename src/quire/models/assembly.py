@@ -116,7 +116,7 @@ class Assembly:
         unit, layer = self._places[name]
         if name in unit.sources:
             unit.make(self._device, self._stored)
-            fill(next(source for source in layer.sources() if source.name == name))
+            fill(layer.source(name))
             unit.sources.remove(name)
             if not unit.sources:
                 self._pack(unit)

@@ -11,6 +11,7 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
+from quire.models.experts import SparseMLP
 from quire.models.layers import (
     Attention,
     Embedding,
@@ -98,7 +99,12 @@ class DecoderLayer(nn.Module):
         self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place)
         self.attention = DecoderAttention(spec, layer, f"{name}.self_attn", options, place)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place)
-        self.mlp = GatedMLP(spec, f"{name}.mlp", options, place)
+        experts = options.experts
+        self.mlp: nn.Module
+        if experts is not None and experts.is_sparse(layer):
+            self.mlp = SparseMLP(f"{name}.mlp", size, experts, place)
+        else:
+            self.mlp = GatedMLP(spec, f"{name}.mlp", options, place)
 
     def forward(
         self,

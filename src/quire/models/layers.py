@@ -73,6 +73,10 @@ class Layer(nn.Module):
         """The checkpoint tensors that fill this layer's own parameters (not its children's)."""
         raise NotImplementedError
 
+    def source(self, name: str) -> Source:
+        """The one of this name, which must be among them."""
+        return next(source for source in self.sources() if source.name == name)
+
 
 def set_weight(layer: Layer, weight: Weight) -> None:
     """Replace the parameter `weight`. A packed one is no parameter."""
@@ -88,6 +92,8 @@ class Linear(Layer):
 
     names: the checkpoint's modules, outputs: how many rows of the merged weight each has.
     """
+
+    keeps_dtype = False  # whether it is left out where layers are quantised
 
     def __init__(
         self,

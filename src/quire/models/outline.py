@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat, WeightFormats
-from quire.models.options import DecoderOptions
+from quire.models.options import DecoderOptions, ExpertOptions, expert_options
 from quire.ops.formats import Packing, Quantization
 
-PLAIN, LINEAR, HEAD = "plain", "linear", "head"
+PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
 Shape = tuple[int, ...]
 POSITION_OFFSET = 2  # of OPT: the first rows of its table of positions stand for padding
 
@@ -24,9 +24,9 @@ POSITION_OFFSET = 2  # of OPT: the first rows of its table of positions stand fo
 class Part:
     """A parameter.
 
-    kind: LINEAR and HEAD are packed, with shape [outputs, inputs]; PLAIN stays as it is. tensors:
-    those of a checkpoint that fill it, with their shapes there. is_tied: the embedding's table is
-    the same parameter, and its tensor fills it.
+    kind: LINEAR, ROUTER and HEAD are packed, with shape [outputs, inputs], routers never quantised;
+    PLAIN stays as it is. tensors: those of a checkpoint that fill it, with their shapes there.
+    is_tied: the embedding's table is the same parameter, and its tensor fills it.
     """
 
     kind: str
@@ -80,7 +80,7 @@ def planned_weights(
         if part.kind == PLAIN:
             num_bytes = _count(part.shape) * packing.dtype_bytes
         else:
-            format = formats.head if part.kind == HEAD else formats.layers
+            format = {LINEAR: formats.layers, HEAD: formats.head}.get(part.kind)
             format = stored[index].quantization if index in stored else format
             name = format_name(format, packing.dtype)
             num_bytes = part_bytes(part, packing, format)
@@ -142,8 +142,8 @@ def _options(spec: ModelSpec) -> DecoderOptions:
     bias = bool(spec.raw.get("attention_bias", False))
     if spec.model_type == "qwen2":
         return DecoderOptions(qkv_bias=True)
-    if spec.model_type == "qwen3":
-        return DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True)
+    if spec.model_type in ("qwen3", "qwen3_moe"):
+        return DecoderOptions(bias, bias, qk_norm=True, experts=expert_options(spec))
     if spec.model_type == "llama":
         return DecoderOptions(bias, bias, bool(spec.raw.get("mlp_bias", False)))
     return DecoderOptions()
@@ -153,12 +153,12 @@ def _decoder(spec: ModelSpec) -> Iterator[Part]:
     options, size = _options(spec), spec.hidden_size
     yield from _ends(spec, "model.embed_tokens", size)
     for layer in range(spec.num_layers):
-        yield from _decoder_layer(spec, f"model.layers.{layer}", options)
+        yield from _decoder_layer(spec, layer, options)
     yield _plain("model.norm.weight", size)
 
 
-def _decoder_layer(spec: ModelSpec, name: str, options: DecoderOptions) -> Iterator[Part]:
-    size, inner = spec.hidden_size, spec.intermediate_size
+def _decoder_layer(spec: ModelSpec, layer: int, options: DecoderOptions) -> Iterator[Part]:
+    name, size, experts = f"model.layers.{layer}", spec.hidden_size, options.experts
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     own = f"{name}.self_attn"
     yield _plain(f"{name}.input_layernorm.weight", size)
@@ -169,9 +169,24 @@ def _decoder_layer(spec: ModelSpec, name: str, options: DecoderOptions) -> Itera
         yield Part(PLAIN, (spec.num_heads + spec.num_kv_heads, spec.head_dim), norms)
     yield from _linear([f"{own}.o_proj"], queries, [size], options.output_bias)
     yield _plain(f"{name}.post_attention_layernorm.weight", size)
-    names = [f"{name}.mlp.{each}_proj" for each in ("gate", "up")]
-    yield from _linear(names, size, [inner, inner], options.mlp_bias)
-    yield from _linear([f"{name}.mlp.down_proj"], inner, [size], options.mlp_bias)
+    if experts is not None and experts.is_sparse(layer):
+        yield from _experts(f"{name}.mlp", size, experts)
+    else:
+        yield from _gated_mlp(f"{name}.mlp", size, spec.intermediate_size, options.mlp_bias)
+
+
+def _gated_mlp(name: str, size: int, inner: int, bias: bool = False) -> Iterator[Part]:
+    names = [f"{name}.{each}_proj" for each in ("gate", "up")]
+    yield from _linear(names, size, [inner, inner], bias)
+    yield from _linear([f"{name}.down_proj"], inner, [size], bias)
+
+
+def _experts(name: str, size: int, options: ExpertOptions) -> Iterator[Part]:
+    """An expert's weights are parts of their own, also where a GPU has them in one tensor."""
+    shape = (options.num_experts, size)
+    yield Part(ROUTER, shape, {f"{name}.gate.weight": shape})
+    for expert in range(options.num_experts):
+        yield from _gated_mlp(f"{name}.experts.{expert}", size, options.inner_size)
 
 
 def _layer_norm(name: str, size: int, affine: bool = True) -> Iterator[Part]:
@@ -230,4 +245,5 @@ OUTLINES: Mapping[str, Callable[[ModelSpec], Iterator[Part]]] = {
     "opt": _opt,
     "qwen2": _decoder,
     "qwen3": _decoder,
+    "qwen3_moe": _decoder,
 }

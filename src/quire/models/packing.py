@@ -36,7 +36,7 @@ def pack_modules(
             table.share(head.weight)
     for module in modules:
         if isinstance(module, Linear):
-            _pack(module, formats.layers, memory, stored)
+            _pack(module, _of_layer(module, formats), memory, stored)
 
 
 def _pack(
@@ -53,6 +53,10 @@ def _format_of(
     layer: nn.Module, format: Quantization | None, stored: Stored
 ) -> Quantization | None:
     return stored[layer].quantization if layer in stored else format
+
+
+def _of_layer(layer: Linear, formats: WeightFormats) -> Quantization | None:
+    return None if layer.keeps_dtype else formats.layers
 
 
 def _tied(modules: Iterable[nn.Module]) -> list[tuple[LMHead, list[Embedding]]]:
@@ -91,7 +95,7 @@ def planned_bytes(
     total = sum(plain.values())
     for module in packed:
         if isinstance(module, Linear):
-            format = _format_of(module, formats.layers, stored)
+            format = _format_of(module, _of_layer(module, formats), stored)
             total += how.weight_bytes(tuple(module.weight.shape), format)
     for head, tables in _tied(model.modules()):
         format = _format_of(head, formats.head, stored)

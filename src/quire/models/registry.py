@@ -15,6 +15,7 @@ from quire.models.mistral import Mistral
 from quire.models.opt import OPT
 from quire.models.qwen2 import Qwen2
 from quire.models.qwen3 import Qwen3
+from quire.models.qwen3_moe import Qwen3Moe
 
 MODELS: dict[str, Callable[[ModelSpec, Place], nn.Module]] = {
     "gpt2": GPT2,
@@ -23,6 +24,7 @@ MODELS: dict[str, Callable[[ModelSpec, Place], nn.Module]] = {
     "opt": OPT,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
+    "qwen3_moe": Qwen3Moe,
 }
 
 

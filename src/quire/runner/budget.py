@@ -5,6 +5,7 @@ in every run, so rounding is the same too.
 """
 
 from quire.base.model_spec import ModelSpec
+from quire.models.options import expert_options
 
 STEP_S = 0.25
 MOST_TOKENS = 256
@@ -23,4 +24,9 @@ def cpu_token_budget(spec: ModelSpec, dtype: str, num_threads: int) -> int:
 def linear_parameters(spec: ModelSpec) -> int:
     """Weights that each token is multiplied with, head and embedding aside."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    return spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
+    dense, experts = 3 * spec.hidden_size * spec.intermediate_size, expert_options(spec)
+    if experts is None:
+        return spec.num_layers * (attention + dense)
+    num_sparse = sum(experts.is_sparse(layer) for layer in range(spec.num_layers))
+    sparse = spec.hidden_size * (experts.num_experts + 3 * experts.num_chosen * experts.inner_size)
+    return spec.num_layers * (attention + dense) + num_sparse * (sparse - dense)

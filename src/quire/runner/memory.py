@@ -11,6 +11,7 @@ from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
+from quire.models.options import expert_options
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
@@ -45,10 +46,15 @@ def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs
     """Upper bound of what one step allocates beside weights and KV, from the model's shape.
 
     Per token: the residual stream, queries, keys and values, both halves of the feed-forward layer
-    and its product. Per sampling row: logits in the model's dtype and twice in float32.
+    and its product, or what a mixture of experts makes. Per sampling row: logits in the model's
+    dtype and twice in float32.
     """
+    experts = expert_options(spec)
+    inner = 3 * spec.intermediate_size
+    if experts is not None:
+        inner = max(inner, experts.activations(spec.hidden_size))
     qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    per_token = (4 * spec.hidden_size + 2 * qkv + 3 * spec.intermediate_size) * dtype_bytes
+    per_token = (4 * spec.hidden_size + 2 * qkv + inner) * dtype_bytes
     per_sample = spec.vocab_size * (dtype_bytes + 3 * 4)
     return num_tokens * per_token + num_seqs * per_sample
 

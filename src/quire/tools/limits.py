@@ -8,14 +8,17 @@ a minute later 51, as two cores of an EPYC do on two chiplets and on one. So the
 before and after, and the better counts.
 """
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from quire.base.model_spec import ModelSpec
+from quire.models.experts import ExpertList
 from quire.models.formats import AS_THEY_ARE, WeightFormats
 from quire.models.layers import Linear, LMHead
 from quire.models.registry import make_model
@@ -42,7 +45,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What a step needs at least. Attention, norms and sampling are left out of both numbers.
+    """What a step needs at least. Attention, norms and sampling are left out of both numbers, and
+    of a mixture all experts but those of one token.
 
     layers and head: weights that multiply each token, and each sampled token (elements).
     weight_bytes: read once in a step that samples.
@@ -65,13 +69,24 @@ def step_cost(
     spec: ModelSpec, dtype: torch.dtype, formats: WeightFormats = AS_THEY_ARE
 ) -> StepCost:
     """Counted on a model without memory."""
-    modules = list(make_model(spec, dtype, torch.device("meta")).modules())
+    modules = list(_counted(make_model(spec, dtype, torch.device("meta"))))
     layers = [m.weight for m in modules if isinstance(m, Linear)]
     heads = [m.weight for m in modules if isinstance(m, LMHead)]
     weight_bytes = sum(_stored_bytes(weight, formats.layers) for weight in layers)
     weight_bytes += sum(_stored_bytes(weight, formats.head) for weight in heads)
     counts = [sum(weight.numel() for weight in group) for group in (layers, heads)]
     return StepCost(*counts, weight_bytes)
+
+
+def _counted(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules but the experts that one token is not sent to."""
+    yield module
+    if isinstance(module, ExpertList):
+        for experts in module.children():
+            yield from itertools.islice(experts.children(), module.num_chosen)
+        return
+    for child in module.children():
+        yield from _counted(child)
 
 
 def _stored_bytes(weight: torch.Tensor, quantization: Quantization | None) -> int:

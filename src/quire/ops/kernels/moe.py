@@ -1,0 +1,462 @@
+"""Mixtures of experts: routing, and the experts' products over tokens sorted by expert.
+
+Shape legend: T tokens, E experts, C experts of a token, P = T C pairs of a token and an expert,
+D model dim, F feed-forward dim of an expert, G = 2 F.
+
+A few tokens (`few_experts`): two launches, each program some outputs of one pair's expert, or of
+one token's experts one after the other. Many (`grouped_experts`): pairs are sorted by expert and
+cut into tiles of one expert's (moe_sort.py); then a product with silu(gate) * up behind it, one
+with the routing weight behind it, and a sum over each token's experts. Nothing is added atomically,
+so equal inputs give equal bits.
+
+Expected, not measured (H200, Qwen3-30B-A3B in bfloat16): reading the weights of the experts that
+are hit is the limit up to about 2,000 tokens: 75 MB a layer for one token (18 us at 4.3 TB/s, and
+three launches), 1.2 GB for 64 and more (0.28 ms); beyond, the products: 8,192 tokens are 618 GFLOP
+a layer, 0.78 ms at 790 TFLOP/s, beside 0.13 ms for what the sum over experts writes and reads.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
+from quire.ops.kernels.moe_sort import sort_by_expert
+
+FEW_TOKENS = 4
+ROUTED_ROWS = 4
+SUM_WIDTH = 1024
+FEW_OUTPUTS, FEW_INPUTS = 8, 512  # of a program's tile of weights, gate and up
+FEW_SUMS, FEW_INNER = 4, 1024  # the same of down
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the products are cut: pairs, outputs of each of gate and up, outputs of down, inputs."""
+
+    pairs: int
+    up: int
+    down: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def needs_wgmma(self) -> bool:
+        return self.pairs >= 64
+
+
+# By the pairs of an expert, on average, that each is for.
+TILES = {
+    8: Tile(16, 64, 128, 128, num_warps=4, num_stages=3),
+    24: Tile(32, 64, 128, 64, num_warps=4, num_stages=4),
+    64: Tile(64, 64, 128, 64, num_warps=4, num_stages=4),
+}
+LARGEST_TILE = Tile(128, 128, 256, 64, num_warps=8, num_stages=3)
+TILE_OF_FLOAT32 = Tile(16, 32, 32, 32, num_warps=4, num_stages=2)
+
+
+def tile_for(
+    num_pairs: int, num_experts: int, dtype: torch.dtype, takes_largest: bool = True
+) -> Tile:
+    """So large that most experts fill one or two. takes_largest: whether the largest tile's sums
+    fit into registers: with the matrix instructions of Hopper and of data centres' Blackwell."""
+    if dtype.itemsize > 2:
+        return TILE_OF_FLOAT32
+    average = num_pairs / num_experts
+    largest = LARGEST_TILE if takes_largest else TILES[max(TILES)]
+    return next((tile for most, tile in TILES.items() if average <= most), largest)
+
+
+# ---- which experts ---------------------------------------------------------------------------
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr,
+    ids_ptr,
+    weights_ptr,
+    num_tokens,
+    num_experts,
+    logits_row,
+    NUM_CHOSEN: tl.constexpr,
+    NORMALISES: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at, slots = tl.arange(0, WIDTH)[None, :], tl.arange(0, SLOTS)[None, :]
+    inside = rows[:, None] < num_tokens
+    is_expert = at < num_experts
+    places = logits_ptr + rows[:, None] * logits_row + at
+    logits = tl.load(places, mask=inside & is_expert, other=float("-inf")).to(tl.float32)
+    largest = tl.max(logits, axis=1)
+    total = tl.sum(tl.exp(logits - largest[:, None]), axis=1)
+    ids = tl.zeros([ROWS, SLOTS], tl.int32)
+    weights = tl.zeros([ROWS, SLOTS], tl.float32)
+    is_left = (rows[:, None] >= 0) & is_expert
+    for i in tl.static_range(NUM_CHOSEN):
+        top = tl.max(tl.where(is_left, logits, float("-inf")), axis=1)
+        is_top = is_left & (logits == top[:, None])
+        # Of equal ones the first; where a NaN hides them all, any that there is.
+        chosen = tl.min(tl.where(is_top, at, num_experts - 1), axis=1)
+        ids = tl.where(slots == i, chosen[:, None], ids)
+        weights = tl.where(slots == i, tl.exp(top - largest)[:, None], weights)
+        is_left = is_left & (at != chosen[:, None])
+    divisor = tl.sum(weights, axis=1) if NORMALISES else total
+    # What is not a number among the logits shows in all weights.
+    weights = weights / (divisor + total * 0.0)[:, None]
+    out = rows[:, None] * NUM_CHOSEN + slots
+    is_slot = inside & (slots < NUM_CHOSEN)
+    tl.store(ids_ptr + out, ids, mask=is_slot)
+    tl.store(weights_ptr + out, weights, mask=is_slot)
+
+
+def moe_route(
+    logits_TE: torch.Tensor, num_chosen: int, normalises: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `quire.ops.moe.moe_route`; the weights are float32."""
+    num_tokens, num_experts = logits_TE.shape
+    ids_TC = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits_TE.device)
+    weights_TC = torch.empty_like(ids_TC, dtype=torch.float32)
+    if num_tokens:
+        logits_TE = _rows(logits_TE)
+        _route_kernel[(triton.cdiv(num_tokens, ROUTED_ROWS),)](
+            logits_TE,
+            ids_TC,
+            weights_TC,
+            num_tokens,
+            num_experts,
+            logits_TE.stride(0),
+            NUM_CHOSEN=num_chosen,
+            NORMALISES=normalises,
+            ROWS=ROUTED_ROWS,
+            WIDTH=next_power_of_2(num_experts),
+            SLOTS=next_power_of_2(num_chosen),
+            num_warps=ROUTED_ROWS,
+        )
+    return ids_TC, weights_TC
+
+
+# ---- many tokens -----------------------------------------------------------------------------
+
+
+@triton.jit
+def _up_kernel(
+    x_ptr,
+    gate_up_ptr,
+    order_ptr,
+    tiles_ptr,
+    inner_ptr,
+    max_tiles,
+    size,
+    inner_size,
+    x_row,
+    NUM_CHOSEN: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """inner[place in the order] = silu(gate) * up of the pair's token."""
+    tile = tl.program_id(1)
+    first = tl.load(tiles_ptr + max_tiles + tile)
+    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    if first >= last:
+        return
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    places = first + tl.arange(0, BLOCK_M)
+    # Rows and columns outside repeat one that is inside, and are not stored.
+    pairs = tl.load(order_ptr + tl.minimum(places, last - 1))
+    tokens = (pairs // NUM_CHOSEN).to(tl.int64)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = expert * 2 * inner_size + tl.minimum(columns, inner_size - 1)
+    depth = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + tokens[:, None] * x_row + depth[None, :]
+    gate_at = gate_up_ptr + rows[None, :] * size + depth[:, None]
+    to_up = inner_size * size
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, size, BLOCK_K):
+        if IS_EVEN:
+            x, weight = tl.load(x_at), tl.load(gate_at)
+            weight_up = tl.load(gate_at + to_up)
+        else:
+            left = size - start
+            x = tl.load(x_at, mask=depth[None, :] < left, other=0.0)
+            weight = tl.load(gate_at, mask=depth[:, None] < left, other=0.0)
+            weight_up = tl.load(gate_at + to_up, mask=depth[:, None] < left, other=0.0)
+        x = x.to(DOT_DTYPE)
+        gate = tl.dot(x, weight.to(DOT_DTYPE), gate, input_precision="ieee")
+        up = tl.dot(x, weight_up.to(DOT_DTYPE), up, input_precision="ieee")
+        x_at += BLOCK_K
+        gate_at += BLOCK_K
+    values = gate / (1.0 + tl.exp(-gate)) * up
+    out = inner_ptr + places.to(tl.int64)[:, None] * inner_size + columns[None, :]
+    inside = (places < last)[:, None] & (columns < inner_size)[None, :]
+    tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _down_kernel(
+    inner_ptr,
+    down_ptr,
+    weights_ptr,
+    order_ptr,
+    tiles_ptr,
+    out_ptr,
+    max_tiles,
+    size,
+    inner_size,
+    DOT_DTYPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """out[pair] = weight[pair] * down(inner[place of the pair])."""
+    tile = tl.program_id(1)
+    first = tl.load(tiles_ptr + max_tiles + tile)
+    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    if first >= last:
+        return
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    places = first + tl.arange(0, BLOCK_M)
+    sources = tl.minimum(places, last - 1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = expert * size + tl.minimum(columns, size - 1)
+    depth = tl.arange(0, BLOCK_K)
+    inner_at = inner_ptr + sources.to(tl.int64)[:, None] * inner_size + depth[None, :]
+    down_at = down_ptr + rows[None, :] * inner_size + depth[:, None]
+    values = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, inner_size, BLOCK_K):
+        if IS_EVEN:
+            inner, weight = tl.load(inner_at), tl.load(down_at)
+        else:
+            left = inner_size - start
+            inner = tl.load(inner_at, mask=depth[None, :] < left, other=0.0)
+            weight = tl.load(down_at, mask=depth[:, None] < left, other=0.0)
+        values = tl.dot(inner.to(DOT_DTYPE), weight.to(DOT_DTYPE), values, input_precision="ieee")
+        inner_at += BLOCK_K
+        down_at += BLOCK_K
+    pairs = tl.load(order_ptr + sources)
+    values *= tl.load(weights_ptr + pairs).to(tl.float32)[:, None]
+    out = out_ptr + pairs.to(tl.int64)[:, None] * size + columns[None, :]
+    inside = (places < last)[:, None] & (columns < size)[None, :]
+    tl.store(out, values.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_kernel(parts_ptr, out_ptr, size, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr):
+    """out[token] = the sum of its experts' parts, in the order of its ids."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros([WIDTH], tl.float32)
+    for i in tl.static_range(NUM_CHOSEN):
+        places = parts_ptr + (token * NUM_CHOSEN + i) * size + at
+        total += tl.load(places, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def grouped_experts(
+    x_TD: torch.Tensor,
+    ids_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EGD: torch.Tensor,
+    down_EDF: torch.Tensor,
+    tile: Tile,
+) -> torch.Tensor:
+    """moe_experts by products over the tokens of each expert."""
+    (num_experts, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
+    num_pairs = ids_TC.numel()
+    order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs)
+    max_tiles = tiles_3M.shape[1]
+    inner_PF = x_TD.new_empty(num_pairs, inner_size)
+    parts_PD, out_TD = x_TD.new_empty(num_pairs, size), x_TD.new_empty(len(x_TD), size)
+    shared = {
+        "DOT_DTYPE": dot_dtype(x_TD.dtype),
+        "BLOCK_M": tile.pairs,
+        "BLOCK_K": tile.inputs,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    _up_kernel[(triton.cdiv(inner_size, tile.up), max_tiles)](
+        x_TD, gate_up_EGD, order_P, tiles_3M, inner_PF,
+        max_tiles, size, inner_size, x_TD.stride(0),
+        NUM_CHOSEN=num_chosen, BLOCK_N=tile.up, IS_EVEN=size % tile.inputs == 0, **shared,
+    )  # fmt: skip
+    _down_kernel[(triton.cdiv(size, tile.down), max_tiles)](
+        inner_PF, down_EDF, weights_TC, order_P, tiles_3M, parts_PD,
+        max_tiles, size, inner_size,
+        BLOCK_N=tile.down, IS_EVEN=inner_size % tile.inputs == 0, **shared,
+    )  # fmt: skip
+    _sum_kernel[(len(x_TD), triton.cdiv(size, SUM_WIDTH))](
+        parts_PD, out_TD, size, NUM_CHOSEN=num_chosen, WIDTH=SUM_WIDTH
+    )
+    return out_TD
+
+
+# ---- a few tokens ----------------------------------------------------------------------------
+
+
+@triton.jit
+def _few_up_kernel(
+    x_ptr,
+    ids_ptr,
+    gate_up_ptr,
+    inner_ptr,
+    x_row,
+    NUM_CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """inner[pair] = silu(gate) * up, BLOCK_N of them."""
+    pair = tl.program_id(1)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    x_at = x_ptr + (pair // NUM_CHOSEN).to(tl.int64) * x_row
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (columns < INNER)[:, None]
+    gate_at = gate_up_ptr + (expert * 2 * INNER + columns)[:, None] * SIZE
+    gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK_K):
+        depth = start + tl.arange(0, BLOCK_K)
+        mask = inside & (depth < SIZE)[None, :]
+        x = tl.load(x_at + depth, mask=depth < SIZE, other=0.0).to(tl.float32)[None, :]
+        places = gate_at + depth[None, :]
+        gate += tl.load(places, mask=mask, other=0.0).to(tl.float32) * x
+        up += tl.load(places + INNER * SIZE, mask=mask, other=0.0).to(tl.float32) * x
+    gate_N, up_N = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    values = gate_N / (1.0 + tl.exp(-gate_N)) * up_N
+    out = inner_ptr + pair.to(tl.int64) * INNER + columns
+    tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=columns < INNER)
+
+
+@triton.jit
+def _few_down_kernel(
+    inner_ptr,
+    ids_ptr,
+    weights_ptr,
+    down_ptr,
+    out_ptr,
+    NUM_CHOSEN: tl.constexpr,
+    SIZE: tl.constexpr,
+    INNER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out[token] = the sum over its experts of weight * down(inner), BLOCK_N of it."""
+    token = tl.program_id(1)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (columns < SIZE)[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    for i in tl.static_range(NUM_CHOSEN):
+        pair = token * NUM_CHOSEN + i
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        share = tl.load(weights_ptr + pair).to(tl.float32)
+        down_at = down_ptr + (expert * SIZE + columns)[:, None] * INNER
+        inner_at = inner_ptr + pair.to(tl.int64) * INNER
+        for start in tl.static_range(0, INNER, BLOCK_K):
+            depth = start + tl.arange(0, BLOCK_K)
+            is_input = depth < INNER
+            x = tl.load(inner_at + depth, mask=is_input, other=0.0).to(tl.float32) * share
+            mask = inside & is_input[None, :]
+            weight = tl.load(down_at + depth[None, :], mask=mask, other=0.0)
+            total += weight.to(tl.float32) * x[None, :]
+    out = out_ptr + token.to(tl.int64) * SIZE + columns
+    tl.store(out, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=columns < SIZE)
+
+
+def few_experts(
+    x_TD: torch.Tensor,
+    ids_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EGD: torch.Tensor,
+    down_EDF: torch.Tensor,
+) -> torch.Tensor:
+    """moe_experts without sorting: each token's experts are read for it alone."""
+    (_, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
+    inner_PF = x_TD.new_empty(ids_TC.numel(), inner_size)
+    out_TD = x_TD.new_empty(len(x_TD), size)
+    _few_up_kernel[(triton.cdiv(inner_size, FEW_OUTPUTS), ids_TC.numel())](
+        x_TD, ids_TC, gate_up_EGD, inner_PF, x_TD.stride(0),
+        NUM_CHOSEN=num_chosen, SIZE=size, INNER=inner_size,
+        BLOCK_N=FEW_OUTPUTS, BLOCK_K=FEW_INPUTS,
+    )  # fmt: skip
+    _few_down_kernel[(triton.cdiv(size, FEW_SUMS), len(x_TD))](
+        inner_PF, ids_TC, weights_TC, down_EDF, out_TD,
+        NUM_CHOSEN=num_chosen, SIZE=size, INNER=inner_size,
+        BLOCK_N=FEW_SUMS, BLOCK_K=FEW_INNER,
+    )  # fmt: skip
+    return out_TD
+
+
+def moe_experts(
+    x_TD: torch.Tensor,
+    ids_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EGD: torch.Tensor,
+    down_EDF: torch.Tensor,
+) -> torch.Tensor:
+    """As `quire.ops.moe.moe_experts`, of experts that stand in one tensor; waits for nothing."""
+    if len(x_TD) == 0:
+        return torch.empty_like(x_TD)
+    assert gate_up_EGD.is_contiguous() and down_EDF.is_contiguous()
+    arguments = (_rows(x_TD), ids_TC.contiguous(), weights_TC.contiguous(), gate_up_EGD, down_EDF)
+    if len(x_TD) <= FEW_TOKENS:
+        return few_experts(*arguments)
+    device = x_TD.device
+    takes_largest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    tile = tile_for(ids_TC.numel(), len(down_EDF), x_TD.dtype, takes_largest)
+    return grouped_experts(*arguments, tile)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """With columns side by side; rows may be apart."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---- what is compiled ahead: Qwen3-30B-A3B's, in bfloat16 ------------------------------------
+
+_INTEGERS = ("ids_ptr", "order_ptr", "tiles_ptr")
+_POINTERS = dict.fromkeys(_INTEGERS, "*i32") | {"weights_ptr": "*fp32"}
+_DIVISIBLE = ("num_experts", "logits_row", "size", "inner_size", "x_row")
+
+
+def _config(
+    kernel: Any, constants: dict[str, Any], num_warps: int = 4, num_stages: int = 2, **rest: Any
+) -> Config:
+    names = [name for name in kernel.arg_names if name not in constants]
+    others = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names}
+    signature = others | {name: _POINTERS[name] for name in names if name in _POINTERS}
+    divisible = tuple(name for name in names if name in _DIVISIBLE)
+    return Config(kernel, signature, constants, num_warps, num_stages, divisible, **rest)
+
+
+def _product_configs(tile: Tile) -> list[Config]:
+    shared = {"DOT_DTYPE": tl.bfloat16, "BLOCK_M": tile.pairs, "BLOCK_K": tile.inputs}
+    shared |= {"IS_EVEN": True}
+    launch = (tile.num_warps, tile.num_stages)
+    needs = {"needs_wgmma": tile.needs_wgmma}
+    return [
+        _config(_up_kernel, shared | {"NUM_CHOSEN": 8, "BLOCK_N": tile.up}, *launch, **needs),
+        _config(_down_kernel, shared | {"BLOCK_N": tile.down}, *launch, **needs),
+    ]
+
+
+_FEW = {"NUM_CHOSEN": 8, "SIZE": 2048, "INNER": 768}
+_ROUTE = {"NUM_CHOSEN": 8, "NORMALISES": True, "ROWS": ROUTED_ROWS, "WIDTH": 128, "SLOTS": 8}
+
+CONFIGS = [
+    _config(_route_kernel, _ROUTE, ROUTED_ROWS),
+    *(config for tile in (*TILES.values(), LARGEST_TILE) for config in _product_configs(tile)),
+    _config(_sum_kernel, {"NUM_CHOSEN": 8, "WIDTH": SUM_WIDTH}),
+    _config(_few_up_kernel, _FEW | {"BLOCK_N": FEW_OUTPUTS, "BLOCK_K": FEW_INPUTS}),
+    _config(_few_down_kernel, _FEW | {"BLOCK_N": FEW_SUMS, "BLOCK_K": FEW_INNER}),
+]

@@ -1,0 +1,68 @@
+"""Mixtures of experts: which experts a token is sent to, and what they make of it.
+
+Shape legend: T tokens, E experts, C experts that each token is sent to, P = T C pairs of a token
+and an expert, D model dim, F feed-forward dim of an expert, G = 2 F.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.ops.linear import Weight, linear
+from quire.ops.precision import accumulation_dtype
+from quire.ops.registry import op
+from quire.ops.silu_mul import silu_mul
+
+# One weight for each expert: side by side in one tensor, or each as `pack_weight` made it.
+ExpertWeights = torch.Tensor | Sequence[Weight]
+
+
+@op("moe_route")
+def moe_route(
+    logits_TE: torch.Tensor, num_chosen: int, normalises: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The experts with the largest logits, int32 [T, C], falling, and their weights [T, C], which
+    are float32 (float64 for float64).
+
+    Of equal logits those of the lower experts are taken. A weight is the expert's probability
+    among all experts, or where it normalises among the chosen.
+    """
+    scores_TE = logits_TE.to(accumulation_dtype(logits_TE.dtype))
+    order_TE = scores_TE.sort(dim=-1, descending=True, stable=True).indices
+    ids_TC = order_TE[:, :num_chosen]
+    weights_TC = scores_TE.softmax(dim=-1).gather(-1, ids_TC)
+    if normalises:
+        weights_TC = weights_TC / weights_TC.sum(dim=-1, keepdim=True)
+    return ids_TC.int(), weights_TC
+
+
+@op("moe_experts")
+def moe_experts(
+    x_TD: torch.Tensor,
+    ids_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EGD: ExpertWeights,
+    down_EDF: ExpertWeights,
+) -> torch.Tensor:
+    """The weighted sum [T, D] of what each token's experts make of it, in x's dtype.
+
+    An expert is down(silu(gate(x)) * up(x)). Only experts with tokens are looked at; a token's
+    sum is made in the order of its ids, so that no other token changes it. Waits for the device.
+    """
+    num_chosen, flat_P = ids_TC.shape[1], ids_TC.flatten()
+    counts_E = torch.bincount(flat_P, minlength=len(gate_up_EGD)).tolist()
+    order_P = flat_P.argsort(stable=True)
+    out_PD = x_TD.new_empty(len(flat_P), x_TD.shape[1])
+    for expert, pairs in enumerate(order_P.split(counts_E)):
+        if len(pairs):
+            inner = silu_mul(linear(x_TD[pairs // num_chosen], gate_up_EGD[expert]))
+            out_PD[pairs] = linear(inner, down_EDF[expert])
+    return _weighted_sum(out_PD.view(-1, num_chosen, x_TD.shape[1]), weights_TC)
+
+
+def _weighted_sum(out_TCD: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:
+    """One expert after the other, in the weights' precision."""
+    total_TD = out_TCD[:, 0] * weights_TC[:, :1]
+    for i in range(1, out_TCD.shape[1]):
+        total_TD += out_TCD[:, i] * weights_TC[:, i : i + 1]
+    return total_TD.to(out_TCD.dtype)

@@ -1,0 +1,212 @@
+"""Routing, sorting and the experts' products against the torch reference."""
+
+import pytest
+import torch
+
+from quire.ops import moe as reference
+from quire.ops.kernels import moe, moe_sort
+from quire.ops.kernels.moe import Tile
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+SMALL = Tile(16, 16, 32, 16, num_warps=4, num_stages=2)
+Problem = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+def some_ids(num_tokens: int, num_experts: int, num_chosen: int, seed: int = 0) -> torch.Tensor:
+    """Different experts for each token, some experts more often than others."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    scores *= torch.linspace(1.0, 3.0, num_experts)
+    return scores.topk(num_chosen).indices.int()
+
+
+def problem(
+    num_tokens: int,
+    sizes: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Problem:
+    """Arguments of moe_experts. sizes: experts, those of a token, model dim, feed-forward dim."""
+    num_experts, num_chosen, size, inner = sizes
+    return (
+        numbers(num_tokens, size, seed=1, dtype=dtype, device=device),
+        some_ids(num_tokens, num_experts, num_chosen).to(device),
+        torch.rand(num_tokens, num_chosen, generator=torch.Generator().manual_seed(2)).to(device),
+        numbers(num_experts, 2 * inner, size, seed=3, dtype=dtype, device=device) * size**-0.5,
+        numbers(num_experts, size, inner, seed=4, dtype=dtype, device=device) * inner**-0.5,
+    )
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    tolerance = TOLERANCE[wanted.dtype]
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
+# ---- routing ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize(
+    "shape", [(0, 6, 2), (1, 6, 2), (7, 128, 8), (5, 60, 4), (4, 3, 3), (2, 1, 1)]
+)
+def test_route(
+    shape: tuple[int, int, int], normalises: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    num_tokens, num_experts, num_chosen = shape
+    logits = numbers(num_tokens, num_experts, seed=5, dtype=dtype, device=device) * 2
+    wanted_ids, wanted = reference.moe_route(logits, num_chosen, normalises)
+    ids, weights = moe.moe_route(logits, num_chosen, normalises)
+    assert torch.equal(ids, wanted_ids) and ids.dtype == torch.int32
+    torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_of_equal_logits_the_first_are_taken(device: torch.device) -> None:
+    """Also of such as are minus infinity; and from a part of a wider tensor."""
+    low = -torch.inf
+    rows = [[1.0, 3, 1, 3, 1, 1, 0, 3], [low, low, low, 2, low, low, low, low], [0.0] * 8]
+    logits = torch.tensor(rows, device=device)
+    ids, weights = moe.moe_route(torch.cat((logits, logits), 1)[:, :8], 5, True)
+    assert ids.tolist() == [[1, 3, 7, 0, 2], [3, 0, 1, 2, 4], [0, 1, 2, 3, 4]]
+    assert weights[1].tolist() == [1, 0, 0, 0, 0]
+    assert torch.equal(ids, reference.moe_route(logits, 5, True)[0])
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_what_is_no_number_stays_in_its_row_and_names_experts_that_exist(
+    normalises: bool, device: torch.device
+) -> None:
+    logits = torch.zeros(3, 6, device=device)
+    logits[1, 4], logits[2] = torch.nan, torch.nan
+    ids, weights = moe.moe_route(logits, 2, normalises)
+    assert ids.min() >= 0 and ids.max() < 6
+    assert weights.isnan().tolist() == [[False] * 2, [True] * 2, [True] * 2]
+
+
+# ---- sorting ---------------------------------------------------------------------------------
+
+
+def check_sorted(ids_TC: torch.Tensor, num_experts: int, tile_pairs: int) -> None:
+    """Each pair once, an expert's in their order, in tiles that cover each of them once."""
+    order, tiles = moe_sort.sort_by_expert(ids_TC, num_experts, tile_pairs)
+    flat = ids_TC.flatten()
+    assert torch.equal(order.long(), flat.argsort(stable=True))
+    covered = []
+    for expert, begin, end in tiles.t().tolist():
+        assert begin == end == 0 or 0 < end - begin <= tile_pairs
+        assert (flat[order[begin:end].long()] == expert).all()
+        covered += range(begin, end)
+    assert covered == list(range(len(flat)))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen"), [(1, 4, 2), (5, 6, 2), (16, 128, 8), (43, 60, 3)]
+)
+def test_pairs_are_sorted(
+    num_tokens: int, num_experts: int, num_chosen: int, device: torch.device
+) -> None:
+    """In one launch: of a small chunk, and of a large one."""
+    ids = some_ids(num_tokens, num_experts, num_chosen).to(device)
+    for tile_pairs in (16, 4):
+        check_sorted(ids, num_experts, tile_pairs)
+
+
+@pytest.mark.parametrize("num_tokens", [513, 1030])
+def test_more_pairs_than_one_program_sorts(num_tokens: int, device: torch.device) -> None:
+    check_sorted(some_ids(num_tokens, 12, 2).to(device), 12, 16)
+
+
+def test_more_chunks_than_are_counted_at_once(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(moe_sort, "CHUNK", 16)
+    monkeypatch.setattr(moe_sort, "SMALL_CHUNK", 16)
+    check_sorted(some_ids(150, 5, 2).to(device), 5, 16)
+
+
+def test_there_are_never_more_tiles_than_room() -> None:
+    """Any routing, counted in Python: all pairs to few experts, or spread as thinly as can be."""
+    for num_pairs in range(1, 40):
+        for num_experts in (1, 3, 8):
+            for hit in range(1, min(num_experts, num_pairs) + 1):
+                counts = [1] * (hit - 1) + [num_pairs - hit + 1]
+                tiles = sum(-(-count // 4) for count in counts)
+                assert tiles <= moe_sort.most_tiles(num_pairs, num_experts, 4)
+    assert moe_sort.most_tiles(40, 8, 4) == 8 + 8
+
+
+# ---- products --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(6, 2, 40, 36), (4, 3, 64, 32), (3, 1, 33, 17)])
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+def test_experts(
+    num_tokens: int, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    """By the path for a few tokens, and by that for many."""
+    arguments = problem(num_tokens, sizes, dtype, device)
+    check(moe.moe_experts(*arguments), reference.moe_experts(*arguments))
+
+
+@pytest.mark.parametrize("tile", [*moe.TILES.values(), moe.LARGEST_TILE, SMALL], ids=str)
+@pytest.mark.parametrize("num_tokens", [2, 47])
+def test_every_tile(num_tokens: int, tile: Tile, dtype: torch.dtype, device: torch.device) -> None:
+    """Experts with several tiles, and with none; sizes that are no multiples, and for the smallest
+    tile multiples."""
+    if device.type == "cuda" and dtype == torch.float32 and tile.needs_wgmma:
+        pytest.skip("float32 has a tile of its own")
+    arguments = problem(num_tokens, (5, 2, 48, 32), dtype, device)
+    check(moe.grouped_experts(*arguments, tile), reference.moe_experts(*arguments))
+
+
+@pytest.mark.parametrize("num_tokens", [4, 40])
+def test_all_tokens_to_the_same_experts(num_tokens: int, device: torch.device) -> None:
+    arguments = list(problem(num_tokens, (4, 2, 16, 16), torch.float32, device))
+    arguments[1] = torch.tensor([[3, 1]], dtype=torch.int32, device=device).repeat(num_tokens, 1)
+    check(moe.moe_experts(*arguments), reference.moe_experts(*arguments))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2, 6])
+def test_rows_that_stand_apart(num_tokens: int, device: torch.device) -> None:
+    """Tokens that are a part of a wider tensor, of which nothing else is read; or none at all."""
+    sizes = (4, 2, 20, 12)
+    x, *rest = problem(8, sizes, torch.float32, device)
+    wide = torch.full((num_tokens, 50), torch.nan, device=device)
+    wide[:, 10:30] = x[:num_tokens]
+    ids, weights = rest[0][:num_tokens], rest[1][:num_tokens]
+    found = moe.moe_experts(wide[:, 10:30], ids, weights, *rest[2:])
+    assert found.shape == (num_tokens, 20)
+    if num_tokens:
+        check(found, reference.moe_experts(x[:num_tokens], ids, weights, *rest[2:]))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 8])
+def test_experts_that_nobody_is_sent_to_are_not_read(num_tokens: int, device: torch.device) -> None:
+    x, ids, weights, gate_up, down = problem(num_tokens, (5, 2, 16, 16), torch.float32, device)
+    ids = ids % 3
+    wanted = reference.moe_experts(x, ids, weights, gate_up, down)
+    gate_up[3:], down[3:] = torch.nan, torch.nan
+    check(moe.moe_experts(x, ids, weights, gate_up, down), wanted)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 12])
+def test_one_token_changes_no_other(num_tokens: int, device: torch.device) -> None:
+    """Not even one that is no number; and the bits stay the same."""
+    arguments = problem(num_tokens, (4, 2, 16, 16), torch.float32, device)
+    before = moe.moe_experts(*arguments)
+    arguments[0][1] = torch.nan
+    after = moe.moe_experts(*arguments)
+    others = torch.arange(num_tokens, device=device) != 1
+    assert torch.equal(after[others], before[others]) and after[1].isnan().all()
+
+
+def test_tiles_grow_with_the_batch() -> None:
+    """32 tokens of 8 among 128 experts are two each, 2,048 are 128 each."""
+    pairs = [moe.tile_for(n * 8, 128, torch.bfloat16).pairs for n in (5, 32, 256, 512, 2048, 8192)]
+    assert pairs == [16, 16, 32, 64, 128, 128]
+    assert moe.tile_for(8192 * 8, 128, torch.float32).pairs == 16
+    assert moe.tile_for(8192 * 8, 128, torch.bfloat16, takes_largest=False).pairs == 64

@@ -1,0 +1,167 @@
+"""Layers with experts: their two forms, which layers have them, and what is told of bad numbers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.errors import ModelError
+from quire.base.model_spec import ModelSpec, load_spec, parse_spec
+from quire.models import experts
+from quire.models.experts import ExpertList, SparseMLP, StackedExperts
+from quire.models.formats import WeightFormats
+from quire.models.loading import load_model
+from quire.models.options import expert_options
+from quire.models.outline import outline
+from quire.models.packing import model_bytes, planned_bytes
+from quire.models.registry import make_model
+from quire.models.source import resolve_model
+from quire.ops.formats import Quantization
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight
+from quire.runner.budget import linear_parameters
+from quire.tools.limits import step_cost
+from tests.models.checkpoints import EXPERTS, VARIANTS, random_tokens, write_checkpoint
+from tests.models.paged import CPU, run_paged
+
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+META = torch.device("meta")
+TOKENS = random_tokens(31)
+
+
+def spec_with(**changes: Any) -> ModelSpec:
+    return parse_spec({"model_type": "qwen3_moe"} | EXPERTS | changes)
+
+
+def logits(model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype) -> torch.Tensor:
+    return run_paged(model, spec, TOKENS, [[20, 1, 10]], dtype=dtype)[0]
+
+
+# ---- the two forms ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe_some"])
+def test_stacked_as_on_a_gpu(variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Filled from the same tensors, and as large as was planned."""
+    checkpoint = write_checkpoint(tmp_path, variant, max_shard_size="20KB")
+    monkeypatch.setattr(experts, "ExpertList", StackedExperts)
+    model = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
+    stacked = [module for module in model.modules() if isinstance(module, StackedExperts)]
+    assert [tuple(each.gate_up.shape) for each in stacked] == [(6, 48, 32)] * len(stacked) != []
+    got = logits(model, checkpoint.spec, torch.float64).float()
+    torch.testing.assert_close(got, checkpoint.logits(TOKENS[0]), rtol=1e-4, atol=1e-4)
+    sizes = [part.shape for part in outline(checkpoint.spec)]
+    assert model_bytes(model) == 8 * sum(torch.Size(shape).numel() for shape in sizes)
+    empty = make_model(checkpoint.spec, torch.float64, META)
+    assert planned_bytes(empty, torch.float64, CPU) == model_bytes(model)
+
+
+def test_a_gpu_gets_them_stacked() -> None:
+    for device, kind in (("cuda", StackedExperts), ("cpu", ExpertList), ("meta", ExpertList)):
+        assert experts.experts_class(torch.device(device)) is kind
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_an_expert_that_is_missing_is_named(
+    stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    tensors["model.layers.1.mlp.experts.6.up_proj.weight"] = tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    if stacks:
+        monkeypatch.setattr(experts, "ExpertList", StackedExperts)
+    with pytest.raises(ModelError, match=r"lack \S+\.5\.up_proj.* hold unknown .*\.6\.up_proj"):
+        load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+def test_random_weights(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if stacks:
+        monkeypatch.setattr(experts, "ExpertList", StackedExperts)
+    spec = spec_with()
+    first, second, other = (
+        logits(load_model(Path(), spec, torch.float64, CPU, "dummy", seed), spec, torch.float64)
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, second) and not torch.allclose(first, other)
+    assert first.isfinite().all() and first.std() > 0
+
+
+@needs_core
+def test_experts_are_quantised_and_routers_are_not(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
+    formats = WeightFormats(Quantization("int8", 32), None)
+    model = load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU, quantization=formats)
+    for layer in model.layers:
+        assert isinstance(layer.mlp, SparseMLP)
+        weights = [layer.mlp.router.weight, layer.mlp.experts.gate_up[3].weight]
+        assert all(isinstance(weight, PackedWeight) for weight in weights)
+        assert [weight.format for weight in weights] == ["bfloat16", "int8"]
+
+
+# ---- which layers, and how many numbers ------------------------------------------------------
+
+
+def test_layers_with_experts() -> None:
+    for changes, wanted in (
+        ({}, [True] * 6),
+        ({"decoder_sparse_step": 2}, [False, True] * 3),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, [False] * 5 + [True]),
+        ({"mlp_only_layers": [0, 5]}, [False, True, True, True, True, False]),
+        ({"num_experts": 0}, [False] * 6),
+    ):
+        spec = spec_with(num_hidden_layers=6, **changes)
+        layers = make_model(spec, torch.float32, META).layers
+        assert [isinstance(layer.mlp, SparseMLP) for layer in layers] == wanted
+
+
+def test_names_of_the_hub_and_of_transformers() -> None:
+    plain = {name: value for name, value in EXPERTS.items() if name != "num_experts"}
+    spec = parse_spec({"model_type": "qwen3_moe", "num_local_experts": 6} | plain)
+    assert expert_options(spec) == expert_options(spec_with())
+    assert expert_options(parse_spec({"model_type": "qwen3"} | EXPERTS)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_experts_per_tok": 7}, "to 7 of 6 experts"),
+        ({"num_experts_per_tok": 0}, "from 1 to num_experts"),
+        ({"decoder_sparse_step": 0}, "below 1: 0 and 24"),
+        ({"moe_intermediate_size": 0}, "below 1: 1 and 0"),
+    ],
+)
+def test_numbers_that_cannot_be(changes: dict[str, int], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        make_model(spec_with(**changes), torch.float32, META)
+
+
+def test_windows_only_where_they_are_used() -> None:
+    """As transformers has it: all layers, and none unless use_sliding_window says so."""
+    assert spec_with(sliding_window=6).layer_windows == (None,) * 3
+    hub = {"sliding_window": 6, "max_window_layers": 2, "use_sliding_window": True}
+    assert spec_with(**hub).layer_windows == (6,) * 3
+
+
+def test_the_sizes_of_qwen3_30b_a3b() -> None:
+    """30.5 billion parameters, of which each token is multiplied with 3.0."""
+    spec = load_spec(resolve_model("shape:qwen3-30b-a3b").directory)
+    shapes = [shape for part in outline(spec) for shape in part.tensors.values()]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    assert sum(sizes) == 30_532_122_624
+    cost = step_cost(spec, torch.bfloat16)
+    assert cost.layers == linear_parameters(spec)
+    norms = 48 * (2 * 2048 + 2 * 128) + 2048
+    unused = 48 * 120 * 3 * 2048 * 768
+    assert cost.layers + cost.head == sum(sizes) - unused - norms - 151936 * 2048
+    assert cost.weight_bytes == 2 * (cost.layers + cost.head)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe_some", "qwen3_moe_window"])
+def test_parameters_that_multiply_a_token(variant: str) -> None:
+    spec = parse_spec({"model_type": VARIANTS[variant][0]} | VARIANTS[variant][1])
+    assert linear_parameters(spec) == step_cost(spec, torch.float32).layers

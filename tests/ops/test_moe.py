@@ -1,0 +1,99 @@
+"""Mixtures of experts against sums written out token by token."""
+
+import pytest
+import torch
+
+from quire.ops.linear import pack_weight
+from quire.ops.moe import moe_experts, moe_route
+from quire.ops.native import core
+from quire.ops.registry import record_ops
+
+E, C, D, F = 6, 3, 20, 12
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def experts(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up side by side, and down."""
+    gate_up = numbers(E, 2 * F, D, seed=3) * D**-0.5
+    return gate_up.to(dtype), (numbers(E, D, F, seed=4) * F**-0.5).to(dtype)
+
+
+def by_hand(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    gate_up, down = experts()
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            gate, up = gate_up[expert, :F] @ x[token], gate_up[expert, F:] @ x[token]
+            out[token] += weight * (down[expert] @ (gate * gate.sigmoid() * up))
+    return out
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+def test_route(normalises: bool) -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [5.0, -1.0, 5.0, 5.0]])
+    ids, weights = moe_route(logits, 2, normalises)
+    assert ids.tolist() == [[1, 3], [0, 2]], "of equal ones the first"
+    assert (ids.dtype, weights.dtype) == (torch.int32, torch.float32)
+    wanted = logits.softmax(-1).gather(1, ids.long())
+    if normalises:
+        wanted = torch.full_like(wanted, 0.5)
+    torch.testing.assert_close(weights, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+def test_weights_are_no_coarser_than_float32(dtype: torch.dtype, precision: torch.dtype) -> None:
+    logits = numbers(5, E, seed=1, dtype=dtype)
+    _, weights = moe_route(logits, C, True)
+    assert weights.dtype == precision
+    torch.testing.assert_close(weights.sum(-1), torch.ones(5, dtype=precision))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 17])
+def test_experts(num_tokens: int) -> None:
+    x = numbers(num_tokens, D, seed=1)
+    ids, weights = moe_route(numbers(num_tokens, E, seed=2), C, True)
+    wanted = by_hand(x, ids, weights)
+    gate_up, down = experts()
+    with record_ops() as record:
+        got = moe_experts(x, ids, weights, gate_up, down)
+    assert record.names == ["moe_experts"]
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(moe_experts(x, ids, weights, [*gate_up], [*down]), got)
+
+
+def test_experts_without_tokens_are_not_looked_at() -> None:
+    x = numbers(4, D, seed=1)
+    ids, weights = torch.tensor([[4, 1, 2]] * 4, dtype=torch.int32), torch.ones(4, C).double() / C
+    gate_up, down = experts()
+    wanted = moe_experts(x, ids, weights, gate_up, down)
+    for unused in (0, 3, 5):
+        gate_up[unused], down[unused] = torch.nan, torch.nan
+    assert torch.equal(moe_experts(x, ids, weights, gate_up, down), wanted)
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
+    x = numbers(19, D, seed=1, dtype=dtype)
+    logits = numbers(19, E, seed=2, dtype=dtype)
+    gate_up, down = ([pack_weight(each) for each in weights] for weights in experts(dtype))
+
+    def run(rows: slice) -> torch.Tensor:
+        return moe_experts(x[rows], *moe_route(logits[rows], C, True), gate_up, down)
+
+    whole = run(slice(None))
+    assert whole.dtype == dtype
+    assert torch.equal(torch.cat([run(slice(i, i + 1)) for i in range(19)]), whole)
+    assert torch.equal(torch.cat([run(slice(0, 5)), run(slice(5, None))]), whole)
