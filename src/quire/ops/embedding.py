@@ -2,6 +2,7 @@
 
 import torch
 
+from quire.ops.gpu import kernels_for
 from quire.ops.packed import PackedWeight
 from quire.ops.registry import op
 
@@ -17,4 +18,7 @@ def embedding(
     if isinstance(weight_VD, PackedWeight):
         assert dtype is not None
         return weight_VD.rows(ids_T.long().contiguous(), dtype)
+    if kernels := kernels_for(weight_VD, "embedding"):
+        found: torch.Tensor = kernels.embedding(ids_T, weight_VD)
+        return found
     return torch.nn.functional.embedding(ids_T, weight_VD)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.ops.gpu import kernels_for
 from quire.ops.linear import Weight, linear
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
@@ -27,6 +28,10 @@ def moe_route(
     Of equal logits those of the lower experts are taken. A weight is the expert's probability
     among all experts, or where it normalises among the chosen.
     """
+    if kernels := kernels_for(logits_TE, "moe"):
+        routed: tuple[torch.Tensor, torch.Tensor]
+        routed = kernels.moe_route(logits_TE, num_chosen, normalises)
+        return routed
     scores_TE = logits_TE.to(accumulation_dtype(logits_TE.dtype))
     order_TE = scores_TE.sort(dim=-1, descending=True, stable=True).indices
     ids_TC = order_TE[:, :num_chosen]
@@ -47,8 +52,13 @@ def moe_experts(
     """The weighted sum [T, D] of what each token's experts make of it, in x's dtype.
 
     An expert is down(silu(gate(x)) * up(x)). Only experts with tokens are looked at; a token's
-    sum is made in the order of its ids, so that no other token changes it. Waits for the device.
+    sum is made in the order of its ids, so that no other token changes it. The torch path waits for
+    the device.
     """
+    if isinstance(gate_up_EGD, torch.Tensor) and (kernels := kernels_for(x_TD, "moe")):
+        found: torch.Tensor
+        found = kernels.moe_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF)
+        return found
     num_chosen, flat_P = ids_TC.shape[1], ids_TC.flatten()
     counts_E = torch.bincount(flat_P, minlength=len(gate_up_EGD)).tolist()
     order_P = flat_P.argsort(stable=True)

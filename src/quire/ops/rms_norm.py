@@ -5,6 +5,7 @@ Shape legend: T tokens, D the normalised (last) dimension; between them may stan
 
 import torch
 
+from quire.ops.gpu import kernels_for
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
@@ -16,6 +17,9 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     The weight's shape must broadcast with x: heads with weights of their own share one call.
     Sums are made in float32 (float64 for float64).
     """
+    if kernels := kernels_for(x_TD, "norm"):
+        found: torch.Tensor = kernels.rms_norm(x_TD, weight_D, eps)
+        return found
     return _normalise(x_TD, weight_D, eps)
 
 
@@ -24,6 +28,10 @@ def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (rms_norm(x + residual), x + residual)."""
+    if kernels := kernels_for(x_TD, "norm"):
+        pair: tuple[torch.Tensor, torch.Tensor]
+        pair = kernels.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return pair
     total_TD = x_TD + residual_TD
     return _normalise(total_TD, weight_D, eps), total_TD
 

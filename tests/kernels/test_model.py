@@ -1,0 +1,73 @@
+"""Whole models through the kernels, as a GPU runs them: the same tokens as through torch.
+
+Without a GPU the tensors stay on the CPU, where Triton's interpreter runs the kernels; operations
+are told that they are on a GPU, and the C++ core is left out.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.ops import gpu, native
+from quire.ops.kernels.launch import INTERPRETED
+from tests.serve.checkpoints import checkpoint
+
+PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 9 * i)]} for i in range(3)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Names of the kernel modules that were asked for and given."""
+    found: set[str] = set()
+    load = gpu._load
+    monkeypatch.setattr(gpu, "_load", lambda name: found.add(name) or load(name))
+    if INTERPRETED:
+        native.core.cache_clear()
+        monkeypatch.setattr(native, "INTERFACE_VERSION", -1)
+        monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+        with pytest.warns(UserWarning, match="it was built from other sources"):
+            assert native.core() is None
+    yield found
+    native.core.cache_clear()
+
+
+def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], torch.Tensor]:
+    with LLM(
+        str(checkpoint(architecture)),
+        dtype=dtype,
+        device=device,
+        attention_backend="torch",
+        max_num_batched_tokens=16,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 22,
+        disable_log_stats=True,
+    ) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    logprobs = [
+        [position[token].logprob for position, token in zip(o.outputs[0].logprobs, t, strict=True)]
+        for o, t in zip(outputs, tokens, strict=True)
+    ]
+    return tokens, torch.tensor(logprobs)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe", "mistral"])
+def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None:
+    device = "cpu" if INTERPRETED else "cuda"
+    tokens, logprobs = run(architecture, "float32", device)
+    assert used >= {"norm", "silu_mul", "embedding"}
+    assert ("moe" in used) == (architecture == "qwen3_moe")
+    used.clear()
+    monkeypatch.setattr(gpu, "has_triton", lambda: False)
+    wanted, wanted_logprobs = run(architecture, "float32", device)
+    assert not used
+    assert tokens == wanted
+    torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-4, rtol=0)
+
+
+def test_float64_takes_torchs_operations(used: set[str]) -> None:
+    run("llama", "float64", "cpu" if INTERPRETED else "cuda")
+    assert not used
