@@ -174,7 +174,7 @@ def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(site:
     assert done.returncode == 0, done.stderr
     assert "attention: counting" in done.stderr
     shown = run("generate", "--help").stdout
-    assert "--attention-backend {auto,cpu,torch,reference,...}" in shown
+    assert "--attention-backend {auto,cpu,torch,reference,triton,...}" in shown
     assert "--scheduling-policy {fifo,fcfs," in shown
     done = run("generate", "Hi", "--scheduling-policy", "lottery")
     assert done.returncode != 0

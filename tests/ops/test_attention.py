@@ -48,7 +48,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, to
 EXACT = {"reference": torch.float64, "torch": torch.float64, "cpu": torch.float32}
 
 
-@pytest.fixture(params=BACKENDS)
+# The kernels of `triton` have tests of their own, in tests/kernels.
+@pytest.fixture(params=[name for name in BACKENDS if name != "triton"])
 def name(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu" and core() is None:
         pytest.skip("the C++ core was not built")

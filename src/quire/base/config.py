@@ -105,7 +105,7 @@ class CacheConfig:
     kv_cache_dtype: str = setting(
         "auto",
         "how keys and values are stored: in the model's dtype, or in 8 bits with a scale for each"
-        " token and head (CPUs only)",
+        " token and head (on a CPU, or on a GPU by triton)",
         choices=("auto", "int8"),
     )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
@@ -189,8 +189,9 @@ class EngineConfig:
     device: str = setting("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     attention_backend: str = setting(
         "auto",
-        "cpu (C++ core), torch or reference; auto picks the fastest that can serve the model",
-        choices=("auto", "cpu", "torch", "reference"),
+        "cpu (C++ core), torch, reference or triton (GPUs); auto picks the fastest that can serve"
+        " the model",
+        choices=("auto", "cpu", "torch", "reference", "triton"),
         plugins=ATTENTION_BACKENDS,
     )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")

@@ -36,10 +36,12 @@ class CacheGroup:
 
     def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
         """The same of keys and values that are stored in a format: `auto` is the model's dtype, of
-        so many bytes, `int8` has a float32 scale with each token's vector."""
+        so many bytes, `int8` has a float32 scale with each token's vector, `fp8` has none."""
         if kv_format == "int8":
             scales = self.block_bytes(block_size, 4) // self.head_dim
             return self.block_bytes(block_size, 1) + scales
+        if kv_format == "fp8":
+            return self.block_bytes(block_size, 1)
         return self.block_bytes(block_size, dtype_bytes)
 
 

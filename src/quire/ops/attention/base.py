@@ -80,8 +80,9 @@ class AttentionBackend(Protocol):
 class KVLayout:
     """What a backend needs to make its KV tensors: the groups and how many blocks each has.
 
-    dtype: of queries and results. kv_format: how keys and values are stored, `auto` (in that dtype)
-    or `int8` (with a float32 scale per token and head). num_host_blocks: of host memory, by group;
+    dtype: of queries and results. kv_format: how keys and values are stored, `auto` (in that
+    dtype), `int8` (with a float32 scale per token and head) or `fp8` (e4m3, with two scales per
+    layer that the backend is told). num_host_blocks: of host memory, by group;
     as many as the device has if absent.
     """
 
@@ -102,5 +103,5 @@ def refuse_kv_format(backend: str, layout: KVLayout) -> None:
     if layout.kv_format != "auto":
         raise ConfigError(
             f"attention_backend {backend} stores keys and values in the model's dtype, not as"
-            f" {layout.kv_format}; take cpu, on a CPU and with the C++ core."
+            f" {layout.kv_format}; take cpu (on a CPU, with the C++ core) or triton (on a GPU)."
         )

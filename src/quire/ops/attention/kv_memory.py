@@ -15,13 +15,13 @@ SCALE_BYTES = 4  # behind the H values of an int8 row
 
 
 class KVMemory:
-    """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8 it
-    holds bytes, and a row is H values and their scale. place[layer]: (group, index in the group).
-    host: blocks of host memory, by group.
+    """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8
+    and fp8 it holds bytes, and a row of int8 is H values and their scale. place[layer]: (group,
+    index in the group). host: blocks of host memory, by group.
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        dtype = torch.uint8 if layout.kv_format == "int8" else layout.dtype
+        dtype = layout.dtype if layout.kv_format == "auto" else torch.uint8
         self.kv = [
             lazy_zeros(_kv_shape(group, num_blocks, layout), dtype, layout.device)
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)

@@ -1,20 +1,26 @@
 """Which attention backend serves a model: one of ours, or of another package."""
 
+import logging
 from collections.abc import Callable
 
 import torch
 
 from quire.base import plugins
 from quire.base.errors import ConfigError
+from quire.ops.attention import cpu, triton_gpu
 from quire.ops.attention.base import AttentionBackend, KVLayout
-from quire.ops.attention.cpu import CpuBackend, why_not
+from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
+from quire.ops.attention.triton_gpu import TritonBackend
+
+logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
     "cpu": CpuBackend,
     "torch": TorchBackend,
     "reference": ReferenceBackend,
+    "triton": TritonBackend,
 }
 
 
@@ -25,7 +31,7 @@ def make_backend(name: str, layout: KVLayout) -> AttentionBackend:
     Raises ConfigError for a name that does not exist, or that cannot serve this layout.
     """
     if name == "auto":
-        name = _fastest(layout)
+        name = fastest(layout)
     if name in BACKENDS:
         return BACKENDS[name](layout)
     kind, names = plugins.ATTENTION_BACKENDS, ("auto", *BACKENDS)
@@ -36,7 +42,15 @@ def make_backend(name: str, layout: KVLayout) -> AttentionBackend:
     return backend
 
 
-def _fastest(layout: KVLayout) -> str:
+def fastest(layout: KVLayout) -> str:
+    """Name of the fastest of our backends that can serve the layout. Says why, where a GPU does not
+    get the one that is made for it."""
     if layout.dtype == torch.float64:
         return "reference"
-    return "cpu" if why_not(layout) is None else "torch"
+    if layout.device.type == "cpu":
+        return "cpu" if cpu.why_not(layout) is None else "torch"
+    reason = triton_gpu.why_not(layout)
+    if reason is None:
+        return "triton"
+    logger.info("attention by torch, not triton: %s", reason)
+    return "torch"

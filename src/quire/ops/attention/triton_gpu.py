@@ -1,0 +1,162 @@
+"""Attention on a GPU by Triton kernels: all rows of a step in one launch, where their blocks stand.
+
+Shape legend as in `base.py`, and: G = N / K query heads of one KV head. A step's work is cut on the
+device, once per cache group, when the group's first layer runs and says how many heads it has. A
+query's result has the same bits in any batch, unless what the rows of a step leave to be merged
+would take more than PARTS_BYTES: then all of its rows are cut into fewer parts.
+
+Triton is imported when a backend is made, so that nobody else waits for it. Under Triton's
+interpreter the backend serves CPUs too, slowly and for tests.
+"""
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from quire.base.errors import ConfigError
+from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.registry import op
+
+if TYPE_CHECKING:
+    from quire.ops.kernels.attention_plan import Cut, Work
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KV_FORMATS = ("auto", "int8", "fp8")
+MOST_HEAD_DIM = 256
+PARTS_BYTES = 256 << 20  # of a layer's unmerged results; beyond it chunks become longer
+
+
+def why_not(layout: KVLayout) -> str | None:
+    """Why this backend cannot serve the layout; None if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if layout.device.type != "cuda" and not interpreted:
+        return f"it is for GPUs, not {layout.device.type}"
+    if layout.dtype not in DTYPES:
+        return f"it has float32, bfloat16 and float16, not {layout.dtype}"
+    if interpreted and layout.dtype == torch.bfloat16:
+        return "Triton's interpreter computes bfloat16 wrongly"
+    if layout.kv_format not in KV_FORMATS:
+        return f"it stores keys and values as {', '.join(KV_FORMATS)}, not {layout.kv_format!r}"
+    if layout.kv_format == "fp8" and not interpreted:
+        major, minor = torch.cuda.get_device_capability(layout.device)
+        if (major, minor) < (8, 9):
+            return f"fp8 needs a GPU of compute capability 8.9, this one has {major}.{minor}"
+    sizes = [group.head_dim for group in layout.groups]
+    if max(sizes, default=0) > MOST_HEAD_DIM:
+        return f"it has heads of up to {MOST_HEAD_DIM} numbers, not {max(sizes)}"
+    if layout.kv_format == "int8" and any(size % 4 for size in sizes):
+        return f"int8 needs heads of a multiple of 4 numbers, got {sizes}"
+    return None
+
+
+class TritonBackend:
+    """Raises ConfigError for a layout that it cannot serve.
+
+    cut: how work is cut, if not as usual; the group's own heads and window are put into it.
+    scales: of a layer whose keys and values are fp8, what stored keys and values are multiplied by.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        cut: "Cut | None" = None,
+        scales: dict[int, tuple[float, float]] | None = None,
+    ) -> None:
+        reason = why_not(layout)
+        if reason is not None:
+            raise ConfigError(f"attention_backend triton cannot be used here: {reason}; take auto.")
+        from quire.ops.kernels import attention, attention_plan, attention_write
+
+        self._attention, self._plan, self._write = attention, attention_plan, attention_write
+        self._cut = cut or attention_plan.Cut()
+        self._layout = layout
+        self._memory = KVMemory(layout)
+        self._place = self._memory.place
+        self._layers = {
+            layer: attention_write.layer_kv(
+                self._memory.kv[g][:, index],
+                layout.kv_format,
+                *(scales or {}).get(layer, (1.0, 1.0)),
+            )
+            for layer, (g, index) in self._place.items()
+        }
+        self._machine = attention.machine_of(layout.device)
+        self._step: AttentionStep | None = None
+        self._work: list[Work | None] = [None] * len(layout.groups)
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Take the step. Its work is cut when a group's first layer runs."""
+        self._step = step
+        self._work = [None] * len(self._work)
+
+    @op("kv_write")
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Store this step's keys and values in their slots; slot -1 is nowhere."""
+        assert self._step is not None, "prepare comes first"
+        slots_T = self._step.slots_T[self._place[layer][0]]
+        self._write.write_kv(self._layers[layer], k_TKH, v_TKH, slots_T)
+
+    @op("attention")
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of all rows, [T, N, H]. soft_cap, sinks: as in `kernels.attention`."""
+        if len(q_TNH) == 0:
+            return torch.empty_like(q_TNH)
+        kv = self._layers[layer]
+        num_heads, size = q_TNH.shape[1:]
+        work = self._work_of(self._place[layer][0], num_heads, num_heads // kv.num_heads, size)
+        return self._attention.attention(
+            q_TNH, kv, work, scale, self._machine, soft_cap=soft_cap, sinks_N=sinks_N
+        )
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """Blocks of host memory, for those who move them elsewhere."""
+        return self._memory.host
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of the group."""
+        self._memory.copy_blocks(group, source, destination)
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of a group to blocks of host memory."""
+        self._memory.swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy blocks of host memory to blocks of a group."""
+        self._memory.load(group, source, destination)
+
+    def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
+        """The prepared step's work for the layers of a group; cut once."""
+        work = self._work[group]
+        if work is None or work.cut.group_size != group_size:
+            step = self._step
+            assert step is not None, "prepare comes first"
+            cut = self._cut.of_group(group_size, self._layout.groups[group].window, size)
+            slot_bytes = 4 * num_heads * (size + 2)
+            while cut.max_splits > 1 and slot_bytes * _slots(cut, step) > PARTS_BYTES:
+                cut = replace(cut, max_splits=cut.max_splits // 2)
+            work = self._plan.plan_work(cut, step, step.block_tables_SL[group])
+            self._work[group] = work
+        return work
+
+
+def _slots(cut: "Cut", step: AttentionStep) -> int:
+    return cut.most(step.query_lens_host, step.context_lens_host).slots

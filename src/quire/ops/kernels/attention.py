@@ -1,0 +1,561 @@
+"""Paged attention: one launch for all rows of a step, chunks of prompts and decoding rows mixed.
+
+Shape legend: T tokens, N query heads, K KV heads, G = N / K, H head dim, L longest block table,
+P tokens per block, D slots.
+
+The G query heads of a KV head are rows of one matrix product, so each key and value is loaded once
+for all of them. A fixed number of programs deals out the items of `attention_plan.Work` times the
+KV heads; each runs over its keys with a running maximum and sum (equation 4 of P 4.1), in float32.
+Short tiles (16 rows) are compiled from the same code with the same numbers whether long ones (128
+rows, of Hopper's wgmma) are in the launch or not, so that a row's bits should not depend on it. A
+second, small launch merges the parts of rows whose keys were cut; it is left out where none can be.
+Only the keys at a tile's edges are masked one by one, and nothing that a tile does not see is
+loaded: what stands in unused slots never counts.
+
+Expected on an H200 (nothing is measured yet): decoding is bound by the bytes of keys and values
+(4.3 TB/s; two programs of a multiprocessor have 64 to 128 KB on their way), chunks by the matrix
+products at 55 to 60 % of what a hand-written kernel reaches, since products and exponentials of a
+program take turns.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.attention_plan import Cut, Work
+from quire.ops.kernels.attention_write import FORMATS, LayerKV
+from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
+
+LOG2_E = math.log2(math.e)
+TILE_BYTES = 16 << 10  # of the keys of a step of the loop, and of its values
+NUM_WARPS = 8  # of all tiles, so that a row's sums are made in the same order in any launch
+NUM_STAGES = 3
+MERGE_WARPS = 4
+STAGES_BYTES = 160 << 10  # of shared memory, that NUM_STAGES need; with less there is one fewer
+
+
+@dataclass(frozen=True)
+class Machine:
+    """num_programs: as many as it runs at once. num_stages: tiles of keys on their way, and one."""
+
+    num_programs: int
+    num_stages: int = NUM_STAGES
+
+
+def machine_of(device: torch.device) -> Machine:
+    """For an interpreter few programs, so that each has several items to do."""
+    if device.type != "cuda":
+        return Machine(3)
+    found = torch.cuda.get_device_properties(device)
+    has_space = found.shared_memory_per_block_optin >= STAGES_BYTES
+    return Machine(2 * found.multi_processor_count, NUM_STAGES if has_space else NUM_STAGES - 1)
+
+
+def attention(
+    q_TNH: torch.Tensor,
+    kv: LayerKV,
+    work: Work,
+    scale: float,
+    machine: Machine,
+    soft_cap: float | None = None,
+    sinks_N: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
+    no defined result.
+
+    soft_cap: scores become cap * tanh(score / cap). sinks: float32 logits, one more key of each
+    head, without a value.
+    """
+    num_tokens, num_heads, size = q_TNH.shape
+    assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
+    assert num_heads == kv.num_heads * work.cut.group_size, "the work was cut for other heads"
+    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    if num_tokens == 0 or work.most.items == 0:
+        return out_TNH
+    shape_DN = (work.most.slots, num_heads)
+    parts_DNH = torch.empty((*shape_DN, size), dtype=torch.float32, device=q_TNH.device)
+    sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
+    capped = soft_cap is not None
+    factor = scale * kv.k_scale
+    _attention_kernel[(min(work.most.items * kv.num_heads, machine.num_programs),)](
+        q_TNH,
+        kv.k,
+        kv.v,
+        kv.k_scales,
+        kv.v_scales,
+        out_TNH,
+        parts_DNH,
+        sums_DN2,
+        work.counts,
+        work.items,
+        work.table_SL,
+        out_TNH if sinks_N is None else sinks_N,
+        q_TNH.stride(0),
+        work.table_SL.stride(0),
+        kv.head_stride,
+        factor / soft_cap if soft_cap is not None else factor * LOG2_E,
+        (soft_cap or 0.0) * LOG2_E,
+        kv.v_scale,
+        **_constants(work.cut, q_TNH.dtype, kv.num_heads, size, kv.block_size, kv.kv_format),
+        HAS_CAP=capped,
+        HAS_SINKS=sinks_N is not None,
+        HAS_LONG=work.has_long,
+        num_warps=NUM_WARPS,
+        num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
+    )
+    if work.most.merges:
+        _merge(out_TNH, parts_DNH, sums_DN2, work, kv.v_scale, machine)
+    return out_TNH
+
+
+def _constants(
+    cut: Cut, dtype: torch.dtype, num_kv_heads: int, size: int, block_size: int, kv_format: str
+) -> dict[str, object]:
+    width = max(16, next_power_of_2(size))
+    tile = max(16, min(128, TILE_BYTES // (width * dtype.itemsize)))
+    long_tile = tile // 2 if kv_format == "int8" else tile
+    return {
+        "NUM_KV_HEADS": num_kv_heads,
+        "GROUP": cut.group_size,
+        "HEAD_DIM": size,
+        "WIDTH": width,
+        "ROW": size + (4 if kv_format == "int8" else 0),
+        "BLOCK_SIZE": block_size,
+        "WINDOW": cut.window,
+        "FORMAT": FORMATS[kv_format],
+        "SHORT_ROWS": cut.short_rows,
+        "LONG_ROWS": cut.long_rows,
+        "SHORT_TILE": tile,
+        "LONG_TILE": long_tile,
+        "DOT": dot_dtype(dtype),
+    }
+
+
+def _merge(
+    out_TNH: torch.Tensor,
+    parts_DNH: torch.Tensor,
+    sums_DN2: torch.Tensor,
+    work: Work,
+    v_scale: float,
+    machine: Machine,
+) -> None:
+    _, num_heads, size = out_TNH.shape
+    _merge_kernel[(min(work.most.merges * num_heads, 8 * machine.num_programs),)](
+        out_TNH,
+        parts_DNH,
+        sums_DN2,
+        work.counts,
+        work.merges,
+        v_scale,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=size,
+        WIDTH=next_power_of_2(size),
+        SPLITS=next_power_of_2(work.cut.max_splits),
+        num_warps=MERGE_WARPS,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attention_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    counts_ptr,
+    items_ptr,
+    tables_ptr,
+    sinks_ptr,
+    q_stride,
+    table_stride,
+    head_stride,
+    factor,  # of products; with a cap what comes before it
+    cap,  # what the hyperbolic tangent is multiplied by
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LONG: tl.constexpr,
+    SHORT_ROWS: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
+    SHORT_TILE: tl.constexpr,
+    LONG_TILE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    num_units = tl.load(counts_ptr) * NUM_KV_HEADS
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        item_ptr = items_ptr + unit // NUM_KV_HEADS * 8
+        head = unit % NUM_KV_HEADS
+        table_ptr = tables_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
+        kv_at = head.to(tl.int64) * head_stride
+        if HAS_LONG:
+            if tl.load(item_ptr + 2) * GROUP > SHORT_ROWS:
+                _attend(
+                    q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
+                    sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
+                    WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, LONG_ROWS,
+                    LONG_TILE, DOT,
+                )  # fmt: skip
+            else:
+                _attend(
+                    q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                    v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
+                    sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
+                    WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, SHORT_ROWS,
+                    SHORT_TILE, DOT,
+                )  # fmt: skip
+        else:
+            _attend(
+                q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
+                sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
+                WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, SHORT_ROWS,
+                SHORT_TILE, DOT,
+            )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    item_ptr,
+    table_ptr,
+    sinks_ptr,
+    head,
+    q_stride,
+    factor,
+    cap,
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One item of one KV head, by ROWS rows at once: row m is token m // G, query head m % G."""
+    count = tl.load(item_ptr + 2)
+    position = tl.load(item_ptr + 3)
+    first = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    m = tl.arange(0, ROWS)
+    offset = m // GROUP
+    query_head = head * GROUP + m % GROUP
+    used = offset < count
+    token = tl.load(item_ptr + 1).to(tl.int64) + offset
+    h = tl.arange(0, WIDTH)
+    q_at = (token * q_stride + query_head * HEAD_DIM)[:, None] + h[None, :]
+    columns = used[:, None] & (h < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_at, mask=columns, other=0.0).to(DOT)
+    query = position + offset
+    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        # In the first chunk alone: the one that begins where the tile's keys do.
+        has_sink = first <= lowest
+        sink = tl.load(sinks_ptr + query_head, mask=used & has_sink, other=float("-inf"))
+        maximum = sink.to(tl.float32) * 1.4426950408889634  # log2(e)
+        total = tl.zeros([ROWS], tl.float32) + tl.where(has_sink, 1.0, 0.0)
+    values = tl.zeros([ROWS, WIDTH], tl.float32)
+    # [first, whole) is masked by the window, [whole, edge) not at all, [edge, end) by causality.
+    edge = first
+    if ROWS > 16:
+        whole, edge = _unmasked(first, end, position, count, WINDOW, TILE)
+        if WINDOW > 0:
+            maximum, total, values = _scan(
+                q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                first, whole, lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE,
+                WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
+            )  # fmt: skip
+        maximum, total, values = _scan(
+            q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, whole,
+            edge, lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW,
+            FORMAT, HAS_CAP, TILE, DOT, False,
+        )  # fmt: skip
+    maximum, total, values = _scan(
+        q, maximum, total, values, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, edge, end,
+        lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
+        TILE, DOT, True,
+    )  # fmt: skip
+    _store(
+        values, maximum, total, out_ptr, parts_ptr, sums_ptr, item_ptr, token, offset, query_head,
+        used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _unmasked(first, end, position, count, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Where tiles of keys begin and end that every query of the item sees."""
+    whole = first
+    if WINDOW > 0:
+        hidden = tl.maximum(position + count - WINDOW - first, 0)
+        whole = tl.minimum(first + tl.cdiv(hidden, TILE) * TILE, tl.maximum(end, first))
+    edge = whole + tl.maximum(tl.minimum(end, position + 1) - whole, 0) // TILE * TILE
+    return whole, edge
+
+
+@triton.jit
+def _store(
+    values,
+    maximum,
+    total,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    item_ptr,
+    token,
+    offset,
+    query_head,
+    used,
+    v_scale,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """The result of a tile whose keys are all in one item; else its part, to be merged."""
+    h = tl.arange(0, WIDTH)
+    columns = used[:, None] & (h < HEAD_DIM)[None, :]
+    first_slot = tl.load(item_ptr + 6)
+    if first_slot < 0:
+        to = out_ptr + ((token * NUM_HEADS + query_head) * HEAD_DIM)[:, None] + h[None, :]
+        out = values * (v_scale / tl.where(used, total, 1.0))[:, None]
+        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=columns)
+    elif tl.load(item_ptr + 4) < tl.load(item_ptr + 5):
+        slot = first_slot.to(tl.int64) + offset * tl.load(item_ptr + 7)
+        part = slot * NUM_HEADS + query_head
+        tl.store(parts_ptr + (part * HEAD_DIM)[:, None] + h[None, :], values, mask=columns)
+        tl.store(sums_ptr + part * 2, maximum, mask=used)
+        tl.store(sums_ptr + part * 2 + 1, total, mask=used)
+
+
+@triton.jit
+def _scan(
+    q,
+    maximum,
+    total,
+    values,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    table_ptr,
+    first,
+    last,
+    lowest,
+    end,
+    query,
+    factor,
+    cap,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    TILE: tl.constexpr,
+    DOT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Take the keys from `first` to before `last`, TILE at once; they exist from `lowest` to before
+    `end`. Without MASKED every query sees all of them."""
+    n = tl.arange(0, TILE)
+    key = first + n
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
+    for start in range(first, last, TILE):
+        key = start + n
+        inside = (key >= lowest) & (key < end)
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        # Of the next keys: were it loaded with them, they could not be on their way long before.
+        key += TILE
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=(key >= lowest) & (key < end), other=0)
+        key -= TILE
+        k = _load_rows(k_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+        scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * factor
+        if FORMAT == 1:
+            scores *= _load_scales(k_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+        if HAS_CAP:
+            # tanh(x) = 1 - 2 / (1 + e^(2x))
+            scores = cap - 2.0 * cap / (1.0 + tl.exp2(scores * 2.8853900817779268))
+        if MASKED:
+            seen = inside[None, :] & (key[None, :] <= query[:, None])
+            if WINDOW > 0:
+                seen &= key[None, :] > query[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        larger = tl.maximum(maximum, tl.max(scores, 1))
+        base = larger
+        if MASKED:
+            # A query that has seen no key yet has the maximum -inf; 0 keeps its weights at 0.
+            base = tl.where(larger == float("-inf"), 0.0, larger)
+        weights = tl.exp2(scores - base[:, None])
+        correction = tl.exp2(maximum - base)
+        total = total * correction + tl.sum(weights, 1)
+        if FORMAT == 1:
+            weights *= _load_scales(v_scales_ptr, slot, inside, HEAD_DIM, ROW, MASKED)[None, :]
+        v = _load_rows(v_ptr, slot, inside, HEAD_DIM, WIDTH, ROW, FORMAT, DOT, MASKED)
+        values = values * correction[:, None]
+        values = tl.dot(weights.to(DOT), v, values, input_precision="tf32x3")
+        maximum = larger
+    return maximum, total, values
+
+
+@triton.jit
+def _load_rows(
+    rows_ptr,
+    slot,
+    inside,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DOT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The rows in the slots, [slots, WIDTH]; 0 for those that are not inside, if MASKED."""
+    h = tl.arange(0, WIDTH)
+    at = rows_ptr + (slot * ROW)[:, None] + h[None, :]
+    if MASKED:
+        x = tl.load(at, mask=inside[:, None] & (h < HEAD_DIM)[None, :], other=0)
+    elif WIDTH > HEAD_DIM:
+        x = tl.load(at, mask=(h < HEAD_DIM)[None, :], other=0)
+    else:
+        x = tl.load(at)
+    if FORMAT == 1:
+        x = x.to(tl.int8, bitcast=True).to(tl.float32)
+    elif FORMAT == 2:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    return x.to(DOT)
+
+
+@triton.jit
+def _load_scales(
+    scales_ptr, slot, inside, HEAD_DIM: tl.constexpr, ROW: tl.constexpr, MASKED: tl.constexpr
+):
+    at = scales_ptr + slot * (ROW // 4) + HEAD_DIM // 4
+    if MASKED:
+        return tl.load(at, mask=inside, other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    counts_ptr,
+    merges_ptr,
+    v_scale,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The parts of a token and a head become its result."""
+    num_units = tl.load(counts_ptr + 1) * NUM_HEADS
+    h = tl.arange(0, WIDTH)
+    split = tl.arange(0, SPLITS)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        merge_ptr = merges_ptr + unit // NUM_HEADS * 4
+        head = unit % NUM_HEADS
+        token = tl.load(merge_ptr).to(tl.int64)
+        slot = tl.load(merge_ptr + 1).to(tl.int64)
+        inside = split < tl.load(merge_ptr + 2)
+        part = (slot + split) * NUM_HEADS + head
+        maximum = tl.load(sums_ptr + part * 2, mask=inside, other=float("-inf"))
+        total = tl.load(sums_ptr + part * 2 + 1, mask=inside, other=0.0)
+        weights = tl.exp2(maximum - tl.max(maximum, 0))
+        at = (part * HEAD_DIM)[:, None] + h[None, :]
+        mask = inside[:, None] & (h < HEAD_DIM)[None, :]
+        values = tl.load(parts_ptr + at, mask=mask, other=0.0)
+        value = tl.sum(values * weights[:, None], 0) / tl.sum(total * weights, 0) * v_scale
+        out_at = (token * NUM_HEADS + head) * HEAD_DIM + h
+        tl.store(out_ptr + out_at, value.to(out_ptr.dtype.element_ty), mask=h < HEAD_DIM)
+
+
+def _config(
+    size: int,
+    group_size: int = 4,
+    *,
+    has_long: bool = True,
+    kv_format: str = "auto",
+    window: int = 0,
+    extras: bool = False,
+) -> Config:
+    """extras: with soft-cap and sinks."""
+    stored = "*bf16" if kv_format == "auto" else "*u8"
+    scales = "*fp32" if kv_format == "int8" else stored
+    signature = {
+        "q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, "k_scales_ptr": scales,
+        "v_scales_ptr": scales, "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32",
+        "counts_ptr": "*i32", "items_ptr": "*i32", "tables_ptr": "*i32", "sinks_ptr": "*fp32",
+        "q_stride": "i32", "table_stride": "i32", "head_stride": "i64", "factor": "fp32",
+        "cap": "fp32", "v_scale": "fp32",
+    }  # fmt: skip
+    cut = Cut().of_group(group_size, window, size)
+    constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
+    # Compiled ahead, whether this process interprets or not.
+    constants |= {"DOT": DTYPES[torch.bfloat16]}
+    constants |= {"HAS_CAP": extras, "HAS_SINKS": extras, "HAS_LONG": has_long}
+    return Config(
+        _attention_kernel,
+        signature,
+        constants,
+        num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES,
+        divisible=("q_stride", "head_stride"),
+        needs_wgmma=has_long,
+    )
+
+
+_MERGE_SIGNATURE = {
+    "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32", "counts_ptr": "*i32",
+    "merges_ptr": "*i32", "v_scale": "fp32",
+}  # fmt: skip
+
+CONFIGS = [
+    _config(128),
+    _config(128, has_long=False),
+    _config(64, window=128, extras=True),
+    _config(80, 1),
+    _config(256, 2),
+    _config(128, kv_format="int8"),
+    _config(128, has_long=False, kv_format="int8"),
+    _config(128, kv_format="fp8"),
+    *(
+        Config(
+            _merge_kernel,
+            _MERGE_SIGNATURE,
+            {"NUM_HEADS": 32, "HEAD_DIM": size, "WIDTH": size, "SPLITS": 32},
+            num_warps=MERGE_WARPS,
+        )
+        for size in (128, 256)
+    ),
+]

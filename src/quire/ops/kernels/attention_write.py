@@ -1,0 +1,210 @@
+"""Keys and values of a step on their way into blocks: one program per token.
+
+Shape legend: T tokens, K KV heads, H head dim, B blocks, P tokens per block. Keys and values of a
+layer stand as [K, B, P, H] each, or as [K, B, P, H + 4] bytes if they are stored as int8.
+
+All is read once and written once, 2 KB of a token of Llama-3.1-8B: expected to take the time of a
+launch while decoding, and that of the bytes for chunks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.kernels.launch import Config, next_power_of_2
+
+# The numbers that the kernels know them by. fp8 is e4m3, with one scale per layer.
+FORMATS = {"auto": 0, "int8": 1, "fp8": 2}
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Where a layer's keys and values stand. k, v: [K, B, P, row], of uint8 if the format is int8
+    or fp8. k_scales, v_scales: the same memory as float32, where int8 has a scale behind each row's
+    H values; k and v otherwise. k_scale, v_scale: what stored fp8 numbers are multiplied by."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor
+    v_scales: torch.Tensor
+    kv_format: str = "auto"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def num_heads(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def head_stride(self) -> int:
+        return self.k.stride(0)
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def row(self) -> int:
+        """Elements from one token to the next."""
+        return self.k.shape[3]
+
+
+def layer_kv(
+    kv_2KBPH: torch.Tensor, kv_format: str, k_scale: float = 1.0, v_scale: float = 1.0
+) -> LayerKV:
+    """Of a layer's part of a group's memory."""
+    k, v = kv_2KBPH.unbind(0)
+    scales = (k.view(torch.float32), v.view(torch.float32)) if kv_format == "int8" else (k, v)
+    return LayerKV(k, v, *scales, kv_format, k_scale, v_scale)
+
+
+def write_kv(kv: LayerKV, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Store the keys and values of T tokens in slots (block * P + offset); -1 stores nothing.
+
+    The last dimension of k and v must be contiguous, and a token's heads must follow each other.
+    """
+    num_tokens, num_heads, size = k_TKH.shape
+    if num_tokens == 0:
+        return
+    assert len(slots_T) == len(v_TKH) == num_tokens, "one key and one value per slot"
+    for x_TKH in (k_TKH, v_TKH):
+        assert x_TKH.stride()[1:] == (size, 1), f"heads must follow, got {x_TKH.stride()}"
+    tile = next_power_of_2(num_heads) * next_power_of_2(size)
+    _write_kernel[(num_tokens,)](
+        k_TKH,
+        v_TKH,
+        kv.k,
+        kv.v,
+        kv.k_scales,
+        kv.v_scales,
+        slots_T,
+        k_TKH.stride(0),
+        v_TKH.stride(0),
+        kv.head_stride,
+        1.0 / kv.k_scale,
+        1.0 / kv.v_scale,
+        NUM_HEADS=num_heads,
+        HEADS=next_power_of_2(num_heads),
+        HEAD_DIM=size,
+        WIDTH=next_power_of_2(size),
+        ROW=kv.row,
+        FORMAT=FORMATS[kv.kv_format],
+        num_warps=_num_warps(tile),
+    )
+
+
+def _num_warps(tile: int) -> int:
+    return min(8, max(1, tile // 512))
+
+
+@triton.jit
+def _write_kernel(
+    k_ptr,
+    v_ptr,
+    to_k_ptr,
+    to_v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    slots_ptr,
+    k_stride,
+    v_stride,
+    head_stride,
+    k_inverse,
+    v_inverse,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    if slot >= 0:
+        _write_token(
+            k_ptr + token * k_stride, to_k_ptr, k_scales_ptr, slot, head_stride, k_inverse,
+            NUM_HEADS, HEADS, HEAD_DIM, WIDTH, ROW, FORMAT,
+        )  # fmt: skip
+        _write_token(
+            v_ptr + token * v_stride, to_v_ptr, v_scales_ptr, slot, head_stride, v_inverse,
+            NUM_HEADS, HEADS, HEAD_DIM, WIDTH, ROW, FORMAT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_token(
+    from_ptr,
+    to_ptr,
+    scales_ptr,
+    slot,
+    head_stride,
+    inverse,
+    NUM_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    head = tl.arange(0, HEADS)
+    h = tl.arange(0, WIDTH)
+    inside = (head < NUM_HEADS)[:, None] & (h < HEAD_DIM)[None, :]
+    x = tl.load(from_ptr + head[:, None] * HEAD_DIM + h[None, :], mask=inside, other=0.0)
+    to_rows = head.to(tl.int64) * head_stride + slot * ROW
+    to = to_ptr + to_rows[:, None] + h[None, :]
+    if FORMAT == 0:
+        tl.store(to, x.to(to_ptr.dtype.element_ty), mask=inside)
+    elif FORMAT == 1:
+        x = x.to(tl.float32)
+        largest = tl.max(tl.abs(x), 1)
+        # Below this the inverse would overflow, and such values are as good as nothing.
+        factor = tl.where(largest < 1e-30, 0.0, 127.0 / tl.maximum(largest, 1e-30))
+        # Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
+        rounded = (x * factor[:, None] + 12582912.0).to(tl.int32, bitcast=True)
+        tl.store(to, (rounded & 255).to(tl.uint8), mask=inside)
+        scales = scales_ptr + to_rows // 4 + HEAD_DIM // 4
+        tl.store(scales, largest / 127.0, mask=head < NUM_HEADS)
+    else:
+        x = x.to(tl.float32) * inverse
+        x = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
+        tl.store(to, x.to(tl.uint8, bitcast=True), mask=inside)
+
+
+def _config(heads: int, size: int, kv_format: str) -> Config:
+    stored, row = ("*bf16", size) if kv_format == "auto" else ("*u8", size)
+    row += 4 if kv_format == "int8" else 0
+    signature = {
+        "k_ptr": "*bf16",
+        "v_ptr": "*bf16",
+        "to_k_ptr": stored,
+        "to_v_ptr": stored,
+        "k_scales_ptr": "*fp32",
+        "v_scales_ptr": "*fp32",
+        "slots_ptr": "*i64",
+        "k_stride": "i32",
+        "v_stride": "i32",
+        "head_stride": "i64",
+        "k_inverse": "fp32",
+        "v_inverse": "fp32",
+    }
+    constants = {
+        "NUM_HEADS": heads,
+        "HEADS": next_power_of_2(heads),
+        "HEAD_DIM": size,
+        "WIDTH": next_power_of_2(size),
+        "ROW": row,
+        "FORMAT": FORMATS[kv_format],
+    }
+    warps = _num_warps(next_power_of_2(heads) * next_power_of_2(size))
+    divisible = ("k_stride", "v_stride", "head_stride")
+    return Config(_write_kernel, signature, constants, num_warps=warps, divisible=divisible)
+
+
+CONFIGS = [
+    _config(8, 128, "auto"),
+    _config(8, 128, "int8"),
+    _config(8, 128, "fp8"),
+    _config(32, 96, "auto"),
+]

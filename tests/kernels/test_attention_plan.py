@@ -1,0 +1,133 @@
+"""The list of work against plain Python: every key range of every token exactly once."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from quire.ops.attention.base import AttentionStep
+from quire.ops.kernels.attention_plan import Cut, Work, plan_work
+
+FINE = Cut(max_splits=8, short_chunk=16, long_chunk=32, align=16)
+# Rows as (context with the step's tokens, tokens of the step); 0 tokens pad a captured step.
+MIXES = {
+    "decode": [(18, 1), (1, 1), (700, 1), (64, 1), (65, 1)],
+    "mixed": [(90, 90), (31, 1), (700, 40), (12, 7), (500, 3), (600, 300)],
+    "padded": [(31, 1), (77, 0), (300, 2), (0, 0), (0, 0)],
+    "many": [(5 + 20 * i, 1 + i % 5) for i in range(17)],
+    "edges": [(63 + i, 1) for i in range(4)] + [(80 + i, 9) for i in range(4)],
+    "one": [(2000, 1)],
+}
+CUTS = {
+    "fine": replace(FINE, group_size=2),
+    "window": replace(FINE, group_size=2, window=50),
+    "group_7": replace(FINE, group_size=7),
+    "wide_group": replace(FINE, group_size=20),
+    "usual": Cut(4),
+    "one_split": replace(FINE, group_size=4, max_splits=1),
+}
+
+
+def make_step(rows: list[tuple[int, int]], device: torch.device, more: int = 0) -> AttentionStep:
+    """more: by how much the host's bounds exceed what the device holds."""
+    contexts, queries = np.array(rows, np.int32).T
+    starts = np.concatenate(([0], np.cumsum(queries))).astype(np.int32)
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return AttentionStep(
+        positions_T=nothing,
+        query_starts_S1=torch.from_numpy(starts).to(device),
+        context_lens_S=torch.from_numpy(np.ascontiguousarray(contexts)).to(device),
+        slots_T=(nothing,),
+        block_tables_SL=(torch.zeros((len(rows), 1), dtype=torch.int32, device=device),),
+        query_lens_host=queries + np.int32(more),
+        context_lens_host=contexts + np.int32(more),
+    )
+
+
+def make_work(cut: Cut, rows: list[tuple[int, int]], device: torch.device, more: int = 0) -> Work:
+    step = make_step(rows, device, more)
+    return plan_work(cut, step, step.block_tables_SL[0])
+
+
+def listed(work: Work) -> tuple[list[list[int]], list[list[int]]]:
+    """The items and the merges that there are, after checking that they fit."""
+    num_items, num_merges = work.counts[:2].tolist()
+    assert num_items <= work.most.items == len(work.items)
+    assert num_merges <= work.most.merges == len(work.merges)
+    return work.items[:num_items].tolist(), work.merges[:num_merges].tolist()
+
+
+@pytest.mark.parametrize("rows", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_every_key_of_every_token_once(
+    cut: Cut, rows: list[tuple[int, int]], device: torch.device
+) -> None:
+    check_work(make_work(cut, rows, device), cut, rows)
+
+
+@pytest.mark.parametrize("more", [1, 5, 400])
+def test_the_device_may_hold_less_than_the_host_says(more: int, device: torch.device) -> None:
+    cut, rows = CUTS["fine"], MIXES["mixed"]
+    check_work(make_work(cut, rows, device, more), cut, rows)
+
+
+def check_work(work: Work, cut: Cut, rows: list[tuple[int, int]]) -> None:
+    """The work is all that these rows have, and its slots and merges belong together."""
+    items, merges = listed(work)
+    starts = np.concatenate(([0], np.cumsum([queries for _, queries in rows])))
+    covered: dict[int, list[int]] = {t: [] for t in range(starts[-1])}
+    slots: dict[int, list[int]] = {t: [] for t in covered}
+    for row, token, count, position, first, end, slot, per_token in items:
+        context, queries = rows[row]
+        assert 1 <= count * cut.group_size <= max(cut.long_rows, cut.short_rows)
+        assert starts[row] <= token and token + count <= starts[row + 1]
+        assert position == context - queries + token - starts[row]
+        assert work.has_long or count * cut.group_size <= cut.short_rows
+        for i in range(count):
+            covered[token + i] += range(first, end)
+            if slot >= 0 and first < end:
+                slots[token + i].append(slot + i * per_token)
+    for row, (context, queries) in enumerate(rows):
+        for t in range(starts[row], starts[row + 1]):
+            last = context - queries + t - starts[row]
+            lowest = max(0, last - cut.window + 1) if cut.window else 0
+            assert sorted(covered[t]) == list(range(min(covered[t]), max(covered[t]) + 1))
+            assert min(covered[t]) <= lowest and last <= max(covered[t]) < context
+    merged = {t: list(range(slot, slot + number)) for t, slot, number, _ in merges}
+    assert len(merged) == len(merges)
+    assert merged == {t: sorted(found) for t, found in slots.items() if found}
+    every = [slot for found in slots.values() for slot in found]
+    assert len(set(every)) == len(every)
+    assert not every or max(every) < work.most.slots
+
+
+def test_a_row_is_cut_alike_in_any_batch(device: torch.device) -> None:
+    cut, rows = CUTS["fine"], MIXES["mixed"]
+    items, _ = listed(make_work(cut, rows, device))
+    for row, size in enumerate(rows):
+        alone, _ = listed(make_work(cut, [size], device))
+        start = sum(queries for _, queries in rows[:row])
+        mine = [[i[1] - start, *i[2:6], i[6] >= 0] for i in items if i[0] == row]
+        assert mine == [[*i[1:6], i[6] >= 0] for i in alone]
+
+
+def test_long_tiles_come_first_and_the_longest_of_a_row(device: torch.device) -> None:
+    cut = CUTS["usual"]
+    items, _ = listed(make_work(cut, MIXES["mixed"], device))
+    is_long = [count * cut.group_size > cut.short_rows for _, _, count, *_ in items]
+    row_is_long = [MIXES["mixed"][row][1] * cut.group_size > cut.short_rows for row, *_ in items]
+    assert any(is_long) and row_is_long == sorted(row_is_long, reverse=True)
+    ends = [end for row, _, _, _, _, end, *_ in items if row == 5]
+    assert ends == sorted(ends, reverse=True) and len(ends) > 1
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS.keys())
+def test_bounds_grow_with_the_lengths(cut: Cut) -> None:
+    """A captured step is sized by its largest lengths, and replayed with any."""
+    lens = np.array([1, 2, 5, 16, 17, 64, 65, 100, 300, 1000, 1025])
+    bounds = [
+        [cut.most(np.array([q]), np.array([n])) for q in lens] for n in (1025, 2000, 9000, 40000)
+    ]
+    numbers = np.array([[(m.items, m.merges, m.slots) for m in row] for row in bounds])
+    assert (np.diff(numbers, axis=0) >= 0).all() and (np.diff(numbers, axis=1) >= 0).all()
