@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.ops.registry import record_ops
 from tests.serve.checkpoints import ARCHITECTURES, checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(5 + 9 * i)]} for i in range(3)]
@@ -22,3 +23,17 @@ def tokens(architecture: str, backend: str, device: torch.device) -> list[list[i
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_tokens_are_the_same(architecture: str, device: torch.device) -> None:
     assert tokens(architecture, "triton", device) == tokens(architecture, "torch", device)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_operations_of_a_layer(architecture: str, device: torch.device) -> None:
+    """Nine launches of a layer, four of them products; a tenth merges rows that were split."""
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "disable_log_stats": True}
+    settings |= {"device": device.type, "attention_backend": "triton", "max_num_seqs": 2}
+    once = SamplingParams(temperature=0.0, max_tokens=1)
+    with LLM(str(checkpoint(architecture)), **settings) as llm, record_ops() as record:
+        llm.generate(PROMPTS[:1], once, use_tqdm=False)
+    layer = ["linear", "rotary_write", "attention", "linear", "add_rms_norm", "linear", "silu_mul"]
+    names = record.names[: record.names.index("select_rows")]
+    first = ["embedding", "rotary_rows", "rms_norm", *layer, "linear"]
+    assert names == [*first, "add_rms_norm", *layer, "linear", "add_rms_norm"]

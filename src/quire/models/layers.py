@@ -214,12 +214,12 @@ class HeadNorm(Layer):
         self, names: tuple[str, str], heads: tuple[int, int], size: int, eps: float, place: Place
     ) -> None:
         super().__init__()
-        self._names, self._heads, self._eps = names, heads, eps
+        self._names, self._heads, self.eps = names, heads, eps
         self.weight = place.parameter(sum(heads), size)
 
     def forward(self, qk_TNH: torch.Tensor) -> torch.Tensor:
         """Query heads followed by key heads, normalised."""
-        return rms_norm(qk_TNH, self.weight, self._eps)
+        return rms_norm(qk_TNH, self.weight, self.eps)
 
     def sources(self) -> list[Source]:
         parts = self.weight.split(self._heads)
@@ -264,8 +264,11 @@ class Attention:
     ) -> torch.Tensor:
         """Store keys and values, then attend; returns the heads side by side [T, N * H]."""
         backend.write(self.layer, k_TKH, v_TKH)
-        out_TNH = backend.run(self.layer, q_TNH, self.scale)
-        return out_TNH.flatten(1)
+        return self.stored(q_TNH, backend)
+
+    def stored(self, q_TNH: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        """The same, where keys and values are stored already."""
+        return backend.run(self.layer, q_TNH, self.scale).flatten(1)
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

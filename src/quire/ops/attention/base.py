@@ -76,6 +76,23 @@ class AttentionBackend(Protocol):
         ...
 
 
+class RotaryWriter(Protocol):
+    """What a backend may have beside: norm, rotation and write in one operation, before `run`.
+    Models look whether it has `rotary_write`."""
+
+    def rotary_write(
+        self,
+        layer: int,
+        qkv_TMH: torch.Tensor,
+        rotary_rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Queries [T, N, H] of M = N + 2 K heads, normalised with weight [N + K, H], if there is
+        one, and turned; keys too, which are stored beside the values."""
+        ...
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """What a backend needs to make its KV tensors: the groups and how many blocks each has.

@@ -75,8 +75,9 @@ class TritonBackend:
         reason = why_not(layout)
         if reason is not None:
             raise ConfigError(f"attention_backend triton cannot be used here: {reason}; take auto.")
-        from quire.ops.kernels import attention, attention_plan, attention_write
+        from quire.ops.kernels import attention, attention_plan, attention_write, rotary_write
 
+        self._rotary = rotary_write
         self._attention, self._plan, self._write = attention, attention_plan, attention_write
         self._cut = cut or attention_plan.Cut()
         self._layout = layout
@@ -105,6 +106,32 @@ class TritonBackend:
         assert self._step is not None, "prepare comes first"
         slots_T = self._step.slots_T[self._place[layer][0]]
         self._write.write_kv(self._layers[layer], k_TKH, v_TKH, slots_T)
+
+    @op("rotary_write")
+    def rotary_write(
+        self,
+        layer: int,
+        qkv_TMH: torch.Tensor,
+        rotary_rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """Queries, normalised and turned; keys and values are stored, as `write` does."""
+        assert self._step is not None, "prepare comes first"
+        g, index = self._place[layer]
+        kv, scales = self._memory.kv[g][:, index], self._layers[layer]
+        if self._layout.kv_format == "fp8":
+            kv = kv.view(torch.float8_e4m3fn)
+        return self._rotary.rotary_write(
+            qkv_TMH,
+            rotary_rows,
+            self._step.slots_T[g],
+            kv,
+            weight,
+            eps,
+            scales.k_scale,
+            scales.v_scale,
+        )
 
     @op("attention")
     def run(
