@@ -15,6 +15,14 @@ from quire.ops.kernels.launch import INTERPRETED
 from tests.serve.checkpoints import checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 9 * i)]} for i in range(3)]
+SETTINGS = {
+    "dtype": "float32",
+    "attention_backend": "torch",
+    "max_num_batched_tokens": 16,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 1 << 22,
+    "disable_log_stats": True,
+}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1)
 
 
@@ -35,16 +43,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
 
 
 def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], torch.Tensor]:
-    with LLM(
-        str(checkpoint(architecture)),
-        dtype=dtype,
-        device=device,
-        attention_backend="torch",
-        max_num_batched_tokens=16,
-        max_num_seqs=4,
-        kv_cache_memory_bytes=1 << 22,
-        disable_log_stats=True,
-    ) as llm:
+    settings = SETTINGS | {"dtype": dtype, "device": device}
+    with LLM(str(checkpoint(architecture)), **settings) as llm:
         outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     tokens = [output.outputs[0].token_ids for output in outputs]
     logprobs = [
@@ -58,7 +58,7 @@ def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], to
 def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     tokens, logprobs = run(architecture, "float32", device)
-    assert used >= {"norm", "silu_mul", "embedding"}
+    assert used >= {"norm", "silu_mul", "embedding", "logprobs"}
     assert ("moe" in used) == (architecture == "qwen3_moe")
     used.clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
@@ -68,6 +68,23 @@ def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None
     torch.testing.assert_close(logprobs, wanted_logprobs, atol=2e-4, rtol=0)
 
 
+def test_a_seed_gives_the_same_text(used: set[str], monkeypatch) -> None:
+    """Plain and filtered rows beside each other."""
+    device = "cpu" if INTERPRETED else "cuda"
+    plain = SamplingParams(temperature=0.9, seed=1, max_tokens=5, ignore_eos=True)
+    filters = {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+    filtered = SamplingParams(**filters, seed=2, max_tokens=5, ignore_eos=True)
+    found = []
+    for has_triton in (True, False):
+        monkeypatch.setattr(gpu, "has_triton", lambda has_triton=has_triton: has_triton)
+        with LLM(str(checkpoint("llama")), device=device, **SETTINGS) as llm:
+            outputs = llm.generate(PROMPTS, [plain, filtered, plain], use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+        assert ("sampling" in used) == has_triton
+        used.clear()
+    assert found[0] == found[1]
+
+
 def test_float64_takes_torchs_operations(used: set[str]) -> None:
     run("llama", "float64", "cpu" if INTERPRETED else "cuda")
-    assert not used
+    assert used <= {"logprobs"}  # of logits, which are float32

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.ops import native
+from quire.ops.gpu import kernels_for
 from quire.ops.log_sum_exp import log_sum_exp
 from quire.ops.threads import num_threads
 from quire.ops.top_k import top_k
@@ -54,6 +55,16 @@ def token_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
 ) -> TokenLogprobs:
     """Log-softmax of the logits at the chosen tokens and at the num_candidates best ones."""
+    if kernels := kernels_for(logits_RV, "logprobs"):
+        found: TokenLogprobs = kernels.token_logprobs(logits_RV, chosen_R, num_candidates)
+        return found
+    return token_logprobs_reference(logits_RV, chosen_R, num_candidates)
+
+
+def token_logprobs_reference(
+    logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
+) -> TokenLogprobs:
+    """The same by torch's operations, on any device, and by the C++ core's."""
     num_candidates = min(num_candidates, logits_RV.shape[-1])
     values_R1 = logits_RV.gather(-1, chosen_R[:, None])
     ids_RC, values_RC = chosen_R[:, None], values_R1

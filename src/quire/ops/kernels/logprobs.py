@@ -136,7 +136,7 @@ def token_logprobs(
     num_rows, vocab_size = logits_RV.shape
     num_candidates = min(num_candidates, vocab_size)
     if num_candidates > MOST_CANDIDATES:
-        return reference.token_logprobs(logits_RV.float(), chosen_R, num_candidates)
+        return reference.token_logprobs_reference(logits_RV.float(), chosen_R, num_candidates)
     device = logits_RV.device
     ids_RK = torch.empty(num_rows, 1 + num_candidates, dtype=torch.int64, device=device)
     logprobs_RK = torch.empty(num_rows, 1 + num_candidates, device=device)
