@@ -13,7 +13,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
-from quire.engine.prefix_file import pin_file
+from quire.engine.prefix_file import pin_configured
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
@@ -66,6 +66,7 @@ def build_engine(
     source = resolve_model(config.model.model, config.model.revision)
     text = build_text_side(config.model, source)
     built = build_core(config, source, clock, progress)
+    pin_configured(built.core, config.cache, text)
     client = InProcessClient(built.core, text.tokenizer, clock)
     return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
 
@@ -106,8 +107,6 @@ def build_core(
         core.record(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
-    if config.cache.pin_prefix is not None:
-        pin_file(core, Path(config.cache.pin_prefix), config.model, source)
     return BuiltCore(core, config, built.spec, built.memory)
 
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import msgspec
 
-from quire.base.config import ModelConfig
+from quire.base.config import CacheConfig
 from quire.base.errors import ConfigError, RequestError
 from quire.base.messages import Request
 from quire.engine.core import EngineCore
-from quire.engine.text import TextSide, build_text_side
-from quire.models.source import ModelSource
+from quire.engine.text import TextSide
 from quire.render.chat import ChatOptions
 
 logger = logging.getLogger("quire")
@@ -37,9 +36,12 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttl_s: float = 0.0
 
 
-def pin_file(core: EngineCore, path: Path, config: ModelConfig, source: ModelSource) -> None:
-    """Compute and keep the prefixes of a file. Raises ConfigError, which names the file."""
-    text = build_text_side(config, source)
+def pin_configured(core: EngineCore, config: CacheConfig, text: TextSide) -> None:
+    """Compute and keep the prefixes of the file that is configured, if one is. Raises ConfigError,
+    which names the file."""
+    if config.pin_prefix is None:
+        return
+    path = Path(config.pin_prefix)
     for number, entry in enumerate(read_entries(path)):
         try:
             request = _request(entry, text, f"prefix-of-file-{number}")

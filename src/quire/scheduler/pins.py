@@ -73,7 +73,10 @@ class Pins:
         self._scheduler = scheduler
         self._ready: list[Pin] = []  # longest first
         self._reserved = [0] * len(scheduler.kv.groups)  # blocks, by group
-        self._num_computing = 0
+
+    @property
+    def _num_computing(self) -> int:
+        return len(self.by_id) - len(self._ready)
 
     # ---- the life of a pin -------------------------------------------------------------------
 
@@ -107,7 +110,6 @@ class Pins:
         pin = Pin(request, sequence, self._most_blocks(request), now)
         pin.digest = self._digest(sequence, pin.num_tokens)
         self.by_id[request.request_id] = pin
-        self._num_computing += 1
         self._count_blocks()
 
     def settle(self, now: float) -> list[Sequence]:
@@ -121,7 +123,6 @@ class Pins:
                 pin.blocks, pin.sequence = self._scheduler.kv.fork(sequence.blocks), None
                 if pin.ends_s == math.inf:  # otherwise it was computed before
                     pin.ends_s = now + (sequence.request.pin_s or math.inf)
-                self._num_computing -= 1
                 self._ready.append(pin)
                 done.append(sequence)
         if done:
@@ -139,7 +140,6 @@ class Pins:
         pin = self.by_id.get(sequence.request.request_id)
         if pin is not None and pin.sequence is sequence:
             del self.by_id[sequence.request.request_id]
-            self._num_computing -= 1
             self._count_blocks()
 
     def remove(self, request_id: str, tenant: str | None, now: float) -> None:
@@ -188,7 +188,6 @@ class Pins:
     def _compute(self, pin: Pin, now: float) -> Sequence:
         """Give up what a pin holds, and compute it again."""
         self._give_up(pin)
-        self._num_computing += 1
         self.num_changes += 1
         pin.sequence = self._scheduler.enter_again(pin.request, now)
         return pin.sequence
@@ -298,9 +297,8 @@ class Pins:
 
     def _count_blocks(self) -> None:
         most = [pin.most_blocks for pin in self.by_id.values()]
-        self._reserved = [sum(each) for each in zip(*most, strict=True)] or [0] * len(
-            self._reserved
-        )
+        nothing = [0] * len(self._reserved)
+        self._reserved = [sum(each) for each in zip(nothing, *most, strict=True)]
         self.num_changes += 1
 
     # ---- for others --------------------------------------------------------------------------
@@ -318,7 +316,10 @@ class Pins:
     @property
     def num_blocks(self) -> int:
         """Blocks of the fullest group that pins hold."""
-        return max(self._scheduler.kv.num_distinct(self.tables()))
+        return self._most_held(self.tables())
+
+    def _most_held(self, blocks: list[SequenceBlocks]) -> int:
+        return max(self._scheduler.kv.num_distinct(blocks))
 
     def listing(self, now: float, tenant: str | None = None) -> list[PinnedPrefix]:
         """What is pinned, oldest first. tenant: only whose, and of their hits only
@@ -327,7 +328,7 @@ class Pins:
             PinnedPrefix(
                 id=prefix_id,
                 num_tokens=pin.num_tokens,
-                num_blocks=0 if pin.blocks is None else max(map(len, _live(pin.blocks))),
+                num_blocks=0 if pin.blocks is None else self._most_held([pin.blocks]),
                 is_ready=pin.blocks is not None,
                 age_s=now - pin.since_s,
                 expires_in_s=None if pin.ends_s == math.inf else max(0.0, pin.ends_s - now),
@@ -336,7 +337,3 @@ class Pins:
             for prefix_id, pin in self.by_id.items()
             if tenant in (None, pin.request.tenant) and pin.ends_s > now
         ]
-
-
-def _live(blocks: SequenceBlocks) -> list[list[int]]:
-    return [table.live_blocks for table in blocks.tables]

@@ -22,8 +22,10 @@ from quire.base.messages import Ready
 from quire.engine.build import BuiltCore, build_core
 from quire.engine.heartbeat import BeatingExecutor, Heartbeat
 from quire.engine.metrics import EngineMetrics
+from quire.engine.prefix_file import pin_configured
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.status import StatusLine
+from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines
 from quire.models.source import resolve_model
 from quire.serve.child import NO_START, begin_child
@@ -46,6 +48,8 @@ def main() -> int:
         clock = MonotonicClock()
         with LoadBar(enabled=True) as bar:
             built = build_core(config, source, clock, bar.update)
+        if config.cache.pin_prefix is not None:  # otherwise this process needs no text
+            pin_configured(built.core, config.cache, build_text_side(config.model, source))
         server = _make_server(built, options, options.name or source.name)
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.formats import chosen_variant
 from quire.ops.native import address, core
 from quire.ops.packed import ELEMENTS
@@ -45,7 +44,7 @@ class LayerKV:
     numbers: tuple[int, int, int, int, int]
 
 
-class CpuBackend:
+class CpuBackend(MovesBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
     split, cascade: whether a step's work may be cut along contexts, and whether rows that share
@@ -140,23 +139,6 @@ class CpuBackend:
             self.variant,
         )
         return out_TNH
-
-    @property
-    def host_blocks(self) -> HostBlocks:
-        """Blocks of host memory, for those who move them elsewhere."""
-        return self._memory.host
-
-    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy whole blocks in all layers of the group."""
-        self._memory.copy_blocks(group, source, destination)
-
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of a group to blocks of host memory."""
-        self._memory.swap_out(group, source, destination)
-
-    def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of host memory to blocks of a group."""
-        self._memory.load(group, source, destination)
 
     def _make_plan(self, plan: Any, group: int, queries_per_kv_head: int) -> None:
         step, table_SL = self._step, self._tables[group]

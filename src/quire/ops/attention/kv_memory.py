@@ -41,13 +41,28 @@ class KVMemory:
         write = torch.as_tensor(destination, dtype=torch.int64, device=self._device)
         kv.index_copy_(3, write, kv.index_select(3, read))
 
+
+class MovesBlocks:
+    """What a backend over a KVMemory does with whole blocks."""
+
+    _memory: KVMemory
+
+    @property
+    def host_blocks(self) -> HostBlocks:
+        """Blocks of host memory, for those who move them elsewhere."""
+        return self._memory.host
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy whole blocks in all layers of the group."""
+        self._memory.copy_blocks(group, source, destination)
+
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of a group to blocks of host memory."""
-        self.host.swap_out(group, source, destination)
+        self._memory.host.swap_out(group, source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of host memory to blocks of a group."""
-        self.host.load(group, source, destination)
+        self._memory.host.load(group, source, destination)
 
 
 def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:

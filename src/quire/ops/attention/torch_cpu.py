@@ -16,15 +16,14 @@ import math
 
 import torch
 
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout, refuse_kv_format
+from quire.ops.attention.base import AttentionStep, KVLayout, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.weigh import weigh
 from quire.ops.registry import op
 
 
-class TorchBackend:
+class TorchBackend(MovesBlocks):
     """Gathers blocks, then multiplies."""
 
     name = "torch"
@@ -73,23 +72,6 @@ class TorchBackend:
             k_KRCH, v_KRCH = self._gather(kv, batch)
             _attend(batch, q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
         return out_TNH
-
-    @property
-    def host_blocks(self) -> HostBlocks:
-        """Blocks of host memory, for those who move them elsewhere."""
-        return self._memory.host
-
-    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy whole blocks in all layers of the group."""
-        self._memory.copy_blocks(group, source, destination)
-
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of a group to blocks of host memory."""
-        self._memory.swap_out(group, source, destination)
-
-    def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of host memory to blocks of a group."""
-        self._memory.load(group, source, destination)
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a batch, [K, R, C, H] each, in memory that the next batch reuses.

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout
-from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.registry import op
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def why_not(layout: KVLayout) -> str | None:
     return None
 
 
-class TritonBackend:
+class TritonBackend(MovesBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
     cut: how work is cut, if not as usual; the group's own heads and window are put into it.
@@ -152,23 +151,6 @@ class TritonBackend:
         return self._attention.attention(
             q_TNH, kv, work, scale, self._machine, soft_cap=soft_cap, sinks_N=sinks_N
         )
-
-    @property
-    def host_blocks(self) -> HostBlocks:
-        """Blocks of host memory, for those who move them elsewhere."""
-        return self._memory.host
-
-    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy whole blocks in all layers of the group."""
-        self._memory.copy_blocks(group, source, destination)
-
-    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of a group to blocks of host memory."""
-        self._memory.swap_out(group, source, destination)
-
-    def load(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy blocks of host memory to blocks of a group."""
-        self._memory.load(group, source, destination)
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
         """The prepared step's work for the layers of a group; cut once."""

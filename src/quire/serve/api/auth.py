@@ -64,6 +64,11 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
     return "user " + hashlib.sha256(user.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
+def reader_of(scope: Scope, keys: Sequence[str]) -> str | None:
+    """Whose requests and prefixes a caller may see: a key its own; without keys, None is all."""
+    return tenant_of(scope, keys, None) if keys else None
+
+
 def wrong_key() -> ApiError:
     """The same text for a missing and for a wrong key; it never shows what was sent."""
     return ApiError(

@@ -14,7 +14,7 @@ from quire.base.messages import PinnedPrefix
 from quire.engine.remote import pin
 from quire.render.chat import ChatOptions
 from quire.render.renderer import RenderedPrompt
-from quire.serve.api.auth import tenant_of
+from quire.serve.api.auth import reader_of, tenant_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, as_api_error, bad_request
@@ -62,13 +62,13 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
 
 @router.get("/v1/prefixes")
 async def list_prefixes(request: fastapi.Request, api: Api) -> dict[str, Any]:
-    found = await api.client.prefixes(_owner(request, api))
+    found = await api.client.prefixes(reader_of(request.scope, api.config.api_key))
     return {"object": "list", "data": [_as_json(prefix) for prefix in found]}
 
 
 @router.get("/v1/prefixes/{prefix_id}")
 async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
-    for prefix in await api.client.prefixes(_owner(request, api)):
+    for prefix in await api.client.prefixes(reader_of(request.scope, api.config.api_key)):
         if prefix.id == prefix_id:
             return _as_json(prefix)
     raise _unknown(prefix_id)
@@ -77,7 +77,7 @@ async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dic
 @router.delete("/v1/prefixes/{prefix_id}")
 async def unpin_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
     """Keep it no longer. Requests that run keep their blocks."""
-    if not await api.client.unpin(prefix_id, _owner(request, api)):
+    if not await api.client.unpin(prefix_id, reader_of(request.scope, api.config.api_key)):
         raise _unknown(prefix_id)
     return {"id": prefix_id, "object": "prefix", "deleted": True}
 
@@ -118,12 +118,6 @@ def _with_field(error: RequestError, body: PrefixBody) -> ApiError:
     if found.status == 400 and found.param is None:
         found.param = "prompt" if body.messages is None else "messages"
     return found
-
-
-def _owner(request: fastapi.Request, api: ApiContext) -> str | None:
-    """Whose prefixes a caller may see; None is everybody's."""
-    keys = api.config.api_key
-    return tenant_of(request.scope, keys, None) if keys else None
 
 
 def _unknown(prefix_id: str) -> ApiError:

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import quire
 from quire.render.chat import ChatOptions
-from quire.serve.api.auth import tenant_of
+from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.rendering import (
@@ -96,9 +96,7 @@ async def metrics(api: Api) -> Response:
 @router.get("/v1/requests/{request_id}")
 async def show_request(request_id: str, request: fastapi.Request, api: Api) -> Response:
     """What happened to a request, by the id of its answer; on a server with keys to its own key."""
-    keys = api.config.api_key
-    tenant = tenant_of(request.scope, keys, None) if keys else None
-    text = await api.client.timeline(request_id, tenant)
+    text = await api.client.timeline(request_id, reader_of(request.scope, api.config.api_key))
     if not text:
         raise ApiError(
             404,
