@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.base.config import config_from_flat
+from quire.models.source import resolve_model
 from quire.ops.registry import record_ops
+from quire.runner.build import build_runner
+from quire.runner.profile import worst_case_plan
 from tests.serve.checkpoints import ARCHITECTURES, checkpoint
 
 PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(5 + 9 * i)]} for i in range(3)]
@@ -28,11 +32,13 @@ def test_greedy_tokens_are_the_same(architecture: str, device: torch.device) -> 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_operations_of_a_layer(architecture: str, device: torch.device) -> None:
     """Nine launches of a layer, four of them products; a tenth merges rows that were split."""
-    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "disable_log_stats": True}
-    settings |= {"device": device.type, "attention_backend": "triton", "max_num_seqs": 2}
-    once = SamplingParams(temperature=0.0, max_tokens=1)
-    with LLM(str(checkpoint(architecture)), **settings) as llm, record_ops() as record:
-        llm.generate(PROMPTS[:1], once, use_tqdm=False)
+    settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 2}
+    settings |= {"device": device.type, "attention_backend": "triton", "enforce_eager": True}
+    config = config_from_flat(model=str(checkpoint(architecture)), **settings)
+    built = build_runner(config, resolve_model(config.model.model, None))
+    plan, _ = worst_case_plan(built.config, len(built.spec.cache_groups), built.spec.vocab_size)
+    with record_ops() as record:
+        built.runner.run(plan)
     layer = ["linear", "rotary_write", "attention", "linear", "add_rms_norm", "linear", "silu_mul"]
     names = record.names[: record.names.index("select_rows")]
     first = ["embedding", "rotary_rows", "rms_norm", *layer, "linear"]

@@ -1,7 +1,6 @@
 """The rows' state on a GPU against the torch reference and plain loops; sizes are those of the
 largest step."""
 
-import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +9,14 @@ import torch
 
 from quire.base.plan import Plan, RowFork
 from quire.ops.kernels import step_inputs as kernels
+from quire.ops.kernels.row_deltas import COMPUTED, SlotLayout, receive
 from quire.ops.memory import lazy_zeros
 from quire.ops.step_inputs import RowState, gather_step_reference
+from quire.runner.gpu.rows import sample_pairs
 from quire.runner.rows import DeviceRows
 
 ROWS, TOKENS = 7, 60
 POISON = 12345  # in memory that must be written or must not be read
-COMPUTED, TOKEN = kernels.COMPUTED.value, kernels.TOKEN.value
 
 
 def ints(*values: int, device: torch.device) -> torch.Tensor:
@@ -36,20 +36,30 @@ def random_state(
         numbers(1000, num_rows, TOKENS).int().to(device),
         numbers(TOKENS - 30, num_rows).to(device),
         numbers(99, num_groups, num_rows, num_blocks).int().to(device),
+        numbers(99, 8, num_rows).int().to(device),
+        numbers(99, 3, num_rows).to(device),
         block_size,
+        prompt_column=2,
     )
 
 
 def scheduled(
-    rows: list[int], counts: list[int], max_rows: int, device: torch.device
-) -> kernels.Scheduled:
-    """With what an earlier, larger step has left behind."""
-    rest = [POISON] * (max_rows - len(rows))
-    return kernels.Scheduled(
-        ints(*rows, *rest, device=device),
-        ints(*counts, *rest, device=device),
-        ints(len(rows), device=device),
-    )
+    rows: list[int],
+    counts: list[int],
+    max_rows: int,
+    device: torch.device,
+    pairs: list[tuple[int, int]] | None = None,
+    result_slot: int = 0,
+) -> kernels.Inbox:
+    """With what an earlier, larger step has left behind. pairs: sampling rows and their places."""
+    inbox, flat = kernels.Inbox.empty(max_rows, device), [x for pair in pairs or () for x in pair]
+    inbox.words[kernels.HEADER :] = POISON
+    inbox.words[:3] = ints(len(rows), len(pairs or ()), result_slot, device=device)
+    at = kernels.HEADER
+    for values, room in ((rows, max_rows), (counts, max_rows), (flat, 2 * max_rows)):
+        inbox.words[at : at + len(values)] = ints(*values, device=device)
+        at += room
+    return inbox
 
 
 def poisoned(state: kernels.RowTensors, max_tokens: int, max_rows: int, longest: int):
@@ -124,6 +134,8 @@ def test_several_chunks_of_a_row(device: torch.device) -> None:
         torch.randint(1000, (2, length), generator=generator).int().to(device),
         torch.tensor([3, 1], device=device),
         torch.randint(99, (1, 2, length), generator=generator).int().to(device),
+        torch.zeros(1, 2, dtype=torch.int32, device=device),
+        torch.zeros(1, 2, dtype=torch.int64, device=device),
         block_size=1,
     )
     counts = [1, length - 3]
@@ -141,17 +153,25 @@ def test_rows_beyond_32_bits(device: torch.device) -> None:
     except (MemoryError, torch.OutOfMemoryError):
         pytest.skip("there is too little memory")
     computed = lazy_zeros((num_rows,), torch.int64, device)
-    state = kernels.RowTensors(tokens, computed, tables, block_size=1)
+    columns = (lazy_zeros((1, num_rows), dtype, device) for dtype in (torch.int32, torch.int64))
+    state = kernels.RowTensors(tokens, computed, tables, *columns, block_size=1)
     last = num_rows - 1
-    deltas = [(0, last, 1, 77), (TOKEN, last, 1, 88), (COMPUTED, last, 0, 1)]
-    buffer = torch.tensor(deltas, dtype=torch.int32, device=device)
-    kernels.apply_deltas(state, buffer, ints(3, device=device))
-    given = scheduled([last], [1], 1, device)
-    found = kernels.gather_step(state, given, poisoned(state, 1, 1, 2))
+    layout = SlotLayout(1, 2, 1, 1)
+    slot = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
+    slot[layout.deltas_at : layout.runs_at] = ints(
+        0, last, 1, 77, COMPUTED, last, 0, 1, device=device
+    )
+    slot[layout.runs_at : layout.forks_at] = ints(last, 1, 0, 1, device=device)
+    slot[layout.tokens_at] = 88
+    receive(state, kernels.Inbox.empty(1, device), slot, layout, 2, 1, False)
+    given = scheduled([last], [1], 1, device, [(last, 0)])
+    buffers = poisoned(state, 1, 1, 2)
+    found = kernels.gather_step(state, given, buffers)
     assert (found.ids_T.item(), found.positions_T.item(), found.slots_T[0].item()) == (88, 1, 77)
-    samples = ints(last, 0, device=device).view(1, 2)
-    one = ints(1, device=device)
-    kernels.advance(state, given, found.context_lens_S, samples, one, ints(99, device=device))
+    assert buffers.samples_4S[:, 0].tolist() == [last, 0, 2, 0]
+    is_valid, results = torch.ones(1, dtype=torch.bool, device=device), ints(0, device=device)
+    token = ints(99, device=device)
+    kernels.advance(state, given, found.context_lens_S, token, is_valid, results.view(1, 1))
     assert state.tokens_RM[last, :4].tolist() == [0, 88, 99, 0]
     assert not state.tokens_RM[:9, :9].any()
 
@@ -166,59 +186,11 @@ def test_more_tokens_than_there_is_room_for_write_no_foreign_memory(device: torc
         wide.context_lens_S,
         wide.slots_GT[:, :5],
         wide.block_tables_GSL,
+        wide.samples_4S,
     )
     kernels.gather_step(state, scheduled([0, 1], [4, 4], 2, device), narrow)
     for values in (wide.ids_T, wide.positions_T, wide.slots_GT[0]):
         assert bool((values[:5] != POISON).all()) and bool((values[5:] == POISON).all())
-
-
-def apply_plainly(state: kernels.RowTensors, deltas: list[tuple[int, int, int, int]]) -> None:
-    for group, row, index, value in deltas:
-        if group == COMPUTED:
-            state.computed_R[row] = value
-        elif group == TOKEN:
-            state.tokens_RM[row, index] = value
-        else:
-            state.tables_GRL[group, row, index] = value
-
-
-@pytest.mark.parametrize("count", [0, 1, 20, 300])
-def test_deltas(count: int, device: torch.device) -> None:
-    """Many of them for the same places, of which the last counts; none behind the count."""
-    random.seed(count)
-    state, wanted = (random_state(16, 2, device) for _ in range(2))
-    deltas = [
-        (random.choice([0, 1, TOKEN]), random.randrange(ROWS), random.randrange(4), value)
-        for value in range(count)
-    ]
-    deltas += [(COMPUTED, random.randrange(ROWS), 0, value) for value in range(count // 10)]
-    random.shuffle(deltas)
-    apply_plainly(wanted, deltas)
-    buffer = torch.full((len(deltas) + 140, 4), 0, dtype=torch.int32, device=device)
-    buffer[:, 3] = POISON
-    if deltas:
-        buffer[: len(deltas)] = torch.tensor(deltas)
-    kernels.apply_deltas(state, buffer, ints(len(deltas), device=device))
-    assert torch.equal(state.tables_GRL, wanted.tables_GRL)
-    assert torch.equal(state.computed_R, wanted.computed_R)
-    assert torch.equal(state.tokens_RM, wanted.tokens_RM)
-
-
-def test_more_deltas_than_programs_take_at_once(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device
-) -> None:
-    monkeypatch.setattr(kernels, "DELTA_PROGRAMS", 2)
-    test_deltas(300, device)
-
-
-def test_a_table_entry_that_is_written_twice(device: torch.device) -> None:
-    """As by a prefix hit whose last block is copied: a plan adopts a block, then replaces it."""
-    state = random_state(16, 1, device)
-    deltas = torch.full((200, 4), 0, dtype=torch.int32, device=device)
-    deltas[:, 2] = torch.arange(200, device=device) % 2
-    deltas[:, 3] = torch.arange(200, device=device)
-    kernels.apply_deltas(state, deltas, ints(200, device=device))
-    assert state.tables_GRL[0, 0, :2].tolist() == [198, 199]
 
 
 @dataclass
@@ -229,22 +201,37 @@ class Step:
     state: kernels.RowTensors
     device: torch.device
 
-    def advance(self, ids: list[int], most: int) -> None:
+    def advance(self, ids: list[int], most: int, invalid: tuple[int, ...] = ()) -> list[int]:
+        """Returns the results."""
         plan = self.plan
-        rows = plan.rows.tolist()
-        given = scheduled(rows, plan.num_tokens.tolist(), 6, self.device)
-        inputs = kernels.gather_step(self.state, given, poisoned(self.state, 40, 6, 4))
-        pairs = [
-            (row, rows.index(source))
-            for row, source in zip(plan.sample_rows, plan.sample_sources, strict=True)
-        ]
-        samples = torch.zeros(most, 2, dtype=torch.int32, device=self.device)
-        samples[len(pairs) :] = POISON
-        if pairs:
-            samples[: len(pairs)] = torch.tensor(pairs)
+        pairs = [(int(row), int(at)) for row, at in sample_pairs(plan)]
+        given = scheduled(
+            plan.rows.tolist(), plan.num_tokens.tolist(), most, self.device, pairs, result_slot=1
+        )
+        buffers = poisoned(self.state, 40, most, 4)
+        inputs = kernels.gather_step(self.state, given, buffers)
+        self.check_samples(buffers.samples_4S)
         padded = torch.tensor(ids + [POISON] * (most - len(ids)), device=self.device)
-        count = ints(len(pairs), device=self.device)
-        kernels.advance(self.state, given, inputs.context_lens_S, samples, count, padded)
+        is_valid = torch.ones(most, dtype=torch.bool, device=self.device)
+        is_valid[list(invalid)] = False
+        results = torch.full((2, most), POISON, dtype=torch.int32, device=self.device)
+        contexts = inputs.context_lens_S
+        kernels.advance(self.state, given, contexts, padded, is_valid, results)
+        assert bool((results[0] == POISON).all() and (results[1, len(pairs) :] == POISON).all())
+        found: list[int] = results[1, : len(pairs)].tolist()
+        return found
+
+    def check_samples(self, samples_4S: torch.Tensor) -> None:
+        """What sampling needs, for each sampling row; row 0 and nothing behind them."""
+        plan, rows = self.plan, self.plan.rows.tolist()
+        ends = np.cumsum(plan.num_tokens)
+        num = len(plan.sample_rows)
+        for n, (row, source) in enumerate(zip(plan.sample_rows, plan.sample_sources, strict=True)):
+            at = rows.index(source)
+            length = int(self.state.computed_R[source]) + plan.num_tokens[at]
+            prompt_len = int(self.state.wide_CR[2, row])
+            assert samples_4S[:, n].tolist() == [row, ends[at] - 1, length, prompt_len]
+        assert not samples_4S[:, num:].any()
 
 
 def device_rows(state: kernels.RowTensors) -> DeviceRows:
@@ -286,9 +273,17 @@ def test_advance(name: str, times: int, device: torch.device) -> None:
     before = state.computed_R.clone()
     for _ in range(times):
         state.computed_R[:] = before  # gathered anew
-        step.advance(ids, most=kernels.ADVANCED + 2 if name == "forks" else 5)
+        assert step.advance(ids, most=kernels.ADVANCED + 2 if name == "forks" else 5) == ids
     assert torch.equal(state.tokens_RM, rows.tokens_RM)
     assert torch.equal(state.computed_R, rows.computed_R)
+
+
+def test_a_row_that_has_no_token_to_choose(device: torch.device) -> None:
+    """It gets token 0, which nobody sees, and -1 as its result."""
+    state = random_state(16, 1, device)
+    lengths = (state.computed_R[[1, 4]] + 1).tolist()
+    assert Step(PLANS["decode"], state, device).advance([2000, 2001], 5, (1,)) == [2000, -1]
+    assert state.tokens_RM[1, lengths[0]] == 2000 and state.tokens_RM[4, lengths[1]] == 0
 
 
 def test_a_token_behind_a_full_row_is_dropped(device: torch.device) -> None:

@@ -15,10 +15,11 @@ from quire.models.source import resolve_model
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.runner import derive, memory
-from quire.runner.build import build_runner, choose_device, worst_case_plan
+from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
 from quire.runner.memory import plan_cpu_memory, workspace_bytes
 from quire.runner.model_runner import ModelRunner
+from quire.runner.profile import worst_case_plan
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 from tests.serve.checkpoints import checkpoint

@@ -172,10 +172,11 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = setting(
         0, "most tokens of one prompt in one step; 0 is no limit but the step's", unit="tokens"
     )
-    pipeline_depth: int = setting(
-        1,
-        "plans in flight; 1 waits for each result, which is fastest on a CPU; from 2 on the model"
-        " runs on a thread of its own, and the next step is planned meanwhile",
+    pipeline_depth: int | None = setting(
+        None,
+        "plans in flight; 1 waits for each result; from 2 on the model runs on a thread of its own,"
+        " and the next step is planned, and on a GPU launched, meanwhile. 1 on a CPU, 2 on a GPU if"
+        " absent",
     )
 
 
@@ -193,6 +194,21 @@ class EngineConfig:
         " the model",
         choices=("auto", "cpu", "torch", "reference", "triton"),
         plugins=ATTENTION_BACKENDS,
+    )
+    compilation: str = setting(
+        "full",
+        "how decoding steps are recorded as CUDA graphs: whole, or piecewise, between the calls of"
+        " attention",
+        choices=("full", "piecewise"),
+    )
+    enforce_eager: bool = setting(False, "launch each kernel by itself, without CUDA graphs")
+    deterministic: bool = setting(
+        False,
+        "on a GPU, by triton: a request gets the same tokens and log-probabilities, to the last"
+        " bit, alone and in any batch, in any chunks, preempted or with a cached prefix; slower",
+    )
+    debug_transfers: bool = setting(
+        False, "on a GPU: fail where a step makes the host wait; for finding mistakes"
     )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
     disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
@@ -212,8 +228,8 @@ class EngineConfig:
         share = cache.gpu_memory_utilization
         _check(0 < share <= 1, "gpu_memory_utilization", share, "in (0, 1]")
         _check(0 <= cache.watermark < 1, "watermark", cache.watermark, "in [0, 1)")
-        _check(scheduler.pipeline_depth >= 1, "pipeline_depth", scheduler.pipeline_depth, ">= 1")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs"):
+        names = "max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "pipeline_depth"
+        for name in names:
             value = getattr(scheduler, name)
             _check(value is None or value >= 1, name, value, "at least 1")
         length = self.model.max_model_len

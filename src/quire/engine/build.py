@@ -13,6 +13,7 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.launching import LaunchingExecutor
 from quire.engine.prefix_file import pin_configured
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
@@ -26,7 +27,8 @@ from quire.models.formats import weight_formats
 from quire.models.source import ModelSource, resolve_model
 from quire.models.weight_cache import file_identity
 from quire.render.renderer import Renderer
-from quire.runner.build import BuiltRunner, Progress, build_runner
+from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
+from quire.runner.derive import default_depth
 from quire.runner.memory import block_bytes_of
 from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -77,13 +79,7 @@ def build_core(
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
     flight the model is loaded, and does all its work, on a thread of its own."""
     _check_record(config)
-    if config.scheduler.pipeline_depth == 1:
-        built = build_runner(config, source, progress)
-        executor: Executor = InProcessExecutor(built)
-    else:
-        thread = DeviceThread()
-        built = thread.call(lambda: build_runner(config, source, progress))
-        executor = ThreadedExecutor(InProcessExecutor(built), thread)
+    built, executor = _build_executor(config, source, progress)
     config = built.config
     if not config.disable_log_stats:
         _log_start(built, source)
@@ -108,6 +104,22 @@ def build_core(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
     return BuiltCore(core, config, built.spec, built.memory)
+
+
+def _build_executor(
+    config: EngineConfig, source: ModelSource, progress: Progress | None
+) -> tuple[BuiltRunner, Executor]:
+    device = choose_device(config.device).type
+    if device == "cpu" and (config.scheduler.pipeline_depth or default_depth(device)) == 1:
+        built = build_runner(config, source, progress)
+        if built.runner.launches:  # Triton's interpreter in a GPU's place
+            return built, LaunchingExecutor(built, DeviceThread())
+        return built, InProcessExecutor(built)
+    thread = DeviceThread()
+    built = thread.call(lambda: build_runner(config, source, progress))
+    if built.runner.launches:
+        return built, LaunchingExecutor(built, thread)
+    return built, ThreadedExecutor(InProcessExecutor(built), thread)
 
 
 def _check_record(config: EngineConfig) -> None:

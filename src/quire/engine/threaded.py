@@ -2,8 +2,7 @@
 
 All of the model's work belongs on one thread, its loading too (`DeviceThread.call`): OpenMP keeps a
 pool of threads per calling thread, and with two of them it counts more threads than cores and lets
-each sleep between operations. On a GPU the thread launches a step's kernels and waits once, for the
-sampled tokens; meanwhile the caller holds the interpreter.
+each sleep between operations. (A GPU has `launching.py`.)
 
     caller   | plan N+1 | update N-1 | messages, text |  wait  | plan N+2 | update N ...
     thread   |                   step N                        |      step N+1 ...
@@ -41,6 +40,17 @@ class DeviceThread:
     def do(self, job: Job) -> None:
         """Carry out a function after those before it. It must not raise."""
         self._jobs.put(job)
+
+    def do_when_idle(self, job: Callable[[], bool]) -> None:
+        """Carry out a function again and again, as long as it returns true and nothing else is to
+        be done. It must not raise."""
+        jobs = self._jobs
+
+        def once() -> None:
+            if jobs.empty() and job():
+                jobs.put(once)
+
+        jobs.put(once)
 
     def call(self, function: Callable[[], T]) -> T:
         """What the function returns or raises there. Ctrl-C reaches the caller, who waits."""

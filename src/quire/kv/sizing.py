@@ -24,6 +24,7 @@ class MemoryPlan:
     num_blocks: tuple[int, ...]
     block_size: int
     max_model_len: int
+    graph_bytes: int = 0  # of recorded steps, on a GPU
 
     @property
     def num_slots(self) -> int:
@@ -33,11 +34,12 @@ class MemoryPlan:
     def describe(self) -> str:
         """One line for the log."""
         fits = self.num_slots / self.max_model_len
+        graphs = f"graphs {self.graph_bytes / MIB:,.0f} MiB, " if self.graph_bytes else ""
         return (
             f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
-            f"{self.workspace_bytes / MIB:,.0f} MiB, KV pool {self.pool_bytes / MIB:,.0f} MiB = "
-            f"{self.num_slots:,} tokens in {max(self.num_blocks):,} blocks of {self.block_size}"
-            f" ({fits:.1f} sequences of {self.max_model_len:,})"
+            f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}KV pool "
+            f"{self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
+            f" {max(self.num_blocks):,} blocks of {self.block_size} ({fits:.1f} sequences of {self.max_model_len:,})"
         )
 
 

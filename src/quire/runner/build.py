@@ -1,6 +1,5 @@
 """From a configuration to a runner: load, plan memory, allocate."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,11 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.base.config import AUTO_LENGTH, EngineConfig
-from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec, load_spec
-from quire.base.plan import BlockWrites, Plan, RowStart
-from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.formats import weight_formats
 from quire.models.loading import load_model
@@ -22,15 +19,11 @@ from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.runner.derive import derive_config
-from quire.runner.memory import (
-    available_cpu_bytes,
-    block_bytes_of,
-    gpu_pool_budget,
-    make_plan,
-    plan_cpu_memory,
-)
+from quire.runner.launched import Runner
+from quire.runner.memory import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
+from quire.runner.profile import plan_gpu_memory, with_length
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
@@ -44,7 +37,7 @@ Progress = Callable[[int, int], None]
 class BuiltRunner:
     """A runner and what it was made from. config: with all derived values filled in."""
 
-    runner: ModelRunner
+    runner: Runner
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
@@ -93,10 +86,18 @@ def build_runner(
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, model_bytes(model), free)
     else:
-        memory = _plan_gpu_memory(config, spec, dtype, device, model)
-    config = _with_length(config, memory.max_model_len)
+
+        def make(config: EngineConfig, num_blocks: tuple[int, ...]) -> Runner:
+            return _assemble(config, spec, dtype, device, model, num_blocks)
+
+        memory = plan_gpu_memory(config, spec, device, model_bytes(model), make)
+    config = with_length(config, memory.max_model_len)
     host = _host_tier(config, spec, device, memory)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host)
+    if runner.launches:
+        from quire.runner.gpu.assemble import record_graphs
+
+        record_graphs(runner, config, repr(spec))
     block_bytes = block_bytes_of(config, spec)[0]
     rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
@@ -135,9 +136,7 @@ def _host_tier(
     return limits if all(limits) else None
 
 
-def copy_rate(
-    runner: ModelRunner, device: torch.device, block_bytes: int, num_blocks: int
-) -> float:
+def copy_rate(runner: Runner, device: torch.device, block_bytes: int, num_blocks: int) -> float:
     """Bytes per second of swapping some blocks out, the second time; host memory is taken first."""
     num = min(num_blocks, MEASURED_BLOCKS)
     blocks = np.arange(num, dtype=np.int32)
@@ -154,11 +153,6 @@ def copy_rate(
     return num * block_bytes / max(seconds[-1], 1e-9)
 
 
-def _with_length(config: EngineConfig, length: int) -> EngineConfig:
-    model = dataclasses.replace(config.model, max_model_len=length)
-    return dataclasses.replace(config, model=model)
-
-
 def _assemble(
     config: EngineConfig,
     spec: ModelSpec,
@@ -167,7 +161,7 @@ def _assemble(
     model: DecoderModel,
     num_blocks: tuple[int, ...],
     host_limits: tuple[int, ...] | None = None,
-) -> ModelRunner:
+) -> Runner:
     cache = config.cache
     limits = host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
@@ -175,67 +169,11 @@ def _assemble(
     layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length
-    rows = DeviceRows(num_rows, length, len(spec.cache_groups), config.cache.block_size, device)
-    sampler = Sampler(num_rows, spec.vocab_size, device)
     backend = make_backend(config.attention_backend, layout)
+    sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
+    if backend.name == "triton":
+        from quire.runner.gpu.assemble import assemble  # Triton is imported where it is used
+
+        return assemble(config, model, backend, sizes, spec.vocab_size, device)
+    rows, sampler = DeviceRows(*sizes, device), Sampler(num_rows, spec.vocab_size, device)
     return ModelRunner(native_or_same(model, backend), backend, rows, sampler)
-
-
-def _plan_gpu_memory(
-    config: EngineConfig,
-    spec: ModelSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    model: torch.nn.Module,
-) -> MemoryPlan:
-    """Run the largest step once and see what it takes; the pool gets what is left of our share."""
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    is_auto = config.model.max_model_len == AUTO_LENGTH
-    largest = _with_length(config, spec.max_position) if is_auto else config
-    try:
-        plan, num_blocks = worst_case_plan(largest, len(spec.cache_groups), spec.vocab_size)
-        _assemble(largest, spec, dtype, device, model, num_blocks).run(plan)
-    except torch.cuda.OutOfMemoryError as error:
-        raise OutOfMemory(
-            f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit beside the "
-            "weights; lower max_num_batched_tokens or max_num_seqs."
-        ) from error
-    workspace = torch.cuda.max_memory_allocated(device) - before
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    used = total - free  # by this process and all others
-    budget = gpu_pool_budget(total, config.cache.gpu_memory_utilization, used, workspace)
-    return make_plan(config, spec, model_bytes(model), workspace, max(0, budget), total)
-
-
-def worst_case_plan(
-    config: EngineConfig, num_groups: int, vocab_size: int
-) -> tuple[Plan, tuple[int, ...]]:
-    """A step of max_num_batched_tokens tokens in which as many rows as possible sample with every
-    filter on; and the pool that it needs. All rows write the same blocks: harmless here."""
-    scheduler, size = config.scheduler, config.cache.block_size
-    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    assert config.model.max_model_len
-    num_rows = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-    share = min(scheduler.max_num_batched_tokens // num_rows, config.model.max_model_len - 1)
-    params = SamplingParams(top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-    tokens = np.arange(share, dtype=np.int32) % vocab_size
-    starts = tuple(RowStart(r, tokens, 0, share, params, seed=r) for r in range(num_rows))
-    num_blocks = -(-share // size)
-    group, row, index = np.meshgrid(
-        np.arange(num_groups), np.arange(num_rows), np.arange(num_blocks), indexing="ij"
-    )
-    columns = [a.ravel().astype(np.int32) for a in (group, row, index, index)]
-    rows = np.arange(num_rows, dtype=np.int32)
-    plan = Plan(
-        step_id=-1,
-        rows=rows,
-        num_tokens=np.full(num_rows, share, np.int32),
-        computed_bound=np.zeros(num_rows, np.int32),
-        sample_rows=rows,
-        num_candidates=np.full(num_rows, -1, np.int32),
-        started=starts,
-        block_writes=BlockWrites(*columns),
-    )
-    return plan, (num_blocks,) * num_groups

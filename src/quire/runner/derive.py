@@ -40,6 +40,11 @@ def cpu_flags() -> set[str]:
     return {flag for line in text.splitlines() if ":" in line for flag in line.split()}
 
 
+def default_depth(device: str) -> int:
+    """Plans in flight. On a CPU planning takes the cores that compute."""
+    return 1 if device == "cpu" else 2
+
+
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
     """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
     memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
@@ -57,6 +62,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
         config.scheduler,
         max_num_seqs=config.scheduler.max_num_seqs or (CPU_SEQS if on_cpu else GPU_SEQS),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or budget,
+        pipeline_depth=config.scheduler.pipeline_depth or default_depth(device),
     )
     model = dataclasses.replace(config.model, max_model_len=length, dtype=dtype)
     return dataclasses.replace(config, model=model, scheduler=scheduler, device=device)

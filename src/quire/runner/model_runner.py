@@ -10,9 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from quire.base.config import EngineConfig
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.select_rows import select_rows
+from quire.runner.launched import Finished, Pending
 from quire.runner.rows import DeviceRows, Int64
 from quire.runner.sampler import SampledTokens, Sampler
 
@@ -31,6 +33,8 @@ class DecoderModel(Protocol):
 
 class ModelRunner:
     """Rows, model, attention backend and sampler of one device."""
+
+    launches = False
 
     def __init__(
         self,
@@ -65,6 +69,16 @@ class ModelRunner:
         # Last: until here everything can be done again.
         self.rows.advance(plan, sampled.token_ids_N, lengths_N)
         return result
+
+    def launch(self, plan: Plan) -> Pending:
+        """Carry out one plan, and have its result ready."""
+        return Finished(self.run(plan))
+
+    def idle(self) -> bool:
+        return False
+
+    def graph_bytes(self, config: EngineConfig) -> int:
+        return 0
 
     def _start_and_release(self, plan: Plan) -> None:
         if len(plan.released):

@@ -20,14 +20,15 @@ from quire.ops.penalties import apply_penalties
 from quire.ops.sampling import choose
 from quire.ops.top_k import arg_max
 from quire.runner.logit_edits import apply_edits
-from quire.runner.sampling_rows import ALL_LOGPROBS, SamplingRows
+from quire.runner.sampling_facts import ALL_LOGPROBS
+from quire.runner.sampling_rows import SamplingRows
 
 Rows = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
-_NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
-_NOTHING_LEFT = (
+NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
+NOTHING_LEFT = (
     "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
     " min_tokens and logit_bias together leave no token."
 )
@@ -51,8 +52,7 @@ class SampledTokens:
         """What went wrong, for the rows that have no token to choose."""
         failed = self.rows[~self.is_valid_N.cpu().numpy()]
         return {
-            row: _NOTHING_LEFT if row in self.edited_rows else _NOT_FINITE
-            for row in failed.tolist()
+            row: NOTHING_LEFT if row in self.edited_rows else NOT_FINITE for row in failed.tolist()
         }
 
     @property
@@ -60,7 +60,7 @@ class SampledTokens:
         """Log-probabilities of the rows that asked for them and have no error."""
         found: dict[int, Candidates] = {}
         for rows, counts, result in self.logprobs:
-            found.update(zip(rows.tolist(), _to_candidates(result, counts), strict=True))
+            found.update(zip(rows.tolist(), to_candidates(result, counts), strict=True))
         failed = self.row_errors if found else {}
         return {row: item for row, item in found.items() if row not in failed}
 
@@ -106,7 +106,7 @@ class Sampler:
         is_valid_N = values_N.isfinite()
         ids_N = self._choose(edited_NV, best_N, rows, positions)
         ids_N = torch.where(is_valid_N, ids_N, 0)
-        edited = rows[self._rows.has_edits[rows]]
+        edited = rows[self._rows.facts.has_edits[rows]]
         return SampledTokens(
             rows,
             ids_N,
@@ -122,7 +122,7 @@ class Sampler:
         count = self.vocab_size if num == ALL_LOGPROBS else num
         logits_TV = logits_TV.float().contiguous()
         result = token_logprobs(logits_TV, target_ids_T.to(self.device).long(), count)
-        return _to_candidates(result, np.full(len(logits_TV), count))
+        return to_candidates(result, np.full(len(logits_TV), count))
 
     def _index(self, indices: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(indices.astype(np.int64)).to(self.device)
@@ -136,8 +136,8 @@ class Sampler:
         prompt_lens: Int64,
     ) -> torch.Tensor:
         """Masks, biases and penalties, on a copy; the raw logits if no row has any."""
-        edited = np.flatnonzero(self._rows.has_edits[rows])
-        penalised = np.flatnonzero(self._rows.has_penalties[rows])
+        edited = np.flatnonzero(self._rows.facts.has_edits[rows])
+        penalised = np.flatnonzero(self._rows.facts.has_penalties[rows])
         if len(edited) == 0 and len(penalised) == 0:
             return raw_NV
         logits_NV = raw_NV.clone()
@@ -173,10 +173,10 @@ class Sampler:
         self, logits_NV: torch.Tensor, best_N: torch.Tensor, rows: Rows, positions: Int64
     ) -> torch.Tensor:
         """The greedy choice, with that of the rows that sample written over it."""
-        is_random = ~self._rows.is_greedy[rows]
+        is_random = ~self._rows.facts.is_greedy[rows]
         if not is_random.any():
             return best_N
-        has_filter = self._rows.has_filter[rows]
+        has_filter = self._rows.facts.has_filter[rows]
         ids_N = best_N.clone()
         for which in np.flatnonzero(is_random & ~has_filter), np.flatnonzero(has_filter):
             if len(which) > 0:
@@ -192,9 +192,9 @@ class Sampler:
         some_NV = logits_NV if len(which) == len(rows) else logits_NV[index]
         temperatures_N = self._rows.floats("temperature", at_rows)
         streams = self._rows.streams(at_rows, self._index(positions[which]))
-        if not self._rows.has_filter[rows[which[0]]]:
+        if not self._rows.facts.has_filter[rows[which[0]]]:
             return index, choose(some_NV, temperatures_N, streams)
-        top_k = self._rows.top_k[rows[which]]
+        top_k = self._rows.facts.top_k[rows[which]]
         largest_k = int(top_k.max()) if (top_k > 0).all() else None
         filters = self._rows.filters(at_rows)
         return index, choose(some_NV, temperatures_N, streams, filters, largest_k)
@@ -203,7 +203,7 @@ class Sampler:
         self, raw_NV: torch.Tensor, ids_N: torch.Tensor, rows: Rows
     ) -> list[tuple[Rows, Int64, TokenLogprobs]]:
         """Rows with few candidates share one pass; those that want the vocabulary another one."""
-        wanted = self._rows.num_logprobs[rows]
+        wanted = self._rows.facts.num_logprobs[rows]
         found = []
         for is_in_part in wanted >= 0, wanted == ALL_LOGPROBS:
             which = np.flatnonzero(is_in_part)
@@ -216,7 +216,7 @@ class Sampler:
         return found
 
 
-def _to_candidates(result: TokenLogprobs, counts: Int64) -> list[Candidates]:
+def to_candidates(result: TokenLogprobs, counts: Int64) -> list[Candidates]:
     """Copies to the host. counts: how many candidates each row asked for, beside its own token."""
     ids = result.token_ids.to(torch.int32).cpu().numpy()
     logprobs = result.logprobs.cpu().numpy()

@@ -1,7 +1,5 @@
-"""What each row needs for sampling, as arrays indexed by row: written when a row starts.
+"""What each row samples with, as columns on the device indexed by row: written when a row starts.
 
-On the host numpy arrays say which rows need which work, so that a step without penalties, masks or
-log-probabilities does nothing per row. On the device the same numbers stand as tensors.
 Shape legend: R rows of the engine, N sampling rows of a step, W bad words, L longest of them.
 """
 
@@ -14,11 +12,9 @@ import torch
 from quire.base.plan import RowStart
 from quire.ops.penalties import Penalties
 from quire.ops.sampling import Filters, Streams
+from quire.runner.sampling_facts import SamplingFacts, has_least_length
 
 Rows = npt.NDArray[np.int32]
-
-NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
-ALL_LOGPROBS = -1
 
 # Column -> value of a row that asks for nothing.
 _FLOATS = {
@@ -54,16 +50,11 @@ class LogitEdits:
 
 
 class SamplingRows:
-    """The arrays. A row's entries are only meaningful between `start` and `release`."""
+    """The columns. A row's entries are only meaningful between `start` and `release`."""
 
     def __init__(self, max_num_rows: int, device: torch.device) -> None:
         self.device = device
-        self.is_greedy = np.ones(max_num_rows, bool)
-        self.has_filter = np.zeros(max_num_rows, bool)
-        self.has_penalties = np.zeros(max_num_rows, bool)
-        self.has_edits = np.zeros(max_num_rows, bool)
-        self.top_k = np.zeros(max_num_rows, np.int64)
-        self.num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
+        self.facts = SamplingFacts(max_num_rows)
         self.edits: dict[int, LogitEdits] = {}
         self._floats = {
             name: torch.full((max_num_rows,), value, dtype=torch.float32, device=device)
@@ -74,44 +65,24 @@ class SamplingRows:
             for name, value in _INTS.items()
         }
 
-    @property
-    def _host_arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        return (
-            self.is_greedy,
-            self.has_filter,
-            self.has_penalties,
-            self.has_edits,
-            self.top_k,
-            self.num_logprobs,
-        )
-
     def start(self, start: RowStart) -> None:
         """Write what the row needs; nothing else is written until it is released."""
-        row, params = start.row, start.params
-        self.is_greedy[row] = params.is_greedy
-        has_limits = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self.has_filter[row] = has_limits and not params.is_greedy
-        self.has_penalties[row] = params.has_penalties
-        self.top_k[row] = max(params.top_k, 0)
-        self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        row = start.row
+        self.facts.start(start)
         self.edits.pop(row, None)
-        edits = _edits_of(start, self.device)
-        if edits is not None:
-            self.edits[row] = edits
-        self.has_edits[row] = edits is not None
+        if self.facts.has_edits[row]:
+            self.edits[row] = _edits_of(start, self.device)
         self._write_columns(start)
 
     def release(self, rows: Rows) -> None:
         """Forget rows; what they held on the device stays until they start again."""
-        self.has_edits[rows] = False
-        self.num_logprobs[rows] = NO_LOGPROBS
+        self.facts.release(rows)
         for row in rows.tolist():
             self.edits.pop(row, None)
 
     def copy(self, parent: int, child: int, sample_index: int | None) -> None:
         """A fork: the child samples as its parent, from noise of its own if it has an index."""
-        for array in self._host_arrays:
-            array[child] = array[parent]
+        self.facts.copy(parent, child)
         for column in (*self._floats.values(), *self._ints.values()):
             column[child] = column[parent]
         if sample_index is not None:
@@ -158,12 +129,10 @@ class SamplingRows:
             column[start.row] = integer
 
 
-def _edits_of(start: RowStart, device: torch.device) -> LogitEdits | None:
+def _edits_of(start: RowStart, device: torch.device) -> LogitEdits:
     params = start.params
-    has_min_tokens = params.min_tokens > 0 and len(start.stop_token_ids) > 0
+    has_min_tokens = has_least_length(start)
     bias = params.logit_bias
-    if not (params.allowed_token_ids or start.bad_words_token_ids or has_min_tokens or bias):
-        return None
 
     def ids(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)

@@ -68,7 +68,7 @@ class Scheduler:
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         self.kv = kv
-        self.depth = config.pipeline_depth
+        self.depth = config.pipeline_depth or 1
         self.token_budget = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         num_blocks = min(pool.num_blocks for pool in kv.pools)

@@ -37,7 +37,6 @@ def _ignored(reason: str, is_switch: bool = False) -> ForeignSetting:
 
 FOREIGN: dict[str, ForeignSetting] = {
     # What is so anyway.
-    "enforce_eager": _ignored("there are no CUDA graphs", is_switch=True),
     "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
     "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
     "enable_log_requests": _switch("requests are not logged", False),
@@ -49,10 +48,10 @@ FOREIGN: dict[str, ForeignSetting] = {
     "disable_custom_all_reduce": _ignored("there is one device", is_switch=True),
     "uvicorn_log_level": _ignored("--log-level is for everything"),
     "disable_uvicorn_access_log": _ignored("there is no access log", is_switch=True),
-    "compilation_config": _ignored("models are not compiled"),
-    "optimization_level": _ignored("models are not compiled"),
-    "cudagraph_capture_sizes": _ignored("there are no CUDA graphs"),
-    "max_seq_len_to_capture": _ignored("there are no CUDA graphs"),
+    "compilation_config": _ignored("--compilation says how steps are recorded"),
+    "optimization_level": _ignored("--compilation says how steps are recorded"),
+    "cudagraph_capture_sizes": _ignored("sizes are recorded as they are used"),
+    "max_seq_len_to_capture": _ignored("graphs are for every length"),
     "max_parallel_loading_workers": _ignored("weights are mapped from their files"),
     "limit_mm_per_prompt": _ignored("prompts are text"),
     "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),

@@ -26,6 +26,7 @@ _BLOCK = 128
 
 # Columns of a row's span: where its lists begin among the entries, and how many there are.
 _ALLOWED, _WORDS, _STOPS, _BIASES, _MIN_TOKENS, _LONGEST, _SPAN = 0, 2, 4, 6, 8, 9, 10
+LIST_COLUMNS = _ALLOWED, _WORDS, _STOPS, _BIASES  # hold places in the table
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 

@@ -1,16 +1,17 @@
-"""The rows' state on a GPU: deltas in, a step's inputs out, counters on. One launch for each.
+"""What a step reads of the rows' state on a GPU, and what it changes at its end: a launch each.
 
 Sizes of tensors and of grids are those of the largest step, and how much of it is there stands in
-device memory, where a copy from pinned memory put it: the host waits for nothing, and all three
-launches can be captured in a CUDA graph. A step is
+device memory, where `row_deltas.receive` put it: the host waits for nothing, and both launches can
+be captured in a CUDA graph. A step is
 
-    apply_deltas  ->  gather_step  ->  forward pass, sampling  ->  advance
+    receive  ->  gather_step  ->  forward pass, sampling  ->  advance
 
 Expected on an H200: 3 to 6 us each, the time of a launch and of three or four loads that wait for
 each other. Bytes do not count: tables of 256 rows with 2560 blocks are 2.6 MB, 1.2 us.
 
-Shape legend: R rows, M tokens a row can hold, S the most scheduled rows, T the most tokens of a
-step, G cache groups, L blocks of the longest context, N the most sampling rows, W the most deltas.
+Shape legend: R rows, M tokens a row can hold, S the most scheduled rows and the most sampling rows,
+T the most tokens of a step, G cache groups, L blocks of the longest context, Q result slots,
+C columns of what rows sample with.
 """
 
 from dataclasses import dataclass
@@ -24,39 +25,67 @@ from quire.ops.step_inputs import StepInputs
 
 BLOCK = 512  # tokens, or table entries, of a program at a time
 MOST_CHUNKS = 8  # programs of a row
-DELTAS = 128  # of a program at a time
-LATER = 32  # with which they are compared at a time
-DELTA_PROGRAMS = 32
 ADVANCED = 128  # rows of a program, one for each thread
 
-# In a delta's first column instead of a cache group.
-COMPUTED = tl.constexpr(-1)
-TOKEN = tl.constexpr(-2)
+# Words of an inbox before its lists, and what stands in them.
+HEADER = 8
+NUM_ROWS, NUM_SAMPLES, RESULT_SLOT = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class RowTensors:
     """The state of `quire.ops.step_inputs.RowState`, with the block tables of all cache groups in
-    one tensor [G, R, L]: tokens_RM int32, computed_R int64, tables_GRL int32, all contiguous."""
+    one tensor [G, R, L]: tokens_RM int32, computed_R int64, tables_GRL int32. And what rows sample
+    with, a column each: narrow_CR of 32 bits (int32, or float32 by its bits), wide_CR int64.
+    prompt_column: the one of wide_CR that holds the number of prompt tokens. All contiguous."""
 
     tokens_RM: torch.Tensor
     computed_R: torch.Tensor
     tables_GRL: torch.Tensor
+    narrow_CR: torch.Tensor
+    wide_CR: torch.Tensor
     block_size: int
+    prompt_column: int = 0
 
     def __post_init__(self) -> None:
-        for values in (self.tokens_RM, self.computed_R, self.tables_GRL):
+        tensors = self.tokens_RM, self.computed_R, self.tables_GRL, self.narrow_CR, self.wide_CR
+        for values in tensors:
             assert values.is_contiguous(), f"needs contiguous rows, got {values.stride()}"
 
 
 @dataclass(frozen=True)
-class Scheduled:
-    """What a step serves: rows_S and num_tokens_S, int32, of which the first count_1 (int32) are
-    valid. No row stands there twice. All of it on the device, the columns contiguous."""
+class Inbox:
+    """What a step serves, on the device: words, int32.
 
-    rows_S: torch.Tensor
-    num_tokens_S: torch.Tensor
-    count_1: torch.Tensor
+    [HEADER words | S rows | S numbers of tokens | S pairs of a sampling row and the index among the
+    scheduled rows of the one whose logits it uses: its own, or its parent's if this step forks it].
+    The header says how many rows and pairs are valid. No row stands twice among the rows.
+    """
+
+    words: torch.Tensor
+    max_rows: int
+
+    @classmethod
+    def empty(cls, max_rows: int, device: torch.device) -> "Inbox":
+        """Of a step without rows."""
+        size = inbox_words(max_rows)
+        return cls(torch.zeros(size, dtype=torch.int32, device=device), max_rows)
+
+
+def inbox_words(max_rows: int) -> int:
+    """The size of an inbox."""
+    return HEADER + 4 * max_rows
+
+
+@dataclass(frozen=True)
+class SampleInputs:
+    """Of each sampling row, int64 [S]: its row, the place of its logits' token in the step, how
+    many of its tokens are known, and how many of these are its prompt."""
+
+    rows: torch.Tensor
+    last: torch.Tensor
+    lengths: torch.Tensor
+    prompt_lens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -69,6 +98,7 @@ class StepBuffers:
     context_lens_S: torch.Tensor  # int32
     slots_GT: torch.Tensor  # int64
     block_tables_GSL: torch.Tensor  # int32
+    samples_4S: torch.Tensor  # int64
 
     @classmethod
     def empty(
@@ -80,6 +110,7 @@ class StepBuffers:
             return torch.empty(shape, dtype=dtype, device=device)
 
         return cls(
+            samples_4S=make(torch.int64, 4, max_rows),
             ids_T=make(torch.int64, max_tokens),
             positions_T=make(torch.int64, max_tokens),
             query_starts_S1=make(torch.int32, max_rows + 1),
@@ -100,29 +131,35 @@ class StepBuffers:
             tuple(self.block_tables_GSL.unbind()),
         )
 
+    def first_samples(self, num: int) -> SampleInputs:
+        """Views of the first places for sampling rows."""
+        return SampleInputs(*self.samples_4S[:, :num].unbind())
+
 
 @triton.jit
 def _gather_kernel(
     tokens_ptr,
     computed_ptr,
     tables_ptr,
-    rows_ptr,
-    num_tokens_ptr,
-    count_ptr,
+    prompt_lens_ptr,
+    inbox_ptr,
     ids_ptr,
     positions_ptr,
     starts_ptr,
     contexts_ptr,
     slots_ptr,
     step_tables_ptr,
+    samples_ptr,
     token_stride,
     table_group,  # entries from one group's tables to the next
     table_stride,
+    inbox_rows,
     max_tokens,
     max_rows,
     longest,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HEADER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -130,9 +167,12 @@ def _gather_kernel(
     s = tl.program_id(0)
     first = tl.program_id(1) * BLOCK
     step = tl.num_programs(1) * BLOCK
-    count = tl.load(count_ptr)
+    count = tl.load(inbox_ptr)
+    rows_ptr = inbox_ptr + HEADER
+    num_tokens_ptr = rows_ptr + inbox_rows
     at = tl.arange(0, ROWS)
-    start = tl.sum(tl.load(num_tokens_ptr + at, mask=(at < s) & (at < count), other=0), axis=0)
+    counts = tl.load(num_tokens_ptr + at, mask=at < count, other=0)
+    start = tl.sum(tl.where(at < s, counts, 0), axis=0)
     is_row = s < count
     row = tl.load(rows_ptr + s, mask=is_row, other=0).to(tl.int64)
     num_tokens = tl.load(num_tokens_ptr + s, mask=is_row, other=0)
@@ -141,6 +181,20 @@ def _gather_kernel(
     if first == 0:
         tl.store(starts_ptr + s, start)
         tl.store(contexts_ptr + s, context, mask=s < max_rows)
+        if s < max_rows:
+            pair_ptr = num_tokens_ptr + inbox_rows + 2 * s
+            is_sample = s < tl.load(inbox_ptr + 1)
+            sampling = tl.load(pair_ptr, mask=is_sample, other=0).to(tl.int64)
+            source = tl.load(pair_ptr + 1, mask=is_sample, other=0)
+            behind = tl.sum(tl.where(at <= source, counts, 0), axis=0)
+            its_row = tl.load(rows_ptr + source, mask=is_sample, other=0).to(tl.int64)
+            length = tl.load(computed_ptr + its_row, mask=is_sample, other=0)
+            length += tl.load(num_tokens_ptr + source, mask=is_sample, other=0)
+            prompt_len = tl.load(prompt_lens_ptr + sampling, mask=is_sample, other=0)
+            tl.store(samples_ptr + s, sampling)
+            tl.store(samples_ptr + max_rows + s, tl.where(is_sample, behind - 1, 0).to(tl.int64))
+            tl.store(samples_ptr + 2 * max_rows + s, length)
+            tl.store(samples_ptr + 3 * max_rows + s, prompt_len)
     row_tables_ptr = tables_ptr + row * table_stride
     for i in range(first, num_tokens, step):
         index = i + tl.arange(0, BLOCK)
@@ -174,38 +228,42 @@ def _gather_kernel(
                 tl.store(slots_ptr + g * max_tokens + index, nothing - 1, mask=index < max_tokens)
 
 
-def gather_step(state: RowTensors, scheduled: Scheduled, out: StepBuffers) -> StepInputs:
-    """As `quire.ops.step_inputs.gather_step`, of as many rows as there are, in buffers for more.
+def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs:
+    """As `quire.ops.step_inputs.gather_step`, of as many rows as there are, in buffers for more;
+    and its sampling rows (`StepBuffers.first_samples`).
 
     Tokens behind the last have id 0, position 0 and slot -1; rows behind the last have no tokens
-    and an empty context. Table entries behind a row's context are -1.
+    and an empty context. Table entries behind a row's context are -1. Sampling rows behind the last
+    are row 0, with place 0 and length 0. The buffers may be smaller than the inbox, if the step is.
     """
     max_rows, longest = out.block_tables_GSL.shape[1:]
     max_tokens = len(out.ids_T)
-    assert len(scheduled.rows_S) == len(scheduled.num_tokens_S) == max_rows, "buffers of one size"
+    assert max_rows <= inbox.max_rows, "the inbox is too small"
     assert longest <= state.tables_GRL.shape[2], "the rows' tables are shorter than the step's"
     num_chunks = min(MOST_CHUNKS, triton.cdiv(max(max_tokens, longest, 1), BLOCK))
     _gather_kernel[(max_rows + 1, num_chunks)](
         state.tokens_RM,
         state.computed_R,
         state.tables_GRL,
-        scheduled.rows_S,
-        scheduled.num_tokens_S,
-        scheduled.count_1,
+        state.wide_CR[state.prompt_column],
+        inbox.words,
         out.ids_T,
         out.positions_T,
         out.query_starts_S1,
         out.context_lens_S,
         out.slots_GT,
         out.block_tables_GSL,
+        out.samples_4S,
         state.tokens_RM.stride(0),
         state.tables_GRL.stride(0),
         state.tables_GRL.stride(1),
+        inbox.max_rows,
         max_tokens,
         max_rows,
         longest,
         NUM_GROUPS=len(out.slots_GT),
         BLOCK_SIZE=state.block_size,
+        HEADER=HEADER,
         ROWS=next_power_of_2(max_rows),
         BLOCK=BLOCK,
     )
@@ -213,145 +271,84 @@ def gather_step(state: RowTensors, scheduled: Scheduled, out: StepBuffers) -> St
 
 
 @triton.jit
-def _keys(deltas_ptr, at, inside):
-    """The places that deltas write to, as numbers: 7 bits of group, 25 of row, 31 of index."""
-    group = tl.load(deltas_ptr + 4 * at, mask=inside, other=0).to(tl.int64)
-    row = tl.load(deltas_ptr + 4 * at + 1, mask=inside, other=0).to(tl.int64)
-    index = tl.load(deltas_ptr + 4 * at + 2, mask=inside, other=0).to(tl.int64)
-    key = (group + 2) * (1 << 56) + row * (1 << 31) + index
-    return group, row, index, tl.where(inside, key, -1)
-
-
-@triton.jit
-def _deltas_kernel(
-    deltas_ptr,
-    count_ptr,
-    tokens_ptr,
-    computed_ptr,
-    tables_ptr,
-    token_stride,
-    table_group,
-    table_stride,
-    DELTAS: tl.constexpr,
-    LATER: tl.constexpr,
-):
-    count = tl.load(count_ptr)
-    for first in range(tl.program_id(0) * DELTAS, count, tl.num_programs(0) * DELTAS):
-        at = first + tl.arange(0, DELTAS)
-        inside = at < count
-        group, row, index, key = _keys(deltas_ptr, at, inside)
-        # Of several deltas for one place the last counts: it alone is written.
-        num_later = tl.zeros([DELTAS], dtype=tl.int32)
-        for other in range(first, count, LATER):
-            later = other + tl.arange(0, LATER)
-            _, _, _, later_key = _keys(deltas_ptr, later, later < count)
-            hides = (key[:, None] == later_key[None, :]) & (at[:, None] < later[None, :])
-            num_later += tl.sum(hides.to(tl.int32), axis=1)
-        inside = inside & (num_later == 0)
-        value = tl.load(deltas_ptr + 4 * at + 3, mask=inside, other=0)
-        entry = tables_ptr + group * table_group + row * table_stride + index
-        tl.store(entry, value, mask=inside & (group >= 0))
-        tl.store(computed_ptr + row, value.to(tl.int64), mask=inside & (group == COMPUTED))
-        tl.store(tokens_ptr + row * token_stride + index, value, mask=inside & (group == TOKEN))
-
-
-def apply_deltas(state: RowTensors, deltas_W4: torch.Tensor, count_1: torch.Tensor) -> None:
-    """Write the first count_1 deltas (int32, in device memory) to the rows, the last one of those
-    for one place.
-
-    deltas: int32, contiguous, (group, row, index, value): a block id of a table; with the group
-    COMPUTED (index 0) a row's computed tokens, with TOKEN the token at a position. Prompts are
-    better copied as they are.
-    """
-    assert deltas_W4.is_contiguous() and deltas_W4.dtype == torch.int32
-    num_programs = min(DELTA_PROGRAMS, triton.cdiv(len(deltas_W4), DELTAS))
-    if num_programs == 0:
-        return
-    _deltas_kernel[(num_programs,)](
-        deltas_W4,
-        count_1,
-        state.tokens_RM,
-        state.computed_R,
-        state.tables_GRL,
-        state.tokens_RM.stride(0),
-        state.tables_GRL.stride(0),
-        state.tables_GRL.stride(1),
-        DELTAS=DELTAS,
-        LATER=LATER,
-    )
-
-
-@triton.jit
 def _advance_kernel(
     tokens_ptr,
     computed_ptr,
-    rows_ptr,
-    count_ptr,
+    inbox_ptr,
     contexts_ptr,
-    samples_ptr,
-    num_samples_ptr,
     ids_ptr,
+    is_valid_ptr,
+    results_ptr,
     token_stride,
     max_len,
+    inbox_rows,
+    max_rows,
+    HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = at < tl.load(count_ptr)
-    row = tl.load(rows_ptr + at, mask=is_row, other=0).to(tl.int64)
+    is_row = (at < tl.load(inbox_ptr)) & (at < max_rows)
+    row = tl.load(inbox_ptr + HEADER + at, mask=is_row, other=0).to(tl.int64)
     context = tl.load(contexts_ptr + at, mask=is_row, other=0)
     tl.store(computed_ptr + row, context.to(tl.int64), mask=is_row)
 
-    is_sample = at < tl.load(num_samples_ptr)
-    row = tl.load(samples_ptr + 2 * at, mask=is_sample, other=0).to(tl.int64)
-    source = tl.load(samples_ptr + 2 * at + 1, mask=is_sample, other=0)
+    is_sample = (at < tl.load(inbox_ptr + 1)) & (at < max_rows)
+    pair_ptr = inbox_ptr + HEADER + 2 * inbox_rows + 2 * at
+    row = tl.load(pair_ptr, mask=is_sample, other=0).to(tl.int64)
+    source = tl.load(pair_ptr + 1, mask=is_sample, other=0)
     length = tl.load(contexts_ptr + source, mask=is_sample, other=0)
     token = tl.load(ids_ptr + at, mask=is_sample, other=0).to(tl.int32)
+    is_valid = tl.load(is_valid_ptr + at, mask=is_sample, other=0) != 0
+    token = tl.where(is_valid, token, 0)
     tl.store(tokens_ptr + row * token_stride + length, token, mask=is_sample & (length < max_len))
     # A row that was forked in this step has computed what its source has; to another this is what
     # was stored above.
     tl.store(computed_ptr + row, length.to(tl.int64), mask=is_sample)
+    slot = tl.load(inbox_ptr + 2).to(tl.int64)
+    tl.store(results_ptr + slot * inbox_rows + at, tl.where(is_valid, token, -1), mask=is_sample)
 
 
 def advance(
     state: RowTensors,
-    scheduled: Scheduled,
+    inbox: Inbox,
     context_lens_S: torch.Tensor,
-    samples_N2: torch.Tensor,
-    num_samples_1: torch.Tensor,
     token_ids_N: torch.Tensor,
+    is_valid_N: torch.Tensor,
+    results_QS: torch.Tensor,
 ) -> None:
     """Store the sampled tokens behind their rows' last token and move the counters, as
-    `DeviceRows.advance` does. A second time it changes nothing.
+    `DeviceRows.advance` does, and leave the tokens in the inbox's result slot. A second time it
+    changes nothing.
 
-    context_lens: of gather_step, for this step. samples: int32, contiguous, the first num_samples_1
-    (int32) of them (row, index among the scheduled rows of the one whose logits it used): the
-    row's own, or for a row that this step forked its parent's. token_ids: int64 or int32.
+    context_lens: of gather_step, for this step. token_ids: int64 or int32, of at least as many rows
+    as sample; is_valid: bool, whether there was a token to choose; a row without one gets token 0,
+    and -1 as its result. results: int32, contiguous, as wide as the inbox has rows.
     """
-    most = max(len(scheduled.rows_S), len(samples_N2))
-    assert len(token_ids_N) == len(samples_N2), "one token for each sampling row"
-    assert samples_N2.is_contiguous() and samples_N2.dtype == torch.int32
-    if most == 0:
-        return
-    _advance_kernel[(triton.cdiv(most, ADVANCED),)](
+    max_rows = len(context_lens_S)
+    assert len(token_ids_N) == len(is_valid_N) <= max_rows, "one token for each sampling row"
+    assert results_QS.shape[1] == inbox.max_rows and results_QS.is_contiguous()
+    _advance_kernel[(triton.cdiv(max_rows, ADVANCED),)](
         state.tokens_RM,
         state.computed_R,
-        scheduled.rows_S,
-        scheduled.count_1,
+        inbox.words,
         context_lens_S,
-        samples_N2,
-        num_samples_1,
         token_ids_N,
+        is_valid_N,
+        results_QS,
         state.tokens_RM.stride(0),
         state.tokens_RM.shape[1],
+        inbox.max_rows,
+        max_rows,
+        HEADER=HEADER,
         BLOCK=ADVANCED,
     )
 
 
 _STATE = {"tokens_ptr": "*i32", "computed_ptr": "*i64", "tables_ptr": "*i32"}
 _STRIDES = {"token_stride": "i32", "table_group": "i32", "table_stride": "i32"}
-_SCHEDULED = {"rows_ptr": "*i32", "num_tokens_ptr": "*i32", "count_ptr": "*i32"}
+_SCHEDULED = {"prompt_lens_ptr": "*i64", "inbox_ptr": "*i32", "inbox_rows": "i32"}
 _OUT = {"ids_ptr": "*i64", "positions_ptr": "*i64", "starts_ptr": "*i32", "contexts_ptr": "*i32"}
-_OUT_GROUPS = {"slots_ptr": "*i64", "step_tables_ptr": "*i32"}
+_OUT_GROUPS = {"slots_ptr": "*i64", "step_tables_ptr": "*i32", "samples_ptr": "*i64"}
 _SIZES = {"max_tokens": "i32", "max_rows": "i32", "longest": "i32"}
 
 CONFIGS = [
@@ -359,29 +356,31 @@ CONFIGS = [
         Config(
             _gather_kernel,
             _STATE | _STRIDES | _SCHEDULED | _OUT | _OUT_GROUPS | _SIZES,
-            {"NUM_GROUPS": num_groups, "BLOCK_SIZE": 16, "ROWS": rows, "BLOCK": BLOCK},
+            {
+                "NUM_GROUPS": num_groups,
+                "BLOCK_SIZE": 16,
+                "HEADER": HEADER,
+                "ROWS": rows,
+                "BLOCK": BLOCK,
+            },
         )
         for num_groups, rows in ((1, 1), (1, 256), (2, 1024))
-    ),
-    Config(
-        _deltas_kernel,
-        _STATE | _STRIDES | {"deltas_ptr": "*i32", "count_ptr": "*i32"},
-        {"DELTAS": DELTAS, "LATER": LATER},
     ),
     Config(
         _advance_kernel,
         {
             "tokens_ptr": "*i32",
             "computed_ptr": "*i64",
-            "rows_ptr": "*i32",
-            "count_ptr": "*i32",
+            "inbox_ptr": "*i32",
             "contexts_ptr": "*i32",
-            "samples_ptr": "*i32",
-            "num_samples_ptr": "*i32",
             "ids_ptr": "*i64",
+            "is_valid_ptr": "*i1",
+            "results_ptr": "*i32",
             "token_stride": "i32",
             "max_len": "i32",
+            "inbox_rows": "i32",
+            "max_rows": "i32",
         },
-        {"BLOCK": ADVANCED},
+        {"HEADER": HEADER, "BLOCK": ADVANCED},
     ),
 ]

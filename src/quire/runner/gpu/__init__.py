@@ -1,0 +1,1 @@
+"""Plans on a GPU: the host launches, and never waits."""

@@ -1,0 +1,75 @@
+"""Work recorded as one graph, or in pieces between the calls of attention.
+
+Attention does most of the work of a long context and chooses how to cut it by the step's lengths;
+left out of the graphs it is launched anew each time, and all else is replayed (T 4.6). The pieces
+are found by running the model once: its attention calls end one graph and begin the next.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.ops.attention.base import AttentionBackend
+from quire.runner.gpu.device import Device, Graph
+
+Step = Callable[[AttentionBackend], list[torch.Tensor]]
+
+
+@dataclass
+class Pieces:
+    """Launches, in their order, and what the work returned: memory that each replay fills anew."""
+
+    launches: list[Callable[[], None]] = field(default_factory=list)
+    outputs: Sequence[torch.Tensor] = ()
+
+    def replay(self) -> None:
+        for launch in self.launches:
+            launch()
+
+
+class CutAtAttention:
+    """A backend whose `run` ends a graph, notes the call, and begins the next graph."""
+
+    def __init__(self, inner: AttentionBackend, device: Device, pieces: Pieces) -> None:
+        self._inner, self._device, self._pieces = inner, device, pieces
+        self._graph: Graph | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def begin(self) -> None:
+        self._graph = self._device.begin_capture()
+
+    def end(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            self._device.end_capture(graph)
+            self._pieces.launches.append(graph.replay)
+
+    def run(self, layer: int, q_TNH: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
+        """Attention's result has its place in the memory of graphs, as its queries have."""
+        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        inner = self._inner
+
+        def launch() -> None:
+            inner.run(layer, q_TNH, scale, **options, out_TNH=out_TNH)  # type: ignore[call-arg]
+
+        self.end()
+        self._pieces.launches.append(launch)
+        self.begin()
+        return out_TNH
+
+
+def record(device: Device, backend: AttentionBackend, step: Step, *, in_pieces: bool) -> Pieces:
+    """Record what `step` launches with this backend; nothing of it is done. Raises what the step
+    raises, and OutOfMemoryError."""
+    pieces = Pieces()
+    cutting = CutAtAttention(backend, device, pieces)
+    cutting.begin()
+    try:
+        pieces.outputs = step(cutting if in_pieces else backend)
+    finally:
+        cutting.end()
+    return pieces

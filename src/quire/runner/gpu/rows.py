@@ -1,0 +1,184 @@
+"""The rows' state on a GPU, and what a plan changes of it: packed by the host, done by the device.
+
+State and changes are those of `quire.runner.rows`; the order of a plan is kept: rows started, then
+forked, then the rest. A row that is reused is safe because all work has one order: what a plan
+writes is written after every step before it has ended.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import Plan
+from quire.ops.kernels.row_deltas import COMPUTED, NARROW, copy_rows, receive
+from quire.ops.kernels.step_inputs import Inbox, RowTensors
+from quire.runner.gpu.columns import (
+    NARROW_COLUMNS,
+    PROMPT_COLUMN,
+    empty_columns,
+    start_deltas,
+    wide_deltas,
+)
+from quire.runner.gpu.device import Device
+from quire.runner.gpu.slots import Changes, Filled, SlotRing
+
+Int32 = npt.NDArray[np.int32]
+
+NUM_RESULTS = 8  # steps whose tokens are on their way
+
+
+class GpuRows:
+    """max_num_rows rows of up to max_model_len tokens.
+
+    results_QS: tokens of the last steps, one after the other. prompt_lens: the host's copy.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        max_num_rows: int,
+        max_model_len: int,
+        num_groups: int,
+        block_size: int,
+    ) -> None:
+        self._device = device
+        torch_device = device.device
+        num_blocks = -(-max_model_len // block_size) + 1
+        narrow_CR, wide_CR = empty_columns(max_num_rows, torch_device)
+
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=torch_device)
+
+        self.state = RowTensors(
+            tokens_RM=zeros(torch.int32, max_num_rows, max_model_len),
+            computed_R=zeros(torch.int64, max_num_rows),
+            tables_GRL=zeros(torch.int32, num_groups, max_num_rows, num_blocks),
+            narrow_CR=narrow_CR,
+            wide_CR=wide_CR,
+            block_size=block_size,
+            prompt_column=PROMPT_COLUMN,
+        )
+        self.inbox = Inbox.empty(max_num_rows, torch_device)
+        self.results_QS = zeros(torch.int32, NUM_RESULTS, max_num_rows)
+        self.prompt_lens = np.zeros(max_num_rows, np.int64)
+        self._ring = SlotRing(device, max_num_rows)
+        self._result_slot = 0
+
+    @property
+    def max_num_rows(self) -> int:
+        return len(self.prompt_lens)
+
+    @property
+    def longest(self) -> int:
+        """Blocks of the longest context."""
+        return int(self.state.tables_GRL.shape[2])
+
+    def apply(self, plan: Plan, has_edits: Callable[[int], bool]) -> int:
+        """Pack a plan's changes and launch them; returns the result slot of its step. has_edits: of
+        a row."""
+        changes = Changes()
+        for start in plan.started:
+            self.prompt_lens[start.row] = start.num_prompt_tokens
+            edits = start.row if has_edits(start.row) else -1
+            changes.deltas.append(start_deltas(start, edits))
+            if len(start.token_ids):
+                changes.runs.append((start.row, 0, start.token_ids))
+        if plan.forked:
+            self._send(changes)
+            changes = self._fork(plan, has_edits)
+        self._add_rest(plan, changes)
+        self._result_slot = (self._result_slot + 1) % NUM_RESULTS
+        self._send(changes, plan)
+        return self._result_slot
+
+    def empty_inbox(self) -> None:
+        """A step of no rows comes next: for what is run or recorded without a plan."""
+        self._send(Changes(), Plan(step_id=-1))
+
+    def _fork(self, plan: Plan, has_edits: Callable[[int], bool]) -> Changes:
+        """Launch the copies; returns in what the children differ from their parents."""
+        changes, batch = Changes(), list[tuple[int, int]]()
+        for fork in plan.forked:
+            self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
+            touched = {row for pair in batch for row in pair}
+            if fork.child in touched or fork.parent in {child for _, child in batch}:
+                self._send_forks(batch)
+                batch = []
+            batch.append((fork.parent, fork.child))
+            own = wide_deltas(fork.child, "sample_index", fork.sample_index)
+            if has_edits(fork.child):
+                own.append(edits_delta(fork.child))
+            changes.deltas.append(np.array(own, np.int32))
+        self._send_forks(batch)
+        return changes
+
+    def _send_forks(self, batch: list[tuple[int, int]]) -> None:
+        slot, layout, state = self._ring.take(), self._ring.layout, self.state
+        pairs = np.array(batch, np.int32).ravel()
+        slot.array[layout.forks_at : layout.forks_at + len(pairs)] = pairs
+
+        def work() -> list[torch.Tensor]:
+            copy_rows(state, slot.words, layout, len(batch))
+            return []
+
+        slot.used = self._device.run(work)
+
+    def _add_rest(self, plan: Plan, changes: Changes) -> None:
+        """What comes after rows have started and were forked."""
+        for row, num_tokens in plan.truncated:
+            changes.deltas.append(np.array([(COMPUTED, row, 0, num_tokens)], np.int32))
+        for host in plan.host_tokens:
+            changes.runs.append((host.row, host.position, host.token_ids))
+            if host.is_prompt:
+                end = host.position + len(host.token_ids)
+                self.prompt_lens[host.row] = end
+                deltas = wide_deltas(host.row, "num_prompt_tokens", end)
+                changes.deltas.append(np.array(deltas, np.int32))
+        writes = plan.block_writes
+        if len(writes.row):
+            columns = (writes.group, writes.row, writes.index, writes.block_id)
+            changes.deltas.append(np.stack(columns, axis=1))
+
+    def _send(self, changes: Changes, plan: Plan | None = None) -> None:
+        """Launch the changes, and with the last of them the lists of the plan, if there is one."""
+        parts = self._ring.pack(changes)
+        for i, part in enumerate(parts):
+            filled = self._ring.fill(self._ring.take(), part)
+            is_last = i == len(parts) - 1 and plan is not None
+            if is_last:
+                assert plan is not None
+                header = len(plan.rows), len(plan.sample_rows), self._result_slot
+                lists = plan.rows, plan.num_tokens, sample_pairs(plan)
+                self._ring.write_lists(filled.slot, header, lists)
+            self._receive(filled, is_last)
+
+    def _receive(self, filled: Filled, has_lists: bool) -> None:
+        slot, state, inbox, layout = filled.slot, self.state, self.inbox, self._ring.layout
+
+        def work() -> list[torch.Tensor]:
+            counts = filled.num_deltas, filled.num_runs
+            receive(state, inbox, slot.words, layout, *counts, has_lists)
+            return []
+
+        slot.used = self._device.run(work)
+
+
+def edits_delta(row: int) -> tuple[int, int, int, int]:
+    """The row has a place among edits."""
+    return NARROW, row, NARROW_COLUMNS.index("edits"), row
+
+
+def sample_places(plan: Plan) -> npt.NDArray[np.intp]:
+    """[N] which of the scheduled rows each sampling row takes its logits from."""
+    order = np.argsort(plan.rows, kind="stable")
+    return order[np.searchsorted(plan.rows, plan.sample_sources, sorter=order)]
+
+
+def sample_pairs(plan: Plan) -> Int32:
+    """[N, 2] sampling rows and their places."""
+    if len(plan.sample_rows) == 0:
+        return np.empty((0, 2), np.int32)
+    pairs: Int32 = np.stack((plan.sample_rows, sample_places(plan)), axis=1).astype(np.int32)
+    return pairs

@@ -1,0 +1,327 @@
+"""Carries out plans on a GPU: the host packs what changes, launches, and returns.
+
+    host     pack N+1 | launch N+1 |  wait for N's tokens ...
+    stream   ...  step N ......... | changes N+1 | moves | step N+1 ...
+    side                             tokens of N -> host
+
+A step's inputs are gathered on the device from the rows' state, its tokens stay there for the next
+one, and cross to the host beside it. Counters change last in a step, so one that could not be
+launched to its end can be launched again.
+
+Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
+rows, D model dim, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.base.config import EngineConfig
+from quire.base.plan import Candidates, Plan, StepResult
+from quire.ops.attention.base import AttentionBackend, AttentionStep
+from quire.ops.kernels.logprobs import token_logprobs
+from quire.ops.kernels.step_inputs import StepBuffers, advance, gather_step
+from quire.ops.logprobs import TokenLogprobs
+from quire.ops.select_rows import select_rows
+from quire.runner.gpu.device import Arrival, Device
+from quire.runner.gpu.graphs import Graphs, Recorded, ladder
+from quire.runner.gpu.rows import GpuRows
+from quire.runner.gpu.sampler import GpuSampler, Needs, Wanted, as_candidates, describe_failures
+from quire.runner.gpu.shape import Shape
+from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.model_runner import PROMPT_LOGPROB_ROWS, DecoderModel
+from quire.runner.sampler import to_candidates
+from quire.runner.sampling_facts import ALL_LOGPROBS, NO_LOGPROBS
+
+GRAPH_BYTES = 4 << 20  # of a graph beside its tensors: nodes and parameters
+
+Score = tuple[int, int, int, int, int]  # row, first position, end, place in the step, candidates
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way. tokens come first of what arrives, then candidates, then scores."""
+
+    plan: Plan
+    arrival: Arrival
+    needs: Needs
+    wanted: Wanted
+    edited: frozenset[int]
+    scores: tuple[Score, ...]
+
+    def is_done(self) -> bool:
+        return self.arrival.is_done()
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises what the device has met with meanwhile; then it cannot go on."""
+        tokens_N, *rest = self.arrival.wait()
+        num_samples = len(self.plan.sample_rows)
+        tokens = tokens_N.numpy()[:num_samples].reshape(-1, 1).copy()
+        failed = self.plan.sample_rows[tokens[:, 0] < 0].tolist()
+        candidates: dict[int, Candidates] = {}
+        if self.needs.num_candidates != NO_LOGPROBS:
+            found, rest = TokenLogprobs(*rest[:3]), rest[3:]
+            candidates = as_candidates(found, self.needs, self.wanted)
+        return StepResult(
+            step_id=self.plan.step_id,
+            token_ids=np.maximum(tokens, 0),
+            num_accepted=np.ones(num_samples, np.int32),
+            candidates={row: item for row, item in candidates.items() if row not in failed},
+            prompt_candidates=self._prompt_candidates(rest),
+            row_errors=describe_failures(failed, self.edited),
+            duration_s=self.arrival.duration_s(),
+        )
+
+    def _prompt_candidates(self, arrived: list[torch.Tensor]) -> dict[int, list[Candidates]]:
+        found: dict[int, list[Candidates]] = {}
+        for i, (row, start, stop, _, _) in enumerate(self.scores):
+            scored = TokenLogprobs(*arrived[3 * i : 3 * i + 3])
+            count = scored.token_ids.shape[1] - 1
+            items = to_candidates(scored, np.full(stop - start, count))
+            found.setdefault(row, []).extend(items)
+        return found
+
+
+class GpuRunner:
+    """Rows, model, attention backend and sampler of one GPU."""
+
+    launches = True
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: AttentionBackend,
+        rows: GpuRows,
+        sampler: GpuSampler,
+        device: Device,
+    ) -> None:
+        self.model = model
+        self.backend = backend
+        self.rows = rows
+        self.sampler = sampler
+        self.device = device
+        self._graphs: Graphs | None = None
+        self._swapped_step_id = -1
+        self._prompt_logprobs: dict[int, int] = {}  # row -> candidates per position
+        self._results: dict[int, Arrival] = {}  # by result slot
+
+    def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
+        """From now on record steps of one token a row, and replay them."""
+        if self.device.can_capture:
+            num_rows = self.rows.max_num_rows
+            self._graphs = Graphs(self.device, self, num_rows, in_pieces=in_pieces, used=used)
+
+    @torch.inference_mode()
+    def idle(self) -> bool:
+        """Record a step that may come."""
+        return self._graphs is not None and self._graphs.record_next()
+
+    def graph_bytes(self, config: EngineConfig) -> int:
+        """The largest recorded step's tensors, measured by running it, which the others share; and
+        what each has of its own."""
+        if config.enforce_eager or not self.device.can_capture:
+            return 0
+        device, sizes = self.device.device, ladder(self.rows.max_num_rows)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self._decode_nothing(sizes[-1])
+        tensors = int(torch.cuda.max_memory_allocated(device) - before)
+        return tensors + GRAPH_BYTES * len(sizes)
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """Put a plan's work behind all before it. Whatever this raises, the rows' counters have not
+        moved."""
+        self._start_and_release(plan)
+        needs = self.sampler.needs(plan.sample_rows)
+        wanted = self.sampler.wanted(plan.sample_rows)
+        recorded = self._recorded(plan, needs)  # perhaps now, before the inbox is this plan's
+        facts = self.sampler.facts
+        slot = self.rows.apply(plan, lambda row: bool(facts.has_edits[row]))
+        self._move(plan)
+        if slot in self._results:
+            self._results[slot].wait()
+        scores = self._scores(plan)
+        tokens_N = self.rows.results_QS[slot, : len(plan.sample_rows)]
+        shape = self._shape(plan, 0 if recorded is None else recorded.size)
+
+        def work() -> list[torch.Tensor]:
+            if recorded is not None:
+                return [tokens_N, *recorded.replay(shape)]
+            if len(plan.rows) == 0:
+                return [tokens_N]
+            return [tokens_N, *self._step(shape, needs, wanted, scores)]
+
+        arrival = self._results[slot] = self.device.run(work)
+        edited = frozenset(plan.sample_rows[facts.has_edits[plan.sample_rows]].tolist())
+        return Launched(plan, arrival, needs, wanted, edited, scores)
+
+    def run(self, plan: Plan) -> StepResult:
+        """Launch a plan and wait for it."""
+        return self.launch(plan).result()
+
+    def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
+        """The graph of a step in which each row has one token and samples for itself at most."""
+        num_rows = len(plan.rows)
+        is_decode = num_rows > 0 and plan.num_scheduled_tokens == num_rows
+        if self._graphs is None or not is_decode or self._prompt_logprobs:
+            return None
+        return self._graphs.find(max(num_rows, len(plan.sample_rows)), needs)
+
+    def _start_and_release(self, plan: Plan) -> None:
+        if len(plan.released):
+            self.sampler.release_rows(plan.released)
+            for row in plan.released.tolist():
+                self._prompt_logprobs.pop(row, None)
+        for start in plan.started:
+            self.sampler.start_row(start)
+            self._prompt_logprobs.pop(start.row, None)
+            if start.params.prompt_logprobs is not None:
+                self._prompt_logprobs[start.row] = start.params.prompt_logprobs
+        for fork in plan.forked:
+            self.sampler.copy_row(fork.parent, fork.child)
+
+    def _move(self, plan: Plan) -> None:
+        """Launch a plan's moves, in their order. A step that is repeated does not swap out once
+        more: the blocks may have been written since."""
+        backend, is_new = self.backend, plan.step_id != self._swapped_step_id
+        self._swapped_step_id = plan.step_id
+        moves = [move for move in plan.moves if is_new or move.kind != "swap_out"]
+        carry = {
+            "swap_out": backend.swap_out,
+            "load": backend.load,
+            "copy": backend.copy_blocks,
+        }
+
+        def work() -> list[torch.Tensor]:
+            for move in moves:
+                carry[move.kind](move.group, move.source, move.destination)
+            return []
+
+        if moves:
+            self.device.run(work)
+
+    def _shape(self, plan: Plan, size: int = 0) -> Shape:
+        """Of a plan's step, with places for all sampling rows, or for `size` rows."""
+        num_places = size or max(len(plan.rows), len(plan.sample_rows))
+        padding = (0, num_places - len(plan.rows))
+        context_lens = (plan.computed_bound + plan.num_tokens).astype(np.int32)
+        return Shape(
+            np.pad(plan.num_tokens, padding), np.pad(context_lens, padding), len(plan.sample_rows)
+        )
+
+    def expect_nothing(self) -> None:
+        """A step without rows comes next: for what is recorded."""
+        self.rows.empty_inbox()
+
+    @torch.inference_mode()
+    def _decode_nothing(self, size: int) -> None:
+        """Carry out a step with places for so many rows, and without rows."""
+        shape = self.decode_shape(size)
+
+        def work() -> list[torch.Tensor]:
+            buffers = self.buffers(shape)
+            self.backend.prepare(self.attention_step(buffers, shape))
+            self.decode(buffers, shape, Needs(has_filters=True), self.backend)
+            return []
+
+        self.expect_nothing()
+        self.device.run(work).wait()
+
+    def decode_shape(self, size: int) -> Shape:
+        """The largest step of one token for each of so many rows."""
+        max_len = self.rows.state.tokens_RM.shape[1]
+        return Shape(np.ones(size, np.int32), np.full(size, max_len, np.int32), size)
+
+    def buffers(self, shape: Shape) -> StepBuffers:
+        """Memory for the inputs of a step of this shape."""
+        state = self.rows.state
+        longest = -(-int(shape.context_lens.max()) // state.block_size)
+        num_groups, device = len(state.tables_GRL), state.tokens_RM.device
+        sizes = shape.num_tokens, len(shape.query_lens), num_groups, longest
+        return StepBuffers.empty(*sizes, device)
+
+    def attention_step(self, buffers: StepBuffers, shape: Shape) -> AttentionStep:
+        """What attention needs of a step whose inputs are gathered there."""
+        inputs = buffers.inputs
+        return AttentionStep(
+            positions_T=inputs.positions_T,
+            query_starts_S1=inputs.query_starts_S1,
+            context_lens_S=inputs.context_lens_S,
+            slots_T=inputs.slots_T,
+            block_tables_SL=inputs.block_tables_SL,
+            query_lens_host=shape.query_lens,
+            context_lens_host=shape.context_lens,
+        )
+
+    def decode(
+        self, buffers: StepBuffers, shape: Shape, needs: Needs, backend: AttentionBackend
+    ) -> list[torch.Tensor]:
+        """The work of a step without scores, from gathered inputs to counters; returns what rows
+        wanted, for all rows."""
+        gather_step(self.rows.state, self.rows.inbox, buffers)
+        hidden_TD = self.model(buffers.ids_T, buffers.positions_T, backend)
+        return self._end(buffers, hidden_TD, shape, needs, Wanted([], *_NOTHING))
+
+    def _step(
+        self, shape: Shape, needs: Needs, wanted: Wanted, scores: tuple[Score, ...]
+    ) -> list[torch.Tensor]:
+        """The work of any step."""
+        buffers = self.buffers(shape)
+        gather_step(self.rows.state, self.rows.inbox, buffers)
+        self.backend.prepare(self.attention_step(buffers, shape))
+        hidden_TD = self.model(buffers.ids_T, buffers.positions_T, self.backend)
+        scored = [tensor for score in scores for tensor in self._score(hidden_TD, score)]
+        return self._end(buffers, hidden_TD, shape, needs, wanted) + scored
+
+    def _end(
+        self,
+        buffers: StepBuffers,
+        hidden_TD: torch.Tensor,
+        shape: Shape,
+        needs: Needs,
+        wanted: Wanted,
+    ) -> list[torch.Tensor]:
+        """Choose tokens and move the counters."""
+        num, rows = shape.num_samples, self.rows
+        samples, wishes = buffers.first_samples(num), list[torch.Tensor]()
+        ids_N, is_valid_N = samples.rows, samples.rows.bool()
+        if num:
+            logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
+            ids_N, is_valid_N = self.sampler.choose(logits_NV, samples, needs)
+            if needs.num_candidates != NO_LOGPROBS:
+                found = self.sampler.logprobs(logits_NV, ids_N, needs, wanted)
+                wishes = [found.token_ids, found.logprobs, found.ranks]
+        contexts_S = buffers.context_lens_S
+        advance(rows.state, rows.inbox, contexts_S, ids_N, is_valid_N, rows.results_QS)
+        return wishes
+
+    def _scores(self, plan: Plan) -> tuple[Score, ...]:
+        """Pieces of prompts whose tokens' log-probabilities this step can tell."""
+        found: list[Score] = []
+        if not self._prompt_logprobs:
+            return ()
+        ends = np.cumsum(plan.num_tokens)
+        for i, row in enumerate(plan.rows.tolist()):
+            num = self._prompt_logprobs.get(row)
+            first = int(plan.computed_bound[i])
+            stop = min(first + int(plan.num_tokens[i]), int(self.rows.prompt_lens[row]) - 1)
+            if num is None or stop <= first:
+                continue
+            place = int(ends[i] - plan.num_tokens[i])
+            count = self.sampler.vocab_size if num == ALL_LOGPROBS else num
+            for at in range(first, stop, PROMPT_LOGPROB_ROWS):
+                end = min(stop, at + PROMPT_LOGPROB_ROWS)
+                found.append((row, at, end, place + at - first, count))
+        return tuple(found)
+
+    def _score(self, hidden_TD: torch.Tensor, score: Score) -> list[torch.Tensor]:
+        row, start, stop, place, num = score
+        logits = self.model.logits(hidden_TD[place : place + stop - start])
+        targets = self.rows.state.tokens_RM[row, start + 1 : stop + 1].long()
+        found = token_logprobs(logits, targets, num)
+        return [found.token_ids, found.logprobs, found.ranks]
+
+
+_NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)

@@ -1,0 +1,143 @@
+"""The way from a plan to the device: a ring of slots in pinned memory.
+
+What a plan changes is packed into a slot, or several, and the device is told to take it from there
+(`ops/kernels/row_deltas.py`). A slot is not written again before the device has done so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.kernels.row_deltas import LONGEST_RUN, SlotLayout
+from quire.ops.kernels.step_inputs import HEADER
+from quire.runner.gpu.device import Arrival, Device
+
+Int32 = npt.NDArray[np.int32]
+
+NUM_SLOTS = 8
+MOST_DELTAS = 8192
+MOST_RUNS = 512
+MOST_TOKENS = 32768
+
+
+@dataclass
+class Slot:
+    """words: the memory, array: the same for numpy. used: until when the device reads it."""
+
+    words: torch.Tensor
+    array: Int32
+    used: Arrival | None = None
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A slot and how much is in it."""
+
+    slot: Slot
+    num_deltas: int
+    num_runs: int
+
+
+@dataclass
+class Changes:
+    """Deltas [K, 4] and tokens of rows (row, position, tokens), in the order of the plan."""
+
+    deltas: list[Int32] = field(default_factory=list)
+    runs: list[tuple[int, int, Int32]] = field(default_factory=list)
+
+    def merged_deltas(self) -> Int32:
+        """All deltas; of several for one place the last."""
+        if not self.deltas:
+            return np.empty((0, 4), np.int32)
+        merged = np.concatenate(self.deltas)
+        if len(merged) == 1:
+            return merged
+        wide = merged.astype(np.int64)
+        places = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
+        _, last = np.unique(places[::-1], return_index=True)
+        if len(last) == len(merged):
+            return merged
+        kept: Int32 = merged[np.sort(len(merged) - 1 - last)]
+        return kept
+
+
+@dataclass
+class Part:
+    """What goes into one slot. Its runs are written at once, so no two may overlap."""
+
+    deltas: Int32 = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    runs: list[tuple[int, int, Int32]] = field(default_factory=list)
+    num_tokens: int = 0
+    places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of runs, by row
+
+    def takes(self, row: int, start: int, length: int) -> bool:
+        """Whether such a run can be added."""
+        if self.num_tokens + length > MOST_TOKENS or len(self.runs) == MOST_RUNS:
+            return False
+        end = start + length
+        return all(end <= first or last <= start for first, last in self.places.get(row, ()))
+
+    def add(self, row: int, start: int, tokens: Int32) -> None:
+        self.runs.append((row, start, tokens))
+        self.num_tokens += len(tokens)
+        self.places.setdefault(row, []).append((start, start + len(tokens)))
+
+
+class SlotRing:
+    """Slots, taken in turn."""
+
+    def __init__(self, device: Device, max_rows: int, *, num_slots: int = NUM_SLOTS) -> None:
+        self.layout = SlotLayout(max_rows, MOST_DELTAS, MOST_RUNS, MOST_TOKENS)
+        words = [device.pinned(self.layout.num_words) for _ in range(num_slots)]
+        self._slots = [Slot(memory, memory.numpy()) for memory in words]
+        self._next = 0
+
+    def take(self) -> Slot:
+        """The next slot, as soon as the device has read what was in it."""
+        slot = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        if slot.used is not None:
+            slot.used.wait()
+            slot.used = None
+        return slot
+
+    def pack(self, changes: Changes) -> list[Part]:
+        """Cut into what fits into one slot each; at least one part."""
+        parts, deltas = [Part()], changes.merged_deltas()
+        for row, position, tokens in changes.runs:
+            for start in range(0, len(tokens), LONGEST_RUN):
+                piece = tokens[start : start + LONGEST_RUN]
+                if not parts[-1].takes(row, position + start, len(piece)):
+                    parts.append(Part())
+                parts[-1].add(row, position + start, piece)
+        for i, start in enumerate(range(0, len(deltas), MOST_DELTAS)):
+            if i == len(parts):
+                parts.append(Part())
+            parts[i].deltas = deltas[start : start + MOST_DELTAS]
+        return parts
+
+    def fill(self, slot: Slot, part: Part) -> Filled:
+        """Write a part's deltas and runs into a slot."""
+        layout, array = self.layout, slot.array
+        num_deltas, num_runs = len(part.deltas), len(part.runs)
+        at = layout.deltas_at
+        array[at : at + 4 * num_deltas] = part.deltas.ravel()
+        at, used = layout.runs_at, 0
+        for row, position, tokens in part.runs:
+            array[at : at + 4] = row, position, used, len(tokens)
+            start = layout.tokens_at + used
+            array[start : start + len(tokens)] = tokens
+            at, used = at + 4, used + len(tokens)
+        return Filled(slot, num_deltas, num_runs)
+
+    def write_lists(self, slot: Slot, header: Sequence[int], lists: Sequence[Int32]) -> None:
+        """The inbox: the header's words and the lists, each of which has its own room."""
+        array, max_rows = slot.array, self.layout.max_rows
+        array[: len(header)] = header
+        at = HEADER
+        for values, width in zip(lists, (1, 1, 2), strict=True):
+            array[at : at + values.size] = values.ravel()
+            at += width * max_rows

@@ -1,0 +1,53 @@
+"""Which graphs an engine used, remembered for its next start: recorded first, in its idle moments.
+
+A small file in the user's cache directory, one for each device, version and configuration. What
+goes wrong with it is logged and never stops anything. (Compiled kernels are kept by Triton itself.)
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger("quire")
+
+Kind = tuple[int, bool, bool, bool, int]  # size, filters, penalties, edits, candidates
+
+
+class UsedSizes:
+    """directory: where the file lies. facts: what must be the same for it to be of use."""
+
+    def __init__(self, directory: Path, facts: Iterable[str]) -> None:
+        digest = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:32]
+        self.path = directory / f"{digest}.json"
+
+    def read(self) -> list[Kind]:
+        """What was written last; nothing if that cannot be read."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            return [
+                (int(size), bool(filters), bool(penalties), bool(edits), int(num))
+                for size, filters, penalties, edits, num in found["graphs"]
+            ]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("what graphs were used is not known: %s: %s", self.path, error)
+            return []
+
+    def write(self, kinds: Iterable[Kind]) -> None:
+        """Replace the file, at once for those who read it."""
+        passing = self.path.with_suffix(f".{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            passing.write_text(json.dumps({"graphs": sorted(kinds)}), encoding="utf-8")
+            passing.replace(self.path)
+        except OSError as error:
+            logger.warning("what graphs were used is not kept: %s", error)
+
+
+def default_directory() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "quire" / "graphs"

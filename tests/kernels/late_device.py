@@ -1,0 +1,135 @@
+"""A CPU that behaves as a GPU does: it works when it must, long after it was told, and replays.
+
+Work is kept until somebody waits for it, or for something behind it. So a slot that is written
+again too early, or a launch that reads the host as it is when the work is done, gives
+wrong tokens here. Recorded work is what torch and Triton's interpreter were called with: a replay
+calls them again with the same arguments, on the same memory.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
+
+Call = Callable[[], None]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what changes memory, while it is done."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        returns = func._schema.returns
+        if any(each.alias_info and each.alias_info.is_write for each in returns):
+            self._calls.append(lambda: func(*args, **kwargs))
+        elif "empty" not in func.__name__ and not memory(result) & memory([args, kwargs]):
+            self._calls.append(lambda: _again(func, args, kwargs, result))
+        return result
+
+
+def memory(values: Any) -> set[int]:
+    """Where the tensors among these values are."""
+    tensors = (each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    plain = (tensor for tensor in tensors if tensor.layout is torch.strided)
+    return {tensor.untyped_storage().data_ptr() for tensor in plain}
+
+
+def _again(func, args, kwargs, result) -> None:
+    """What is made anew goes where it was before."""
+    new = func(*args, **kwargs)
+    pairs = zip(new, result, strict=True) if isinstance(new, tuple | list) else [(new, result)]
+    for value, place in pairs:
+        if isinstance(place, torch.Tensor):
+            place.copy_(value)
+
+
+class RecordedCalls:
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for call in self.calls:
+            call()
+
+
+class _Late:
+    """Values that exist once the device has come so far."""
+
+    def __init__(self, device: "LateDevice") -> None:
+        self._device = device
+        self.values: list[torch.Tensor] | None = None
+
+    def is_done(self) -> bool:
+        return self.values is not None
+
+    def wait(self) -> list[torch.Tensor]:
+        self._device.work_until(self)
+        assert self.values is not None
+        return self.values
+
+    def duration_s(self) -> float:
+        return 0.001
+
+
+class LateDevice:
+    """A `runner.gpu.device.Device`."""
+
+    can_capture = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.graphs: list[RecordedCalls] = []
+        self.most_waiting = 0
+        self._told: deque[tuple[Any, _Late]] = deque()
+        self._lock = threading.RLock()
+        self._recording: list[Any] = []
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.full((num_words,), 12345, dtype=torch.int32)
+
+    def run(self, work) -> _Late:
+        arrival = _Late(self)
+        self._told.append((work, arrival))
+        self.most_waiting = max(self.most_waiting, len(self._told))
+        return arrival
+
+    def work_until(self, arrival: _Late) -> None:
+        with self._lock, torch.inference_mode():
+            while not arrival.is_done():
+                work, its = self._told.popleft()
+                its.values = [tensor.clone() for tensor in work()]
+
+    def begin_capture(self) -> RecordedCalls:
+        graph = RecordedCalls()
+        execute = interpreter.GridExecutor.__call__
+
+        def launch(executor, *args, **kwargs):
+            with _disable_current_modes():
+                execute(executor, *args, **kwargs)
+            graph.calls.append(lambda: execute(executor, *args, **kwargs))
+
+        patch = mock.patch.object(interpreter.GridExecutor, "__call__", launch)
+        recorder = _Recorder(graph.calls)
+        self._recording = [patch, recorder]
+        patch.start()
+        recorder.__enter__()
+        return graph
+
+    def end_capture(self, graph: RecordedCalls) -> None:
+        patch, recorder = self._recording
+        recorder.__exit__(None, None, None)
+        patch.stop()
+        self.graphs.append(graph)

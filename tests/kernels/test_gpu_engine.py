@@ -1,0 +1,160 @@
+"""The whole engine with a GPU's runner, on a device that works late: tokens as on a CPU.
+
+Without a GPU the device is a stand-in (`late_device.py`) and Triton's interpreter runs the kernels.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.ops import gpu, native
+from quire.ops.kernels.launch import INTERPRETED
+from quire.runner.gpu import assemble
+from tests.kernels.late_device import LateDevice
+from tests.serve.checkpoints import checkpoint
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 24,
+    "max_num_seqs": 4,
+    "block_size": 4,
+    "kv_cache_memory_bytes": 1 << 20,
+    "disable_log_stats": True,
+    "enable_prefix_caching": True,
+}
+PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(3 + 6 * i)]} for i in range(5)]
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateDevice]]:
+    """Those that were made. Operations believe that they are on a GPU, without the C++ core."""
+    if not INTERPRETED:
+        pytest.skip("a GPU takes the place of the stand-in")
+    made: list[LateDevice] = []
+
+    def make(device: torch.device, **_: Any) -> LateDevice:
+        made.append(LateDevice(device))
+        return made[-1]
+
+    monkeypatch.setattr(assemble, "make_device", make)
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    native.core.cache_clear()
+    monkeypatch.setattr(native, "INTERFACE_VERSION", -1)
+    with pytest.warns(UserWarning, match="it was built from other sources"):
+        assert native.core() is None
+    yield made
+    native.core.cache_clear()
+
+
+def told(output: Any) -> list[tuple[Any, ...]]:
+    """Tokens of each sequence, and log-probabilities, rounded."""
+    found = []
+    for sequence in output.outputs:
+        logprobs = [
+            {token: (round(each.logprob, 3), each.rank) for token, each in position.items()}
+            for position in sequence.logprobs or ()
+        ]
+        found.append((list(sequence.token_ids), logprobs, sequence.finish_reason))
+    prompt = [
+        position
+        and {token: (round(each.logprob, 3), each.rank) for token, each in position.items()}
+        for position in output.prompt_logprobs or ()
+    ]
+    return [*found, prompt]
+
+
+def run(backend: str, params: list[SamplingParams], rounds: int, **settings: Any) -> list[Any]:
+    prompts = PROMPTS[: len(params)]
+    with LLM(str(checkpoint("llama")), **SETTINGS | settings, attention_backend=backend) as llm:
+        outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(rounds)]
+    return [told(output) for each in outputs for output in each]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+KINDS: dict[str, list[SamplingParams]] = {
+    "greedy": [GREEDY] * 5,
+    "sampled": [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=6, ignore_eos=True) for i in range(5)
+    ],
+    "filters": [
+        SamplingParams(temperature=1.1, top_k=9, top_p=0.8, seed=4, max_tokens=6, ignore_eos=True),
+        SamplingParams(temperature=1.1, min_p=0.02, seed=9 - 2**63, max_tokens=6, ignore_eos=True),
+        GREEDY,
+    ],
+    "penalties": [
+        SamplingParams(temperature=0.0, presence_penalty=1.5, max_tokens=7, ignore_eos=True),
+        SamplingParams(
+            temperature=0.8, frequency_penalty=1.0, repetition_penalty=1.3, seed=1, max_tokens=7,
+            ignore_eos=True,
+        ),
+        GREEDY,
+    ],
+    "edits": [
+        SamplingParams(temperature=0.0, logit_bias={5: 9.0, 6: -9.0}, max_tokens=6),
+        SamplingParams(temperature=0.0, allowed_token_ids=[3, 4, 5], max_tokens=6, ignore_eos=True),
+        SamplingParams(
+            temperature=0.9, seed=3, min_tokens=4, stop_token_ids=list(range(80)), max_tokens=6
+        ),
+        GREEDY,
+    ],
+    "logprobs": [
+        SamplingParams(temperature=0.0, logprobs=3, max_tokens=5, ignore_eos=True),
+        GREEDY,
+        SamplingParams(temperature=0.7, seed=5, logprobs=0, max_tokens=5, ignore_eos=True),
+    ],
+    "all logprobs": [
+        GREEDY, SamplingParams(temperature=0.0, logprobs=-1, max_tokens=3, ignore_eos=True)
+    ],
+    "prompt logprobs": [
+        GREEDY,
+        SamplingParams(temperature=0.0, prompt_logprobs=2, max_tokens=3, ignore_eos=True),
+        SamplingParams(temperature=0.0, prompt_logprobs=0, max_tokens=3, ignore_eos=True),
+    ],
+    "n": [
+        SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=6, ignore_eos=True),
+        SamplingParams(
+            n=2, temperature=1.0, seed=8, max_tokens=6, ignore_eos=True, presence_penalty=0.5,
+            logit_bias={5: 2.0},
+        ),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("compilation", ["full", "piecewise", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_the_cpu(
+    kind: str, compilation: str, devices: list[LateDevice]
+) -> None:
+    """Twice: what was recorded in the first round is replayed in the second."""
+    settings: dict[str, Any] = {"max_logprobs": -1}
+    settings |= {"enforce_eager": True} if compilation == "eager" else {"compilation": compilation}
+    found = run("triton", KINDS[kind], rounds=2, **settings)
+    graphs = [graph for device in devices for graph in device.graphs]
+    replays = sum(graph.num_replays for graph in graphs)
+    can_record = compilation != "eager" and kind not in ("all logprobs", "prompt logprobs")
+    assert replays > 0 if can_record else True
+    assert (compilation != "eager") or not graphs
+    assert found == run("torch", KINDS[kind], rounds=2, max_logprobs=-1)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "recomputed": {"kv_cache_memory_bytes": 10 * 2 * 2 * 2 * 4 * 8 * 8, "max_model_len": 36},
+    "swapped": {
+        "kv_cache_memory_bytes": 10 * 2 * 2 * 2 * 4 * 8 * 8,
+        "max_model_len": 36,
+        "preemption_mode": "swap",
+    },
+    "depth 4": {"pipeline_depth": 4},
+    "depth 1": {"pipeline_depth": 1},
+    "no prefix cache": {"enable_prefix_caching": False, "pipeline_depth": 3},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
+    kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
+    found = run("triton", kind, rounds=2, **CASES[case])
+    assert found == run("torch", kind, rounds=2, **CASES[case])
