@@ -191,7 +191,7 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
-        ("--enforce-eager", "enforce_eager (flag) is ignored: there are no CUDA graphs."),
+        ("--cudagraph-capture-sizes 1", "is ignored: sizes are recorded as they are used."),
         ("--no-trust-remote-code", "trust_remote_code (flag) is ignored"),
         ("-tp 1", "tensor_parallel_size (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
@@ -226,8 +226,9 @@ def test_flags_that_promise_what_is_not_here_are_refused(
 def test_the_note_is_logged(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(capsys, "generate", "", "--enforce-eager")
-    assert "enforce_eager (flag) is ignored: there are no CUDA graphs." in caplog.messages
+    run(capsys, "generate", "", "--max-seq-len-to-capture", "9")
+    note = "max_seq_len_to_capture (flag) is ignored: graphs are for every length."
+    assert note in caplog.messages
 
 
 def test_given_remembers_its_origin(tmp_path: Path) -> None:

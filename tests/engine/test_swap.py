@@ -2,14 +2,18 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.base.messages import Abort, MeasuredRates
+from quire.ops.attention import host_blocks
 from tests.engine.test_groups import Groups
+from tests.ops.late_streams import LateStreams
 from tests.serve.checkpoints import checkpoint, pool_bytes, reference_tokens
 
 PROMPTS = {"a": [5, 6, 7], "b": [90, 2, 2, 8, 41], "c": [7, 3, 9, 1, 12, 44, 5, 80]}
 LENGTH = 40
+FEW_SLOTS = {"streams": None, "part_bytes": 1, "num_slots": 2}
 
 
 def small(architecture: str = "llama", **settings: Any) -> Groups:
@@ -38,6 +42,24 @@ def test_outputs_are_those_of_a_large_pool(architecture: str, backend: str) -> N
     for name, prompt in PROMPTS.items():
         expected = reference_tokens(checkpoint(architecture), prompt, LENGTH)
         assert groups.samples[name, 0] == expected
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_blocks_that_cross_beside_the_steps(
+    is_late: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, as late as may be or at any time, and with too few slots."""
+    chance = None if is_late else np.random.default_rng(0)
+    monkeypatch.setattr(
+        host_blocks, "streams_of", lambda tensor: LateStreams(chance, is_prompt=True)
+    )
+    monkeypatch.setattr(host_blocks.HostBlocks.__init__, "__kwdefaults__", FEW_SLOTS)
+    groups = small(preemption_mode="swap", attention_backend=backend, max_num_seqs=4)
+    groups.finish()
+    assert groups.num_moves["swap_out"] > 0
+    for name, prompt in PROMPTS.items():
+        assert groups.samples[name, 0] == reference_tokens(checkpoint("llama"), prompt, LENGTH)
 
 
 @pytest.mark.parametrize(("copy_rate", "swaps"), [(1e12, True), (1.0, False), (0.0, False)])

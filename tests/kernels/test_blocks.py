@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.model_spec import CacheGroup
+from quire.ops import gpu
+from quire.ops.attention.base import KVLayout
+from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.kernels import blocks as kernels
+from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.memory import lazy_zeros
 
 LAYOUTS = {
@@ -54,6 +59,17 @@ def test_gathers(layout: tuple[torch.Tensor, int], device: torch.device) -> None
     assert found.is_contiguous() and same_bits(kv, before)
 
 
+def test_gathers_into_memory_that_is_there(
+    layout: tuple[torch.Tensor, int], device: torch.device
+) -> None:
+    kv, dim = layout
+    wanted = kv.movedim(dim, 0)[[5, 0]]
+    whole = torch.zeros(wanted.nbytes + 8, dtype=torch.uint8, device=device)
+    out = whole[: wanted.nbytes].view(kv.dtype).view(wanted.shape)
+    assert kernels.gather_blocks(kv, ids(5, 0, device=device), dim, out) is out
+    assert same_bits(out, wanted) and not whole[wanted.nbytes :].any()
+
+
 def test_scatters(layout: tuple[torch.Tensor, int], device: torch.device) -> None:
     kv, dim = layout
     wanted = kv.clone().movedim(dim, 0)
@@ -96,3 +112,60 @@ def test_chains_of_copies_take_gather_and_scatter(device: torch.device) -> None:
     values = kernels.gather_blocks(kv, torch.from_numpy(source).to(device))
     kernels.scatter_blocks(kv, torch.from_numpy(destination).to(device), values)
     assert kv[0, 0, 0, :, 0, 0].tolist() == [0.0, 0.0, 1.0, 3.0]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels' functions that were called; operations take them without a GPU, too."""
+    if INTERPRETED:
+        monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    names = []
+    for real in (kernels.copy_blocks, kernels.gather_blocks, kernels.scatter_blocks):
+
+        def call(*args: object, real=real) -> object:
+            names.append(real.__name__)
+            return real(*args)
+
+        monkeypatch.setattr(kernels, real.__name__, call)
+    return names
+
+
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
+def test_a_groups_copies_are_one_launch(
+    kv_format: str, launched: list[str], device: torch.device
+) -> None:
+    """Of any dtype, float64 too; two for chains, where the last of two writes counts."""
+    groups = (CacheGroup("full", (0, 2), 2, 8), CacheGroup("window", (1,), 2, 8, window=4))
+    memory = KVMemory(KVLayout(groups, (7, 5), 2, torch.float64, device, kv_format))
+    for kv in memory.kv:
+        kv.copy_((torch.arange(kv.numel(), device=device) % 251).view(kv.shape))
+    before = [kv.clone() for kv in memory.kv]
+    source, destination = np.array([1, 0, 1], np.int32), np.array([2, 6, 3], np.int32)
+    memory.copy_blocks(0, source, destination)
+    assert launched == ["copy_blocks"]
+    chain = np.array([1, 0, 3], np.int32), np.array([2, 1, 2], np.int32)
+    memory.copy_blocks(1, *chain)
+    assert launched[1:] == ["gather_blocks", "scatter_blocks"]
+    before[0][:, :, :, [2, 6, 3]] = before[0][:, :, :, [1, 0, 1]]
+    before[1][:, :, :, [1, 2]] = before[1][:, :, :, [0, 3]]
+    assert all(same_bits(*pair) for pair in zip(memory.kv, before, strict=True))
+
+
+def test_what_crosses_is_what_was_there(device: torch.device) -> None:
+    """More than fits the slots, over blocks that change at once; streams of a GPU's own, if any."""
+    group = CacheGroup("full", (0, 1), 8, 128)
+    layout = KVLayout((group,), (160,), 64, torch.float32, device)  # 1 MiB each, 16 of a part
+    memory = KVMemory(layout)
+    kv, rng = memory.kv[0], np.random.default_rng(1)
+    kv[...] = torch.arange(160, device=device)[:, None, None]
+    wanted = np.arange(160)
+    for _ in range(4):
+        source, host, back = (rng.permutation(160)[:150].astype(np.int32) for _ in range(3))
+        memory.host.swap_out(0, source, host)
+        kv.add_(1000)
+        memory.host.load(0, host, back)
+        away, wanted = wanted[source], wanted + 1000
+        wanted[back] = away
+        assert float(np.frombuffer(memory.host.read(0, int(host[0])), np.float32)[0]) == away[0]
+    found = kv[:, :, :, :, 5, 3].cpu().numpy()
+    assert (found == wanted).all()

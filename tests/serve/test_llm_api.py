@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, QuireError, RequestOutput, SamplingParams
+from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelNotFound, RequestError
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor
@@ -297,8 +298,9 @@ def test_settings() -> None:
         open_llm(max_model_len=1000)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not supported"):
         open_llm(tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, int8, got 'fp8'"):
-        open_llm(kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="one of auto, int8, fp8, fp8_e4m3, got 'fp8_e5m2'"):
+        open_llm(kv_cache_dtype="fp8_e5m2")
+    assert config_from_flat(kv_cache_dtype="fp8_e4m3") == config_from_flat(kv_cache_dtype="fp8")
     assert issubclass(ConfigError, QuireError) and issubclass(ConfigError, ValueError)
 
 

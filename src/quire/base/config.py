@@ -104,9 +104,11 @@ class CacheConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "how keys and values are stored: in the model's dtype, or in 8 bits with a scale for each"
-        " token and head (on a CPU, or on a GPU by triton)",
-        choices=("auto", "int8"),
+        "how keys and values are stored: in the model's dtype; as int8, with a scale for each token"
+        " and head (on a CPU, or on a GPU by triton); or as fp8 (e4m3), with two scales for each"
+        " layer from the checkpoint, or 1 (on a GPU of compute capability 8.9 or more, by triton)."
+        " fp8_e4m3 is vLLM's name of fp8",
+        choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
     pin_prefix: str | None = setting(
@@ -130,6 +132,10 @@ class CacheConfig:
         "a store of cached blocks that another package brings, as NAME:ADDRESS",
     )
     watermark: float = setting(0.01, "share of the blocks kept free when a request is admitted")
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dtype == "fp8_e4m3":
+            object.__setattr__(self, "kv_cache_dtype", "fp8")  # one name from here on
 
     @property
     def stores(self) -> list[str]:

@@ -138,7 +138,7 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
     fingerprint = cache_fingerprint(
         source.name, config.model.revision or "", _identity(config, source), str(built.dtype),
         built.backend_name, str(config.cache.block_size), config.cache.kv_cache_dtype,
-        repr(built.spec), repr(weight_formats(config.model)),
+        repr(built.spec), repr(weight_formats(config.model)), repr(sorted(built.kv_scales.items())),
     )  # fmt: skip
     kv = KVManager(
         built.spec.cache_groups,

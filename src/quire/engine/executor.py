@@ -60,7 +60,7 @@ class InProcessExecutor:
         self, built: "BuiltRunner", check_device: Callable[[], None] | None = None
     ) -> None:
         self._built: BuiltRunner | None = built
-        self._check_device = check_device or (lambda: check_device(built.device))
+        self._check_device = check_device or (lambda: check_usable(built.device))
         self._results: deque[StepResult] = deque()
         self._last_error = ""
 
@@ -109,7 +109,7 @@ class InProcessExecutor:
             ) from error
 
 
-def check_device(device: "torch.device") -> None:
+def check_usable(device: "torch.device") -> None:
     """Raises if a device cannot be used any more. An error that poisons it (an illegal access, an
     assertion in a kernel) is raised by every later call; one that does not (out of memory, a wrong
     argument) leaves it usable."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from quire.base.errors import EngineError
 from quire.base.plan import Plan, StepResult
-from quire.engine.executor import check_device, failed_step
+from quire.engine.executor import check_usable, failed_step
 from quire.engine.threaded import DeviceThread
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class LaunchingExecutor:
     def __init__(self, built: "BuiltRunner", thread: DeviceThread) -> None:
         self._copy_bytes_per_s = built.copy_bytes_per_s
         self._launching, self._waiting = thread, DeviceThread()
-        self._steps = _Steps(built.runner, lambda: check_device(built.device))
+        self._steps = _Steps(built.runner, lambda: check_usable(built.device))
         self._num_unanswered = 0
         self._is_closed = False
 

@@ -39,7 +39,8 @@ class MemoryPlan:
             f"memory: weights {self.weights_bytes / MIB:,.0f} MiB, workspace "
             f"{self.workspace_bytes / MIB:,.0f} MiB, {graphs}KV pool "
             f"{self.pool_bytes / MIB:,.0f} MiB = {self.num_slots:,} tokens in"
-            f" {max(self.num_blocks):,} blocks of {self.block_size} ({fits:.1f} sequences of {self.max_model_len:,})"
+            f" {max(self.num_blocks):,} blocks of {self.block_size}"
+            f" ({fits:.1f} sequences of {self.max_model_len:,})"
         )
 
 

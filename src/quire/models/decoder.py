@@ -12,6 +12,7 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.experts import SparseMLP
+from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
     Attention,
     Embedding,
@@ -131,7 +132,7 @@ class Decoder(nn.Module):
 
     # Checkpoints of the bare decoder leave this out of their tensors' names.
     base_prefix = "model."
-    ignored_tensors = ("rotary_emb.inv_freq",)
+    ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, place: Place) -> None:
         super().__init__()

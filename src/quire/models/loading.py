@@ -184,7 +184,8 @@ def _fill(source: Source, tensor: torch.Tensor, name: str) -> None:
 
 
 def _is_ignored(model: nn.Module, name: str) -> bool:
-    """Whether a tensor without a place is harmless: a constant, or a tied head stored again."""
+    """Whether a tensor without a place is harmless: a constant, a scale that is not for the
+    layers (kv_scales.py), or a tied head stored again."""
     tied_head = name == "lm_head.weight" and not model.head.sources()
     return tied_head or name.endswith(model.ignored_tensors)
 

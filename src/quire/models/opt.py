@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quire.base.model_spec import ModelSpec
+from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
     Attention,
     Embedding,
@@ -77,7 +78,7 @@ class OPT(nn.Module):
     """A whole OPT model."""
 
     base_prefix = "model."
-    ignored_tensors = ()
+    ignored_tensors = NAME_ENDS
 
     def __init__(self, spec: ModelSpec, place: Place) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
+from quire.models import kv_scales
 from quire.models.formats import StoredFormat, WeightFormats
 from quire.models.options import DecoderOptions, ExpertOptions, expert_options
 from quire.ops.formats import Packing, Quantization
@@ -63,10 +64,12 @@ def base_prefix(spec: ModelSpec) -> str:
 
 
 def ignored_tensors(spec: ModelSpec) -> tuple[str, ...]:
-    """Ends of the names of tensors that checkpoints may hold and no layer asks for: constants."""
+    """Ends of the names of tensors that checkpoints may hold and no layer asks for: constants, and
+    scales that the cache takes (kv_scales.py)."""
     if spec.model_type == "gpt2":
         return (".attn.bias", ".attn.masked_bias")
-    return () if spec.model_type == "opt" else ("rotary_emb.inv_freq",)
+    constants = () if spec.model_type == "opt" else ("rotary_emb.inv_freq",)
+    return (*constants, *kv_scales.NAME_ENDS)
 
 
 def planned_weights(

@@ -17,10 +17,11 @@ logger = logging.getLogger("quire")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def kernels_for(tensor: torch.Tensor, name: str) -> ModuleType | None:
+def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> ModuleType | None:
     """The module `quire.ops.kernels.NAME`, if it can serve this tensor: on a GPU, and not in
-    float64, which the kernels compute in float32."""
-    if not is_on_gpu(tensor) or tensor.dtype not in DTYPES or not has_triton():
+    float64, which the kernels compute in float32. any_dtype: it computes nothing."""
+    is_served = is_on_gpu(tensor) and (any_dtype or tensor.dtype in DTYPES)
+    if not is_served or not has_triton():
         return None
     return _load(name)
 

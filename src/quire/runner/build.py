@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.formats import weight_formats
+from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import load_model
 from quire.models.packing import model_bytes
 from quire.models.source import ModelSource
@@ -46,6 +47,7 @@ class BuiltRunner:
     backend_name: str
     copy_bytes_per_s: float = 0.0
     host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
+    kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
 
 
 def choose_device(name: str) -> torch.device:
@@ -83,6 +85,8 @@ def build_runner(
     model = load_model(
         source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
     )
+    is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format != "dummy"
+    scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, model_bytes(model), free)
     else:
@@ -93,7 +97,7 @@ def build_runner(
         memory = plan_gpu_memory(config, spec, device, model_bytes(model), make)
     config = with_length(config, memory.max_model_len)
     host = _host_tier(config, spec, device, memory)
-    runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host)
+    runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host, scales)
     if runner.launches:
         from quire.runner.gpu.assemble import record_graphs
 
@@ -101,7 +105,7 @@ def build_runner(
     block_bytes = block_bytes_of(config, spec)[0]
     rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
-    return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host)
+    return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host, scales)
 
 
 def _host_tier(
@@ -161,6 +165,7 @@ def _assemble(
     model: DecoderModel,
     num_blocks: tuple[int, ...],
     host_limits: tuple[int, ...] | None = None,
+    scales: Scales | None = None,
 ) -> Runner:
     cache = config.cache
     limits = host_limits or (0,) * len(num_blocks)
@@ -169,7 +174,7 @@ def _assemble(
     layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length
-    backend = make_backend(config.attention_backend, layout)
+    backend = make_backend(config.attention_backend, layout, scales)
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
     if backend.name == "triton":
         from quire.runner.gpu.assemble import assemble  # Triton is imported where it is used

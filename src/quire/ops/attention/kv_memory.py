@@ -8,6 +8,7 @@ import torch
 
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import Int32, KVLayout
+from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.memory import lazy_zeros
 
@@ -32,14 +33,11 @@ class KVMemory:
             for index, layer in enumerate(group.layers)
         }
         self.host = HostBlocks(self.kv, dim=3, num_blocks=layout.num_host_blocks)
-        self._device = layout.device
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Copy whole blocks in all layers of the group."""
-        kv = self.kv[group]
-        read = torch.as_tensor(source, dtype=torch.int64, device=self._device)
-        write = torch.as_tensor(destination, dtype=torch.int64, device=self._device)
-        kv.index_copy_(3, write, kv.index_select(3, read))
+        """Copy whole blocks in all layers of the group, in one launch on a GPU unless one of them
+        is written and also read. Does not wait for it."""
+        copy_blocks(self.kv[group], source, destination, dim=3)
 
 
 class MovesBlocks:

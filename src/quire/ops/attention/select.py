@@ -1,7 +1,7 @@
 """Which attention backend serves a model: one of ours, or of another package."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -24,14 +24,23 @@ BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
 }
 
 
-def make_backend(name: str, layout: KVLayout) -> AttentionBackend:
+def make_backend(
+    name: str, layout: KVLayout, kv_scales: Mapping[int, tuple[float, float]] | None = None
+) -> AttentionBackend:
     """The backend of that name, with its KV tensors. `auto` takes the fastest of ours for the
     layout; other packages may bring more.
 
+    kv_scales: what stored keys and values of a layer are multiplied by if they are fp8, 1 if
+    absent. Backends of other packages are not told.
     Raises ConfigError for a name that does not exist, or that cannot serve this layout.
     """
     if name == "auto":
         name = fastest(layout)
+    if name in BACKENDS and layout.kv_format == "fp8":
+        _check_fp8(name, layout)
+    if name == "triton":
+        scales = kv_scales if layout.kv_format == "fp8" else None
+        return TritonBackend(layout, scales=dict(scales or {}))
     if name in BACKENDS:
         return BACKENDS[name](layout)
     kind, names = plugins.ATTENTION_BACKENDS, ("auto", *BACKENDS)
@@ -40,6 +49,23 @@ def make_backend(name: str, layout: KVLayout) -> AttentionBackend:
         raise ConfigError(f"attention_backend must be one of {known}, got {name!r}.")
     backend: AttentionBackend = plugins.load_plugin(kind, name, names)(layout)
     return backend
+
+
+def _check_fp8(name: str, layout: KVLayout) -> None:
+    """Raises ConfigError for a backend without fp8. Why triton, which has it, was not taken may be
+    the reason."""
+    reason = triton_gpu.why_not(layout)
+    if reason is None and name == "triton":
+        return
+    if reason is None:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 is not for attention_backend {name}; leave attention_backend out,"
+            " or take triton."
+        )
+    raise ConfigError(
+        f"kv_cache_dtype fp8 needs attention_backend triton, which cannot be used here: {reason};"
+        " take kv_cache_dtype int8 or auto."
+    )
 
 
 def fastest(layout: KVLayout) -> str:

@@ -80,15 +80,20 @@ def copy_blocks(kv: torch.Tensor, pairs_2N: torch.Tensor, dim: int = 3) -> None:
     _move(units, units, source_N, destination_N, pairs_2N.shape[1], lines, size, strides, strides)
 
 
-def gather_blocks(kv: torch.Tensor, blocks_N: torch.Tensor, dim: int = 3) -> torch.Tensor:
+def gather_blocks(
+    kv: torch.Tensor, blocks_N: torch.Tensor, dim: int = 3, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Blocks of kv as [N, ...], each in one piece: kv.index_select(dim, blocks).movedim(dim, 0).
 
-    kv, dim, blocks: as in copy_blocks.
+    kv, dim, blocks: as in copy_blocks. out: what to write them to, contiguous.
     """
     units, lines, num_blocks, size = _as_units(kv, dim)
     num_moved = len(blocks_N)
     shape = (num_moved, *kv.shape[:dim], *kv.shape[dim + 1 :])
-    out = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    if out is None:
+        out = torch.empty(shape, dtype=kv.dtype, device=kv.device)
+    assert out.shape == shape and out.dtype == kv.dtype, f"needs {shape}, got {out.shape}"
+    assert out.is_contiguous(), "gathered blocks are contiguous"
     to = out.view(-1).view(units.dtype)
     strides = (num_blocks * size, size), (size, lines * size)
     _move(units, to, blocks_N, None, num_moved, lines, size, *strides)

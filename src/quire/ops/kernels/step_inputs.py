@@ -137,6 +137,28 @@ class StepBuffers:
 
 
 @triton.jit
+def _gather_sample(
+    n, at, counts, computed_ptr, prompt_lens_ptr, inbox_ptr, samples_ptr, inbox_rows, max_rows,
+    HEADER: tl.constexpr,
+):  # fmt: skip
+    """Sampling row n: row, place of its logits' token, length, tokens of its prompt."""
+    rows_ptr = inbox_ptr + HEADER
+    pair_ptr = rows_ptr + 2 * inbox_rows + 2 * n
+    is_sample = n < tl.load(inbox_ptr + 1)
+    sampling = tl.load(pair_ptr, mask=is_sample, other=0).to(tl.int64)
+    source = tl.load(pair_ptr + 1, mask=is_sample, other=0)
+    behind = tl.sum(tl.where(at <= source, counts, 0), axis=0)
+    its_row = tl.load(rows_ptr + source, mask=is_sample, other=0).to(tl.int64)
+    length = tl.load(computed_ptr + its_row, mask=is_sample, other=0)
+    length += tl.load(rows_ptr + inbox_rows + source, mask=is_sample, other=0)
+    prompt_len = tl.load(prompt_lens_ptr + sampling, mask=is_sample, other=0)
+    tl.store(samples_ptr + n, sampling)
+    tl.store(samples_ptr + max_rows + n, tl.where(is_sample, behind - 1, 0).to(tl.int64))
+    tl.store(samples_ptr + 2 * max_rows + n, length)
+    tl.store(samples_ptr + 3 * max_rows + n, prompt_len)
+
+
+@triton.jit
 def _gather_kernel(
     tokens_ptr,
     computed_ptr,
@@ -182,19 +204,10 @@ def _gather_kernel(
         tl.store(starts_ptr + s, start)
         tl.store(contexts_ptr + s, context, mask=s < max_rows)
         if s < max_rows:
-            pair_ptr = num_tokens_ptr + inbox_rows + 2 * s
-            is_sample = s < tl.load(inbox_ptr + 1)
-            sampling = tl.load(pair_ptr, mask=is_sample, other=0).to(tl.int64)
-            source = tl.load(pair_ptr + 1, mask=is_sample, other=0)
-            behind = tl.sum(tl.where(at <= source, counts, 0), axis=0)
-            its_row = tl.load(rows_ptr + source, mask=is_sample, other=0).to(tl.int64)
-            length = tl.load(computed_ptr + its_row, mask=is_sample, other=0)
-            length += tl.load(num_tokens_ptr + source, mask=is_sample, other=0)
-            prompt_len = tl.load(prompt_lens_ptr + sampling, mask=is_sample, other=0)
-            tl.store(samples_ptr + s, sampling)
-            tl.store(samples_ptr + max_rows + s, tl.where(is_sample, behind - 1, 0).to(tl.int64))
-            tl.store(samples_ptr + 2 * max_rows + s, length)
-            tl.store(samples_ptr + 3 * max_rows + s, prompt_len)
+            _gather_sample(
+                s, at, counts, computed_ptr, prompt_lens_ptr, inbox_ptr, samples_ptr, inbox_rows,
+                max_rows, HEADER,
+            )  # fmt: skip
     row_tables_ptr = tables_ptr + row * table_stride
     for i in range(first, num_tokens, step):
         index = i + tl.arange(0, BLOCK)

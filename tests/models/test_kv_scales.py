@@ -1,0 +1,115 @@
+"""Scales of fp8 keys and values: which tensors are read, and that models load beside them."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.errors import ModelError
+from quire.models.checkpoint import INDEX
+from quire.models.kv_scales import NAME_ENDS, kv_scales
+from quire.models.loading import load_model
+from tests.models.checkpoints import Checkpoint, write_checkpoint
+from tests.models.paged import CPU
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Checkpoint:
+    return write_checkpoint(tmp_path, "llama")
+
+
+def add(checkpoint: Checkpoint, *tensors: tuple[str, object], prefix: str = "model.") -> None:
+    """Tensors of layers, by what follows `layers.`, beside the weights."""
+    file = checkpoint.directory / "model.safetensors"
+    more = {f"{prefix}layers.{name}": torch.as_tensor(value) for name, value in tensors}
+    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+
+
+FORMS = {
+    "plain": ("k_scale", "v_scale"),
+    "attn": ("attn.k_scale", "attn.v_scale"),
+    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "packed": ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    "quark": ("k_proj.output_scale", "v_proj.output_scale"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_names_that_are_read(
+    form: str, prefix: str, llama: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    k, v = (f"self_attn.{name}" for name in FORMS[form])
+    for layer in range(3):
+        bfloat16 = torch.tensor([0.25 + layer], dtype=torch.bfloat16)
+        add(llama, (f"{layer}.{k}", bfloat16), (f"{layer}.{v}", 3.0 + layer), prefix=prefix)
+    assert kv_scales(llama.directory, llama.spec) == {
+        0: (0.25, 3.0),
+        1: (1.25, 4.0),
+        2: (2.25, 5.0),
+    }
+    assert not caplog.records
+    load_model(llama.directory, llama.spec, torch.float32, CPU)
+
+
+def test_one_scale_of_both(llama: Checkpoint) -> None:
+    add(llama, *((f"{layer}.self_attn.kv_scale", 0.5) for layer in range(3)))
+    assert kv_scales(llama.directory, llama.spec) == dict.fromkeys(range(3), (0.5, 0.5))
+
+
+def test_what_is_absent_is_one_and_said_once(
+    llama: Checkpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "quire"):
+        assert kv_scales(llama.directory, llama.spec) == dict.fromkeys(range(3), (1.0, 1.0))
+    (record,) = caplog.records
+    assert "for 3 of 3 layers, so 1 is taken" in record.getMessage()
+    caplog.clear()
+    add(llama, ("1.self_attn.k_scale", 0.5), ("2.self_attn.k_scale", 0.25))
+    add(llama, ("2.self_attn.v_scale", 0.75))
+    wanted = {0: (1.0, 1.0), 1: (0.5, 1.0), 2: (0.25, 0.75)}
+    assert kv_scales(llama.directory, llama.spec) == wanted
+    assert "for 2 of 3 layers" in caplog.text
+
+
+def test_shards(tmp_path: Path) -> None:
+    """Each file of an index is looked at."""
+    checkpoint = write_checkpoint(tmp_path, "llama", max_shard_size="20KB")
+    assert (tmp_path / INDEX).exists()
+    for layer, file in enumerate(sorted(tmp_path.glob("*.safetensors"))[:3]):
+        scales = {f"model.layers.{layer}.self_attn.{x}_scale": torch.tensor(0.5) for x in "kv"}
+        save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    wanted = dict.fromkeys(range(3), (0.5, 0.5))
+    assert kv_scales(checkpoint.directory, checkpoint.spec) == wanted
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([("0.self_attn.k_scale", [0.5, 0.5])], "k_scale.* has 2 numbers; only one for each layer"),
+        ([("0.self_attn.v_scale", [])], "v_scale.* has 0 numbers"),
+        ([("0.self_attn.k_scale", 0.0)], "k_scale.* is 0, not a positive number"),
+        ([("0.self_attn.k_scale", float("inf"))], "is inf, not a positive number"),
+        (
+            [("0.self_attn.k_scale", 0.5), ("0.self_attn.kv_scale", 0.25)],
+            "another one of its layer",
+        ),
+    ],
+)
+def test_scales_that_cannot_be_meant(
+    tensors: list[tuple[str, object]], words: str, llama: Checkpoint
+) -> None:
+    add(llama, *tensors)
+    with pytest.raises(ModelError, match=words):
+        kv_scales(llama.directory, llama.spec)
+
+
+def test_models_load_beside_scales_that_nobody_reads(llama: Checkpoint) -> None:
+    """And what only looks like one is still unknown, a weight's scale above all."""
+    add(llama, *((f"0{end}", 0.5) for end in NAME_ENDS))
+    load_model(llama.directory, llama.spec, torch.float32, CPU)
+    add(llama, ("0.self_attn.k_proj.weight_scale", 0.5), ("0.mlp.k_scale", 0.5))
+    with pytest.raises(ModelError, match=r"unknown tensors .*0\.mlp\.k_scale.*weight_scale"):
+        load_model(llama.directory, llama.spec, torch.float32, CPU)
