@@ -8,7 +8,8 @@ calls them again with the same arguments, on the same memory.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -84,6 +85,39 @@ class _Late:
         return 0.001
 
 
+READING = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__index__")
+
+
+@contextmanager
+def no_reading() -> Iterator[None]:
+    """Raise where work asks for a value, which would make the host wait for a GPU; but within the
+    interpreter, which plays the GPU."""
+    execute, is_kernel, here = interpreter.GridExecutor.__call__, [False], threading.get_ident()
+
+    def launch(executor, *args, **kwargs):
+        is_kernel[0] = True
+        try:
+            execute(executor, *args, **kwargs)
+        finally:
+            is_kernel[0] = False
+
+    def guarded(name):
+        read = getattr(torch.Tensor, name)
+
+        def checked(tensor, *args, **kwargs):
+            is_free = is_kernel[0] or threading.get_ident() != here
+            assert is_free, f"the host waits for the device: {name}"
+            return read(tensor, *args, **kwargs)
+
+        return mock.patch.object(torch.Tensor, name, checked)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", launch))
+        for name in READING:
+            stack.enter_context(guarded(name))
+        yield
+
+
 class LateDevice:
     """A `runner.gpu.device.Device`."""
 
@@ -107,7 +141,7 @@ class LateDevice:
         return arrival
 
     def work_until(self, arrival: _Late) -> None:
-        with self._lock, torch.inference_mode():
+        with self._lock, torch.inference_mode(), no_reading():
             while not arrival.is_done():
                 work, its = self._told.popleft()
                 its.values = [tensor.clone() for tensor in work()]

@@ -52,7 +52,7 @@ class Device(Protocol):
         ...
 
     def begin_capture(self) -> Graph:
-        """From here on work is recorded, and not done. All before it is done first."""
+        """Within `run`: from here on work is recorded, and not done."""
         ...
 
     def end_capture(self, graph: Graph) -> None: ...
@@ -133,13 +133,14 @@ class CudaDevice:
         self._side = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._forbids_waiting = forbids_waiting
-        torch.cuda.synchronize(device)  # what was loaded on other streams is there
 
     def pinned(self, num_words: int) -> torch.Tensor:
         return torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
 
     def run(self, work: Work) -> Arrival:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # What this thread launched elsewhere, such as zeros for new memory, comes before.
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), self._watched():
             begin.record(self._stream)
             tensors = work()

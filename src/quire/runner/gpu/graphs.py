@@ -54,19 +54,20 @@ class Decoder(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recorded:
-    """A recorded step of `size` rows."""
+    """A step of `size` rows; what the device has made of it is there once it was recorded."""
 
     decoder: Decoder
     size: int
-    buffers: StepBuffers
     in_pieces: bool
+    buffers: StepBuffers | None = None
     pieces: Pieces = field(default_factory=Pieces)
 
     def replay(self, shape: Shape) -> list[torch.Tensor]:
         """Carry it out for a step of this shape, which has as many places; returns copies of what
         rows wanted: the next replay writes over it."""
+        assert self.buffers is not None, "it is recorded first"
         if self.in_pieces:
             self.decoder.backend.prepare(self.decoder.attention_step(self.buffers, shape))
         self.pieces.replay()
@@ -156,19 +157,19 @@ class Graphs:
     def _record(self, size: int, needs: Needs) -> Recorded:
         """Once as it is, for a step without rows, so that all is compiled; then recorded."""
         decoder = self._decoder
-        shape = decoder.decode_shape(size)
-        buffers = decoder.buffers(shape)
-        recorded = Recorded(decoder, size, buffers, self._in_pieces)
+        shape, recorded = decoder.decode_shape(size), Recorded(decoder, size, self._in_pieces)
         decoder.expect_nothing()
 
-        def step(backend: AttentionBackend) -> list[torch.Tensor]:
-            backend.prepare(decoder.attention_step(buffers, shape))
-            return decoder.decode(buffers, shape, needs, backend)
-
         def work() -> list[torch.Tensor]:
+            buffers = recorded.buffers = decoder.buffers(shape)
+
+            def step(backend: AttentionBackend) -> list[torch.Tensor]:
+                backend.prepare(decoder.attention_step(buffers, shape))
+                return decoder.decode(buffers, shape, needs, backend)
+
             step(decoder.backend)
-            made = record(self._device, decoder.backend, step, in_pieces=self._in_pieces)
-            recorded.pieces.launches, recorded.pieces.outputs = made.launches, made.outputs
+            in_pieces = self._in_pieces
+            recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
             return []
 
         self._device.run(work)

@@ -5,6 +5,7 @@ left out of the graphs it is launched anew each time, and all else is replayed (
 are found by running the model once: its attention calls end one graph and begin the next.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,9 +68,15 @@ def record(device: Device, backend: AttentionBackend, step: Step, *, in_pieces: 
     raises, and OutOfMemoryError."""
     pieces = Pieces()
     cutting = CutAtAttention(backend, device, pieces)
-    cutting.begin()
+    collects = gc.isenabled()
+    gc.disable()  # what it frees might ask the device something, which would end the recording
     try:
-        pieces.outputs = step(cutting if in_pieces else backend)
+        cutting.begin()
+        try:
+            pieces.outputs = step(cutting if in_pieces else backend)
+        finally:
+            cutting.end()
     finally:
-        cutting.end()
+        if collects:
+            gc.enable()
     return pieces
