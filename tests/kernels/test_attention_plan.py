@@ -10,6 +10,7 @@ from quire.ops.attention.base import AttentionStep
 from quire.ops.kernels.attention_plan import Cut, Work, plan_work
 
 FINE = Cut(max_splits=8, short_chunk=16, long_chunk=32, align=16)
+FIXED = Cut(is_fixed=True, align=16, fixed_chunk=48, split_tiles=2)
 # Rows as (context with the step's tokens, tokens of the step); 0 tokens pad a captured step.
 MIXES = {
     "decode": [(18, 1), (1, 1), (700, 1), (64, 1), (65, 1)],
@@ -26,6 +27,10 @@ CUTS = {
     "wide_group": replace(FINE, group_size=20),
     "usual": Cut(4),
     "one_split": replace(FINE, group_size=4, max_splits=1),
+    "fixed": FIXED.of_group(4, None, 64),
+    "fixed_window": FIXED.of_group(16, 50, 64),
+    "fixed_unsplit": replace(FIXED, split_tiles=0).of_group(4, None, 64),
+    "fixed_usual": Cut(is_fixed=True).of_group(4, None, 128),
 }
 
 
@@ -66,9 +71,12 @@ def test_every_key_of_every_token_once(
     check_work(make_work(cut, rows, device), cut, rows)
 
 
+@pytest.mark.parametrize("name", ["fine", "fixed"])
 @pytest.mark.parametrize("more", [1, 5, 400])
-def test_the_device_may_hold_less_than_the_host_says(more: int, device: torch.device) -> None:
-    cut, rows = CUTS["fine"], MIXES["mixed"]
+def test_the_device_may_hold_less_than_the_host_says(
+    more: int, name: str, device: torch.device
+) -> None:
+    cut, rows = CUTS[name], MIXES["mixed"]
     check_work(make_work(cut, rows, device, more), cut, rows)
 
 
@@ -131,3 +139,29 @@ def test_bounds_grow_with_the_lengths(cut: Cut) -> None:
     ]
     numbers = np.array([[(m.items, m.merges, m.slots) for m in row] for row in bounds])
     assert (np.diff(numbers, axis=0) >= 0).all() and (np.diff(numbers, axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize("window", [None, 5, 50, 200])
+def test_fixed_chunks_begin_at_the_same_keys_for_any_lengths(
+    window: int | None, device: torch.device
+) -> None:
+    """Items of rows that are split lie in one chunk each, and no tile of keys in two."""
+    cut = FIXED.of_group(4, window, 64)
+    rows = [(700, 1), (701, 3), (320, 32), (321, 33), (97, 20), (600, 300), (48, 48), (49, 1)]
+    items, _ = listed(make_work(cut, rows, device))
+    for row, _, _, _, first, end, slot, _ in items:
+        assert first % cut.align == 0
+        assert slot < 0 or first >= end or first // 48 == (end - 1) // 48
+        tiles = -(-rows[row][1] * 4 // 64)
+        if slot < 0 and tiles <= cut.split_tiles:
+            assert first // 48 == (end - 1) // 48, "it could have been split"
+
+
+def test_a_fixed_cut_with_fewer_parts_cuts_at_the_same_keys() -> None:
+    queries, contexts = np.array([1, 20, 40]), np.array([900, 900, 900])
+    cut, slots = FIXED.of_group(4, None, 64), []
+    while cut is not None:
+        slots.append(cut.most(queries, contexts).slots)
+        last, cut = cut, cut.fewer
+    assert slots == sorted(slots, reverse=True) and len(set(slots)) == 3 and slots[-1] == 0
+    assert last == replace(FIXED.of_group(4, None, 64), split_tiles=0)

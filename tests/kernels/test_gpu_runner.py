@@ -5,6 +5,7 @@ asked for: pinned slots, rows and results are reused while all of that is still 
 """
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -102,8 +103,13 @@ def test_everything_is_told_long_before_it_is_done(
     assert sum(len(tokens) for tokens in found.values()) == sum(4 + i for i in range(6)) + 8
 
 
-@pytest.mark.parametrize("read", [torch.Tensor.item, bool, int, torch.Tensor.cpu, range])
-def test_a_value_that_is_read_on_the_way_is_noticed(read: Any) -> None:
+READS: list[Callable[[torch.Tensor], Any]] = [
+    bool, int, range, lambda x: x.item(), lambda x: x.cpu(), lambda x: x.tolist()
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_value_that_is_read_on_the_way_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
     device = LateDevice(torch.device("cpu"))
     value = torch.ones(1, dtype=torch.int64)
     arrival = device.run(lambda: [read(value)][1:])

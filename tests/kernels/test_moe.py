@@ -6,6 +6,7 @@ import torch
 from quire.ops import moe as reference
 from quire.ops.kernels import moe, moe_sort
 from quire.ops.kernels.moe import Tile
+from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SMALL = Tile(16, 16, 32, 16, num_warps=4, num_stages=2)
@@ -85,6 +86,29 @@ def test_what_is_no_number_stays_in_its_row_and_names_experts_that_exist(
     ids, weights = moe.moe_route(logits, 2, normalises)
     assert ids.min() >= 0 and ids.max() < 6
     assert weights.isnan().tolist() == [[False] * 2, [True] * 2, [True] * 2]
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_rows_of_padding_that_are_no_numbers(
+    num_tokens: int, is_fixed: bool, device: torch.device
+) -> None:
+    """As a captured step leaves them: routed to experts that exist, sorted like others, and the
+    rows that count stay as they are, whatever the padding holds."""
+    x, _, _, gate_up, down = problem(num_tokens, (6, 2, 16, 16), torch.float32, device)
+    router = numbers(6, 16, seed=6, dtype=torch.float32, device=device)
+    found = []
+    for bad in (0.0, torch.nan, torch.inf, -torch.inf):
+        x[1:] = bad
+        logits = x @ router.T
+        logits[2:] = bad
+        ids, weights = moe.moe_route(logits, 2, True)
+        assert ids.min() >= 0 and ids.max() < 6
+        check_sorted(ids, 6, 16)
+        found.append(moe.moe_experts(x, ids, weights, gate_up, down, is_fixed))
+        assert found[-1][1:].isfinite().all() == (bad == 0.0)
+    assert found[0][0].isfinite().all()
+    assert all(torch.equal(out[0], found[0][0]) for out in found)
 
 
 # ---- sorting ---------------------------------------------------------------------------------
@@ -202,6 +226,20 @@ def test_one_token_changes_no_other(num_tokens: int, device: torch.device) -> No
     after = moe.moe_experts(*arguments)
     others = torch.arange(num_tokens, device=device) != 1
     assert torch.equal(after[others], before[others]) and after[1].isnan().all()
+
+
+def test_fixed_order_gives_a_token_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
+    """Alone, among a few, among many, at any place of its experts' tiles."""
+    x, ids, weights, *experts = problem(100, (3, 2, 72, 40), dtype, device)
+    together = moe.moe_experts(x, ids, weights, *experts, is_fixed=True)
+    check(together, reference.moe_experts(x, ids, weights, *experts))
+    differs = False
+    for first, last in [(0, 1), (99, 100), (50, 53), (1, 6), (20, 100)]:
+        part = x[first:last], ids[first:last], weights[first:last]
+        found = moe.moe_experts(*part, *experts, is_fixed=True)
+        assert torch.equal(found, together[first:last]), (first, last)
+        differs |= not torch.equal(moe.moe_experts(*part, *experts), together[first:last])
+    assert differs, "the usual order is the same, so this shows nothing"
 
 
 def test_tiles_grow_with_the_batch() -> None:

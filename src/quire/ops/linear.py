@@ -5,12 +5,15 @@ Shape legend: T tokens, K inputs, N outputs.
 On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all quantised ones, are
 multiplied by it: faster than torch with few tokens, equal with many, and each token's result has
 the same bits in any batch. Without the core oneDNN's packed order is taken where it is faster than
-plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md).
+plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md). A GPU multiplies a weight
+of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that same promise.
 """
 
 import torch
 
+from quire.ops.determinism import FixedOrderWeight
 from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
+from quire.ops.gpu import kernels_for
 from quire.ops.memory import HugeMemory
 from quire.ops.native import address, core
 from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack
@@ -27,6 +30,11 @@ def linear(
     """[T, N] in x's dtype. The weight is a plain tensor or what pack_weight made of it."""
     if isinstance(weight_NK, PackedWeight):
         return _native_linear(x_TK, weight_NK, bias_N)
+    if isinstance(weight_NK, FixedOrderWeight):
+        kernels = kernels_for(x_TK, "matmul")
+        assert kernels is not None, f"no fixed order on {x_TK.device} for {x_TK.dtype}"
+        fixed_TN: torch.Tensor = kernels.matmul(x_TK, weight_NK, bias_N)
+        return fixed_TN
     if weight_NK.is_mkldnn:
         packed_linear = torch.ops.mkldnn._linear_pointwise
         result_TN: torch.Tensor = packed_linear(x_TK, weight_NK, bias_N, "none", [], "")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.ops.determinism import FixedOrderWeight
 from quire.ops.gpu import kernels_for
 from quire.ops.linear import Weight, linear
 from quire.ops.precision import accumulation_dtype
@@ -52,12 +53,13 @@ def moe_experts(
     """The weighted sum [T, D] of what each token's experts make of it, in x's dtype.
 
     An expert is down(silu(gate(x)) * up(x)). Only experts with tokens are looked at; a token's
-    sum is made in the order of its ids, so that no other token changes it. The torch path waits for
-    the device.
+    sum is made in the order of its ids, so that no other token changes it, and with weights of
+    fixed order not even their number does. The torch path waits for the device.
     """
     if isinstance(gate_up_EGD, torch.Tensor) and (kernels := kernels_for(x_TD, "moe")):
         found: torch.Tensor
-        found = kernels.moe_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF)
+        is_fixed = isinstance(gate_up_EGD, FixedOrderWeight)
+        found = kernels.moe_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF, is_fixed)
         return found
     num_chosen, flat_P = ids_TC.shape[1], ids_TC.flatten()
     counts_E = torch.bincount(flat_P, minlength=len(gate_up_EGD)).tolist()

@@ -11,6 +11,7 @@ from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
+from quire.models.determinism import make_deterministic
 from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import load_model
@@ -85,6 +86,8 @@ def build_runner(
     model = load_model(
         source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
     )
+    if config.deterministic:
+        make_deterministic(model)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
@@ -174,7 +177,9 @@ def _assemble(
     layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length
-    backend = make_backend(config.attention_backend, layout, scales)
+    backend = make_backend(
+        config.attention_backend, layout, scales, deterministic=config.deterministic
+    )
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
     if backend.name == "triton":
         from quire.runner.gpu.assemble import assemble  # Triton is imported where it is used

@@ -56,6 +56,11 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
             f"max_model_len={length} is more than the model was made for ({spec.max_position});"
             " leave it out for that, or give auto for what fits the memory."
         )
+    if config.deterministic and on_cpu and config.attention_backend != "triton":
+        raise ConfigError(
+            "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"
+            " CPU."
+        )
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = cpu_token_budget(spec, dtype, num_threads()) if on_cpu else GPU_TOKENS
     scheduler = dataclasses.replace(

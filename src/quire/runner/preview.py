@@ -49,7 +49,7 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     layout = KVLayout(
         spec.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
     )
-    backend = make_backend(config.attention_backend, layout)
+    backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
     return Preview(config, backend.name, weights, memory)
 
 

@@ -25,13 +25,18 @@ BACKENDS: dict[str, Callable[[KVLayout], AttentionBackend]] = {
 
 
 def make_backend(
-    name: str, layout: KVLayout, kv_scales: Mapping[int, tuple[float, float]] | None = None
+    name: str,
+    layout: KVLayout,
+    kv_scales: Mapping[int, tuple[float, float]] | None = None,
+    *,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """The backend of that name, with its KV tensors. `auto` takes the fastest of ours for the
     layout; other packages may bring more.
 
     kv_scales: what stored keys and values of a layer are multiplied by if they are fp8, 1 if
-    absent. Backends of other packages are not told.
+    absent. Backends of other packages are not told. deterministic: a query's result has the same
+    bits however its sequence was cut into steps.
     Raises ConfigError for a name that does not exist, or that cannot serve this layout.
     """
     if name == "auto":
@@ -40,7 +45,12 @@ def make_backend(
         _check_fp8(name, layout)
     if name == "triton":
         scales = kv_scales if layout.kv_format == "fp8" else None
-        return TritonBackend(layout, scales=dict(scales or {}))
+        return TritonBackend(layout, scales=dict(scales or {}), deterministic=deterministic)
+    if deterministic:
+        raise ConfigError(
+            "deterministic needs attention_backend triton, which is for GPUs, not"
+            f" {name}; leave one of them out."
+        )
     if name in BACKENDS:
         return BACKENDS[name](layout)
     kind, names = plugins.ATTENTION_BACKENDS, ("auto", *BACKENDS)

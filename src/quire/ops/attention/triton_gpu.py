@@ -5,6 +5,13 @@ device, once per cache group, when the group's first layer runs and says how man
 query's result has the same bits in any batch, unless what the rows of a step leave to be merged
 would take more than PARTS_BYTES: then all of its rows are cut into fewer parts.
 
+A deterministic backend cuts keys at multiples of a chunk from a sequence's beginning, so that a
+query has the same bits also if its sequence was cut into other steps or began with cached blocks.
+A token that is split leaves 4 N (H + 2) bytes for each chunk of its context (1,024 keys; 17 KB of
+32 heads of 128 numbers, 0.4 % of the chunk's keys and values with 8 KV heads); up to four tiles of
+64 / G tokens of a row are. Where that is more than PARTS_BYTES rows of fewer tiles, in the end
+none, are split: slower, with the same bits.
+
 Triton is imported when a backend is made, so that nobody else waits for it. Under Triton's
 interpreter the backend serves CPUs too, slowly and for tests.
 """
@@ -58,6 +65,7 @@ def why_not(layout: KVLayout) -> str | None:
 class TritonBackend(MovesBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
+    deterministic: see above; it takes heads in groups of any size, and all formats.
     cut: how work is cut, if not as usual; the group's own heads and window are put into it.
     scales: of a layer whose keys and values are fp8, what stored keys and values are multiplied by.
     """
@@ -68,6 +76,7 @@ class TritonBackend(MovesBlocks):
         self,
         layout: KVLayout,
         *,
+        deterministic: bool = False,
         cut: "Cut | None" = None,
         scales: dict[int, tuple[float, float]] | None = None,
     ) -> None:
@@ -78,7 +87,7 @@ class TritonBackend(MovesBlocks):
 
         self._rotary = rotary_write
         self._attention, self._plan, self._write = attention, attention_plan, attention_write
-        self._cut = cut or attention_plan.Cut()
+        self._cut = replace(cut or attention_plan.Cut(), is_fixed=deterministic)
         self._layout = layout
         self._memory = KVMemory(layout)
         self._place = self._memory.place
@@ -141,15 +150,17 @@ class TritonBackend(MovesBlocks):
         *,
         soft_cap: float | None = None,
         sinks_N: torch.Tensor | None = None,
+        out_TNH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of all rows, [T, N, H]. soft_cap, sinks: as in `kernels.attention`."""
+        """Attention of all rows, [T, N, H], in `out` if it is given. soft_cap, sinks: as in
+        `kernels.attention`."""
         if len(q_TNH) == 0:
             return torch.empty_like(q_TNH)
         kv = self._layers[layer]
         num_heads, size = q_TNH.shape[1:]
         work = self._work_of(self._place[layer][0], num_heads, num_heads // kv.num_heads, size)
         return self._attention.attention(
-            q_TNH, kv, work, scale, self._machine, soft_cap=soft_cap, sinks_N=sinks_N
+            q_TNH, kv, work, scale, self._machine, soft_cap, sinks_N, out_TNH
         )
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
@@ -160,8 +171,8 @@ class TritonBackend(MovesBlocks):
             assert step is not None, "prepare comes first"
             cut = self._cut.of_group(group_size, self._layout.groups[group].window, size)
             slot_bytes = 4 * num_heads * (size + 2)
-            while cut.max_splits > 1 and slot_bytes * _slots(cut, step) > PARTS_BYTES:
-                cut = replace(cut, max_splits=cut.max_splits // 2)
+            while cut.fewer is not None and slot_bytes * _slots(cut, step) > PARTS_BYTES:
+                cut = cut.fewer
             work = self._plan.plan_work(cut, step, step.block_tables_SL[group])
             self._work[group] = work
         return work

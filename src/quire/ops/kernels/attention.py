@@ -8,7 +8,9 @@ for all of them. A fixed number of programs deals out the items of `attention_pl
 KV heads; each runs over its keys with a running maximum and sum (equation 4 of P 4.1), in float32.
 Short tiles (16 rows) are compiled from the same code with the same numbers whether long ones (128
 rows, of Hopper's wgmma) are in the launch or not, so that a row's bits should not depend on it. A
-second, small launch merges the parts of rows whose keys were cut; it is left out where none can be.
+second, small launch merges the parts of rows whose keys were cut (attention_merge.py); it is left
+out where none can be. Of a fixed cut (attention_plan.py) all tiles are of one kind, chunks are
+merged in their order, and no product is fused with a sum: compilers choose which, here and there.
 Only the keys at a tile's edges are masked one by one, and nothing that a tile does not see is
 loaded: what stands in unused slots never counts.
 
@@ -25,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.kernels.attention_merge import before_chunks, merge, merge_chunk, store_item
 from quire.ops.kernels.attention_plan import Cut, Work
 from quire.ops.kernels.attention_write import FORMATS, LayerKV
 from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
@@ -32,8 +35,10 @@ from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, next_power_of_2
 LOG2_E = math.log2(math.e)
 TILE_BYTES = 16 << 10  # of the keys of a step of the loop, and of its values
 NUM_WARPS = 8  # of all tiles, so that a row's sums are made in the same order in any launch
+FIXED_WARPS = 4  # of a fixed cut's tiles of up to FIXED_SUMS numbers
+FIXED_SUMS = 64 * 128
+MOST_FIXED_TILE = 64
 NUM_STAGES = 3
-MERGE_WARPS = 4
 STAGES_BYTES = 160 << 10  # of shared memory, that NUM_STAGES need; with less there is one fewer
 
 
@@ -62,17 +67,20 @@ def attention(
     machine: Machine,
     soft_cap: float | None = None,
     sinks_N: torch.Tensor | None = None,
+    out_TNH: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
     no defined result.
 
     soft_cap: scores become cap * tanh(score / cap). sinks: float32 logits, one more key of each
-    head, without a value.
+    head, without a value. out: where the result goes, contiguous.
     """
     num_tokens, num_heads, size = q_TNH.shape
     assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
     assert num_heads == kv.num_heads * work.cut.group_size, "the work was cut for other heads"
-    out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    if out_TNH is None:
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    assert out_TNH.is_contiguous() and out_TNH.shape == q_TNH.shape
     if num_tokens == 0 or work.most.items == 0:
         return out_TNH
     shape_DN = (work.most.slots, num_heads)
@@ -103,12 +111,29 @@ def attention(
         HAS_CAP=capped,
         HAS_SINKS=sinks_N is not None,
         HAS_LONG=work.has_long,
-        num_warps=NUM_WARPS,
+        num_warps=_num_warps(work.cut, size, kv.kv_format),
         num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
+        enable_fp_fusion=not work.cut.is_fixed,
     )
     if work.most.merges:
-        _merge(out_TNH, parts_DNH, sums_DN2, work, kv.v_scale, machine)
+        sinks = sinks_N if work.cut.is_fixed else None
+        programs = machine.num_programs
+        merge(out_TNH, parts_DNH, sums_DN2, work, kv.v_scale, programs, sinks)
     return out_TNH
+
+
+def _num_warps(cut: Cut, size: int, kv_format: str) -> int:
+    """Few for a fixed cut's products, where the sums of a chunk and of those before it leave room
+    for the rest: int8 keys and values pass through registers."""
+    sums = cut.short_rows * next_power_of_2(size) * (2 if kv_format == "int8" else 1)
+    return FIXED_WARPS if cut.is_fixed and sums <= FIXED_SUMS else NUM_WARPS
+
+
+def _fixed_tile(cut: Cut, width: int, tile: int, kv_format: str) -> int:
+    """Keys of a step of the loop: fewer than else, for the same reason."""
+    is_large = width > 128 or kv_format == "int8"
+    tile = min(tile, MOST_FIXED_TILE)
+    return min(max(16, tile // 2) if is_large else tile, cut.align)
 
 
 def _constants(
@@ -117,6 +142,9 @@ def _constants(
     width = max(16, next_power_of_2(size))
     tile = max(16, min(128, TILE_BYTES // (width * dtype.itemsize)))
     long_tile = tile // 2 if kv_format == "int8" else tile
+    if cut.is_fixed:
+        tile = _fixed_tile(cut, width, tile, kv_format)
+        long_tile = tile
     return {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": cut.group_size,
@@ -130,32 +158,9 @@ def _constants(
         "LONG_ROWS": cut.long_rows,
         "SHORT_TILE": tile,
         "LONG_TILE": long_tile,
+        "CHUNK": cut.fixed_chunk if cut.is_fixed else 0,
         "DOT": dot_dtype(dtype),
     }
-
-
-def _merge(
-    out_TNH: torch.Tensor,
-    parts_DNH: torch.Tensor,
-    sums_DN2: torch.Tensor,
-    work: Work,
-    v_scale: float,
-    machine: Machine,
-) -> None:
-    _, num_heads, size = out_TNH.shape
-    _merge_kernel[(min(work.most.merges * num_heads, 8 * machine.num_programs),)](
-        out_TNH,
-        parts_DNH,
-        sums_DN2,
-        work.counts,
-        work.merges,
-        v_scale,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=size,
-        WIDTH=next_power_of_2(size),
-        SPLITS=next_power_of_2(work.cut.max_splits),
-        num_warps=MERGE_WARPS,
-    )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -193,6 +198,7 @@ def _attention_kernel(
     LONG_ROWS: tl.constexpr,
     SHORT_TILE: tl.constexpr,
     LONG_TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
     DOT: tl.constexpr,
 ):
     num_units = tl.load(counts_ptr) * NUM_KV_HEADS
@@ -201,7 +207,15 @@ def _attention_kernel(
         head = unit % NUM_KV_HEADS
         table_ptr = tables_ptr + tl.load(item_ptr).to(tl.int64) * table_stride
         kv_at = head.to(tl.int64) * head_stride
-        if HAS_LONG:
+        if CHUNK > 0:
+            _attend_fixed(
+                q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
+                v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
+                sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
+                WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, SHORT_ROWS,
+                SHORT_TILE, CHUNK, DOT,
+            )  # fmt: skip
+        elif HAS_LONG:
             if tl.load(item_ptr + 2) * GROUP > SHORT_ROWS:
                 _attend(
                     q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
@@ -265,15 +279,9 @@ def _attend(
     position = tl.load(item_ptr + 3)
     first = tl.load(item_ptr + 4)
     end = tl.load(item_ptr + 5)
-    m = tl.arange(0, ROWS)
-    offset = m // GROUP
-    query_head = head * GROUP + m % GROUP
-    used = offset < count
-    token = tl.load(item_ptr + 1).to(tl.int64) + offset
-    h = tl.arange(0, WIDTH)
-    q_at = (token * q_stride + query_head * HEAD_DIM)[:, None] + h[None, :]
-    columns = used[:, None] & (h < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_at, mask=columns, other=0.0).to(DOT)
+    q, token, offset, query_head, used = _load_queries(
+        q_ptr, item_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, ROWS, DOT
+    )
     query = position + offset
     lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
@@ -305,9 +313,101 @@ def _attend(
         lowest, end, query, factor, cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP,
         TILE, DOT, True,
     )  # fmt: skip
-    _store(
+    store_item(
         values, maximum, total, out_ptr, parts_ptr, sums_ptr, item_ptr, token, offset, query_head,
-        used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH,
+        used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _load_queries(
+    q_ptr,
+    item_ptr,
+    head,
+    q_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """An item's queries, and of each row its token, the token's offset in the item, its head, and
+    whether there is one."""
+    m = tl.arange(0, ROWS)
+    offset = m // GROUP
+    query_head = head * GROUP + m % GROUP
+    used = offset < tl.load(item_ptr + 2)
+    token = tl.load(item_ptr + 1).to(tl.int64) + offset
+    h = tl.arange(0, WIDTH)
+    q_at = (token * q_stride + query_head * HEAD_DIM)[:, None] + h[None, :]
+    columns = used[:, None] & (h < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_at, mask=columns, other=0.0).to(DOT)
+    return q, token, offset, query_head, used
+
+
+@triton.jit
+def _attend_fixed(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    item_ptr,
+    table_ptr,
+    sinks_ptr,
+    head,
+    q_stride,
+    factor,
+    cap,
+    v_scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """One item of a fixed cut: all chunks of a tile, or one of them that others are merged with.
+
+    All tiles of keys are masked, those too of which every query sees all: one loop, and so the same
+    instructions for each of them.
+    """
+    position = tl.load(item_ptr + 3)
+    first = tl.load(item_ptr + 4)
+    end = tl.load(item_ptr + 5)
+    q, token, offset, query_head, used = _load_queries(
+        q_ptr, item_ptr, head, q_stride, GROUP, HEAD_DIM, WIDTH, ROWS, DOT
+    )
+    lowest = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else 0
+    # The sinks of parts are for who merges them.
+    is_final = tl.load(item_ptr + 6) < 0
+    maximum, total = before_chunks(sinks_ptr, query_head, used & is_final, HAS_SINKS)
+    values = tl.zeros([ROWS, WIDTH], tl.float32)
+    for chunk in range(first // CHUNK * CHUNK, end, CHUNK):
+        stop = tl.minimum(chunk + CHUNK, end)
+        chunk_maximum, chunk_total, chunk_values = _scan(
+            q, tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32),
+            tl.zeros([ROWS, WIDTH], tl.float32), k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+            table_ptr, tl.maximum(chunk, first), stop, lowest, stop, position + offset, factor,
+            cap, HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, TILE, DOT, True,
+        )  # fmt: skip
+        maximum, total, values = merge_chunk(
+            maximum, total, values, chunk_maximum, chunk_total, chunk_values
+        )
+    store_item(
+        values, maximum, total, out_ptr, parts_ptr, sums_ptr, item_ptr, token, offset, query_head,
+        used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, True,
     )  # fmt: skip
 
 
@@ -320,40 +420,6 @@ def _unmasked(first, end, position, count, WINDOW: tl.constexpr, TILE: tl.conste
         whole = tl.minimum(first + tl.cdiv(hidden, TILE) * TILE, tl.maximum(end, first))
     edge = whole + tl.maximum(tl.minimum(end, position + 1) - whole, 0) // TILE * TILE
     return whole, edge
-
-
-@triton.jit
-def _store(
-    values,
-    maximum,
-    total,
-    out_ptr,
-    parts_ptr,
-    sums_ptr,
-    item_ptr,
-    token,
-    offset,
-    query_head,
-    used,
-    v_scale,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """The result of a tile whose keys are all in one item; else its part, to be merged."""
-    h = tl.arange(0, WIDTH)
-    columns = used[:, None] & (h < HEAD_DIM)[None, :]
-    first_slot = tl.load(item_ptr + 6)
-    if first_slot < 0:
-        to = out_ptr + ((token * NUM_HEADS + query_head) * HEAD_DIM)[:, None] + h[None, :]
-        out = values * (v_scale / tl.where(used, total, 1.0))[:, None]
-        tl.store(to, out.to(out_ptr.dtype.element_ty), mask=columns)
-    elif tl.load(item_ptr + 4) < tl.load(item_ptr + 5):
-        slot = first_slot.to(tl.int64) + offset * tl.load(item_ptr + 7)
-        part = slot * NUM_HEADS + query_head
-        tl.store(parts_ptr + (part * HEAD_DIM)[:, None] + h[None, :], values, mask=columns)
-        tl.store(sums_ptr + part * 2, maximum, mask=used)
-        tl.store(sums_ptr + part * 2 + 1, total, mask=used)
 
 
 @triton.jit
@@ -465,41 +531,6 @@ def _load_scales(
     return tl.load(at)
 
 
-@triton.jit
-def _merge_kernel(
-    out_ptr,
-    parts_ptr,
-    sums_ptr,
-    counts_ptr,
-    merges_ptr,
-    v_scale,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """The parts of a token and a head become its result."""
-    num_units = tl.load(counts_ptr + 1) * NUM_HEADS
-    h = tl.arange(0, WIDTH)
-    split = tl.arange(0, SPLITS)
-    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
-        merge_ptr = merges_ptr + unit // NUM_HEADS * 4
-        head = unit % NUM_HEADS
-        token = tl.load(merge_ptr).to(tl.int64)
-        slot = tl.load(merge_ptr + 1).to(tl.int64)
-        inside = split < tl.load(merge_ptr + 2)
-        part = (slot + split) * NUM_HEADS + head
-        maximum = tl.load(sums_ptr + part * 2, mask=inside, other=float("-inf"))
-        total = tl.load(sums_ptr + part * 2 + 1, mask=inside, other=0.0)
-        weights = tl.exp2(maximum - tl.max(maximum, 0))
-        at = (part * HEAD_DIM)[:, None] + h[None, :]
-        mask = inside[:, None] & (h < HEAD_DIM)[None, :]
-        values = tl.load(parts_ptr + at, mask=mask, other=0.0)
-        value = tl.sum(values * weights[:, None], 0) / tl.sum(total * weights, 0) * v_scale
-        out_at = (token * NUM_HEADS + head) * HEAD_DIM + h
-        tl.store(out_ptr + out_at, value.to(out_ptr.dtype.element_ty), mask=h < HEAD_DIM)
-
-
 def _config(
     size: int,
     group_size: int = 4,
@@ -508,6 +539,7 @@ def _config(
     kv_format: str = "auto",
     window: int = 0,
     extras: bool = False,
+    is_fixed: bool = False,
 ) -> Config:
     """extras: with soft-cap and sinks."""
     stored = "*bf16" if kv_format == "auto" else "*u8"
@@ -519,26 +551,21 @@ def _config(
         "q_stride": "i32", "table_stride": "i32", "head_stride": "i64", "factor": "fp32",
         "cap": "fp32", "v_scale": "fp32",
     }  # fmt: skip
-    cut = Cut().of_group(group_size, window, size)
+    cut = Cut(is_fixed=is_fixed).of_group(group_size, window, size)
     constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
     # Compiled ahead, whether this process interprets or not.
     constants |= {"DOT": DTYPES[torch.bfloat16]}
-    constants |= {"HAS_CAP": extras, "HAS_SINKS": extras, "HAS_LONG": has_long}
+    constants |= {"HAS_CAP": extras, "HAS_SINKS": extras, "HAS_LONG": has_long and not is_fixed}
     return Config(
         _attention_kernel,
         signature,
         constants,
-        num_warps=NUM_WARPS,
+        num_warps=_num_warps(cut, size, kv_format),
         num_stages=NUM_STAGES,
         divisible=("q_stride", "head_stride"),
         needs_wgmma=has_long,
     )
 
-
-_MERGE_SIGNATURE = {
-    "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32", "counts_ptr": "*i32",
-    "merges_ptr": "*i32", "v_scale": "fp32",
-}  # fmt: skip
 
 CONFIGS = [
     _config(128),
@@ -549,13 +576,11 @@ CONFIGS = [
     _config(128, kv_format="int8"),
     _config(128, has_long=False, kv_format="int8"),
     _config(128, kv_format="fp8"),
-    *(
-        Config(
-            _merge_kernel,
-            _MERGE_SIGNATURE,
-            {"NUM_HEADS": 32, "HEAD_DIM": size, "WIDTH": size, "SPLITS": 32},
-            num_warps=MERGE_WARPS,
-        )
-        for size in (128, 256)
-    ),
+    _config(128, is_fixed=True),
+    _config(64, 8, window=128, extras=True, is_fixed=True),
+    _config(80, 1, is_fixed=True),
+    _config(256, 2, is_fixed=True),
+    _config(128, kv_format="int8", is_fixed=True),
+    _config(64, kv_format="int8", is_fixed=True),
+    _config(128, kv_format="fp8", is_fixed=True),
 ]

@@ -16,6 +16,12 @@ An item with slot -1 is the only one of its tile: its result is final. Others le
 in a slot, and `merges` says which slots make up a token. An item may have no keys (end <= first):
 it is skipped, and no merge names its slots.
 
+Where the cut `is_fixed`, a token has the same bits however its sequence was cut into steps. Chunks
+begin at multiples of `fixed_chunk` from the sequence's beginning, whatever the row's lengths; all
+tiles have the same rows, and a tile's first key is a multiple of `align`, which masked keys fill
+up. What depends on lengths is only who does a chunk: rows of up to `split_tiles` tiles have an item
+for each, others one item for all, which merges them by the same arithmetic (attention_merge.py).
+
 One launch, a program per row: each reads all rows' lengths to find its row's place. Expected to
 take about 5 us for 256 rows, once per step and cache group.
 """
@@ -35,6 +41,7 @@ MERGE = 4  # numbers of a merge
 HEADER = 8  # numbers before the items; two are used
 LEAST_ROWS = 16  # of a matrix product
 MOST_GROUP = 128  # rows of the largest
+FIXED_ROWS = 64  # of all products of a fixed cut: the fewest of Hopper's matrix instruction
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,10 @@ class Cut:
     tile, and of all tiles of a long row together. short_chunk, long_chunk: the least that is worth
     a chunk. align: chunks begin at multiples of it behind the row's first visible key, which is
     rounded down to one. long_rows: rows of a matrix product of long tiles.
+
+    is_fixed: chunks are of fixed_chunk, a multiple of align, which is one of the kernel's tiles of
+    keys; split_tiles: the most tiles of a row whose chunks are different items. Results do not
+    depend on it.
     """
 
     group_size: int = 1
@@ -54,25 +65,42 @@ class Cut:
     long_chunk: int = 1024
     align: int = 128
     long_rows: int = 128
+    is_fixed: bool = False
+    fixed_chunk: int = 1024
+    split_tiles: int = 4
 
     def of_group(self, group_size: int, window: int | None, head_dim: int) -> "Cut":
         """The same for a cache group."""
         assert group_size <= MOST_GROUP, f"{group_size} query heads of one KV head are too many"
         short = replace(self, group_size=group_size, window=window or 0)
+        if self.is_fixed:
+            assert self.fixed_chunk % self.align == 0, "chunks must begin where tiles do"
+            return replace(short, long_rows=short.short_rows)
         # The sums of 128 rows of 256 numbers would not fit into a multiprocessor's registers.
         rows = min(self.long_rows, 64) if head_dim > 128 else self.long_rows
         return replace(short, long_rows=max(rows, short.short_rows))
 
     @property
+    def fewer(self) -> "Cut | None":
+        """With about half as many parts to be merged; None if there are as few as can be. What
+        becomes of a fixed one gives the same bits."""
+        if self.is_fixed:
+            return replace(self, split_tiles=self.split_tiles // 2) if self.split_tiles else None
+        return replace(self, max_splits=self.max_splits // 2) if self.max_splits > 1 else None
+
+    @property
     def short_rows(self) -> int:
-        return max(LEAST_ROWS, next_power_of_2(self.group_size))
+        least = FIXED_ROWS if self.is_fixed else LEAST_ROWS
+        return max(least, next_power_of_2(self.group_size))
 
     def has_long(self, query_lens: np.ndarray) -> bool:
-        """Whether a row needs long tiles."""
-        return int(query_lens.max()) * self.group_size > self.short_rows
+        """Whether a row needs tiles of another kind than the short ones."""
+        return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
 
     def most(self, query_lens: np.ndarray, context_lens: np.ndarray) -> "Most":
         """What a step with lengths up to these needs at most. Grows with each length."""
+        if self.is_fixed:
+            return self._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
         queries, contexts = query_lens.astype(np.int64), context_lens.astype(np.int64)
         if self.window:
             visible = self.window + self.long_rows // self.group_size + self.align
@@ -86,6 +114,22 @@ class Cut:
         merges = np.where(is_cut, np.minimum(queries, tile * max(1, self.max_splits // 2)), 0)
         slots = np.where(is_cut, np.minimum(queries * chunks, tile * self.max_splits), 0)
         return Most(int(items.sum()), int(merges.sum()), int(slots.sum()))
+
+    def _most_fixed(self, queries: np.ndarray, contexts: np.ndarray) -> "Most":
+        tile = self.short_rows // self.group_size
+        tiles = -(-queries // tile)
+        chunks = -(-contexts // self.fixed_chunk)
+        if self.window:
+            chunks = np.minimum(chunks, self._window_chunks)
+        items = np.maximum(tiles, np.minimum(tiles, self.split_tiles) * chunks)
+        merges = np.where(chunks > 1, np.minimum(queries, self.split_tiles * tile), 0)
+        return Most(int(items.sum()), int(merges.sum()), int((merges * chunks).sum()))
+
+    @property
+    def _window_chunks(self) -> int:
+        """The most fixed chunks that the keys of one tile lie in."""
+        span = self.window + self.short_rows // self.group_size + self.align
+        return (span + 2 * self.fixed_chunk - 2) // self.fixed_chunk
 
 
 @dataclass(frozen=True)
@@ -137,18 +181,25 @@ def plan_work(cut: Cut, step: AttentionStep, table_SL: torch.Tensor) -> Work:
         lists,
         num_rows,
         merges_at,
-        GROUP=cut.group_size,
-        WINDOW=cut.window,
-        SPLITS=cut.max_splits,
-        SHORT_CHUNK=cut.short_chunk,
-        LONG_CHUNK=cut.long_chunk,
-        ALIGN=cut.align,
-        SHORT_ROWS=cut.short_rows,
-        LONG_ROWS=cut.long_rows,
+        **_constants(cut),
         WIDTH=width,
         num_warps=4,
     )
     return work
+
+
+def _constants(cut: Cut) -> dict[str, int]:
+    return {
+        "GROUP": cut.group_size,
+        "WINDOW": cut.window,
+        "SPLITS": cut.split_tiles if cut.is_fixed else cut.max_splits,
+        "SHORT_CHUNK": cut.short_chunk,
+        "LONG_CHUNK": cut.long_chunk,
+        "ALIGN": cut.align,
+        "SHORT_ROWS": cut.short_rows,
+        "LONG_ROWS": cut.long_rows,
+        "FIXED_CHUNK": cut.fixed_chunk if cut.is_fixed else 0,
+    }
 
 
 @triton.jit
@@ -163,21 +214,52 @@ def _cut_row(
     ALIGN: tl.constexpr,
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
 ):
     """Of a row, or of each of many: whether it is long, tokens of a tile, tiles, keys of a chunk,
-    and the most chunks of a tile; no tiles and no chunks for a row without tokens."""
-    is_long = query_len * GROUP > SHORT_ROWS
-    tile = tl.where(is_long, LONG_ROWS // GROUP, SHORT_ROWS // GROUP)
-    tiles = (query_len + tile - 1) // tile
-    splits = tl.where(is_long, tl.maximum(SPLITS // tl.maximum(tiles, 1), 1), SPLITS)
-    span = context_len
-    if WINDOW > 0:
-        span = tl.minimum(span, WINDOW + tile + ALIGN)
-    even = (span + splits - 1) // splits
-    even = (even + ALIGN - 1) // ALIGN * ALIGN
-    chunk = tl.maximum(tl.where(is_long, LONG_CHUNK, SHORT_CHUNK), even)
-    chunks = tl.where(query_len > 0, (span + chunk - 1) // chunk, 0)
+    and the most chunks of a tile; no tiles and no chunks for a row without tokens.
+
+    With FIXED_CHUNK, SPLITS are the most tiles of a row that is split; rows that are not are long.
+    """
+    if FIXED_CHUNK > 0:
+        is_long, tile, tiles, chunk, chunks = _cut_fixed_row(
+            query_len, context_len, GROUP, WINDOW, SPLITS, ALIGN, SHORT_ROWS, FIXED_CHUNK
+        )
+    else:
+        is_long = query_len * GROUP > SHORT_ROWS
+        tile = tl.where(is_long, LONG_ROWS // GROUP, SHORT_ROWS // GROUP)
+        tiles = (query_len + tile - 1) // tile
+        splits = tl.where(is_long, tl.maximum(SPLITS // tl.maximum(tiles, 1), 1), SPLITS)
+        span = context_len
+        if WINDOW > 0:
+            span = tl.minimum(span, WINDOW + tile + ALIGN)
+        even = (span + splits - 1) // splits
+        even = (even + ALIGN - 1) // ALIGN * ALIGN
+        chunk = tl.maximum(tl.where(is_long, LONG_CHUNK, SHORT_CHUNK), even)
+        chunks = tl.where(query_len > 0, (span + chunk - 1) // chunk, 0)
     return is_long, tile, tiles, chunk, chunks
+
+
+@triton.jit
+def _cut_fixed_row(
+    query_len,
+    context_len,
+    GROUP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
+):
+    tile = query_len * 0 + ROWS // GROUP
+    tiles = (query_len + tile - 1) // tile
+    is_long = tiles > SPLIT_TILES
+    chunks = (context_len + FIXED_CHUNK - 1) // FIXED_CHUNK
+    if WINDOW > 0:
+        most = (WINDOW + ROWS // GROUP + ALIGN + 2 * FIXED_CHUNK - 2) // FIXED_CHUNK
+        chunks = tl.minimum(chunks, most)
+    chunks = tl.where(query_len > 0, tl.where(is_long, 1, chunks), 0)
+    return is_long, tile, tiles, query_len * 0 + FIXED_CHUNK, chunks
 
 
 @triton.jit
@@ -203,6 +285,7 @@ def _plan_kernel(
     ALIGN: tl.constexpr,
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     own = tl.program_id(0)
@@ -213,7 +296,7 @@ def _plan_kernel(
     context_len = tl.load(context_lens_ptr + rows, mask=inside, other=0)
     is_long, tile, tiles, chunk, chunks = _cut_row(
         query_len, context_len, GROUP, WINDOW, SPLITS, SHORT_CHUNK, LONG_CHUNK, ALIGN,
-        SHORT_ROWS, LONG_ROWS,
+        SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
     items = tiles * chunks
     long_items = tl.where(is_long, items, 0)
@@ -234,18 +317,18 @@ def _plan_kernel(
     context = tl.load(context_lens_ptr + own)
     own_long, own_tile, own_tiles, own_chunk, own_chunks = _cut_row(
         queries, context, GROUP, WINDOW, SPLITS, SHORT_CHUNK, LONG_CHUNK, ALIGN,
-        SHORT_ROWS, LONG_ROWS,
+        SHORT_ROWS, LONG_ROWS, FIXED_CHUNK,
     )  # fmt: skip
     items_ptr = lists_ptr + 8 + tl.where(own_long, long_at, short_at) * 8
     _write_items(
         items_ptr, own, start, queries, context, own_tile, own_tiles, own_chunk, own_chunks,
-        slot_at, WINDOW, ALIGN,
+        slot_at, WINDOW, ALIGN, FIXED_CHUNK,
     )  # fmt: skip
     if own_chunks > 1:
         merges_ptr = lists_ptr + merges_at + merge_at * 4
         _write_merges(
             merges_ptr, start, queries, context, own_tile, own_chunk, own_chunks, slot_at,
-            WINDOW, ALIGN,
+            WINDOW, ALIGN, FIXED_CHUNK,
         )  # fmt: skip
 
 
@@ -263,6 +346,7 @@ def _write_items(
     slot_at,
     WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
 ):
     """The last tiles first: they see most keys."""
     for first in range(0, tiles * chunks, 64):
@@ -271,8 +355,15 @@ def _write_items(
         token = (tiles - 1 - i // chunks) * tile
         count = tl.minimum(queries - token, tile)
         position = context - queries + token
-        first_key = _first_key(position, WINDOW, ALIGN) + i % chunks * chunk
-        end = tl.minimum(first_key + chunk, position + count)
+        first_key = _first_key(position, WINDOW, ALIGN)
+        end = position + count
+        if FIXED_CHUNK > 0:
+            begin = (first_key // FIXED_CHUNK + i % chunks) * FIXED_CHUNK
+            first_key = tl.maximum(first_key, begin)
+            end = tl.where(chunks > 1, tl.minimum(begin + FIXED_CHUNK, end), end)
+        else:
+            first_key += i % chunks * chunk
+            end = tl.minimum(first_key + chunk, end)
         slot = tl.where(chunks > 1, slot_at + token * chunks + i % chunks, -1)
         at = items_ptr + i * 8
         tl.store(at, tl.zeros_like(i) + row, mask=inside)
@@ -297,6 +388,7 @@ def _write_merges(
     slot_at,
     WINDOW: tl.constexpr,
     ALIGN: tl.constexpr,
+    FIXED_CHUNK: tl.constexpr,
 ):
     for first in range(0, queries, 64):
         i = first + tl.arange(0, 64)
@@ -304,7 +396,10 @@ def _write_merges(
         token = i // tile * tile
         count = tl.minimum(queries - token, tile)
         position = context - queries + token
-        keys = position + count - _first_key(position, WINDOW, ALIGN)
+        first_key = _first_key(position, WINDOW, ALIGN)
+        if FIXED_CHUNK > 0:
+            first_key = first_key // FIXED_CHUNK * FIXED_CHUNK
+        keys = position + count - first_key
         at = merges_ptr + i * 4
         tl.store(at, start + i, mask=inside)
         tl.store(at + 1, slot_at + i * chunks, mask=inside)
@@ -321,20 +416,15 @@ _SIGNATURE = {
 }
 
 
-def _config(group_size: int, window: int, width: int) -> Config:
-    cut = Cut().of_group(group_size, window, 128)
-    constants = {
-        "GROUP": group_size,
-        "WINDOW": window,
-        "SPLITS": cut.max_splits,
-        "SHORT_CHUNK": cut.short_chunk,
-        "LONG_CHUNK": cut.long_chunk,
-        "ALIGN": cut.align,
-        "SHORT_ROWS": cut.short_rows,
-        "LONG_ROWS": cut.long_rows,
-        "WIDTH": width,
-    }
-    return Config(_plan_kernel, _SIGNATURE, constants, num_warps=4)
+def _config(group_size: int, window: int, width: int, is_fixed: bool = False) -> Config:
+    cut = Cut(is_fixed=is_fixed).of_group(group_size, window, 128)
+    return Config(_plan_kernel, _SIGNATURE, _constants(cut) | {"WIDTH": width}, num_warps=4)
 
 
-CONFIGS = [_config(4, 0, 32), _config(4, 0, 256), _config(8, 4096, 1024)]
+CONFIGS = [
+    _config(4, 0, 32),
+    _config(4, 0, 256),
+    _config(8, 4096, 1024),
+    _config(4, 0, 256, is_fixed=True),
+    _config(8, 128, 256, is_fixed=True),
+]

@@ -1,0 +1,55 @@
+"""The pieces of both parts, in the order in which they run, each a process of its own."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.gpu.context import Bench
+
+
+@dataclass(frozen=True)
+class Piece:
+    """limit_s: the most that it may take of the part's time. module, function: what runs it."""
+
+    name: str
+    part: str
+    limit_s: float
+    module: str
+    function: str = "run"
+
+    def load(self) -> Callable[[Bench], None]:
+        """Its function; nothing is imported before."""
+        import importlib
+
+        module = importlib.import_module(f"benchmarks.gpu.{self.module}")
+        found: Callable[[Bench], None] = getattr(module, self.function)
+        return found
+
+
+PIECES = (
+    Piece("limits", "bench", 45, "limits"),
+    Piece("llama-8b", "bench", 200, "table", "run_llama"),
+    Piece("qwen3-0.6b", "bench", 110, "table", "run_small"),
+    Piece("qwen3-30b-a3b", "bench", 110, "table", "run_mixture"),
+    Piece("attention", "bench", 90, "attention"),
+    Piece("modes", "bench", 120, "table", "run_modes"),
+    Piece("paged", "bench", 60, "attention", "run_paged"),
+    Piece("split", "bench", 60, "attention", "run_split"),
+    Piece("kernels", "bench", 150, "kernels"),
+    Piece("quire", "peers", 120, "peers", "run_quire"),
+    Piece("transformers", "peers", 240, "peers", "run_transformers"),
+    Piece("generate", "peers", 120, "peers", "run_generate"),
+    Piece("vllm", "peers", 200, "peers", "run_vllm"),
+    Piece("sglang", "peers", 200, "peers", "run_sglang"),
+)
+
+
+def chosen(part: str, names: str = "") -> list[Piece]:
+    """A part's pieces, or those of them that are named. Raises ValueError for others."""
+    mine = [piece for piece in PIECES if piece.part == part]
+    wanted = [name for name in names.replace(",", " ").split() if name]
+    known = {piece.name for piece in mine}
+    unknown = [name for name in wanted if name not in known]
+    if not mine or unknown:
+        known_names = ", ".join(sorted(known)) or "bench, peers (parts)"
+        raise ValueError(f"there is no {' '.join(unknown or [part])!r}; there are {known_names}.")
+    return [piece for piece in mine if not wanted or piece.name in wanted]

@@ -1,0 +1,174 @@
+"""Rows of results: each beside its limit, with the share of it that was reached; JSON and Markdown.
+
+A piece writes its file again after each row, so that what there is survives whatever ends it.
+"""
+
+import json
+import math
+import os
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.floors import H200, Cost, Limits
+
+HEAD = ("case", "result", "limit", "share", "measured limit", "share", "aim", "reached", "more")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One result.
+
+    seconds: None where the result is not a time (`figure` says it). floor_s: by the limits that the
+    aims were set with; measured_floor_s: by those that this machine showed. aim: in words;
+    is_reached: None where there is no aim.
+    """
+
+    case: str
+    seconds: float | None = None
+    floor_s: float | None = None
+    measured_floor_s: float | None = None
+    figure: str = ""
+    aim: str = ""
+    is_reached: bool | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def share(self) -> float | None:
+        """Of the limit, 1 being all that there is."""
+        return _share(self.floor_s, self.seconds)
+
+    @property
+    def measured_share(self) -> float | None:
+        return _share(self.measured_floor_s, self.seconds)
+
+    def cells(self) -> tuple[str, ...]:
+        """Of the table, in the order of HEAD."""
+        reached = {None: "", True: "yes", False: "**no**"}[self.is_reached]
+        return (
+            self.case,
+            self.figure or duration(self.seconds),
+            duration(self.floor_s),
+            percent(self.share),
+            duration(self.measured_floor_s),
+            percent(self.measured_share),
+            self.aim,
+            reached,
+            ", ".join(f"{name} {value}" for name, value in self.detail.items()),
+        )
+
+
+def timed_row(
+    case: str,
+    seconds: float,
+    cost: Cost,
+    measured: Limits | None,
+    *,
+    aim_s: float | None = None,
+    least_share: float | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> Row:
+    """A time beside its floors. aim_s: the time that it shall not exceed; least_share: of the
+    measured limit (of H200's if nothing was measured)."""
+    floor_s = cost.least_s(H200)
+    measured_s = cost.least_s(measured) if measured else None
+    aim, is_reached = "", None
+    if aim_s is not None:
+        aim, is_reached = f"<= {duration(aim_s)}", seconds <= aim_s
+    if least_share is not None:
+        aim = f">= {percent(least_share)}"
+        is_reached = (measured_s or floor_s) / seconds >= least_share
+    rates = {"GB/s": round(cost.all_bytes / seconds / 1e9, 1)}
+    if cost.all_flops:
+        rates["TFLOP/s"] = round(cost.all_flops / seconds / 1e12, 2)
+    found = rates | dict(detail or {})
+    return Row(case, seconds, floor_s, measured_s, "", aim, is_reached, found)
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None or math.isnan(seconds):
+        return ""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns" if seconds else "0"
+
+
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _share(floor_s: float | None, seconds: float | None) -> float | None:
+    return None if not floor_s or not seconds else floor_s / seconds
+
+
+@dataclass
+class Report:
+    """What a piece found. path: its JSON file."""
+
+    piece: str
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    errors: list[dict[str, str]] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print("  " + " | ".join(cell for cell in row.cells() if cell), flush=True)
+        self.write()
+
+    def fail(self, case: str, error: BaseException) -> None:
+        """An error ends its case, not the piece."""
+        text = "".join(traceback.format_exception(error))
+        self.errors.append({"case": case, "traceback": text})
+        print(f"  FAILED {case}\n{text}", flush=True)
+        self.write()
+
+    def skip(self, case: str, why: str) -> None:
+        self.skipped.append(f"{case}: {why}")
+        print(f"  skipped {case}: {why}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """All of it, so that a reader never sees half."""
+        found = asdict(self) | {"path": str(self.path)}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".tmp")
+        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, self.path)
+
+
+def read_piece(path: Path) -> dict[str, Any] | None:
+    """What a piece wrote; None if nothing, or nothing whole."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return None
+    return found
+
+
+def markdown(title: str, facts: Mapping[str, Any], pieces: Iterable[Mapping[str, Any]]) -> str:
+    """The document of a part: one table for each piece."""
+    lines = [f"# {title}", "", *(f"- {name}: {value}" for name, value in facts.items()), ""]
+    lines += ["Limits: " + H200.name + "; beside it those measured here.", ""]
+    for piece in pieces:
+        lines += [f"## {piece['piece']}", ""]
+        rows = [Row(**row).cells() for row in piece["rows"]]
+        if rows:
+            lines += ["| " + " | ".join(HEAD) + " |", "|" + "---|" * len(HEAD)]
+            lines += ["| " + " | ".join(_plain(cell) for cell in row) + " |" for row in rows]
+            lines.append("")
+        lines += [f"- skipped {item}" for item in piece["skipped"]]
+        for error in piece["errors"]:
+            last = error["traceback"].strip().splitlines()[-1]
+            lines.append(f"- **failed** {error['case']}: {last}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _plain(cell: str) -> str:
+    return cell.replace("|", "/").replace("\n", " ")

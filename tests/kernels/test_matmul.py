@@ -1,0 +1,144 @@
+"""Products with one order of sums: right, and the same bits for a row among any others."""
+
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.models.determinism import make_deterministic
+from quire.models.layers import Embedding, Linear, LMHead, Place
+from quire.models.packing import model_bytes
+from quire.ops import gpu
+from quire.ops.determinism import FixedOrderWeight
+from quire.ops.kernels import matmul as kernels
+from quire.ops.kernels.launch import INTERPRETED
+from quire.ops.linear import linear
+from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+SIZES = [(96, 32), (40, 130), (130, 33), (1, 64)]  # outputs, inputs
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 70])
+def test_it_is_a_product(
+    num_tokens: int, size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    outputs, inputs = size
+    weight = numbers(outputs, inputs, seed=1, dtype=dtype, device=device) * inputs**-0.5
+    x = numbers(num_tokens, inputs, seed=2, dtype=dtype, device=device)
+    bias = numbers(outputs, seed=3, dtype=dtype, device=device)
+    for b in (None, bias):
+        wanted = torch.nn.functional.linear(
+            x.double(), weight.double(), b if b is None else b.double()
+        )
+        got = kernels.matmul(x, weight, b)
+        assert got.dtype == dtype and got.shape == (num_tokens, outputs)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(got.double(), wanted, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("tile", [kernels.WIDE, kernels.NARROW], ids=str)
+def test_many_rows_and_outputs(
+    tile: kernels.Tile, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tiles of rows than a group has, and the last group is not full."""
+    monkeypatch.setattr(kernels, "TILE_OF_FLOAT32", tile)
+    if not INTERPRETED:
+        pytest.skip("float32 has a tile of its own")
+    x = numbers(9 * 64 + 5, 48, seed=1, dtype=torch.float32, device=device)
+    weight = numbers(2 * 128 + 3, 48, seed=2, dtype=torch.float32, device=device)
+    torch.testing.assert_close(kernels.matmul(x, weight), x @ weight.T, atol=1e-4, rtol=1e-4)
+
+
+def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
+    """Rows that are a part of a wider tensor, and memory behind the last one."""
+    wide = numbers(6, 50, seed=1, dtype=torch.float32, device=device)
+    x = wide[1:4, 7:40]
+    weight = numbers(20, 33, seed=2, dtype=torch.float32, device=device)
+    wanted = kernels.matmul(x.clone(), weight)
+    keep = wide.clone()
+    wide.fill_(torch.nan)
+    wide[1:4, 7:40] = keep[1:4, 7:40]
+    assert torch.equal(kernels.matmul(x, weight), wanted)
+
+
+def test_a_row_has_the_same_bits_among_any_others(dtype: torch.dtype, device: torch.device) -> None:
+    """Alone, and at any place of 1 to 130 rows."""
+    weight = numbers(70, 40, seed=1, dtype=dtype, device=device)
+    bias = numbers(70, seed=2, dtype=dtype, device=device)
+    x = numbers(130, 40, seed=3, dtype=dtype, device=device)
+    whole = kernels.matmul(x, weight, bias)
+    for first, last in [(0, 1), (64, 65), (129, 130), (0, 2), (5, 68), (63, 127), (66, 130)]:
+        got = kernels.matmul(x[first:last], weight, bias)
+        assert torch.equal(got, whole[first:last]), (first, last)
+
+
+def test_the_tile_is_the_weights() -> None:
+    """Nothing of it depends on rows; few outputs are cut finely."""
+    assert kernels.tile_for(4096, torch.bfloat16).outputs == 64
+    assert kernels.tile_for(28672, torch.bfloat16).outputs == 128
+    assert {kernels.tile_for(n, torch.float16).rows for n in (1, 4096, 150_000)} == {64}
+
+
+# ---- weights that ask for it -----------------------------------------------------------------
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Place:
+    """Where operations take kernels."""
+    if INTERPRETED:
+        monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    return Place(torch.float32, device)
+
+
+def tied_model(place: Place) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.embedding = Embedding("table", 40, 16, place)
+    model.layer = Linear(["a"], 16, [16], place, bias=True)
+    model.head = LMHead("head", 40, 16, place, model.embedding)
+    for i, parameter in enumerate(model.parameters()):
+        parameter.copy_(numbers(*parameter.shape, seed=i, dtype=place.dtype, device=place.device))
+    return model
+
+
+def test_layers_of_a_deterministic_model(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied table stays one, nothing is copied, and twice is as once."""
+    model = tied_model(place)
+    x = numbers(5, 16, seed=9, dtype=place.dtype, device=place.device)
+    before, num_bytes = [model.layer(x), model.head(x)], model_bytes(model)
+    places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+    for _ in range(2):
+        make_deterministic(model)
+        assert isinstance(model.layer.weight, FixedOrderWeight)
+        assert model.head.weight is model.embedding.weight
+        assert model_bytes(model) == num_bytes
+        after = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+        assert after == places
+        ids = torch.tensor([3, 39], device=place.device)
+        assert torch.equal(model.embedding(ids), model.head.weight[ids])
+    called = []
+    monkeypatch.setattr(kernels, "matmul", lambda *a: called.append(a) or a[0] @ a[1].T)
+    linear(x, model.layer.weight, model.layer.bias)
+    assert len(called) == 1
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    for got, wanted in zip([model.layer(x), model.head(x)], before, strict=True):
+        torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_where_there_is_no_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays as it was."""
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
+    model = tied_model(Place(torch.float32, torch.device("cpu")))
+    model.layer.weight.data = model.layer.weight.data.double()
+    with pytest.raises(
+        ConfigError, match="deterministic needs a GPU.*layer.weight is torch.float64"
+    ):
+        make_deterministic(model)
+    weights = list(model.parameters())
+    assert not any(isinstance(weight, FixedOrderWeight) for weight in weights)
