@@ -9,7 +9,8 @@ import torch
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
-from quire.kv.sizing import MIB
+from quire.base.plan import Plan
+from quire.kv.sizing import MIB, MemoryPlan
 from quire.models.loading import load_model, model_bytes
 from quire.models.source import resolve_model
 from quire.ops.attention.base import KVLayout
@@ -19,7 +20,7 @@ from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
 from quire.runner.memory import plan_cpu_memory, workspace_bytes
 from quire.runner.model_runner import ModelRunner
-from quire.runner.profile import worst_case_plan
+from quire.runner.profile import plan_gpu_memory, worst_case_plan
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 from tests.serve.checkpoints import checkpoint
@@ -261,3 +262,72 @@ def test_build_runner_keeps_to_its_plan() -> None:
     assert built.memory.weights_bytes == model_bytes(loaded)
     assert built.memory.num_blocks == (2 * 5,)
     assert built.memory.pool_bytes == 10 * 16 * built.spec.kv_bytes_per_token(8)
+
+
+class SharedGPU:
+    """Bytes of a GPU on which others have taken some, in the place of torch's functions."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, others: int) -> None:
+        self.total, self.others, self.ours, self.peak = total, others, 0, 0
+        cuda: dict[str, Any] = {
+            "mem_get_info": lambda device: (total - self.others - self.ours, total),
+            "memory_allocated": lambda device: self.ours,
+            "memory_reserved": lambda device: self.ours,
+            "max_memory_allocated": lambda device: self.peak,
+            "reset_peak_memory_stats": lambda device: None,
+            "empty_cache": lambda: None,
+            "get_device_name": lambda device: "a GPU",
+        }
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def plan(self, weights: int, workspace: int, graphs: int, **settings: Any) -> MemoryPlan:
+        """With a runner that takes so much when it runs."""
+        spec = shape("llama-3.1-8b")
+        settings = {"max_model_len": 8192, "dtype": "bfloat16"} | settings
+        config = derive_config(config_from_flat(model="m", **settings), spec, "cuda")
+        free = self.total - self.others
+        self.ours = weights
+        gpu = self
+
+        class Runner:
+            def run(self, plan: Plan) -> None:
+                gpu.peak = weights + workspace
+                if gpu.peak > gpu.total - gpu.others:
+                    raise torch.OutOfMemoryError
+
+            def graph_bytes(self, config: EngineConfig) -> int:
+                return graphs
+
+        make: Any = lambda config, num_blocks: Runner()  # noqa: E731
+        return plan_gpu_memory(config, spec, torch.device("cuda"), weights, free, make)
+
+
+FIXED = memory.GPU_CONTEXT_BYTES + memory.GPU_RESERVE_BYTES
+
+
+@pytest.mark.parametrize(("others", "utilization"), [(0, 0.9), (40 * GIB, 0.45), (60 * GIB, 0.2)])
+def test_the_share_of_a_gpu_is_ours_whatever_others_take(
+    others: int, utilization: float, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    gpu = SharedGPU(monkeypatch, 140 * GIB, others)
+    found = gpu.plan(15 * GIB, 2 * GIB, 1 * GIB, gpu_memory_utilization=utilization)
+    wanted = int(140 * GIB * utilization) - 18 * GIB - FIXED
+    assert wanted - (4 << 20) < found.pool_bytes <= wanted
+    assert (found.workspace_bytes, found.graph_bytes) == (2 * GIB, 1 * GIB)
+    assert "graphs 1,024 MiB" in found.describe()
+    assert not caplog.messages
+
+
+def test_what_others_have_taken_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    gpu = SharedGPU(monkeypatch, 140 * GIB, 100 * GIB)
+    found = gpu.plan(15 * GIB, 2 * GIB, 0, gpu_memory_utilization=0.9)
+    wanted = 40 * GIB - 17 * GIB - memory.GPU_RESERVE_BYTES
+    assert wanted - (4 << 20) < found.pool_bytes <= wanted
+    assert "more than other processes leave" in caplog.text
+
+
+def test_a_step_that_does_not_fit_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SharedGPU(monkeypatch, 140 * GIB, 124 * GIB)
+    with pytest.raises(OutOfMemory, match=r"8192 tokens.*a GPU.*lower max_num_batched_tokens"):
+        gpu.plan(15 * GIB, 2 * GIB, 0)

@@ -98,7 +98,9 @@ class CacheConfig:
     """The KV cache and the memory that it may take."""
 
     block_size: int = setting(16, "tokens per block", unit="tokens")
-    gpu_memory_utilization: float = setting(0.92, "share of the GPU's memory that may be used")
+    gpu_memory_utilization: float = setting(
+        0.92, "share of the GPU's memory that this process may use, whatever others do"
+    )
     kv_cache_memory_bytes: int | None = setting(
         None, "size of the KV pool; derived from the memory plan if absent", unit="bytes"
     )

@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
@@ -25,7 +26,7 @@ from quire.runner.launched import Runner
 from quire.runner.memory import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
-from quire.runner.profile import plan_gpu_memory, with_length
+from quire.runner.profile import describe_memory, plan_gpu_memory, with_length
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
@@ -75,20 +76,9 @@ def build_runner(
     device = choose_device(config.device)
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
-    formats = weight_formats(config.model)
-    formats.check(config.model.dtype, device.type)
     free = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    load_format = (
-        source.load_format if config.model.load_format == "auto" else config.model.load_format
-    )
-    cache = weight_cache(config.model.weight_cache)
-    seed = config.model.seed
-    model = load_model(
-        source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
-    )
-    if config.deterministic:
-        make_deterministic(model)
-    is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format != "dummy"
+    model = _load(config, source, spec, device, progress)
+    is_fp8 = config.cache.kv_cache_dtype == "fp8" and _load_format(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, model_bytes(model), free)
@@ -97,7 +87,7 @@ def build_runner(
         def make(config: EngineConfig, num_blocks: tuple[int, ...]) -> Runner:
             return _assemble(config, spec, dtype, device, model, num_blocks)
 
-        memory = plan_gpu_memory(config, spec, device, model_bytes(model), make)
+        memory = plan_gpu_memory(config, spec, device, model_bytes(model), free, make)
     config = with_length(config, memory.max_model_len)
     host = _host_tier(config, spec, device, memory)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host, scales)
@@ -109,6 +99,38 @@ def build_runner(
     rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
     return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host, scales)
+
+
+def _load_format(config: EngineConfig, source: ModelSource) -> str:
+    given = config.model.load_format
+    return source.load_format if given == "auto" else given
+
+
+def _load(
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    device: torch.device,
+    progress: Progress | None,
+) -> Any:
+    """The model, in memory of the device."""
+    dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
+    formats.check(config.model.dtype, device.type)
+    cache = weight_cache(config.model.weight_cache)
+    load_format, seed = _load_format(config, source), config.model.seed
+    try:
+        model = load_model(
+            source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
+        )
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the weights of {source.name} ({config.model.dtype}) do not fit on"
+            f" {describe_memory(device)}; take a smaller model or dtype, or end what else uses the"
+            " GPU."
+        ) from error
+    if config.deterministic:
+        make_deterministic(model)
+    return model
 
 
 def _host_tier(

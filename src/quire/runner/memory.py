@@ -15,7 +15,8 @@ from quire.models.options import expert_options
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
-GPU_RESERVE_BYTES = 256 * MIB  # fragmentation and libraries' own buffers
+GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass to the host and back
+GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
 
 
 def available_cpu_bytes() -> int:
@@ -82,10 +83,16 @@ def cpu_pool_budget(free_bytes: int, weights_bytes: int, workspace: int) -> int:
     return min(int(free_bytes * CPU_POOL_SHARE), free_bytes - weights_bytes - workspace)
 
 
-def gpu_pool_budget(total_bytes: int, utilization: float, used_bytes: int, workspace: int) -> int:
-    """What the pool may take on a GPU; below zero if not even the rest fits. used_bytes: by the
-    weights, by this process's context and by other processes."""
-    return int(total_bytes * utilization) - used_bytes - workspace - GPU_RESERVE_BYTES
+def gpu_pool_budget(
+    total_bytes: int, utilization: float, used_bytes: int, free_bytes: int, workspace: int
+) -> int:
+    """What the pool may take on a GPU; below zero if not even the rest fits.
+
+    The utilization is this process's share of the GPU, whatever others take; but what they have
+    taken is gone. used_bytes: by this process, its context included; free_bytes: of the device.
+    """
+    share = int(total_bytes * utilization) - used_bytes
+    return min(share, free_bytes) - workspace - GPU_RESERVE_BYTES
 
 
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:

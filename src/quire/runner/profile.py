@@ -1,6 +1,7 @@
 """The memory plan of a GPU: run the largest step once and see what it takes (text H)."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,9 @@ from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan
 from quire.runner.launched import Runner
-from quire.runner.memory import gpu_pool_budget, make_plan
+from quire.runner.memory import GPU_CONTEXT_BYTES, gpu_pool_budget, make_plan
+
+logger = logging.getLogger("quire")
 
 MakeRunner = Callable[[EngineConfig, tuple[int, ...]], Runner]
 
@@ -29,11 +32,13 @@ def plan_gpu_memory(
     spec: ModelSpec,
     device: torch.device,
     weights_bytes: int,
+    free_at_start: int,
     make_runner: MakeRunner,
 ) -> MemoryPlan:
     """The pool gets what the largest step, the graphs and other processes leave of our share.
 
-    make_runner: of a config and pools of these numbers of blocks. Raises OutOfMemory.
+    free_at_start: bytes of the device before anything was loaded. make_runner: of a config and
+    pools of these numbers of blocks. Raises OutOfMemory.
     """
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -47,17 +52,32 @@ def plan_gpu_memory(
         graphs = runner.graph_bytes(config)
     except torch.cuda.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit beside the "
-            "weights; lower max_num_batched_tokens or max_num_seqs."
+            f"a step of {config.scheduler.max_num_batched_tokens} tokens does not fit beside the"
+            f" weights ({weights_bytes / 1e9:.1f} GB) on {describe_memory(device)}; lower"
+            " max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."
         ) from error
     del runner
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    used = total - free  # by this process and all others
-    share = config.cache.gpu_memory_utilization
-    budget = gpu_pool_budget(total, share, used, workspace + graphs)
-    plan_ = make_plan(config, spec, weights_bytes, workspace, max(0, budget), total)
-    return dataclasses.replace(plan_, graph_bytes=graphs)
+    # Weights and what libraries hold; another process may have given memory back meanwhile.
+    used = max(free_at_start - free, torch.cuda.memory_reserved(device)) + GPU_CONTEXT_BYTES
+    share, taken = config.cache.gpu_memory_utilization, workspace + graphs
+    budget = gpu_pool_budget(total, share, used, free, taken)
+    if budget < gpu_pool_budget(total, share, used, total, taken):
+        logger.warning(
+            "gpu_memory_utilization=%g is more than other processes leave of the GPU's memory"
+            " (%.1f GB of %.1f are free beside the weights); that is taken.",
+            share, free / 1e9, total / 1e9,
+        )  # fmt: skip
+    found = make_plan(config, spec, weights_bytes, workspace, max(0, budget), total)
+    return dataclasses.replace(found, graph_bytes=graphs)
+
+
+def describe_memory(device: torch.device) -> str:
+    """What an error says of a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    name = torch.cuda.get_device_name(device)
+    return f"{name} ({free / 1e9:.1f} of {total / 1e9:.1f} GB are free)"
 
 
 def worst_case_plan(

@@ -32,6 +32,7 @@ from quire.models.source import ModelSource
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.memory import (
+    GPU_CONTEXT_BYTES,
     block_bytes_of,
     cpu_pool_budget,
     gpu_pool_budget,
@@ -43,11 +44,11 @@ from quire.tools.devices import CPU, Device
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
 LENGTHS = (512, 2048, 8192)
-GPU_CONTEXT_BYTES = 512 * MIB  # the driver's and CUDA's, before anything of ours is there
 TIGHT_UTILIZATION = 0.97
 FEW_TOKENS = 2048
 SCALE_BYTES = 4  # of fp8: one per output
 NOT_YET = "not in quire yet"
+FP8_GPUS = "GPUs from 8.9 on"
 SHORTEST = 2  # tokens: a prompt of one, and its answer
 ANY: tuple[int, ...] = ()  # a shape that is not compared
 
@@ -145,7 +146,8 @@ class _Question:
         if self.device.kind == CPU:
             return cpu_pool_budget(total, weights_bytes, workspace)
         used = weights_bytes + GPU_CONTEXT_BYTES
-        return gpu_pool_budget(total, config.cache.gpu_memory_utilization, used, workspace)
+        share = config.cache.gpu_memory_utilization
+        return gpu_pool_budget(total, share, used, total - used, workspace)
 
     def least_pool(self, config: EngineConfig) -> int:
         """Bytes of a pool that holds one request of max_model_len, or any one if that is auto."""
@@ -250,10 +252,11 @@ def _requests_of(
 def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
     """Of weights and of keys and values, all pairs; on GPUs also what they could do in fp8."""
     on_cpu = question.device.kind == CPU
-    in_int8 = ("int8",) if _has_int8(question.device, config) else ()
+    in_eight = ("int8",) if _has_int8(question.device, config) else ()
     for quantization in _quantizations(question, config):
-        for kv in ("auto", *in_int8):
-            note = "" if on_cpu or (quantization in (None, "none") and kv == "auto") else NOT_YET
+        is_served = on_cpu or quantization in (None, "none")
+        for kv in ("auto", *in_eight, *(() if on_cpu else ("fp8",))):
+            note = NOT_YET if not is_served else FP8_GPUS if kv == "fp8" else ""
             yield _alternative(question, config, quantization, kv, note)
     if not on_cpu:
         yield from _in_fp8(question, config)
@@ -423,11 +426,11 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
         left = question.device.memory_bytes - weights_bytes - workspace
         if config.cache.kv_cache_dtype == "int8" and not _has_int8(question.device, config):
             yield "keys and values in int8 need the C++ core and a dtype that it has"
+        if config.cache.kv_cache_dtype == "fp8":
+            yield "keys and values in fp8 are for GPUs; a CPU has int8"
     else:
         if weight_formats(config.model).is_quantised:
             yield f"quantised weights work on CPUs only so far: on GPUs they are {NOT_YET}"
-        if config.cache.kv_cache_dtype == "int8":
-            yield f"keys and values in int8 work on CPUs only so far: on GPUs they are {NOT_YET}"
     if pool is not None and pool > max(0, left):
         sizes = f"{pool / MIB:,.0f} MiB, but only {max(0, left) / MIB:,.0f} MiB"
         yield f"kv_cache_memory_bytes is {sizes} are left for it"
