@@ -188,6 +188,8 @@ class GpuRunner:
         backend, is_new = self.backend, plan.step_id != self._swapped_step_id
         self._swapped_step_id = plan.step_id
         moves = [move for move in plan.moves if is_new or move.kind != "swap_out"]
+        if not moves:
+            return
         carry = {
             "swap_out": backend.swap_out,
             "load": backend.load,
@@ -199,8 +201,7 @@ class GpuRunner:
                 carry[move.kind](move.group, move.source, move.destination)
             return []
 
-        if moves:
-            self.device.run(work)
+        self.device.run(work)
 
     def _shape(self, plan: Plan, size: int = 0) -> Shape:
         """Of a plan's step, with places for all sampling rows, or for `size` rows."""
