@@ -1,12 +1,15 @@
-"""Recorded steps of one token a row: one launch in place of hundreds (T 4.6, fig. 4.6).
+"""Recorded steps: one launch, or some dozens, in place of hundreds (T 4.6, fig. 4.6).
 
-A ladder of sizes; a step takes the next size that has room for its rows. The first step of its kind
-(a size and what its sampling needs) is launched as it is; the second is recorded, so nobody waits
-at the start. The largest size is recorded first, and all others find room in its memory. In idle
-moments (`record_next`) what an earlier run used comes first, then the ladder from the top.
+Steps of one token a row are recorded whole, at a ladder of sizes: a step takes the next size that
+has room for its rows. Mixed steps of up to 2,048 tokens are recorded in pieces, between the calls
+of attention, which cuts its work by their true lengths; so are all if that is asked for. Larger
+steps keep the device busy for longer than their launches take.
 
-Recording fails if the device's memory is full; then nothing more is recorded, and steps that are
-not run as they are.
+The first steps of a kind (sizes, and what the sampling needs) are launched as they are, the next is
+recorded, so nobody waits at the start. The largest one of the ladder is recorded first, and others
+find room in its memory. In idle moments (`record_next`) what an earlier run used comes first, then
+the ladder from the top. Recording fails if the device's memory is full; then nothing more is
+recorded, and steps that are not run as they are.
 """
 
 import logging
@@ -26,6 +29,22 @@ from quire.runner.gpu.used_sizes import Kind, UsedSizes
 logger = logging.getLogger("quire")
 
 FIRST_TIMES = 1  # steps of a kind that are launched as they are
+FIRST_TIMES_MIXED = 3  # of which there are more kinds, and some never come again
+MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+MIXED_ROWS = (4, 32, 128)  # and all rows
+MOST_MIXED = 32  # kinds
+
+
+@dataclass(frozen=True)
+class Size:
+    """Places for rows and for tokens; no tokens: one for each row, and none has more."""
+
+    rows: int
+    tokens: int = 0
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.tokens > 0
 
 
 def ladder(max_rows: int) -> list[int]:
@@ -39,13 +58,13 @@ class Decoder(Protocol):
 
     backend: AttentionBackend
 
-    def decode_shape(self, size: int) -> Shape: ...
+    def largest_shape(self, size: Size) -> Shape: ...
 
     def buffers(self, shape: Shape) -> StepBuffers: ...
 
     def attention_step(self, buffers: StepBuffers, shape: Shape) -> AttentionStep: ...
 
-    def decode(
+    def carry_out(
         self, buffers: StepBuffers, shape: Shape, needs: Needs, backend: AttentionBackend
     ) -> list[torch.Tensor]: ...
 
@@ -56,10 +75,10 @@ class Decoder(Protocol):
 
 @dataclass
 class Recorded:
-    """A step of `size` rows; what the device has made of it is there once it was recorded."""
+    """A step of a size; what the device has made of it is there once it was recorded."""
 
     decoder: Decoder
-    size: int
+    size: Size
     in_pieces: bool
     buffers: StepBuffers | None = None
     pieces: Pieces = field(default_factory=Pieces)
@@ -74,8 +93,11 @@ class Recorded:
         return [tensor.clone() for tensor in self.pieces.outputs]
 
 
+Key = tuple[Size, Needs]
+
+
 class Graphs:
-    """in_pieces: attention is left out of the graphs. used: what to remember for the next start."""
+    """in_pieces: attention is left out of all graphs. used: what to remember for the next start."""
 
     def __init__(
         self,
@@ -86,66 +108,74 @@ class Graphs:
         in_pieces: bool = False,
         used: UsedSizes | None = None,
     ) -> None:
-        self.sizes = ladder(max_rows)
+        self.sizes = [Size(rows) for rows in ladder(max_rows)]
+        self._mixed_rows = [rows for rows in MIXED_ROWS if rows < max_rows] + [max_rows]
         self._device, self._decoder, self._in_pieces = device, decoder, in_pieces
         self._used = used
-        self._recorded: dict[tuple[int, Needs], Recorded] = {}
-        self._times: dict[tuple[int, Needs], int] = {}
+        self._recorded: dict[Key, Recorded] = {}
+        self._times: dict[Key, int] = {}
         self._is_full = False
         self._expected = sorted(set() if used is None else set(used.read()), reverse=True)
 
-    @property
-    def num_recorded(self) -> int:
-        return len(self._recorded)
-
-    def find(self, num_rows: int, needs: Needs) -> Recorded | None:
-        """The graph for a step of so many rows, perhaps recorded now; None if it is to be launched
-        as it is. The inbox is not this step's yet."""
-        if num_rows > self.sizes[-1] or not needs.can_be_recorded:
+    def find(self, num_rows: int, num_tokens: int, needs: Needs) -> Recorded | None:
+        """The graph for a step with so many places for rows and so many tokens (0: one for each
+        row), perhaps recorded now; None if it is to be launched as it is. The inbox is not this
+        step's yet."""
+        size = self._size(num_rows, num_tokens)
+        if size is None or not needs.can_be_recorded:
             return None
-        key = next(size for size in self.sizes if size >= num_rows), needs
+        key = size, needs
         if key in self._recorded:
             return self._recorded[key]
         self._times[key] = self._times.get(key, 0) + 1
-        if self._times[key] <= FIRST_TIMES or self._is_full:
+        if self._times[key] <= (FIRST_TIMES_MIXED if size.is_mixed else FIRST_TIMES):
+            return None
+        if size.is_mixed and sum(each.is_mixed for each, _ in self._recorded) >= MOST_MIXED:
             return None
         if not self._recorded:
             self._try(self.sizes[-1], Needs())
-        return self._try(*key)
+        return self._try(size, needs)
+
+    def _size(self, num_rows: int, num_tokens: int) -> Size | None:
+        if num_rows > self.sizes[-1].rows or num_tokens > MIXED_TOKENS[-1]:
+            return None
+        if num_tokens == 0:
+            return next(size for size in self.sizes if size.rows >= num_rows)
+        rows = next(rows for rows in self._mixed_rows if rows >= num_rows)
+        tokens = max(num_tokens, rows)  # no place for a row without one for its token
+        return Size(rows, next((each for each in MIXED_TOKENS if each >= tokens), tokens))
 
     def record_next(self) -> bool:
         """Record one more, if there was an answer and one is left; whether it did."""
-        if not self._times or self._is_full:
+        if not self._times:
             return False
-        while self._expected:
-            size, filters, penalties, edits, num = self._expected.pop(0)
-            needs = Needs(filters, penalties, 0 if edits else None, num)
-            if size in self.sizes and (size, needs) not in self._recorded:
+        while self._expected and not self._is_full:
+            rows, tokens, filters, penalties, edits, num = self._expected.pop(0)
+            size, needs = Size(rows, tokens), Needs(filters, penalties, 0 if edits else None, num)
+            if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
                 return self._try(size, needs) is not None
         for size in reversed(self.sizes):
             if (size, Needs()) not in self._recorded:
                 return self._try(size, Needs()) is not None
         return False
 
-    def _try(self, size: int, needs: Needs) -> Recorded | None:
-        if self._is_full:
-            return None
-        if (size, needs) in self._recorded:
-            return self._recorded[size, needs]
+    def _try(self, size: Size, needs: Needs) -> Recorded | None:
+        if self._is_full or (size, needs) in self._recorded:
+            return self._recorded.get((size, needs))
         try:
             recorded = self._record(size, needs)
         except torch.OutOfMemoryError:
             self._is_full = True
             logger.warning(
                 "no memory for a graph of %d rows: steps without one run slower; lower"
-                " gpu_memory_utilization or max_num_seqs, or set enforce_eager.", size,
+                " gpu_memory_utilization or max_num_seqs, or set enforce_eager.", size.rows,
             )  # fmt: skip
             return None
         if needs.edits is not None:
             self._drop_edits_before(needs.edits)
         self._recorded[size, needs] = recorded
         if self._used is not None:
-            self._used.write(_kind(size, needs) for size, needs in self._recorded)
+            self._used.write(_kind(*key) for key in self._recorded)
         return recorded
 
     def _drop_edits_before(self, generation: int) -> None:
@@ -154,10 +184,10 @@ class Graphs:
             if needs.edits is not None and needs.edits < generation:
                 del self._recorded[size, needs]
 
-    def _record(self, size: int, needs: Needs) -> Recorded:
+    def _record(self, size: Size, needs: Needs) -> Recorded:
         """Once as it is, for a step without rows, so that all is compiled; then recorded."""
-        decoder = self._decoder
-        shape, recorded = decoder.decode_shape(size), Recorded(decoder, size, self._in_pieces)
+        decoder, in_pieces = self._decoder, self._in_pieces or size.is_mixed
+        shape, recorded = decoder.largest_shape(size), Recorded(decoder, size, in_pieces)
         decoder.expect_nothing()
 
         def work() -> list[torch.Tensor]:
@@ -165,10 +195,9 @@ class Graphs:
 
             def step(backend: AttentionBackend) -> list[torch.Tensor]:
                 backend.prepare(decoder.attention_step(buffers, shape))
-                return decoder.decode(buffers, shape, needs, backend)
+                return decoder.carry_out(buffers, shape, needs, backend)
 
             step(decoder.backend)
-            in_pieces = self._in_pieces
             recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
             return []
 
@@ -176,6 +205,7 @@ class Graphs:
         return recorded
 
 
-def _kind(size: int, needs: Needs) -> Kind:
+def _kind(size: Size, needs: Needs) -> Kind:
     edits = needs.edits is not None
-    return size, needs.has_filters, needs.has_penalties, edits, needs.num_candidates
+    filters, penalties = needs.has_filters, needs.has_penalties
+    return size.rows, size.tokens, filters, penalties, edits, needs.num_candidates

@@ -25,7 +25,7 @@ from quire.ops.kernels.step_inputs import StepBuffers, advance, gather_step
 from quire.ops.logprobs import TokenLogprobs
 from quire.ops.select_rows import select_rows
 from quire.runner.gpu.device import Arrival, Device
-from quire.runner.gpu.graphs import Graphs, Recorded, ladder
+from quire.runner.gpu.graphs import MIXED_TOKENS, MOST_MIXED, Graphs, Recorded, Size, ladder
 from quire.runner.gpu.rows import GpuRows
 from quire.runner.gpu.sampler import GpuSampler, Needs, Wanted, as_candidates, describe_failures
 from quire.runner.gpu.shape import Shape
@@ -107,7 +107,7 @@ class GpuRunner:
         self._results: dict[int, Arrival] = {}  # by result slot
 
     def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
-        """From now on record steps of one token a row, and replay them."""
+        """From now on record steps, and replay them."""
         if self.device.can_capture:
             num_rows = self.rows.max_num_rows
             self._graphs = Graphs(self.device, self, num_rows, in_pieces=in_pieces, used=used)
@@ -118,16 +118,17 @@ class GpuRunner:
         return self._graphs is not None and self._graphs.record_next()
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        """The largest recorded step's tensors, measured by running it, which the others share; and
-        what each has of its own."""
+        """The largest recorded steps' tensors, measured by running them, which the others share;
+        and what each graph has of its own."""
         if config.enforce_eager or not self.device.can_capture:
             return 0
-        device, sizes = self.device.device, ladder(self.rows.max_num_rows)
+        device, num_rows = self.device.device, self.rows.max_num_rows
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        self._decode_nothing(sizes[-1])
+        for size in (Size(num_rows), Size(num_rows, max(MIXED_TOKENS[-1], num_rows))):
+            self._carry_out_nothing(size)
         tensors = int(torch.cuda.max_memory_allocated(device) - before)
-        return tensors + GRAPH_BYTES * len(sizes)
+        return tensors + GRAPH_BYTES * (len(ladder(num_rows)) + MOST_MIXED)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
@@ -144,7 +145,7 @@ class GpuRunner:
             self._results[slot].wait()
         scores = self._scores(plan)
         tokens_N = self.rows.results_QS[slot, : len(plan.sample_rows)]
-        shape = self._shape(plan, 0 if recorded is None else recorded.size)
+        shape = self._shape(plan, 0 if recorded is None else recorded.size.rows)
 
         def work() -> list[torch.Tensor]:
             if recorded is not None:
@@ -162,12 +163,12 @@ class GpuRunner:
         return self.launch(plan).result()
 
     def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
-        """The graph of a step in which each row has one token and samples for itself at most."""
-        num_rows = len(plan.rows)
-        is_decode = num_rows > 0 and plan.num_scheduled_tokens == num_rows
-        if self._graphs is None or not is_decode or self._prompt_logprobs:
+        """The graph that has room for a plan's step."""
+        num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
+        if self._graphs is None or num_rows == 0 or self._prompt_logprobs:
             return None
-        return self._graphs.find(max(num_rows, len(plan.sample_rows)), needs)
+        num_places = max(num_rows, len(plan.sample_rows))
+        return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
 
     def _start_and_release(self, plan: Plan) -> None:
         if len(plan.released):
@@ -217,23 +218,25 @@ class GpuRunner:
         self.rows.empty_inbox()
 
     @torch.inference_mode()
-    def _decode_nothing(self, size: int) -> None:
-        """Carry out a step with places for so many rows, and without rows."""
-        shape = self.decode_shape(size)
+    def _carry_out_nothing(self, size: Size) -> None:
+        """A step with places of this size, and without rows."""
+        shape = self.largest_shape(size)
 
         def work() -> list[torch.Tensor]:
             buffers = self.buffers(shape)
             self.backend.prepare(self.attention_step(buffers, shape))
-            self.decode(buffers, shape, Needs(has_filters=True), self.backend)
+            self.carry_out(buffers, shape, Needs(has_filters=True), self.backend)
             return []
 
         self.expect_nothing()
         self.device.run(work).wait()
 
-    def decode_shape(self, size: int) -> Shape:
-        """The largest step of one token for each of so many rows."""
+    def largest_shape(self, size: Size) -> Shape:
+        """Of steps that a size has room for, one that takes most."""
         max_len = self.rows.state.tokens_RM.shape[1]
-        return Shape(np.ones(size, np.int32), np.full(size, max_len, np.int32), size)
+        query_lens = np.ones(size.rows, np.int32)
+        query_lens[0] += max(size.tokens - size.rows, 0)
+        return Shape(query_lens, np.full(size.rows, max_len, np.int32), size.rows)
 
     def buffers(self, shape: Shape) -> StepBuffers:
         """Memory for the inputs of a step of this shape."""
@@ -256,7 +259,7 @@ class GpuRunner:
             context_lens_host=shape.context_lens,
         )
 
-    def decode(
+    def carry_out(
         self, buffers: StepBuffers, shape: Shape, needs: Needs, backend: AttentionBackend
     ) -> list[torch.Tensor]:
         """The work of a step without scores, from gathered inputs to counters; returns what rows

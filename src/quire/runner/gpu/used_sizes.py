@@ -13,7 +13,8 @@ from pathlib import Path
 
 logger = logging.getLogger("quire")
 
-Kind = tuple[int, bool, bool, bool, int]  # size, filters, penalties, edits, candidates
+# Places for rows and for tokens, whether there are filters, penalties, edits; candidates.
+Kind = tuple[int, int, bool, bool, bool, int]
 
 
 class UsedSizes:
@@ -28,8 +29,8 @@ class UsedSizes:
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             return [
-                (int(size), bool(filters), bool(penalties), bool(edits), int(num))
-                for size, filters, penalties, edits, num in found["graphs"]
+                (int(rows), int(tokens), bool(filters), bool(penalties), bool(edits), int(num))
+                for rows, tokens, filters, penalties, edits, num in found["graphs"]
             ]
         except FileNotFoundError:
             return []
