@@ -1,0 +1,120 @@
+"""The GPU's runner on a GPU: graphs, swaps, fp8, and agreement with torch's operations.
+
+`make gpu-check PART=models` runs these; elsewhere they are not collected. Every step of them fails
+if it makes the host wait (`debug_transfers`).
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from tests.serve.checkpoints import ARCHITECTURES, checkpoint
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [{"prompt_token_ids": [(7 * i + j) % 97 for j in range(5 + 9 * i)]} for i in range(8)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=0.8, top_p=0.9, seed=3, presence_penalty=0.4, max_tokens=24, ignore_eos=True
+)
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"compilation": "full"},
+    "piecewise": {"compilation": "piecewise"},
+    "eager": {"enforce_eager": True},
+    "one plan at a time": {"pipeline_depth": 1},
+}
+
+
+def open_llm(architecture: str, backend: str, **settings: Any) -> LLM:
+    plain = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26, "disable_log_stats": True}
+    plain |= {"debug_transfers": backend == "triton", "attention_backend": backend}
+    return LLM(str(checkpoint(architecture)), device="cuda", **plain | settings)
+
+
+def rounds(llm: LLM, params: SamplingParams, num: int = 3) -> list[list[list[int]]]:
+    """Tokens by round: what is recorded in one is replayed in the next."""
+    answers = [llm.generate(PROMPTS, params, use_tqdm=False) for _ in range(num)]
+    return [[list(each.outputs[0].token_ids) for each in outputs] for outputs in answers]
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "qwen3_moe"])
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_torch(architecture: str, mode: str) -> None:
+    with open_llm(architecture, "torch") as llm:
+        wanted = rounds(llm, GREEDY, 1)
+    with open_llm(architecture, "triton", max_num_seqs=5, **MODES[mode]) as llm:
+        assert rounds(llm, GREEDY) == 3 * wanted
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sampled_tokens_are_those_of_torch(mode: str) -> None:
+    with open_llm("llama", "torch") as llm:
+        wanted = rounds(llm, SAMPLED, 1)
+    with open_llm("llama", "triton", **MODES[mode]) as llm:
+        assert rounds(llm, SAMPLED) == 3 * wanted
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_preempted_sequences_give_the_same_tokens(mode: str) -> None:
+    small = {"block_size": 4, "kv_cache_memory_bytes": 40 * 2 * 2 * 2 * 4 * 8 * 4}
+    with open_llm("llama", "triton") as llm:
+        wanted = rounds(llm, GREEDY, 1)
+    with open_llm("llama", "triton", preemption_mode=mode, max_num_seqs=8, **small) as llm:
+        assert rounds(llm, GREEDY) == 3 * wanted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
+def test_log_probabilities_are_near_those_of_torch(dtype: str, kv_format: str) -> None:
+    """Of prompts and answers that are given, in half precision."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    found = []
+    for backend, stored in (("torch", "auto"), ("triton", kv_format)):
+        with open_llm("llama", backend, dtype=dtype, kv_cache_dtype=stored) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found.append(
+            torch.tensor(
+                [
+                    position[token].logprob
+                    for output in outputs
+                    for token, position in zip(
+                        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+                    )
+                ]
+            )
+        )
+    near = 0.06 if kv_format == "auto" else 0.3
+    assert float((found[0] - found[1]).abs().max()) < near
+
+
+def test_a_second_start_knows_what_the_first_one_used(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with open_llm("llama", "triton") as llm:
+        first = rounds(llm, GREEDY)
+    (remembered,) = (tmp_path / "quire" / "graphs").iterdir()
+    assert remembered.stat().st_size > len('{"graphs": []}')
+    with open_llm("llama", "triton") as llm:
+        assert rounds(llm, GREEDY) == first
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_deterministic_in_bfloat16(architecture: str) -> None:
+    """One request alone, among others, in small chunks, and with its prompt in the cache."""
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=16, logprobs=1, ignore_eos=True)
+    found = []
+    for settings in ({}, {"max_num_batched_tokens": 24}, {"enforce_eager": True}):
+        settings = {"dtype": "bfloat16", "deterministic": True} | settings
+        with open_llm(architecture, "triton", **settings) as llm:
+            alone = llm.generate(PROMPTS[-1:], params, use_tqdm=False)[0]
+            again = llm.generate(PROMPTS[-1:], params, use_tqdm=False)[0]
+            among = llm.generate(PROMPTS, params, use_tqdm=False)[-1]
+        found += [
+            [
+                {token: each.logprob for token, each in at.items()}
+                for at in output.outputs[0].logprobs
+            ]
+            for output in (alone, again, among)
+        ]
+    assert all(each == found[0] for each in found)
