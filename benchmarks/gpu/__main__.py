@@ -4,9 +4,10 @@
     python -m benchmarks.gpu --part peers
     python -m benchmarks.gpu --part bench --device cpu --tiny      # does the code work?
 
-Results go to $OUT, or to benchmarks/results: gpu_PART.json and gpu_PART.md, written again after
-each piece, and a file for each piece. The exit status is 1 if something failed, also where the rest
-has results; what was skipped is no failure, nor is an aim that was not reached.
+Results go to $OUT, or to benchmarks/results (build/gpu-tiny, if they are --tiny): gpu_PART.json and
+gpu_PART.md, written again after each piece, and a file for each piece. Printed last is what to look
+at first: the aims, what was skipped, what failed. The exit status is 1 if something failed, also
+where the rest has results; what was skipped is no failure, nor is an aim that was not reached.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 from benchmarks.gpu.interpreter import repair_interpreter
 from benchmarks.gpu.peers import comparison
 from benchmarks.gpu.pieces import Piece, chosen
-from benchmarks.gpu.report import Report, markdown, read_piece
+from benchmarks.gpu.report import Report, markdown, read_piece, summary
 
 ROOT = Path(__file__).parents[2]
 GRACE_S = 15.0  # for a piece to end by itself once its time is over
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    out = options.out or Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
+    kept = ROOT / "build" / "gpu-tiny" if options.tiny else ROOT / "benchmarks" / "results"
+    out = options.out or Path(os.environ.get("OUT") or kept)
     if options.one:
         status = run_one(pieces[0], options, out)
         sys.stdout.flush()
@@ -123,15 +125,10 @@ class Session:
         (self.out / f"gpu_{part}.json").write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
 
     def _print_summary(self) -> None:
-        part = self.options.part
-        print(f"\n{(self.out / f'gpu_{part}.md').read_text(encoding='utf-8')}")
-        for piece in self.found:
-            rows, errors, skipped = (len(piece[name]) for name in ("rows", "errors", "skipped"))
-            seconds = piece["seconds"].get("process", 0)
-            print(
-                f"{piece['piece']:16s} {seconds:6.1f} s, {rows} rows, {errors} failed,"
-                f" {skipped} skipped"
-            )
+        path = self.out / f"gpu_{self.options.part}.md"
+        print(f"\n{path.read_text(encoding='utf-8')}")
+        print("\n".join(summary(self.found)))
+        print(f"all of it: {path}")
 
 
 def run_for(command: Sequence[str], limit_s: float) -> int | str:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,11 +163,37 @@ def markdown(title: str, facts: Mapping[str, Any], pieces: Iterable[Mapping[str,
             lines += ["| " + " | ".join(_plain(cell) for cell in row) + " |" for row in rows]
             lines.append("")
         lines += [f"- skipped {item}" for item in piece["skipped"]]
-        for error in piece["errors"]:
-            last = error["traceback"].strip().splitlines()[-1]
-            lines.append(f"- **failed** {error['case']}: {last}")
+        lines += [f"- **failed** {last_line(error)}" for error in piece["errors"]]
         lines.append("")
     return "\n".join(lines)
+
+
+def summary(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines to look at first: each piece's time and counts, then the aims, missed ones last, and
+    what was skipped or failed."""
+    lines, aims = [], []
+    for piece in pieces:
+        rows, errors, skipped = (piece[name] for name in ("rows", "errors", "skipped"))
+        counts = f"{len(rows)} rows, {len(errors)} failed, {len(skipped)} skipped"
+        lines.append(f"{piece['piece']:16s} {piece['seconds'].get('process', 0):6.1f} s, {counts}")
+        for row in (Row(**row) for row in rows):
+            if row.is_reached is not None:
+                figure = f"{row.figure or duration(row.seconds)}, aim {row.aim}"
+                aims.append((row.is_reached, f"{piece['piece']}: {row.case}: {figure}"))
+    lines += [f"reached  {text}" for is_reached, text in aims if is_reached]
+    lines += [f"MISSED   {text}" for is_reached, text in aims if not is_reached]
+    for piece in pieces:
+        lines += [f"skipped  {piece['piece']}: {item}"[:160] for item in piece["skipped"]]
+    for piece in pieces:
+        lines += [
+            f"FAILED   {piece['piece']}: {last_line(error)}"[:160] for error in piece["errors"]
+        ]
+    return lines
+
+
+def last_line(error: Mapping[str, str]) -> str:
+    """The case, and what was raised."""
+    return f"{error['case']}: {error['traceback'].strip().splitlines()[-1]}"
 
 
 def _plain(cell: str) -> str:

@@ -277,6 +277,9 @@ def run_modes(bench: Bench) -> None:
         if missing:
             bench.report.skip(name, f"this version has no settings {sorted(missing)}")
             continue
+        if "deterministic" in settings and not bench.is_cuda:
+            bench.report.skip(name, "a CPU has no such mode")
+            continue
         bench.attempt(name, lambda n=name, s=settings: mode_case(bench, n, s, found))
 
 

@@ -1,8 +1,9 @@
 """Compiles kernels for sm_90 without a device: python -m tests.kernels.aot MODULE ...
 
 Prints JSON, one entry for each of the modules' CONFIGS: registers, spilled bytes, shared memory,
-and whether its machine code has Hopper's matrix instructions. A process of its own, since kernels
-that are interpreted cannot be compiled.
+whether its machine code has Hopper's matrix instructions, and how many products are fused with sums
+where the compiler may not choose to. A process of its own, since kernels that are interpreted
+cannot be compiled.
 """
 
 import importlib
@@ -38,6 +39,8 @@ def compile_config(config: Config) -> dict[str, Any]:
     constants = {(names.index(name),): value for name, value in config.constants.items()}
     source = ASTSource(config.kernel, signature, constants, attributes)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if is_ordered(config):
+        options["enable_fp_fusion"] = False
     binary = triton.compile(source, target=TARGET, options=options)
     registers, stack = _resources(binary.asm["cubin"])
     return {
@@ -48,7 +51,14 @@ def compile_config(config: Config) -> dict[str, Any]:
         "shared": binary.metadata.shared,
         "has_wgmma": "HGMMA" in _machine_code(binary.asm["cubin"]) if config.needs_wgmma else None,
         "needs_wgmma": config.needs_wgmma,
+        "fused": binary.asm["ptx"].count("fma") if is_ordered(config) else None,
     }
+
+
+def is_ordered(config: Config) -> bool:
+    """Whether it is attention or its merge with one order of sums, launched without fusion."""
+    is_attention = config.kernel.__name__ == "_attention_kernel"
+    return (is_attention and config.constants["CHUNK"] > 0) or "AT_ONCE" in config.constants
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

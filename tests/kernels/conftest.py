@@ -7,19 +7,12 @@ import pytest
 pytest.importorskip("triton")
 
 import torch  # noqa: E402
-import triton.runtime.interpreter as interpreter  # noqa: E402
+
+from benchmarks.gpu.interpreter import repair_interpreter  # noqa: E402
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_with_index(tensor, scope) -> None:
-    """The interpreter makes loop bounds of arrays with one element, which numpy 2.4 refuses."""
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = _patch_with_index
+if IS_INTERPRETED:
+    repair_interpreter()
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def test_operations_of_a_layer(architecture: str, device: torch.device) -> None:
     """Nine launches of a layer, four of them products; a tenth merges rows that were split."""
     settings = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 22, "max_num_seqs": 2}
     settings |= {"device": device.type, "attention_backend": "triton", "enforce_eager": True}
+    settings |= {"max_num_batched_tokens": 16}
     config = config_from_flat(model=str(checkpoint(architecture)), **settings)
     built = build_runner(config, resolve_model(config.model.model, None))
     plan, _ = worst_case_plan(built.config, len(built.spec.cache_groups), built.spec.vocab_size)

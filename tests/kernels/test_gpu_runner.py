@@ -19,6 +19,7 @@ from quire.base.sampling_params import SamplingParams
 from quire.engine.bisect import combine
 from quire.engine.build import make_scheduler
 from quire.models.source import resolve_model
+from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.gpu import slots
 from quire.runner.gpu.columns import PROMPT_COLUMN
@@ -28,6 +29,8 @@ from quire.runner.gpu.slots import Changes, SlotRing
 from tests.kernels.late_device import LateDevice
 from tests.kernels.test_gpu_engine import devices  # noqa: F401 (a fixture)
 from tests.serve.checkpoints import checkpoint
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
 
 SETTINGS = {
     "dtype": "float32",

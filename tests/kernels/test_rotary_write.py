@@ -9,6 +9,7 @@ from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.kernels import rotary_write as kernels
+from quire.ops.kernels.attention_write import layer_kv, write_kv
 from quire.ops.memory import lazy_zeros
 from quire.ops.native import core
 from quire.ops.rms_norm import rms_norm
@@ -231,6 +232,26 @@ def test_fp8(dtype: torch.dtype, device: torch.device) -> None:
     rows_of(wanted, 1)[1, case.slots[used]] = numbers[used, 6:]
     case.run(kv[:, 1], k_scale=0.5, v_scale=2.0)
     assert torch.equal(kv.float(), wanted)
+
+
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])
+def test_a_write_alone_stores_the_same_bytes(
+    kv_format: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    case = make_case(4, 2, 20, dtype, device)
+    case.rows[..., :20], case.rows[..., 20:] = 1.0, 0.0  # keys are not turned
+    if kv_format == "int8":
+        case.qkv[2, 4:, 5] = torch.nan  # is to be seen, also beside larger numbers
+    kv_dtype = dtype if kv_format == "auto" else torch.uint8
+    together = make_kv(case, kv_dtype, 24 if kv_format == "int8" else 20)
+    alone = together.clone()
+    _, k, v = case.qkv.split([4, 2, 2], dim=1)
+    write_kv(layer_kv(alone[:, 1], kv_format, 0.5, 2.0), k, v, case.slots)
+    kv = together[:, 1]
+    case.run(kv.view(torch.float8_e4m3fn) if kv_format == "fp8" else kv, k_scale=0.5, v_scale=2.0)
+    assert torch.equal(alone, together) and not torch.equal(alone[:, 1], alone[:, 0])
+    if kv_format == "int8":
+        assert rows_of(alone, 1)[:, SLOTS[2], :, 20:].contiguous().view(torch.float32).isnan().all()
 
 
 def test_what_it_refuses(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,15 @@ from benchmarks.gpu.floors import (
 from benchmarks.gpu.idle import Interval, idle_of, intervals_of, largest_kernels
 from benchmarks.gpu.peers import check_counts, comparison
 from benchmarks.gpu.pieces import PIECES, chosen
-from benchmarks.gpu.report import Report, Row, duration, markdown, read_piece, timed_row
+from benchmarks.gpu.report import (
+    Report,
+    Row,
+    duration,
+    markdown,
+    read_piece,
+    summary,
+    timed_row,
+)
 from benchmarks.gpu.table import PROFILED_STEPS, idle_row
 from benchmarks.gpu.workload import Request, random_requests
 from quire.base.events import Planned, Stepped
@@ -221,6 +230,21 @@ def test_markdown_has_failures_and_keeps_its_table() -> None:
     assert "- skipped c" in text and "- **failed** d: ValueError: no" in text
 
 
+def test_what_to_look_at_first_comes_last() -> None:
+    rows = [Row("a", 1.0, aim="<= 0.5 s", is_reached=False), Row("b", 1.0), Row("c", 2.0)]
+    rows[2] = replace(rows[2], figure="2 x", aim="<= 3 x", is_reached=True)
+    piece: dict[str, Any] = {"piece": "p", "rows": [vars(row) for row in rows], "skipped": ["d"]}
+    piece["errors"] = [{"case": "e", "traceback": "Traceback\nValueError: no\n"}]
+    piece["seconds"] = {"process": 3.21}
+    assert summary([piece]) == [
+        "p                   3.2 s, 3 rows, 1 failed, 1 skipped",
+        "reached  p: c: 2 x, aim <= 3 x",
+        "MISSED   p: a: 1 s, aim <= 0.5 s",
+        "skipped  p: d",
+        "FAILED   p: e: ValueError: no",
+    ]
+
+
 def test_results_outlive_errors_and_the_end_of_time(tmp_path: Path) -> None:
     report = Report("p", tmp_path / "p.json")
     bench = Bench(torch.device("cpu"), report, time.monotonic() + 60)
@@ -376,6 +400,11 @@ def test_pieces_are_chosen_by_name() -> None:
         chosen("bench", "quire")
     for piece in PIECES:
         assert callable(piece.load())
+
+
+def test_two_commands_have_time_for_all_of_bench() -> None:
+    limits = [piece.limit_s for piece in chosen("bench")]
+    assert sum(limits[:4]) <= 480 and sum(limits[4:]) <= 480
 
 
 def test_a_piece_that_hangs_is_stopped_with_what_it_started(tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def write_kv(kv: LayerKV, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: tor
     num_tokens, num_heads, size = k_TKH.shape
     if num_tokens == 0:
         return
+    assert size % 2 == 0, f"needs heads of an even size, got {size}"
     assert len(slots_T) == len(v_TKH) == num_tokens, "one key and one value per slot"
     for x_TKH in (k_TKH, v_TKH):
         assert x_TKH.stride()[1:] == (size, 1), f"heads must follow, got {x_TKH.stride()}"
@@ -77,8 +78,6 @@ def write_kv(kv: LayerKV, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: tor
         v_TKH,
         kv.k,
         kv.v,
-        kv.k_scales,
-        kv.v_scales,
         slots_T,
         k_TKH.stride(0),
         v_TKH.stride(0),
@@ -87,8 +86,8 @@ def write_kv(kv: LayerKV, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots_T: tor
         1.0 / kv.v_scale,
         NUM_HEADS=num_heads,
         HEADS=next_power_of_2(num_heads),
-        HEAD_DIM=size,
-        WIDTH=next_power_of_2(size),
+        HALF=size // 2,
+        WIDTH=next_power_of_2(size // 2),
         ROW=kv.row,
         FORMAT=FORMATS[kv.kv_format],
         num_warps=_num_warps(tile),
@@ -100,13 +99,58 @@ def _num_warps(tile: int) -> int:
 
 
 @triton.jit
+def store_heads(
+    kv_ptr,
+    row,
+    at,
+    first,
+    second,
+    mask,
+    head_mask,
+    inverse,
+    HALF: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """One token's heads, in halves [heads, E] of which `mask` counts, to rows of kv.
+
+    row: [heads], where each head's row begins; at: [E], elements of a half; inverse: of the scale
+    that fp8 has. Rounding is to nearest; beyond fp8's largest number that is stored; NaN stays NaN.
+    """
+    offset = row[:, None] + at[None, :]
+    dtype = kv_ptr.dtype.element_ty
+    if FORMAT == 1:
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        # As bits: they are in the order of the magnitudes, and a NaN is the largest.
+        first_bits = first.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        second_bits = second.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        largest = tl.max(tl.maximum(first_bits, second_bits), axis=1).to(tl.float32, bitcast=True)
+        # Below this the factor would overflow, and such values are as good as nothing.
+        factor = tl.where(largest < 1e-30, 0.0, 127.0 / largest)[:, None]
+        # Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
+        first = (first * factor + 12582912.0).to(tl.int32, bitcast=True)
+        second = (second * factor + 12582912.0).to(tl.int32, bitcast=True)
+        step_ptr = (kv_ptr + row + 2 * HALF).to(tl.pointer_type(tl.float32), bitcast=True)
+        tl.store(step_ptr, largest / 127.0, mask=head_mask)
+    elif FORMAT == 2:
+        first, second = _as_fp8(first, inverse, dtype), _as_fp8(second, inverse, dtype)
+    tl.store(kv_ptr + offset, first.to(dtype), mask=mask)
+    tl.store(kv_ptr + offset + HALF, second.to(dtype), mask=mask)
+
+
+@triton.jit
+def _as_fp8(x, inverse, dtype: tl.constexpr):
+    """In a dtype of 8 bits, which may be that of bytes."""
+    x = x.to(tl.float32) * inverse
+    x = tl.where(tl.abs(x) > 448.0, tl.where(x < 0.0, -448.0, 448.0), x)
+    return x.to(tl.float8e4nv).to(dtype, bitcast=True)
+
+
+@triton.jit
 def _write_kernel(
     k_ptr,
     v_ptr,
     to_k_ptr,
     to_v_ptr,
-    k_scales_ptr,
-    v_scales_ptr,
     slots_ptr,
     k_stride,
     v_stride,
@@ -115,7 +159,7 @@ def _write_kernel(
     v_inverse,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -124,12 +168,12 @@ def _write_kernel(
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
         _write_token(
-            k_ptr + token * k_stride, to_k_ptr, k_scales_ptr, slot, head_stride, k_inverse,
-            NUM_HEADS, HEADS, HEAD_DIM, WIDTH, ROW, FORMAT,
+            k_ptr + token * k_stride, to_k_ptr, slot, head_stride, k_inverse,
+            NUM_HEADS, HEADS, HALF, WIDTH, ROW, FORMAT,
         )  # fmt: skip
         _write_token(
-            v_ptr + token * v_stride, to_v_ptr, v_scales_ptr, slot, head_stride, v_inverse,
-            NUM_HEADS, HEADS, HEAD_DIM, WIDTH, ROW, FORMAT,
+            v_ptr + token * v_stride, to_v_ptr, slot, head_stride, v_inverse,
+            NUM_HEADS, HEADS, HALF, WIDTH, ROW, FORMAT,
         )  # fmt: skip
 
 
@@ -137,39 +181,24 @@ def _write_kernel(
 def _write_token(
     from_ptr,
     to_ptr,
-    scales_ptr,
     slot,
     head_stride,
     inverse,
     NUM_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     WIDTH: tl.constexpr,
     ROW: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    head = tl.arange(0, HEADS)
-    h = tl.arange(0, WIDTH)
-    inside = (head < NUM_HEADS)[:, None] & (h < HEAD_DIM)[None, :]
-    x = tl.load(from_ptr + head[:, None] * HEAD_DIM + h[None, :], mask=inside, other=0.0)
-    to_rows = head.to(tl.int64) * head_stride + slot * ROW
-    to = to_ptr + to_rows[:, None] + h[None, :]
-    if FORMAT == 0:
-        tl.store(to, x.to(to_ptr.dtype.element_ty), mask=inside)
-    elif FORMAT == 1:
-        x = x.to(tl.float32)
-        largest = tl.max(tl.abs(x), 1)
-        # Below this the inverse would overflow, and such values are as good as nothing.
-        factor = tl.where(largest < 1e-30, 0.0, 127.0 / tl.maximum(largest, 1e-30))
-        # Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
-        rounded = (x * factor[:, None] + 12582912.0).to(tl.int32, bitcast=True)
-        tl.store(to, (rounded & 255).to(tl.uint8), mask=inside)
-        scales = scales_ptr + to_rows // 4 + HEAD_DIM // 4
-        tl.store(scales, largest / 127.0, mask=head < NUM_HEADS)
-    else:
-        x = x.to(tl.float32) * inverse
-        x = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.float8e4nv)
-        tl.store(to, x.to(tl.uint8, bitcast=True), mask=inside)
+    head, at = tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    head_mask = head < NUM_HEADS
+    mask = head_mask[:, None] & (at < HALF)[None, :]
+    x_ptr = from_ptr + head[:, None] * (2 * HALF) + at[None, :]
+    first = tl.load(x_ptr, mask=mask, other=0.0)
+    second = tl.load(x_ptr + HALF, mask=mask, other=0.0)
+    row = head.to(tl.int64) * head_stride + slot * ROW
+    store_heads(to_ptr, row, at, first, second, mask, head_mask, inverse, HALF, FORMAT)
 
 
 def _config(heads: int, size: int, kv_format: str) -> Config:
@@ -180,8 +209,6 @@ def _config(heads: int, size: int, kv_format: str) -> Config:
         "v_ptr": "*bf16",
         "to_k_ptr": stored,
         "to_v_ptr": stored,
-        "k_scales_ptr": "*fp32",
-        "v_scales_ptr": "*fp32",
         "slots_ptr": "*i64",
         "k_stride": "i32",
         "v_stride": "i32",
@@ -192,8 +219,8 @@ def _config(heads: int, size: int, kv_format: str) -> Config:
     constants = {
         "NUM_HEADS": heads,
         "HEADS": next_power_of_2(heads),
-        "HEAD_DIM": size,
-        "WIDTH": next_power_of_2(size),
+        "HALF": size // 2,
+        "WIDTH": next_power_of_2(size // 2),
         "ROW": row,
         "FORMAT": FORMATS[kv_format],
     }

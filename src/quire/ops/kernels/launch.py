@@ -37,4 +37,5 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 
 def next_power_of_2(number: int) -> int:
+    """At least 1: a tile is never empty. (Triton's function of that name gives 0 for 0.)"""
     return 1 << max(0, number - 1).bit_length()

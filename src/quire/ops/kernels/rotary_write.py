@@ -17,11 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.kernels.attention_write import FORMATS, store_heads
 from quire.ops.kernels.launch import Config, next_power_of_2
 
 TILE = 512  # elements of each half in a program, 8 for each of 64 threads
 INT8_SCALE_BYTES = 4  # behind the H values of an int8 row
-FORMATS = {torch.uint8: "int8", torch.float8_e4m3fn: "fp8"}  # of kv; else it has qkv's dtype
 
 
 @triton.jit
@@ -61,38 +61,6 @@ def _turned(first, second, factors_ptr, at, HALF: tl.constexpr):
 
 
 @triton.jit
-def _store(x_ptr, offset, first, second, mask, HALF: tl.constexpr):
-    dtype = x_ptr.dtype.element_ty
-    tl.store(x_ptr + offset, first.to(dtype), mask=mask)
-    tl.store(x_ptr + offset + HALF, second.to(dtype), mask=mask)
-
-
-@triton.jit
-def _within_fp8(x):
-    """NaN stays NaN."""
-    return tl.where(tl.abs(x) > 448.0, tl.where(x < 0.0, -448.0, 448.0), x)
-
-
-@triton.jit
-def _store_int8(kv_ptr, row, at, first, second, mask, head_mask, HALF: tl.constexpr):
-    """To the nearest of 255 steps of the head's largest magnitude; the step stands behind them."""
-    # As bits: they are in the order of the magnitudes, and a NaN is the largest.
-    first_bits = first.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    second_bits = second.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(tl.maximum(first_bits, second_bits), axis=1).to(tl.float32, bitcast=True)
-    # Below this the inverse would overflow, and such values are as good as nothing.
-    inverse = tl.where(largest < 1e-30, 0.0, 127.0 / largest)[:, None]
-    # Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
-    first = (first * inverse + 12582912.0).to(tl.int32, bitcast=True)
-    second = (second * inverse + 12582912.0).to(tl.int32, bitcast=True)
-    offset = row[:, None] + at[None, :]
-    tl.store(kv_ptr + offset, first.to(tl.uint8), mask=mask)
-    tl.store(kv_ptr + offset + HALF, second.to(tl.uint8), mask=mask)
-    step_ptr = (kv_ptr + row + 2 * HALF).to(tl.pointer_type(tl.float32), bitcast=True)
-    tl.store(step_ptr, largest / 127.0, mask=head_mask)
-
-
-@triton.jit
 def _rotary_write_kernel(
     qkv_ptr,
     factors_ptr,
@@ -108,10 +76,10 @@ def _rotary_write_kernel(
     kv_kind,  # elements from keys to values
     kv_head,
     eps,
-    k_scale,
-    v_scale,
+    k_inverse,
+    v_inverse,
     HAS_NORM: tl.constexpr,
-    KV_FORMAT: tl.constexpr,
+    FORMAT: tl.constexpr,
     HALF: tl.constexpr,
     ROW: tl.constexpr,  # elements of a row of kv
     WIDTH: tl.constexpr,
@@ -148,16 +116,12 @@ def _rotary_write_kernel(
 
     if is_query:
         out_at = token * num_heads * (2 * HALF) + head[:, None] * (2 * HALF) + at[None, :]
-        _store(q_ptr, out_at, first, second, mask, HALF)
+        tl.store(q_ptr + out_at, first.to(q_ptr.dtype.element_ty), mask=mask)
+        tl.store(q_ptr + out_at + HALF, second.to(q_ptr.dtype.element_ty), mask=mask)
     else:
         row = head.to(tl.int64) * kv_head + slot * ROW + is_value.to(tl.int64) * kv_kind
-        scale = tl.where(is_value, v_scale, k_scale)
-        if KV_FORMAT == "int8":
-            _store_int8(kv_ptr, row, at, first, second, mask, head_mask, HALF)
-        else:
-            if KV_FORMAT == "fp8":
-                first, second = _within_fp8(first / scale), _within_fp8(second / scale)
-            _store(kv_ptr, row[:, None] + at[None, :], first, second, mask, HALF)
+        inverse = tl.where(is_value, v_inverse, k_inverse)
+        store_heads(kv_ptr, row, at, first, second, mask, head_mask, inverse, HALF, FORMAT)
 
 
 def rotary_write(
@@ -204,10 +168,10 @@ def rotary_write(
         kv.stride(0),
         kv.stride(1),
         eps,
-        k_scale,
-        v_scale,
+        1.0 / k_scale,
+        1.0 / v_scale,
         HAS_NORM=weight is not None,
-        KV_FORMAT=FORMATS.get(kv.dtype, "auto"),
+        FORMAT=FORMATS[_kv_format(kv)],
         HALF=size // 2,
         ROW=kv.shape[-1],
         WIDTH=width,
@@ -225,7 +189,7 @@ def _check(
     weight: torch.Tensor | None,
 ) -> None:
     num_tokens, num_all, size = qkv_TMH.shape
-    kv_format = FORMATS.get(kv.dtype, "auto")
+    kv_format = _kv_format(kv)
     row = size + (INT8_SCALE_BYTES if kv_format == "int8" else 0)
     assert size % 2 == 0 and qkv_TMH.stride()[1:] == (size, 1), "heads must be contiguous"
     assert kv_format != "auto" or kv.dtype == qkv_TMH.dtype, f"no KV format {kv.dtype}"
@@ -236,6 +200,10 @@ def _check(
     assert rows.stride(2) == 1 and len(slots_T) == num_tokens and slots_T.is_contiguous()
     if weight is not None:
         assert weight.shape == (num_all - kv.shape[1], size) and weight.stride(1) == 1
+
+
+def _kv_format(kv: torch.Tensor) -> str:
+    return {torch.uint8: "int8", torch.float8_e4m3fn: "fp8"}.get(kv.dtype, "auto")
 
 
 def _heads(width: int, num_heads: int) -> int:
@@ -261,8 +229,8 @@ _SIGNATURE = {
     "kv_kind": "i64",
     "kv_head": "i32",
     "eps": "fp32",
-    "k_scale": "fp32",
-    "v_scale": "fp32",
+    "k_inverse": "fp32",
+    "v_inverse": "fp32",
 }
 
 
@@ -273,7 +241,7 @@ def _config(size: int, kv_format: str, has_norm: bool, **constants: int) -> Conf
         _SIGNATURE | {"kv_ptr": {"auto": "*bf16", "int8": "*u8", "fp8": "*fp8e4nv"}[kv_format]},
         {
             "HAS_NORM": has_norm,
-            "KV_FORMAT": kv_format,
+            "FORMAT": FORMATS[kv_format],
             "HALF": size // 2,
             "ROW": size + (INT8_SCALE_BYTES if kv_format == "int8" else 0),
             "WIDTH": width,
