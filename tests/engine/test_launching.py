@@ -123,6 +123,18 @@ def test_what_the_device_meets_with_ends_the_engine(
         executor.next_result()
 
 
+def test_a_launch_that_cannot_be_repeated_ends_the_engine(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def launch(step: Plan) -> Step:
+        raise EngineError("half of it was launched")
+
+    monkeypatch.setattr(runner, "launch", launch)
+    executor.submit(plan(1))
+    with pytest.raises(EngineError, match="half of it"):
+        executor.next_result()
+
+
 def test_a_device_that_is_lost_at_a_launch(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,3 +170,22 @@ def test_closing_waits_for_what_was_launched(executor: LaunchingExecutor, runner
     assert not closing.is_alive()
     with pytest.raises(AssertionError, match="closed"):
         executor.submit(plan(2))
+
+
+def test_closing_waits_for_what_idle_moments_launched(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a device that is lost does not keep anybody from closing."""
+    seen: list[int] = []
+
+    def is_lost(device: Any) -> None:
+        seen.append(runner.idles)
+        raise RuntimeError("lost")
+
+    monkeypatch.setattr(launching, "check_usable", is_lost)
+    executor.submit(plan(1))
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    executor.next_result()
+    assert runner.was_idle.wait(WAIT_S)
+    executor.close()
+    assert seen == [runner.idles] == [3]

@@ -11,6 +11,7 @@ nothing to launch the first thread lets the runner do what is useful then (recor
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,7 @@ class LaunchingExecutor:
     def close(self) -> None:
         """Wait for what was launched; plans behind that are not carried out."""
         self._is_closed = self._steps.has_failed = True
+        self._launching.do(self._steps.settle)
         self._launching.close()
         self._waiting.close()
 
@@ -99,10 +101,11 @@ class _Steps:
             return lambda: failed_step(plan, "a step before it failed")
         try:
             pending: Pending = self._runner.launch(plan)
+        except EngineError as error:
+            return _raises(error)
         except BaseException as error:
             self.has_failed = True
-            message = f"{type(error).__name__}: {error}"
-            return self._failure(plan, message)
+            return self._failure(plan, f"{type(error).__name__}: {error}")
         return pending.result
 
     def answer(self, answer: Answer) -> None:
@@ -124,18 +127,26 @@ class _Steps:
             logger.warning("no more graphs are recorded", exc_info=True)
             return False
 
+    def settle(self) -> None:
+        """On the launching thread: also what idle moments launched has ended, before its memory is
+        given back."""
+        with suppress(Exception):
+            self._check_device()
+
     def _failure(self, plan: Plan, message: str) -> Answer:
         """Whether the device can go on is found out now, before the next plan is launched."""
         try:
             self._check_device()
         except Exception as error:
-            lost = _lost(f"a step raised {message}", str(error))
-
-            def give_up() -> StepResult:
-                raise lost
-
-            return give_up
+            return _raises(_lost(f"a step raised {message}", str(error)))
         return lambda: failed_step(plan, message)
+
+
+def _raises(error: EngineError) -> Answer:
+    def answer() -> StepResult:
+        raise error
+
+    return answer
 
 
 def _lost(what: str, why: str) -> EngineError:

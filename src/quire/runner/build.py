@@ -26,7 +26,7 @@ from quire.runner.launched import Runner
 from quire.runner.memory import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
-from quire.runner.profile import describe_memory, plan_gpu_memory, with_length
+from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler
 
@@ -76,7 +76,7 @@ def build_runner(
     device = choose_device(config.device)
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
-    free = available_cpu_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    free = available_cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
     model = _load(config, source, spec, device, progress)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and _load_format(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}

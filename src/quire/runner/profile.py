@@ -1,6 +1,7 @@
 """The memory plan of a GPU: run the largest step once and see what it takes (text H)."""
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable
 
@@ -71,6 +72,14 @@ def plan_gpu_memory(
         )  # fmt: skip
     found = make_plan(config, spec, weights_bytes, workspace, max(0, budget), total)
     return dataclasses.replace(found, graph_bytes=graphs)
+
+
+def free_gpu_bytes(device: torch.device) -> int:
+    """Of a GPU, after an earlier engine of this process has given back what it had: a runner and
+    its graphs refer to each other, and only a collection ends them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])
 
 
 def describe_memory(device: torch.device) -> str:

@@ -26,7 +26,7 @@ LARGEST = 2048  # units of a program
 Int32 = npt.NDArray[np.int32]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_moved"])
 def _move_kernel(
     from_ptr,
     to_ptr,

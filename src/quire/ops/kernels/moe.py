@@ -75,7 +75,7 @@ def tile_for(
 # ---- which experts ---------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     logits_ptr,
     ids_ptr,

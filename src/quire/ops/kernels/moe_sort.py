@@ -27,7 +27,7 @@ TILES_OF_A_PROGRAM = 32
 CHUNKS_AT_ONCE = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(ids_ptr, counts_ptr, num_pairs, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -36,7 +36,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, WIDTH: tl.constexpr, CHUNK: tl
     tl.store(counts_ptr + chunk * WIDTH + tl.arange(0, WIDTH), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "max_tiles"])
 def _sort_kernel(
     ids_ptr,
     counts_ptr,

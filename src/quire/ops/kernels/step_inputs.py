@@ -26,6 +26,7 @@ from quire.ops.step_inputs import StepInputs
 BLOCK = 512  # tokens, or table entries, of a program at a time
 MOST_CHUNKS = 8  # programs of a row
 ADVANCED = 128  # rows of a program, one for each thread
+LEAST_WIDTH = 32  # rows that a program looks at; for fewer nothing else is compiled
 
 # Words of an inbox before its lists, and what stands in them.
 HEADER = 8
@@ -158,7 +159,7 @@ def _gather_sample(
     tl.store(samples_ptr + 3 * max_rows + n, prompt_len)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_tokens", "max_rows", "longest"])
 def _gather_kernel(
     tokens_ptr,
     computed_ptr,
@@ -277,13 +278,13 @@ def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs
         NUM_GROUPS=len(out.slots_GT),
         BLOCK_SIZE=state.block_size,
         HEADER=HEADER,
-        ROWS=next_power_of_2(max_rows),
+        ROWS=max(LEAST_WIDTH, next_power_of_2(max_rows)),
         BLOCK=BLOCK,
     )
     return out.inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def _advance_kernel(
     tokens_ptr,
     computed_ptr,
@@ -377,7 +378,7 @@ CONFIGS = [
                 "BLOCK": BLOCK,
             },
         )
-        for num_groups, rows in ((1, 1), (1, 256), (2, 1024))
+        for num_groups, rows in ((1, LEAST_WIDTH), (1, 256), (2, 1024))
     ),
     Config(
         _advance_kernel,

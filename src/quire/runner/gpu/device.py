@@ -6,12 +6,14 @@ Nothing else comes back: with `forbids_waiting` whatever would make the host wai
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from quire.base.errors import EngineError
 
 Tensors = Sequence[torch.Tensor]
 Work = Callable[[], Tensors]
@@ -48,7 +50,8 @@ class Device(Protocol):
         ...
 
     def run(self, work: Work) -> Arrival:
-        """Do this after all that was given before; returns before it is done."""
+        """Do this after all that was given before; returns before it is done. Raises what the work
+        raises, and EngineError where it was launched but its results cannot come back."""
         ...
 
     def begin_capture(self) -> Graph:
@@ -56,6 +59,11 @@ class Device(Protocol):
         ...
 
     def end_capture(self, graph: Graph) -> None: ...
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values at the same place, which graphs keep and the result does not: other
+        recordings may use it, too."""
+        ...
 
 
 class _Here:
@@ -94,6 +102,9 @@ class HostDevice:
     def end_capture(self, graph: Graph) -> None:
         raise NotImplementedError("a CPU records no graphs")
 
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
 
 class _Crossing:
     """Copies on their way, on the side stream."""
@@ -122,7 +133,8 @@ class CudaDevice:
     """A stream for the work, one beside it for what crosses, and one pool of memory for graphs.
 
     forbids_waiting: raise where work makes the host wait for the device (torch's own check). It
-    sees copies to the host, `.item()` and the like; for finding mistakes, not for serving.
+    sees copies to the host, `.item()` and the like; for finding mistakes, not for serving, since it
+    holds for the whole process while work is given.
     """
 
     can_capture = True
@@ -138,7 +150,7 @@ class CudaDevice:
         return torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
 
     def run(self, work: Work) -> Arrival:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
         # What this thread launched elsewhere, such as zeros for new memory, comes before.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream), self._watched():
@@ -147,6 +159,12 @@ class CudaDevice:
             end.record(self._stream)
         if not tensors:
             return _Crossing([], (begin, end), end)
+        try:
+            return self._sent(tensors, begin, end)
+        except Exception as error:  # what was launched cannot be launched again
+            raise EngineError(f"a step's results cannot be sent to the host: {error}") from error
+
+    def _sent(self, tensors: Tensors, begin: torch.cuda.Event, end: torch.cuda.Event) -> _Crossing:
         arrived = torch.cuda.Event(blocking=True)
         self._side.wait_event(end)
         with torch.cuda.stream(self._side):
@@ -165,12 +183,30 @@ class CudaDevice:
     def begin_capture(self) -> Graph:
         graph = torch.cuda.CUDAGraph()
         # Other threads wait for events meanwhile: what they do is none of this graph's business.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        with self._allocator_put_right():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         return graph
 
     def end_capture(self, graph: Graph) -> None:
         assert isinstance(graph, torch.cuda.CUDAGraph)
-        graph.capture_end()
+        with self._allocator_put_right():
+            graph.capture_end()
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.as_tensor(_Place(tensor), device=tensor.device)
+        return found.view(tensor.dtype)
+
+    @contextmanager
+    def _allocator_put_right(self) -> Iterator[None]:
+        """torch leaves its allocator as it is while recording if CUDA does not begin or end that
+        (CUDAGraph.cpp): memory that crossed to another stream would never be used again."""
+        try:
+            yield
+        except BaseException:
+            index = self._stream.device.index
+            with suppress(RuntimeError, AttributeError):  # it was put right
+                torch._C._cuda_endAllocateToPool(index, self._pool)  # type: ignore[attr-defined]
+            raise
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -183,6 +219,20 @@ class CudaDevice:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
+
+
+class _Place:
+    """Where a tensor's values are; whoever reads it there does not keep them."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "version": 2,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": "|u1" if size == 1 else f"<i{size}",
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Device:

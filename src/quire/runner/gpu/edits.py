@@ -76,6 +76,8 @@ class Edits:
         """Write the lists of all rows anew, without the holes between them."""
         needed = sum(len(lists.entries) for lists in self._lists.values())
         if 2 * needed > len(self.table.entries):
+            # Steps that are under way read the old one, whose memory somebody else will get.
+            self._device.run(list).wait()
             self.table = self._make(2 * needed)
             self.generation += 1
         self._used = 0

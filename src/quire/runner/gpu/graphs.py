@@ -9,9 +9,11 @@ The first steps of a kind (sizes, and what the sampling needs) are launched as t
 recorded, so nobody waits at the start. The largest one of the ladder is recorded first, and others
 find room in its memory. In idle moments (`record_next`) what an earlier run used comes first, then
 the ladder from the top. Recording fails if the device's memory is full; then nothing more is
-recorded, and steps that are not run as they are.
+recorded, and steps that are not run as they are. So it is with whatever else a recording meets:
+what is wrong with a device, or a step, the step as it is will tell.
 """
 
+import dataclasses
 import logging
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,7 +77,8 @@ class Decoder(Protocol):
 
 @dataclass
 class Recorded:
-    """A step of a size; what the device has made of it is there once it was recorded."""
+    """A step of a size; what the device has made of it is there once it was recorded. buffers: of
+    its inputs, for attention that is launched anew."""
 
     decoder: Decoder
     size: Size
@@ -86,8 +89,8 @@ class Recorded:
     def replay(self, shape: Shape) -> list[torch.Tensor]:
         """Carry it out for a step of this shape, which has as many places; returns copies of what
         rows wanted: the next replay writes over it."""
-        assert self.buffers is not None, "it is recorded first"
         if self.in_pieces:
+            assert self.buffers is not None, "it is recorded first"
             self.decoder.backend.prepare(self.decoder.attention_step(self.buffers, shape))
         self.pieces.replay()
         return [tensor.clone() for tensor in self.pieces.outputs]
@@ -151,7 +154,9 @@ class Graphs:
             return False
         while self._expected and not self._is_full:
             rows, tokens, filters, penalties, edits, num = self._expected.pop(0)
-            size, needs = Size(rows, tokens), Needs(filters, penalties, 0 if edits else None, num)
+            if edits:  # which table they will be in is not known yet
+                continue
+            size, needs = Size(rows, tokens), Needs(filters, penalties, None, num)
             if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
                 return self._try(size, needs) is not None
         for size in reversed(self.sizes):
@@ -171,6 +176,13 @@ class Graphs:
                 " gpu_memory_utilization or max_num_seqs, or set enforce_eager.", size.rows,
             )  # fmt: skip
             return None
+        except Exception:
+            self._is_full = True
+            logger.warning(
+                "a graph of %d rows could not be recorded: steps without one run slower.",
+                size.rows, exc_info=True,
+            )  # fmt: skip
+            return None
         if needs.edits is not None:
             self._drop_edits_before(needs.edits)
         self._recorded[size, needs] = recorded
@@ -185,24 +197,35 @@ class Graphs:
                 del self._recorded[size, needs]
 
     def _record(self, size: Size, needs: Needs) -> Recorded:
-        """Once as it is, for a step without rows, so that all is compiled; then recorded."""
+        """Once as it is, for a step without rows, so that all is compiled; then recorded. The
+        recorded one's inputs are in the memory of graphs, which all sizes share."""
         decoder, in_pieces = self._decoder, self._in_pieces or size.is_mixed
         shape, recorded = decoder.largest_shape(size), Recorded(decoder, size, in_pieces)
         decoder.expect_nothing()
 
         def work() -> list[torch.Tensor]:
-            buffers = recorded.buffers = decoder.buffers(shape)
+            made: list[StepBuffers] = []
 
             def step(backend: AttentionBackend) -> list[torch.Tensor]:
+                buffers = decoder.buffers(shape)
+                made.append(buffers)
                 backend.prepare(decoder.attention_step(buffers, shape))
                 return decoder.carry_out(buffers, shape, needs, backend)
 
             step(decoder.backend)
+            made.clear()
             recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
+            if in_pieces:
+                recorded.buffers = _borrowed(self._device, made[0])
             return []
 
         self._device.run(work)
         return recorded
+
+
+def _borrowed(device: Device, buffers: StepBuffers) -> StepBuffers:
+    names = [each.name for each in dataclasses.fields(buffers)]
+    return StepBuffers(**{name: device.borrow(getattr(buffers, name)) for name in names})
 
 
 def _kind(size: Size, needs: Needs) -> Kind:

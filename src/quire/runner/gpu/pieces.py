@@ -50,14 +50,16 @@ class CutAtAttention:
             self._pieces.launches.append(graph.replay)
 
     def run(self, layer: int, q_TNH: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
-        """Attention's result has its place in the memory of graphs, as its queries have."""
+        """Attention's result has its place in the memory of graphs, as its queries have: later
+        layers and other sizes use both again, as launches keep their order."""
         out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        self.end()
+        q, out = self._device.borrow(q_TNH), self._device.borrow(out_TNH)
         inner = self._inner
 
         def launch() -> None:
-            inner.run(layer, q_TNH, scale, **options, out_TNH=out_TNH)  # type: ignore[call-arg]
+            inner.run(layer, q, scale, **options, out_TNH=out)  # type: ignore[call-arg]
 
-        self.end()
         self._pieces.launches.append(launch)
         self.begin()
         return out_TNH
