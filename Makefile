@@ -46,10 +46,10 @@ run: $(VENV)/.installed ## generate text from PROMPT with the model that comes w
 	@$(BIN)/quire generate "$$PROMPT"
 
 test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
-	$(BIN)/python -m pytest -q -m "not gpu"
+	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
 check: $(VENV)/.installed-test ## linter, types, and the house's rules on size and imports
 	$(BIN)/ruff check .

@@ -162,7 +162,7 @@ def test_a_plan_changes_the_rows_in_its_order() -> None:
         host_tokens=(HostTokens(4, 7, np.array([70, 71], np.int32), is_prompt=True),),
         block_writes=BlockWrites(0 * column, column, column, 33 * column),
     )
-    rows.apply(plan, lambda row: False)
+    rows.run_with(rows.apply(plan, lambda row: False), list)
     device.run(list).wait()
     tokens = rows.state.tokens_RM[:, :9].tolist()
     assert tokens[0] == tokens[1] == tokens[2] == [*range(7), 0, 0]

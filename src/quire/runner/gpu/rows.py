@@ -5,7 +5,8 @@ forked, then the rest. A row that is reused is safe because all work has one ord
 writes is written after every step before it has ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +22,22 @@ from quire.runner.gpu.columns import (
     start_deltas,
     wide_deltas,
 )
-from quire.runner.gpu.device import Device
-from quire.runner.gpu.slots import Changes, Filled, SlotRing
+from quire.runner.gpu.device import Arrival, Device, Tensors, Work
+from quire.runner.gpu.slots import Changes, Filled, Part, Slot, SlotRing
 
 Int32 = npt.NDArray[np.int32]
 
 NUM_RESULTS = 8  # steps whose tokens are on their way
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Changes in a slot. receive: the launch that takes them, before anything else of the step.
+    result_slot: where the step's tokens go."""
+
+    result_slot: int
+    slot: Slot
+    receive: Callable[[], None]
 
 
 class GpuRows:
@@ -75,9 +86,9 @@ class GpuRows:
         """Blocks of the longest context."""
         return int(self.state.tables_GRL.shape[2])
 
-    def apply(self, plan: Plan, has_edits: Callable[[int], bool]) -> int:
-        """Pack a plan's changes and launch them; returns the result slot of its step. has_edits: of
-        a row."""
+    def apply(self, plan: Plan, has_edits: Callable[[int], bool]) -> Packed:
+        """Pack a plan's changes. What has to come before, such as forks, is launched; the rest is
+        for the step's own work. has_edits: of a row."""
         changes = Changes()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
@@ -86,16 +97,29 @@ class GpuRows:
             if len(start.token_ids):
                 changes.runs.append((start.row, 0, start.token_ids))
         if plan.forked:
-            self._send(changes)
+            self._send(self._ring.pack(changes))
             changes = self._fork(plan, has_edits)
         self._add_rest(plan, changes)
         self._result_slot = (self._result_slot + 1) % NUM_RESULTS
-        self._send(changes, plan)
-        return self._result_slot
+        return self._pack(changes, plan)
 
     def empty_inbox(self) -> None:
         """A step of no rows comes next: for what is run or recorded without a plan."""
-        self._send(Changes(), Plan(step_id=-1))
+        self.run_with(self._pack(Changes(), Plan(step_id=-1)), list)
+
+    def run_with(self, packed: Packed, work: Work) -> Arrival:
+        """Take what was packed, then do the work, as one piece."""
+
+        def both() -> Tensors:
+            packed.receive()
+            return work()
+
+        try:
+            packed.slot.used = self._device.run(both)
+        except Exception:
+            packed.slot.used = self._device.run(list)  # the slot may be read until here
+            raise
+        return packed.slot.used
 
     def _fork(self, plan: Plan, has_edits: Callable[[int], bool]) -> Changes:
         """Launch the copies; returns in what the children differ from their parents."""
@@ -141,28 +165,29 @@ class GpuRows:
             columns = (writes.group, writes.row, writes.index, writes.block_id)
             changes.deltas.append(np.stack(columns, axis=1))
 
-    def _send(self, changes: Changes, plan: Plan | None = None) -> None:
-        """Launch the changes, and with the last of them the lists of the plan, if there is one."""
-        parts = self._ring.pack(changes)
-        for i, part in enumerate(parts):
+    def _pack(self, changes: Changes, plan: Plan) -> Packed:
+        """Launch all parts of the changes but the last, which goes with the plan's lists."""
+        *parts, last = self._ring.pack(changes)
+        self._send(parts)
+        filled = self._ring.fill(self._ring.take(), last)
+        header = len(plan.rows), len(plan.sample_rows), self._result_slot
+        lists = plan.rows, plan.num_tokens, sample_pairs(plan)
+        self._ring.write_lists(filled.slot, header, lists)
+        return Packed(self._result_slot, filled.slot, lambda: self._receive(filled, True))
+
+    def _send(self, parts: Sequence[Part]) -> None:
+        for part in parts:
             filled = self._ring.fill(self._ring.take(), part)
-            is_last = i == len(parts) - 1 and plan is not None
-            if is_last:
-                assert plan is not None
-                header = len(plan.rows), len(plan.sample_rows), self._result_slot
-                lists = plan.rows, plan.num_tokens, sample_pairs(plan)
-                self._ring.write_lists(filled.slot, header, lists)
-            self._receive(filled, is_last)
+
+            def work(filled: Filled = filled) -> list[torch.Tensor]:
+                self._receive(filled, False)
+                return []
+
+            filled.slot.used = self._device.run(work)
 
     def _receive(self, filled: Filled, has_lists: bool) -> None:
-        slot, state, inbox, layout = filled.slot, self.state, self.inbox, self._ring.layout
-
-        def work() -> list[torch.Tensor]:
-            counts = filled.num_deltas, filled.num_runs
-            receive(state, inbox, slot.words, layout, *counts, has_lists)
-            return []
-
-        slot.used = self._device.run(work)
+        counts = filled.num_deltas, filled.num_runs
+        receive(self.state, self.inbox, filled.slot.words, self._ring.layout, *counts, has_lists)
 
 
 def edits_delta(row: int) -> tuple[int, int, int, int]:

@@ -12,6 +12,7 @@ Shape legend: T tokens of the step, S scheduled rows (and places for sampling ro
 rows, D model dim, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,8 +140,8 @@ class GpuRunner:
         wanted = self.sampler.wanted(plan.sample_rows)
         recorded = self._recorded(plan, needs)  # perhaps now, before the inbox is this plan's
         facts = self.sampler.facts
-        slot = self.rows.apply(plan, lambda row: bool(facts.has_edits[row]))
-        self._move(plan)
+        packed = self.rows.apply(plan, lambda row: bool(facts.has_edits[row]))
+        slot, move = packed.result_slot, self._moves(plan)
         if slot in self._results:
             self._results[slot].wait()
         scores = self._scores(plan)
@@ -148,13 +149,14 @@ class GpuRunner:
         shape = self._shape(plan, 0 if recorded is None else recorded.size.rows)
 
         def work() -> list[torch.Tensor]:
+            move()
             if recorded is not None:
                 return [tokens_N, *recorded.replay(shape)]
             if len(plan.rows) == 0:
                 return [tokens_N]
             return [tokens_N, *self._step(shape, needs, wanted, scores)]
 
-        arrival = self._results[slot] = self.device.run(work)
+        arrival = self._results[slot] = self.rows.run_with(packed, work)
         edited = frozenset(plan.sample_rows[facts.has_edits[plan.sample_rows]].tolist())
         return Launched(plan, arrival, needs, wanted, edited, scores)
 
@@ -183,35 +185,33 @@ class GpuRunner:
         for fork in plan.forked:
             self.sampler.copy_row(fork.parent, fork.child)
 
-    def _move(self, plan: Plan) -> None:
-        """Launch a plan's moves, in their order. A step that is repeated does not swap out once
-        more: the blocks may have been written since."""
-        backend, is_new = self.backend, plan.step_id != self._swapped_step_id
-        self._swapped_step_id = plan.step_id
-        moves = [move for move in plan.moves if is_new or move.kind != "swap_out"]
-        if not moves:
-            return
-        carry = {
-            "swap_out": backend.swap_out,
-            "load": backend.load,
-            "copy": backend.copy_blocks,
-        }
+    def _moves(self, plan: Plan) -> Callable[[], None]:
+        """What launches a plan's moves, in their order. A step that is repeated does not swap out
+        once more: the blocks may have been written since."""
 
-        def work() -> list[torch.Tensor]:
-            for move in moves:
+        def launch() -> None:
+            is_new = plan.step_id != self._swapped_step_id
+            for move in plan.moves:
+                if move.kind == "swap_out" and not is_new:
+                    continue
+                carry = {
+                    "swap_out": self.backend.swap_out,
+                    "load": self.backend.load,
+                    "copy": self.backend.copy_blocks,
+                }
                 carry[move.kind](move.group, move.source, move.destination)
-            return []
+            self._swapped_step_id = plan.step_id
 
-        self.device.run(work)
+        return launch
 
     def _shape(self, plan: Plan, size: int = 0) -> Shape:
         """Of a plan's step, with places for all sampling rows, or for `size` rows."""
-        num_places = size or max(len(plan.rows), len(plan.sample_rows))
-        padding = (0, num_places - len(plan.rows))
-        context_lens = (plan.computed_bound + plan.num_tokens).astype(np.int32)
-        return Shape(
-            np.pad(plan.num_tokens, padding), np.pad(context_lens, padding), len(plan.sample_rows)
-        )
+        num_rows = len(plan.rows)
+        num_places = size or max(num_rows, len(plan.sample_rows))
+        query_lens, context_lens = np.zeros((2, num_places), np.int32)
+        query_lens[:num_rows] = plan.num_tokens
+        context_lens[:num_rows] = plan.computed_bound + plan.num_tokens
+        return Shape(query_lens, context_lens, len(plan.sample_rows))
 
     def expect_nothing(self) -> None:
         """A step without rows comes next: for what is recorded."""
