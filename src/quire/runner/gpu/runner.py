@@ -167,10 +167,21 @@ class GpuRunner:
     def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
         """The graph that has room for a plan's step."""
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
-        if self._graphs is None or num_rows == 0 or self._prompt_logprobs:
+        if self._graphs is None or num_rows == 0 or self._may_score(plan):
             return None
         num_places = max(num_rows, len(plan.sample_rows))
         return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
+
+    def _may_score(self, plan: Plan) -> bool:
+        """Whether the step may tell log-probabilities of a prompt; asked before it is known how
+        long the plan makes the prompts."""
+        if not self._prompt_logprobs:
+            return False
+        asked = [i for i, row in enumerate(plan.rows.tolist()) if row in self._prompt_logprobs]
+        if not asked or plan.started or plan.host_tokens:
+            return len(asked) > 0
+        lens = self.rows.prompt_lens[plan.rows[asked]]
+        return bool((plan.computed_bound[asked] < lens - 1).any())
 
     def _start_and_release(self, plan: Plan) -> None:
         if len(plan.released):
@@ -288,10 +299,9 @@ class GpuRunner:
         wanted: Wanted,
     ) -> list[torch.Tensor]:
         """Choose tokens and move the counters."""
-        num, rows = shape.num_samples, self.rows
-        samples, wishes = buffers.first_samples(num), list[torch.Tensor]()
-        ids_N, is_valid_N = samples.rows, samples.rows.bool()
-        if num:
+        samples, wishes = buffers.first_samples(shape.num_samples), list[torch.Tensor]()
+        ids_N, is_valid_N, rows = samples.rows, samples.rows, self.rows
+        if shape.num_samples:
             logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
             ids_N, is_valid_N = self.sampler.choose(logits_NV, samples, needs)
             if needs.num_candidates != NO_LOGPROBS:
