@@ -120,6 +120,12 @@ class Plan:
         return self.sources if len(self.sources) else self.sample_rows
 
     @property
+    def sample_places(self) -> npt.NDArray[np.intp]:
+        """[N] which of the scheduled rows they are."""
+        order = np.argsort(self.rows, kind="stable")
+        return order[np.searchsorted(self.rows, self.sample_sources, sorter=order)]
+
+    @property
     def num_scheduled_tokens(self) -> int:
         return int(self.num_tokens.sum())
 

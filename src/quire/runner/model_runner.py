@@ -15,10 +15,9 @@ from quire.base.plan import Candidates, Plan, StepResult
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.select_rows import select_rows
 from quire.runner.launched import Finished, Pending
+from quire.runner.plan_parts import Moves, PromptScores
 from quire.runner.rows import DeviceRows, Int64
 from quire.runner.sampler import SampledTokens, Sampler
-
-PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at the same time
 
 
 class DecoderModel(Protocol):
@@ -47,8 +46,8 @@ class ModelRunner:
         self.backend = backend
         self.rows = rows
         self.sampler = sampler
-        self._swapped_step_id = -1
-        self._prompt_logprobs: dict[int, int] = {}  # row -> candidates per position
+        self._moves = Moves(backend)
+        self._scores = PromptScores(sampler.vocab_size)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepResult:
@@ -56,14 +55,14 @@ class ModelRunner:
         began = time.perf_counter()
         self._start_and_release(plan)
         self.rows.apply(plan)
-        self._move(plan)
+        self._moves.carry_out(plan)
         if len(plan.rows) == 0:
             nothing = np.empty((0, 1), np.int32)
             return StepResult(plan.step_id, nothing, nothing[:, 0])
         input_ids_T, step = self.rows.step_inputs(plan)
         self.backend.prepare(step)
         hidden_TD = self.model(input_ids_T, step.positions_T, self.backend)
-        prompt_candidates = self._score_prompts(plan, hidden_TD, input_ids_T)
+        prompt_candidates = self._score_prompts(plan, hidden_TD)
         sampled, lengths_N = self._sample(plan, hidden_TD)
         result = self._to_host(plan, sampled, prompt_candidates, began)
         # Last: until here everything can be done again.
@@ -81,36 +80,19 @@ class ModelRunner:
         return 0
 
     def _start_and_release(self, plan: Plan) -> None:
+        self._scores.start_and_release(plan)
         if len(plan.released):
             self.sampler.release_rows(plan.released)
-            for row in plan.released.tolist():
-                self._prompt_logprobs.pop(row, None)
         for start in plan.started:
             self.sampler.start_row(start)
-            if start.params.prompt_logprobs is not None:
-                self._prompt_logprobs[start.row] = start.params.prompt_logprobs
         for fork in plan.forked:
             self.sampler.copy_row(fork.parent, fork.child, fork.sample_index)
-
-    def _move(self, plan: Plan) -> None:
-        """Carry out a plan's moves, in their order. A step that is repeated does not swap out once
-        more: the blocks may have been written since."""
-        carry = {
-            "swap_out": self.backend.swap_out,
-            "load": self.backend.load,
-            "copy": self.backend.copy_blocks,
-        }
-        for move in plan.moves:
-            if move.kind != "swap_out" or plan.step_id != self._swapped_step_id:
-                carry[move.kind](move.group, move.source, move.destination)
-        self._swapped_step_id = plan.step_id
 
     def _sample(self, plan: Plan, hidden_TD: torch.Tensor) -> tuple[SampledTokens, Int64]:
         """Choose a token for each sampling row; also the rows' lengths before it."""
         ends = np.cumsum(plan.num_tokens, dtype=np.int64)
         lengths_S = (plan.computed_bound + plan.num_tokens).astype(np.int64)
-        order = np.argsort(plan.rows, kind="stable")
-        at_N = order[np.searchsorted(plan.rows, plan.sample_sources, sorter=order)]
+        at_N = plan.sample_places
         lengths_N = lengths_S[at_N]
         last_N = torch.from_numpy(ends[at_N] - 1).to(hidden_TD.device)
         logits_NV = self.model.logits(select_rows(hidden_TD, last_N))
@@ -124,35 +106,15 @@ class ModelRunner:
         )
         return sampled, lengths_N
 
-    def _score_prompts(
-        self, plan: Plan, hidden_TD: torch.Tensor, input_ids_T: torch.Tensor
-    ) -> dict[int, list[Candidates]]:
+    def _score_prompts(self, plan: Plan, hidden_TD: torch.Tensor) -> dict[int, list[Candidates]]:
         """Log-probabilities of the prompt tokens that follow the positions of this step."""
         found: dict[int, list[Candidates]] = {}
-        if not self._prompt_logprobs:
-            return found
-        ends = np.cumsum(plan.num_tokens)
-        for i, row in enumerate(plan.rows.tolist()):
-            num = self._prompt_logprobs.get(row)
-            start = int(plan.computed_bound[i])
-            stop = min(start + int(plan.num_tokens[i]), int(self.rows.prompt_lens[row]) - 1)
-            if num is None or stop <= start:
-                continue
-            first = int(ends[i] - plan.num_tokens[i])
-            targets = self.rows.tokens_RM[row, start + 1 : stop + 1]
-            found[row] = self._score(hidden_TD[first : first + stop - start], targets, num)
+        for part in self._scores.of(plan, self.rows.prompt_lens):
+            targets = self.rows.tokens_RM[part.row, part.first + 1 : part.last + 1]
+            logits = self.model.logits(hidden_TD[part.place : part.place + part.count])
+            scored = self.sampler.prompt_logprobs(logits, targets, part.num)
+            found.setdefault(part.row, []).extend(scored)
         return found
-
-    def _score(
-        self, hidden_TD: torch.Tensor, targets_T: torch.Tensor, num: int
-    ) -> list[Candidates]:
-        """In slices, because the logits of a long chunk would not fit."""
-        scored: list[Candidates] = []
-        for i in range(0, len(hidden_TD), PROMPT_LOGPROB_ROWS):
-            part = slice(i, i + PROMPT_LOGPROB_ROWS)
-            logits = self.model.logits(hidden_TD[part])
-            scored += self.sampler.prompt_logprobs(logits, targets_T[part], num)
-        return scored
 
     def _to_host(
         self,

@@ -119,10 +119,9 @@ class Sampler:
         self, logits_TV: torch.Tensor, target_ids_T: torch.Tensor, num: int
     ) -> list[Candidates]:
         """Candidates per position, of which target_ids_T are the tokens that do follow there."""
-        count = self.vocab_size if num == ALL_LOGPROBS else num
         logits_TV = logits_TV.float().contiguous()
-        result = token_logprobs(logits_TV, target_ids_T.to(self.device).long(), count)
-        return to_candidates(result, np.full(len(logits_TV), count))
+        result = token_logprobs(logits_TV, target_ids_T.to(self.device).long(), num)
+        return to_candidates(result, np.full(len(logits_TV), num))
 
     def _index(self, indices: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(indices.astype(np.int64)).to(self.device)

@@ -195,15 +195,9 @@ def edits_delta(row: int) -> tuple[int, int, int, int]:
     return NARROW, row, NARROW_COLUMNS.index("edits"), row
 
 
-def sample_places(plan: Plan) -> npt.NDArray[np.intp]:
-    """[N] which of the scheduled rows each sampling row takes its logits from."""
-    order = np.argsort(plan.rows, kind="stable")
-    return order[np.searchsorted(plan.rows, plan.sample_sources, sorter=order)]
-
-
 def sample_pairs(plan: Plan) -> Int32:
     """[N, 2] sampling rows and their places."""
     if len(plan.sample_rows) == 0:
         return np.empty((0, 2), np.int32)
-    pairs: Int32 = np.stack((plan.sample_rows, sample_places(plan)), axis=1).astype(np.int32)
+    pairs: Int32 = np.stack((plan.sample_rows, plan.sample_places), axis=1).astype(np.int32)
     return pairs

@@ -12,7 +12,6 @@ Shape legend: T tokens of the step, S scheduled rows (and places for sampling ro
 rows, D model dim, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,13 +30,12 @@ from quire.runner.gpu.rows import GpuRows
 from quire.runner.gpu.sampler import GpuSampler, Needs, Wanted, as_candidates, describe_failures
 from quire.runner.gpu.shape import Shape
 from quire.runner.gpu.used_sizes import UsedSizes
-from quire.runner.model_runner import PROMPT_LOGPROB_ROWS, DecoderModel
+from quire.runner.model_runner import DecoderModel
+from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.sampler import to_candidates
-from quire.runner.sampling_facts import ALL_LOGPROBS, NO_LOGPROBS
+from quire.runner.sampling_facts import NO_LOGPROBS
 
 GRAPH_BYTES = 4 << 20  # of a graph beside its tensors: nodes and parameters
-
-Score = tuple[int, int, int, int, int]  # row, first position, end, place in the step, candidates
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Launched:
     needs: Needs
     wanted: Wanted
     edited: frozenset[int]
-    scores: tuple[Score, ...]
+    scores: list[Scored]
 
     def is_done(self) -> bool:
         return self.arrival.is_done()
@@ -76,11 +74,10 @@ class Launched:
 
     def _prompt_candidates(self, arrived: list[torch.Tensor]) -> dict[int, list[Candidates]]:
         found: dict[int, list[Candidates]] = {}
-        for i, (row, start, stop, _, _) in enumerate(self.scores):
+        for i, part in enumerate(self.scores):
             scored = TokenLogprobs(*arrived[3 * i : 3 * i + 3])
-            count = scored.token_ids.shape[1] - 1
-            items = to_candidates(scored, np.full(stop - start, count))
-            found.setdefault(row, []).extend(items)
+            items = to_candidates(scored, np.full(part.count, part.num))
+            found.setdefault(part.row, []).extend(items)
         return found
 
 
@@ -103,8 +100,8 @@ class GpuRunner:
         self.sampler = sampler
         self.device = device
         self._graphs: Graphs | None = None
-        self._swapped_step_id = -1
-        self._prompt_logprobs: dict[int, int] = {}  # row -> candidates per position
+        self._moves = Moves(backend)
+        self._scores = PromptScores(sampler.vocab_size)
         self._results: dict[int, Arrival] = {}  # by result slot
 
     def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
@@ -141,15 +138,15 @@ class GpuRunner:
         recorded = self._recorded(plan, needs)  # perhaps now, before the inbox is this plan's
         facts = self.sampler.facts
         packed = self.rows.apply(plan, lambda row: bool(facts.has_edits[row]))
-        slot, move = packed.result_slot, self._moves(plan)
+        slot = packed.result_slot
         if slot in self._results:
             self._results[slot].wait()
-        scores = self._scores(plan)
+        scores = self._scores.of(plan, self.rows.prompt_lens)
         tokens_N = self.rows.results_QS[slot, : len(plan.sample_rows)]
         shape = self._shape(plan, 0 if recorded is None else recorded.size.rows)
 
         def work() -> list[torch.Tensor]:
-            move()
+            self._moves.carry_out(plan)
             if recorded is not None:
                 return [tokens_N, *recorded.replay(shape)]
             if len(plan.rows) == 0:
@@ -167,53 +164,23 @@ class GpuRunner:
     def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
         """The graph that has room for a plan's step."""
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
-        if self._graphs is None or num_rows == 0 or self._may_score(plan):
+        if (
+            self._graphs is None
+            or num_rows == 0
+            or self._scores.may_have(plan, self.rows.prompt_lens)
+        ):
             return None
         num_places = max(num_rows, len(plan.sample_rows))
         return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
 
-    def _may_score(self, plan: Plan) -> bool:
-        """Whether the step may tell log-probabilities of a prompt; asked before it is known how
-        long the plan makes the prompts."""
-        if not self._prompt_logprobs:
-            return False
-        asked = [i for i, row in enumerate(plan.rows.tolist()) if row in self._prompt_logprobs]
-        if not asked or plan.started or plan.host_tokens:
-            return len(asked) > 0
-        lens = self.rows.prompt_lens[plan.rows[asked]]
-        return bool((plan.computed_bound[asked] < lens - 1).any())
-
     def _start_and_release(self, plan: Plan) -> None:
+        self._scores.start_and_release(plan)
         if len(plan.released):
             self.sampler.release_rows(plan.released)
-            for row in plan.released.tolist():
-                self._prompt_logprobs.pop(row, None)
         for start in plan.started:
             self.sampler.start_row(start)
-            self._prompt_logprobs.pop(start.row, None)
-            if start.params.prompt_logprobs is not None:
-                self._prompt_logprobs[start.row] = start.params.prompt_logprobs
         for fork in plan.forked:
             self.sampler.copy_row(fork.parent, fork.child)
-
-    def _moves(self, plan: Plan) -> Callable[[], None]:
-        """What launches a plan's moves, in their order. A step that is repeated does not swap out
-        once more: the blocks may have been written since."""
-
-        def launch() -> None:
-            is_new = plan.step_id != self._swapped_step_id
-            for move in plan.moves:
-                if move.kind == "swap_out" and not is_new:
-                    continue
-                carry = {
-                    "swap_out": self.backend.swap_out,
-                    "load": self.backend.load,
-                    "copy": self.backend.copy_blocks,
-                }
-                carry[move.kind](move.group, move.source, move.destination)
-            self._swapped_step_id = plan.step_id
-
-        return launch
 
     def _shape(self, plan: Plan, size: int = 0) -> Shape:
         """Of a plan's step, with places for all sampling rows, or for `size` rows."""
@@ -280,7 +247,7 @@ class GpuRunner:
         return self._end(buffers, hidden_TD, shape, needs, Wanted([], *_NOTHING))
 
     def _step(
-        self, shape: Shape, needs: Needs, wanted: Wanted, scores: tuple[Score, ...]
+        self, shape: Shape, needs: Needs, wanted: Wanted, scores: list[Scored]
     ) -> list[torch.Tensor]:
         """The work of any step."""
         buffers = self.buffers(shape)
@@ -311,30 +278,10 @@ class GpuRunner:
         advance(rows.state, rows.inbox, contexts_S, ids_N, is_valid_N, rows.results_QS)
         return wishes
 
-    def _scores(self, plan: Plan) -> tuple[Score, ...]:
-        """Pieces of prompts whose tokens' log-probabilities this step can tell."""
-        found: list[Score] = []
-        if not self._prompt_logprobs:
-            return ()
-        ends = np.cumsum(plan.num_tokens)
-        for i, row in enumerate(plan.rows.tolist()):
-            num = self._prompt_logprobs.get(row)
-            first = int(plan.computed_bound[i])
-            stop = min(first + int(plan.num_tokens[i]), int(self.rows.prompt_lens[row]) - 1)
-            if num is None or stop <= first:
-                continue
-            place = int(ends[i] - plan.num_tokens[i])
-            count = self.sampler.vocab_size if num == ALL_LOGPROBS else num
-            for at in range(first, stop, PROMPT_LOGPROB_ROWS):
-                end = min(stop, at + PROMPT_LOGPROB_ROWS)
-                found.append((row, at, end, place + at - first, count))
-        return tuple(found)
-
-    def _score(self, hidden_TD: torch.Tensor, score: Score) -> list[torch.Tensor]:
-        row, start, stop, place, num = score
-        logits = self.model.logits(hidden_TD[place : place + stop - start])
-        targets = self.rows.state.tokens_RM[row, start + 1 : stop + 1].long()
-        found = token_logprobs(logits, targets, num)
+    def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
+        logits = self.model.logits(hidden_TD[part.place : part.place + part.count])
+        targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
+        found = token_logprobs(logits, targets, part.num)
         return [found.token_ids, found.logprobs, found.ranks]
 
 

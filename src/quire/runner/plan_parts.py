@@ -1,0 +1,99 @@
+"""Parts of a plan that all runners carry out alike: moves of blocks, and which log-probabilities of
+prompts a step can tell."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.plan import Plan
+from quire.ops.attention.base import AttentionBackend
+from quire.runner.sampling_facts import ALL_LOGPROBS
+
+SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
+
+
+class Moves:
+    """A plan's moves, in their order. A step that is repeated does not swap out once more: the
+    blocks may have been written since."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self._swapped_step_id = -1
+
+    def carry_out(self, plan: Plan) -> None:
+        backend, is_new = self._backend, plan.step_id != self._swapped_step_id
+        for move in plan.moves:
+            blocks = (move.group, move.source, move.destination)
+            if move.kind == "load":
+                backend.load(*blocks)
+            elif move.kind == "copy":
+                backend.copy_blocks(*blocks)
+            elif is_new:
+                backend.swap_out(*blocks)
+        self._swapped_step_id = plan.step_id
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Positions first..last-1 of a row, at `place` among the step's tokens, whose next tokens are
+    known and whose log-probabilities were asked for; num: candidates for each."""
+
+    row: int
+    first: int
+    last: int
+    place: int
+    num: int
+
+    @property
+    def count(self) -> int:
+        return self.last - self.first
+
+
+class PromptScores:
+    """Which rows asked for log-probabilities of their prompt."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._asked: dict[int, int] = {}  # row -> candidates per position
+
+    def start_and_release(self, plan: Plan) -> None:
+        """Rows that a plan releases and starts."""
+        for row in plan.released.tolist():
+            self._asked.pop(row, None)
+        for start in plan.started:
+            self._asked.pop(start.row, None)
+            num = start.params.prompt_logprobs
+            if num is not None:
+                self._asked[start.row] = self._vocab_size if num == ALL_LOGPROBS else num
+
+    def may_have(self, plan: Plan, prompt_lens: npt.NDArray[np.int64]) -> bool:
+        """Whether the plan's step tells any. prompt_lens: of all rows, before the plan; it may make
+        them longer."""
+        if not self._asked:
+            return False
+        asked = [i for i, row in enumerate(plan.rows.tolist()) if row in self._asked]
+        if not asked or plan.started or plan.host_tokens:
+            return len(asked) > 0
+        lens = prompt_lens[plan.rows[asked]]
+        return bool((plan.computed_bound[asked] < lens - 1).any())
+
+    def of(self, plan: Plan, prompt_lens: npt.NDArray[np.int64]) -> list[Scored]:
+        """What the plan's step tells, in the order of rows and positions. prompt_lens: of all rows,
+        with this plan."""
+        found: list[Scored] = []
+        if not self._asked:
+            return found
+        ends = np.cumsum(plan.num_tokens)
+        for i, row in enumerate(plan.rows.tolist()):
+            if row not in self._asked:
+                continue
+            first, num_tokens = int(plan.computed_bound[i]), int(plan.num_tokens[i])
+            last, place = (
+                min(first + num_tokens, int(prompt_lens[row]) - 1),
+                int(ends[i]) - num_tokens,
+            )
+            for at in range(first, last, SCORED_AT_ONCE):
+                end = min(last, at + SCORED_AT_ONCE)
+                found.append(Scored(row, at, end, place + at - first, self._asked[row]))
+        return found
