@@ -29,12 +29,12 @@ from quire.ops.kernels import (
     step_inputs,
 )
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner import profile
+from quire.runner import graph_sizes, profile
 from quire.runner.build import build_runner
-from quire.runner.gpu import assemble, edits, graphs, runner
+from quire.runner.gpu import assemble, edits, graphs
 from quire.runner.gpu.device import CudaDevice, HostDevice, make_device, to_device
 from quire.runner.gpu.pieces import CutAtAttention, Pieces
-from quire.runner.gpu.runner import GRAPH_BYTES, GpuRunner
+from quire.runner.gpu.runner import GpuRunner
 from tests.kernels.fake_cuda import FakeCuda
 from tests.kernels.late_device import LateDevice
 from tests.kernels.test_gpu_engine import KINDS, devices, run  # noqa: F401 (a fixture)
@@ -206,14 +206,14 @@ class TestGraphs:
         self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """What a step of the largest size takes, and a little for each size."""
-        monkeypatch.setattr(runner, "MIXED_TOKENS", (8,))
+        monkeypatch.setattr(graph_sizes, "MIXED_TOKENS", (8,))
         path = str(checkpoint("llama"))
         config = config_from_flat(model=path, attention_backend="triton", **SETTINGS)
         built = build_runner(config, resolve_model(path, None))
         cuda.allocated, cuda.peak = 1000, 1700
-        assert built.runner.graph_bytes(built.config) == 700 + GRAPH_BYTES * (
-            len(graphs.ladder(3)) + graphs.MOST_MIXED
-        )
+        num_graphs = len(graph_sizes.ladder(3)) + graph_sizes.MOST_MIXED
+        wanted = 700 + graph_sizes.GRAPH_BYTES * num_graphs
+        assert built.runner.graph_bytes(built.config) == wanted
 
         def make(config: Any, num_blocks: Any) -> Any:
             return built.runner
@@ -222,7 +222,7 @@ class TestGraphs:
         spec = built.spec
         plan = profile.plan_gpu_memory(built.config, spec, CUDA, 1 << 20, free, make)
         assert plan.workspace_bytes == 700
-        assert plan.graph_bytes == 700 + GRAPH_BYTES * (len(graphs.ladder(3)) + graphs.MOST_MIXED)
+        assert plan.graph_bytes == wanted
         assert ("host", "empties the cache") in cuda.log
 
         cuda.log.clear()

@@ -8,10 +8,11 @@ import torch
 
 from quire.ops.kernels.step_inputs import StepBuffers
 from quire.runner.gpu import graphs
-from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size, ladder
+from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size
 from quire.runner.gpu.pieces import record
 from quire.runner.gpu.sampler import Needs
 from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.graph_sizes import ladder
 from tests.kernels.late_device import LateDevice
 
 PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)

@@ -21,6 +21,7 @@ from quire.ops import formats, packed
 from quire.ops.native import core
 from quire.runner import build, derive
 from quire.runner.build import BuiltRunner, build_runner
+from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
 from quire.runner.memory import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import NOT_YET, Alternative, Fit, fit
@@ -200,7 +201,9 @@ def test_a_gpu() -> None:
     weights = 8_030_261_248 * 2  # parameters, in bfloat16
     assert found.memory.weights_bytes == weights
     workspace = workspace_bytes(spec, 2, 8192, 256)
-    used = weights + workspace + GPU_CONTEXT_BYTES + GPU_RESERVE_BYTES
+    graphs = workspace_bytes(spec, 2, 2048, 256) + GRAPH_BYTES * (len(ladder(256)) + MOST_MIXED)
+    assert found.memory.graph_bytes == graphs
+    used = weights + workspace + graphs + GPU_CONTEXT_BYTES + GPU_RESERVE_BYTES
     budget = int(GPUS["H100"] * MIB * 0.9) - used
     block = spec.kv_bytes_per_token(2) * 16
     assert found.memory.num_blocks == (budget // block,)
@@ -290,12 +293,16 @@ def test_settings_that_would_help_on_a_gpu() -> None:
     source, config = resolve_model("shape:llama-3.1-8b"), config_from_flat(max_model_len=8192)
     words = "--gpu-memory-utilization 0.97 --max-num-batched-tokens 2048"
     with pytest.raises(OutOfMemory) as caught:
-        fit(config, source, find_gpu("18.5GiB"))
+        fit(config, source, find_gpu("19.5GiB"))
     assert str(caught.value).endswith(f"It would fit with {words}.")
     tight = config_from_flat(
         max_model_len=8192, gpu_memory_utilization=0.97, max_num_batched_tokens=2048
     )
-    assert fit(tight, source, find_gpu("18.5GiB"))
+    assert fit(tight, source, find_gpu("19.5GiB"))
+    with pytest.raises(
+        OutOfMemory, match=f"{words} --enforce-eager"
+    ):
+        fit(config, source, find_gpu("18.5GiB"))
 
 
 def test_settings_that_the_engine_refuses(folders: dict[str, Path]) -> None:

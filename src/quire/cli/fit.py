@@ -113,6 +113,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
             "formats": {each.name: each.num_bytes for each in found.weights},
         },
         "workspace_bytes": memory.workspace_bytes,
+        "graph_bytes": memory.graph_bytes,
         "kv": {
             "bytes_per_token": sum(group.token_bytes for group in found.groups),
             "groups": [asdict(group) for group in found.groups],
@@ -147,6 +148,7 @@ def _lines(found: "Fit") -> Iterator[str]:
         "memory",
         ("weights", f"{_size(memory.weights_bytes)} ({formats})"),
         ("workspace", f"{_size(memory.workspace_bytes)}{' (from the shape)' if is_gpu else ''}"),
+        *([("graphs", _size(memory.graph_bytes))] if memory.graph_bytes else []),
         *_of_groups(found),
         ("KV pool", f"{_size(memory.pool_bytes)} = {memory.num_slots:,} tokens in"
          f" {max(memory.num_blocks):,} blocks of {memory.block_size}"),

@@ -31,6 +31,7 @@ from quire.models.outline import (
 from quire.models.source import ModelSource
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
+from quire.runner.graph_sizes import estimated_graph_bytes
 from quire.runner.memory import (
     GPU_CONTEXT_BYTES,
     block_bytes_of,
@@ -138,7 +139,8 @@ class _Question:
             return plan_cpu_memory(config, self.spec, weights_bytes, total)
         budget = max(0, self.budget(config, weights_bytes))
         workspace = workspace_of(config, self.spec)
-        return make_plan(config, self.spec, weights_bytes, workspace, budget, total, block_bytes)
+        plan = make_plan(config, self.spec, weights_bytes, workspace, budget, total, block_bytes)
+        return dataclasses.replace(plan, graph_bytes=estimated_graph_bytes(config, self.spec))
 
     def budget(self, config: EngineConfig, weights_bytes: int) -> int:
         """Bytes for the pool, before kv_cache_memory_bytes; below zero if there are none."""
@@ -146,8 +148,9 @@ class _Question:
         if self.device.kind == CPU:
             return cpu_pool_budget(total, weights_bytes, workspace)
         used = weights_bytes + GPU_CONTEXT_BYTES
-        share = config.cache.gpu_memory_utilization
-        return gpu_pool_budget(total, share, used, total - used, workspace)
+        share, taken = config.cache.gpu_memory_utilization, workspace
+        taken += estimated_graph_bytes(config, self.spec)
+        return gpu_pool_budget(total, share, used, total - used, taken)
 
     def least_pool(self, config: EngineConfig) -> int:
         """Bytes of a pool that holds one request of max_model_len, or any one if that is auto."""
@@ -336,6 +339,8 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
     device, length = question.device, config.model.max_model_len
     workspace = workspace_of(config, question.spec)
     lacking = _lacking(question, config, weights_bytes)
+    graph_bytes = 0 if device.kind == CPU else estimated_graph_bytes(config, question.spec)
+    graphs = f", graphs ({graph_bytes / MIB:,.0f} MiB)" if graph_bytes else ""
     is_share = device.kind == CPU and config.cache.kv_cache_memory_bytes is None
     share = ", at most a quarter of that memory," if is_share else ""
     request = "any request" if length == AUTO_LENGTH else f"one request of {length:,} tokens"
@@ -349,8 +354,8 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
     return (
         f"{question.name} does not fit {device.name} with {device.memory_bytes / MIB:,.0f} MiB:"
         f" {lacking / MIB:,.0f} MiB are lacking for weights ({weights_bytes / MIB:,.0f} MiB),"
-        f" workspace ({workspace / MIB:,.0f} MiB) and a KV pool{share} that holds {request}."
-        f" {advice}"
+        f" workspace ({workspace / MIB:,.0f} MiB){graphs} and a KV pool{share} that holds"
+        f" {request}. {advice}"
     )
 
 
@@ -400,10 +405,13 @@ def _smaller_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     most = max(TIGHT_UTILIZATION, config.cache.gpu_memory_utilization)
     share = {"gpu_memory_utilization": most}
     fewer = {"max_num_batched_tokens": FEW_TOKENS}
+    eager = dataclasses.replace(config, enforce_eager=True)
+    yield "--enforce-eager", eager
     yield f"--gpu-memory-utilization {most}", _replaced(config, **share)
     yield f"--max-num-batched-tokens {FEW_TOKENS}", _replaced(config, **fewer)
     words = f"--gpu-memory-utilization {most} --max-num-batched-tokens {FEW_TOKENS}"
     yield words, _replaced(config, **share, **fewer)
+    yield f"{words} --enforce-eager", _replaced(eager, **share, **fewer)
     all_of_it = share | fewer | {"max_model_len": AUTO_LENGTH}
     yield f"{words} --max-model-len auto", _replaced(config, **all_of_it)
 

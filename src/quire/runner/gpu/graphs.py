@@ -27,14 +27,12 @@ from quire.runner.gpu.pieces import Pieces, record
 from quire.runner.gpu.sampler import Needs
 from quire.runner.gpu.shape import Shape
 from quire.runner.gpu.used_sizes import Kind, UsedSizes
+from quire.runner.graph_sizes import MIXED_ROWS, MIXED_TOKENS, MOST_MIXED, ladder
 
 logger = logging.getLogger("quire")
 
 FIRST_TIMES = 1  # steps of a kind that are launched as they are
 FIRST_TIMES_MIXED = 3  # of which there are more kinds, and some never come again
-MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
-MIXED_ROWS = (4, 32, 128)  # and all rows
-MOST_MIXED = 32  # kinds
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,6 @@ class Size:
     @property
     def is_mixed(self) -> bool:
         return self.tokens > 0
-
-
-def ladder(max_rows: int) -> list[int]:
-    """Sizes up to max_rows, none of which has more than 16 rows too many, or twice as many."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_rows + 16, 16)]
-    return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 class Decoder(Protocol):

@@ -25,17 +25,16 @@ from quire.ops.kernels.step_inputs import StepBuffers, advance, gather_step
 from quire.ops.logprobs import TokenLogprobs
 from quire.ops.select_rows import select_rows
 from quire.runner.gpu.device import Arrival, Device
-from quire.runner.gpu.graphs import MIXED_TOKENS, MOST_MIXED, Graphs, Recorded, Size, ladder
+from quire.runner.gpu.graphs import Graphs, Recorded, Size
 from quire.runner.gpu.rows import GpuRows
 from quire.runner.gpu.sampler import GpuSampler, Needs, Wanted, as_candidates, describe_failures
 from quire.runner.gpu.shape import Shape
 from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
 from quire.runner.model_runner import DecoderModel
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.sampler import to_candidates
 from quire.runner.sampling_facts import NO_LOGPROBS
-
-GRAPH_BYTES = 4 << 20  # of a graph beside its tensors: nodes and parameters
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,10 @@ class GpuRunner:
         device, num_rows = self.device.device, self.rows.max_num_rows
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        for size in (Size(num_rows), Size(num_rows, max(MIXED_TOKENS[-1], num_rows))):
+        for size in (Size(num_rows), Size(num_rows, most_mixed_tokens(num_rows))):
             self._carry_out_nothing(size)
         tensors = int(torch.cuda.max_memory_allocated(device) - before)
-        return tensors + GRAPH_BYTES * (len(ladder(num_rows)) + MOST_MIXED)
+        return all_graphs_bytes(num_rows, tensors)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Launched:
