@@ -299,9 +299,7 @@ def test_settings_that_would_help_on_a_gpu() -> None:
         max_model_len=8192, gpu_memory_utilization=0.97, max_num_batched_tokens=2048
     )
     assert fit(tight, source, find_gpu("19.5GiB"))
-    with pytest.raises(
-        OutOfMemory, match=f"{words} --enforce-eager"
-    ):
+    with pytest.raises(OutOfMemory, match=f"{words} --enforce-eager"):
         fit(config, source, find_gpu("18.5GiB"))
 
 

@@ -139,6 +139,7 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
         source.name, config.model.revision or "", _identity(config, source), str(built.dtype),
         built.backend_name, str(config.cache.block_size), config.cache.kv_cache_dtype,
         repr(built.spec), repr(weight_formats(config.model)), repr(sorted(built.kv_scales.items())),
+        *(["deterministic"] if config.deterministic else []),
     )  # fmt: skip
     kv = KVManager(
         built.spec.cache_groups,
