@@ -10,7 +10,7 @@ import pytest
 
 from quire.base.errors import EngineError
 from quire.base.plan import Plan, StepResult
-from quire.engine import launching
+from quire.engine import launching, threaded
 from quire.engine.launching import LaunchingExecutor
 from quire.engine.threaded import DeviceThread
 
@@ -157,6 +157,38 @@ def test_idle_moments_are_used_until_nothing_is_left(
     assert runner.was_idle.wait(WAIT_S)
     executor.close()
     assert runner.idles == 3
+
+
+def test_between_two_steps_nothing_else_is_done(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with one plan in flight, when each result leaves nothing to do for a moment."""
+    monkeypatch.setattr(threaded, "IDLE_S", WAIT_S)
+    for number in range(5):
+        executor.submit(plan(number))
+        runner.launched.get(timeout=WAIT_S).gate.put("")
+        assert executor.next_result().step_id == number
+    executor.close()
+    assert runner.idles == 0
+
+
+def test_a_device_that_works_is_not_idle(
+    executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has nothing to launch, but the next plan shall not wait for anything."""
+    monkeypatch.setattr(threaded, "IDLE_S", 0.0)
+    executor.submit(plan(1))
+    runner.launched.get(timeout=WAIT_S).gate.put("")
+    executor.next_result()
+    assert runner.was_idle.wait(WAIT_S)
+    executor.submit(plan(2))
+    step = runner.launched.get(timeout=WAIT_S)
+    executor._launching.do_when_idle(executor._steps.idle)
+    executor._launching.call(lambda: None)
+    assert executor._launching.call(executor._steps.idle), "there may be something to do later"
+    assert runner.idles == 3
+    step.gate.put("")
+    executor.next_result()
 
 
 def test_closing_waits_for_what_was_launched(executor: LaunchingExecutor, runner: Runner) -> None:

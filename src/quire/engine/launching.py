@@ -94,9 +94,11 @@ class _Steps:
         self.results: SimpleQueue[StepResult | EngineError] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
         self.has_failed = False
+        self._num_launched = self._num_answered = 0  # each is counted by one thread
 
     def launch(self, plan: Plan) -> Answer:
         """On the launching thread. Whatever goes wrong is told by the answer."""
+        self._num_launched += 1
         if self.has_failed:  # the rows are not as this plan takes them to be
             return lambda: failed_step(plan, "a step before it failed")
         try:
@@ -117,12 +119,13 @@ class _Steps:
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
             self.results.put(_lost(f"a step met with {message}", message))
+        self._num_answered += 1
         self.on_result()
 
     def idle(self) -> bool:
         """On the launching thread; what goes wrong there is no request's matter."""
         try:
-            return self._runner.idle()
+            return self._num_launched > self._num_answered or self._runner.idle()
         except Exception:
             logger.warning("no more graphs are recorded", exc_info=True)
             return False

@@ -11,7 +11,8 @@ each sleep between operations. (A GPU has `launching.py`.)
 import threading
 import weakref
 from collections.abc import Callable
-from queue import SimpleQueue
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from quire.base.errors import EngineError
@@ -19,6 +20,7 @@ from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor, failed_step
 
 END_S = 5.0  # how long the end of the process waits for what the thread is doing
+IDLE_S = 0.05  # between two steps there is less, also where only one is in flight
 
 T = TypeVar("T")
 Job = Callable[[], None]
@@ -29,7 +31,7 @@ class DeviceThread:
     holds this object any more."""
 
     def __init__(self) -> None:
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: Jobs = SimpleQueue()
         # A daemon, because nothing could tell another thread that the process is to end.
         self._thread = threading.Thread(
             target=_carry_out, args=(self._jobs,), name="quire-device", daemon=True
@@ -42,15 +44,9 @@ class DeviceThread:
         self._jobs.put(job)
 
     def do_when_idle(self, job: Callable[[], bool]) -> None:
-        """Carry out a function again and again, as long as it returns true and nothing else is to
-        be done. It must not raise."""
-        jobs = self._jobs
-
-        def once() -> None:
-            if jobs.empty() and job():
-                jobs.put(once)
-
-        jobs.put(once)
+        """Carry out a function whenever nothing else was to be done for IDLE_S, as long as it
+        returns true. It must not raise."""
+        self._jobs.put(_WhenIdle(job))
 
     def call(self, function: Callable[[], T]) -> T:
         """What the function returns or raises there. Ctrl-C reaches the caller, who waits."""
@@ -75,13 +71,32 @@ class DeviceThread:
             self._thread.join()
 
 
-def _carry_out(jobs: "SimpleQueue[Job | None]") -> None:
-    while (job := jobs.get()) is not None:
-        job()
+@dataclass(frozen=True)
+class _WhenIdle:
+    job: Callable[[], bool]
+
+
+Jobs = SimpleQueue[Job | _WhenIdle | None]
+
+
+def _carry_out(jobs: Jobs) -> None:
+    idle: _WhenIdle | None = None
+    while True:
+        try:
+            job = jobs.get(timeout=None if idle is None else IDLE_S)
+        except Empty:
+            idle = idle if idle is not None and idle.job() else None
+            continue
+        if job is None:
+            return
+        if isinstance(job, _WhenIdle):
+            idle = job
+        else:
+            job()
         del job  # while it waits it holds nothing
 
 
-def _end(jobs: "SimpleQueue[Job | None]", thread: threading.Thread) -> None:
+def _end(jobs: Jobs, thread: threading.Thread) -> None:
     jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(END_S)

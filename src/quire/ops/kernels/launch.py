@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+VERSION = str(triton.__version__)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}

@@ -1,11 +1,10 @@
 """From a model and a backend to a runner of a GPU."""
 
-from importlib.metadata import version
-
 import torch
 
 from quire.base.config import EngineConfig
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.kernels.launch import VERSION
 from quire.runner.gpu.device import make_device
 from quire.runner.gpu.rows import GpuRows
 from quire.runner.gpu.runner import GpuRunner
@@ -44,4 +43,4 @@ def record_graphs(runner: Runner, config: EngineConfig, identity: str) -> None:
 def _versions(runner: GpuRunner) -> tuple[str, ...]:
     device = runner.device.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return name, str(torch.__version__), str(torch.version.cuda), version("triton")
+    return name, str(torch.__version__), str(torch.version.cuda), VERSION
