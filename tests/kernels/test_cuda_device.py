@@ -29,10 +29,11 @@ from quire.ops.kernels import (
     step_inputs,
 )
 from quire.ops.kernels.launch import INTERPRETED
+from quire.ops.memory import to_device
 from quire.runner import graph_sizes, profile
 from quire.runner.build import build_runner
 from quire.runner.gpu import assemble, edits, graphs
-from quire.runner.gpu.device import CudaDevice, HostDevice, make_device, to_device
+from quire.runner.gpu.device import CudaDevice, HostDevice, make_device
 from quire.runner.gpu.pieces import CutAtAttention, Pieces
 from quire.runner.gpu.runner import GpuRunner
 from tests.kernels.fake_cuda import FakeCuda

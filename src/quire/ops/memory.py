@@ -1,4 +1,5 @@
-"""Memory of the CPU: zeroed and only taken when it is used, in large pages, or a mapped file."""
+"""Memory of the CPU: zeroed and only taken when it is used, in large pages, or a mapped file; and the
+way from it to a device."""
 
 import contextlib
 import ctypes
@@ -9,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 HUGE_PAGE = 2 << 20
@@ -26,6 +28,22 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)
+
+
+def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """The values on a device; a GPU's host does not wait for them. They must not be changed
+    afterwards.
+
+    The pinned memory may be let go of at once: torch's copy tells the host allocator which stream
+    reads it (at::native::copy_kernel_cuda calls record_event for copies that do not block), and
+    when the tensor dies the allocator records an event there and hands the memory out again only
+    after it (CachingHostAllocatorImpl::free, process_events). Memory of so few bytes comes from its
+    free lists after the first times, without a call of cudaHostAlloc.
+    """
+    here = torch.from_numpy(values)
+    if device.type != "cuda":
+        return here.to(device)
+    return here.pin_memory().to(device, non_blocking=True)
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:

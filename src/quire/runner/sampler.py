@@ -8,6 +8,7 @@ only the rows that ask for them.
 Shape legend: N sampling rows of the step, T prompt tokens, V vocabulary, M a row's token places.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,8 +28,8 @@ Rows = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
-NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
-NOTHING_LEFT = (
+_NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
+_NOTHING_LEFT = (
     "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
     " min_tokens and logit_bias together leave no token."
 )
@@ -51,9 +52,7 @@ class SampledTokens:
     def row_errors(self) -> dict[int, str]:
         """What went wrong, for the rows that have no token to choose."""
         failed = self.rows[~self.is_valid_N.cpu().numpy()]
-        return {
-            row: NOTHING_LEFT if row in self.edited_rows else NOT_FINITE for row in failed.tolist()
-        }
+        return describe_failures(failed.tolist(), self.edited_rows)
 
     @property
     def candidates(self) -> dict[int, Candidates]:
@@ -224,3 +223,8 @@ def to_candidates(result: TokenLogprobs, counts: Int64) -> list[Candidates]:
         Candidates(ids[r, : count + 1], logprobs[r, : count + 1], ranks[r])
         for r, count in enumerate(counts.tolist())
     ]
+
+
+def describe_failures(rows: list[int], edited: Collection[int]) -> dict[int, str]:
+    """What to say of rows that had no token to choose. edited: rows with masks or biases."""
+    return {row: _NOTHING_LEFT if row in edited else _NOT_FINITE for row in rows}

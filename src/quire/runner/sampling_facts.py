@@ -12,6 +12,11 @@ NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
 ALL_LOGPROBS = -1
 
 
+# What a row samples with, as `sampling_numbers` gives it.
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+INTEGERS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
+
+
 class SamplingFacts:
     """Arrays indexed by row, meaningful between `start` and `release`.
 
@@ -59,3 +64,20 @@ def asks_for_edits(start: RowStart) -> bool:
 def has_least_length(start: RowStart) -> bool:
     """Whether tokens that stop the row are forbidden at its beginning."""
     return start.params.min_tokens > 0 and len(start.stop_token_ids) > 0
+
+
+def sampling_numbers(
+    start: RowStart, greedy_temperature: float
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Of FLOATS and of INTEGERS, 64 bits each. greedy_temperature: of rows that do not sample."""
+    params = start.params
+    floats = (
+        greedy_temperature if params.is_greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+    )
+    seed = (start.seed + 2**63) % 2**64 - 2**63  # any 64 bits, as a signed number
+    return floats, (max(params.top_k, 0), seed, start.sample_index, start.num_prompt_tokens)

@@ -12,7 +12,7 @@ import torch
 from quire.base.plan import RowStart
 from quire.ops.penalties import Penalties
 from quire.ops.sampling import Filters, Streams
-from quire.runner.sampling_facts import SamplingFacts, has_least_length
+from quire.runner.sampling_facts import SamplingFacts, has_least_length, sampling_numbers
 
 Rows = npt.NDArray[np.int32]
 
@@ -112,17 +112,7 @@ class SamplingRows:
         return Streams(self.ints("seed", rows_N), self.ints("sample_index", rows_N), positions_N)
 
     def _write_columns(self, start: RowStart) -> None:
-        params = start.params
-        floats = (
-            1.0 if params.is_greedy else params.temperature,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-        )
-        seed = (start.seed + 2**63) % 2**64 - 2**63  # any 64 bits, as a signed number
-        ints = (max(params.top_k, 0), seed, start.sample_index, start.num_prompt_tokens)
+        floats, ints = sampling_numbers(start, greedy_temperature=1.0)
         for column, value in zip(self._floats.values(), floats, strict=True):
             column[start.row] = value
         for column, integer in zip(self._ints.values(), ints, strict=True):

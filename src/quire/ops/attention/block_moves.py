@@ -5,6 +5,7 @@ torch's operations elsewhere.
 """
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.ops import gpu
@@ -31,8 +32,8 @@ def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -
     scatter_blocks(kv, pairs_2N[1], dim, blocks)
 
 
-def last_writes(destination: Int32) -> Int32:
-    """Indices of the last write to each block, ascending."""
+def last_writes(destination: npt.NDArray[np.signedinteger]) -> Int32:
+    """Indices of the last write to each place, ascending."""
     _, from_behind = np.unique(destination[::-1], return_index=True)
     return np.sort(len(destination) - 1 - from_behind).astype(np.int32)
 

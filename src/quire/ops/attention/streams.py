@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops.memory import to_device
+
 Int32 = npt.NDArray[np.int32]
 
 
@@ -151,16 +153,5 @@ def streams_of(tensor: torch.Tensor) -> Streams | None:
 
 
 def device_ids(blocks: Int32, device: torch.device) -> torch.Tensor:
-    """Block ids of any shape on a device, as int32; a GPU's host does not wait for them.
-
-    The pinned memory may be let go of at once: torch's copy tells the host allocator which stream
-    reads it (at::native::copy_kernel_cuda calls record_event for copies that do not block), and
-    when the tensor dies the allocator records an event there and hands the memory out again only
-    after it (CachingHostAllocatorImpl::free, process_events). Memory of so few bytes comes from its
-    free lists after the first times, without a call of cudaHostAlloc.
-    """
-    if device.type != "cuda":
-        return torch.tensor(blocks, dtype=torch.int32, device=device)
-    pinned = torch.empty(blocks.shape, dtype=torch.int32, pin_memory=True)
-    pinned.numpy()[...] = blocks
-    return pinned.to(device, non_blocking=True)
+    """Block ids of any shape on a device, as int32; a GPU's host does not wait for them."""
+    return to_device(np.array(blocks, np.int32), device)

@@ -9,12 +9,12 @@ from quire.ops.kernels.row_deltas import COMPUTED, NARROW, WIDE
 from quire.ops.kernels.sampling import SamplingColumns
 from quire.ops.kernels.step_inputs import RowTensors
 from quire.ops.penalties import Penalties
+from quire.runner.sampling_facts import FLOATS, INTEGERS, sampling_numbers
 
 Int32 = npt.NDArray[np.int32]
 
-FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 NARROW_COLUMNS = (*FLOATS, "edits", "penalised")  # the row's place among edits, or -1; 0 or 1
-WIDE_COLUMNS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
+WIDE_COLUMNS = INTEGERS
 PROMPT_COLUMN = WIDE_COLUMNS.index("num_prompt_tokens")
 
 _KINDS = (COMPUTED, *[NARROW] * len(NARROW_COLUMNS), *[WIDE] * (2 * len(WIDE_COLUMNS)))
@@ -23,27 +23,13 @@ _INDICES = (0, *range(len(NARROW_COLUMNS)), *range(2 * len(WIDE_COLUMNS)))
 
 def start_deltas(start: RowStart, edits: int) -> Int32:
     """[K, 4], as `row_deltas` has them. edits: the row's place among edits, or -1."""
-    params = start.params
-    floats = (
-        0.0 if params.is_greedy else params.temperature,
-        params.top_p,
-        params.min_p,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-    )
-    wide = (
-        max(params.top_k, 0),
-        (start.seed + 2**63) % 2**64 - 2**63,  # any 64 bits, as a signed number
-        start.sample_index,
-        start.num_prompt_tokens,
-    )
+    floats, wide = sampling_numbers(start, greedy_temperature=0.0)
     deltas = np.empty((len(_KINDS), 4), np.int32)
     deltas[:, 0], deltas[:, 1], deltas[:, 2] = _KINDS, start.row, _INDICES
     deltas[0, 3] = start.num_computed_tokens
     deltas[1 : 1 + len(FLOATS), 3] = np.array(floats, np.float32).view(np.int32)
     narrow = 1 + len(NARROW_COLUMNS)
-    deltas[1 + len(FLOATS) : narrow, 3] = edits, params.has_penalties
+    deltas[1 + len(FLOATS) : narrow, 3] = edits, start.params.has_penalties
     deltas[narrow:, 3] = np.array(wide, np.int64).view(np.int32)
     return deltas
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.base.errors import EngineError
@@ -240,12 +238,3 @@ def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Devic
     if device.type == "cuda":
         return CudaDevice(device, forbids_waiting=forbids_waiting)
     return HostDevice(device)
-
-
-def to_device(values: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A copy, within a piece of work and without waiting. torch gives the pinned memory to nobody
-    else before the copy is done. The values must not be changed afterwards."""
-    here = torch.from_numpy(values)
-    if device.type != "cuda":
-        return here.to(device)
-    return here.pin_memory().to(device, non_blocking=True)

@@ -13,7 +13,8 @@ import torch
 
 from quire.base.plan import RowStart
 from quire.ops.kernels.sampling_edits import LIST_COLUMNS, EditTable, RowEdits, make_edit_table
-from quire.runner.gpu.device import Device, to_device
+from quire.ops.memory import to_device
+from quire.runner.gpu.device import Device
 from quire.runner.sampling_facts import has_least_length
 
 FIRST_CAPACITY = 1 << 16  # entries

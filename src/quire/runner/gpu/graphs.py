@@ -201,7 +201,6 @@ class Graphs:
             def step(backend: AttentionBackend) -> list[torch.Tensor]:
                 buffers = decoder.buffers(shape)
                 made.append(buffers)
-                backend.prepare(decoder.attention_step(buffers, shape))
                 return decoder.carry_out(buffers, shape, needs, backend)
 
             step(decoder.backend)

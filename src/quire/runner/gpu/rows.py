@@ -81,11 +81,6 @@ class GpuRows:
     def max_num_rows(self) -> int:
         return len(self.prompt_lens)
 
-    @property
-    def longest(self) -> int:
-        """Blocks of the longest context."""
-        return int(self.state.tables_GRL.shape[2])
-
     def apply(self, plan: Plan, has_edits: Callable[[int], bool]) -> Packed:
         """Pack a plan's changes. What has to come before, such as forks, is launched; the rest is
         for the step's own work. has_edits: of a row."""

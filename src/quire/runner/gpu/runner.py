@@ -12,6 +12,7 @@ Shape legend: T tokens of the step, S scheduled rows (and places for sampling ro
 rows, D model dim, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +28,13 @@ from quire.ops.select_rows import select_rows
 from quire.runner.gpu.device import Arrival, Device
 from quire.runner.gpu.graphs import Graphs, Recorded, Size
 from quire.runner.gpu.rows import GpuRows
-from quire.runner.gpu.sampler import GpuSampler, Needs, Wanted, as_candidates, describe_failures
+from quire.runner.gpu.sampler import NOBODY, GpuSampler, Needs, Wanted, as_candidates
 from quire.runner.gpu.shape import Shape
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
 from quire.runner.model_runner import DecoderModel
 from quire.runner.plan_parts import Moves, PromptScores, Scored
-from quire.runner.sampler import to_candidates
+from quire.runner.sampler import describe_failures, to_candidates
 from quire.runner.sampling_facts import NO_LOGPROBS
 
 
@@ -150,7 +151,9 @@ class GpuRunner:
                 return [tokens_N, *recorded.replay(shape)]
             if len(plan.rows) == 0:
                 return [tokens_N]
-            return [tokens_N, *self._step(shape, needs, wanted, scores)]
+            buffers = self.buffers(shape)
+            found = self.carry_out(buffers, shape, needs, self.backend, wanted, scores)
+            return [tokens_N, *found]
 
         arrival = self._results[slot] = self.rows.run_with(packed, work)
         edited = frozenset(plan.sample_rows[facts.has_edits[plan.sample_rows]].tolist())
@@ -200,9 +203,7 @@ class GpuRunner:
         shape = self.largest_shape(size)
 
         def work() -> list[torch.Tensor]:
-            buffers = self.buffers(shape)
-            self.backend.prepare(self.attention_step(buffers, shape))
-            self.carry_out(buffers, shape, Needs(has_filters=True), self.backend)
+            self.carry_out(self.buffers(shape), shape, Needs(has_filters=True), self.backend)
             return []
 
         self.expect_nothing()
@@ -237,23 +238,20 @@ class GpuRunner:
         )
 
     def carry_out(
-        self, buffers: StepBuffers, shape: Shape, needs: Needs, backend: AttentionBackend
+        self,
+        buffers: StepBuffers,
+        shape: Shape,
+        needs: Needs,
+        backend: AttentionBackend,
+        wanted: Wanted = NOBODY,
+        scores: Sequence[Scored] = (),
     ) -> list[torch.Tensor]:
-        """The work of a step without scores, from gathered inputs to counters; returns what rows
-        wanted, for all rows."""
+        """The work of a step, from gathered inputs to counters; returns what rows wanted (all rows,
+        if that can be recorded), then the scores."""
         gather_step(self.rows.state, self.rows.inbox, buffers)
+        backend.prepare(self.attention_step(buffers, shape))
         hidden_TD = self.model(buffers.ids_T, buffers.positions_T, backend)
-        return self._end(buffers, hidden_TD, shape, needs, Wanted([], *_NOTHING))
-
-    def _step(
-        self, shape: Shape, needs: Needs, wanted: Wanted, scores: list[Scored]
-    ) -> list[torch.Tensor]:
-        """The work of any step."""
-        buffers = self.buffers(shape)
-        gather_step(self.rows.state, self.rows.inbox, buffers)
-        self.backend.prepare(self.attention_step(buffers, shape))
-        hidden_TD = self.model(buffers.ids_T, buffers.positions_T, self.backend)
-        scored = [tensor for score in scores for tensor in self._score(hidden_TD, score)]
+        scored = [tensor for part in scores for tensor in self._score(hidden_TD, part)]
         return self._end(buffers, hidden_TD, shape, needs, wanted) + scored
 
     def _end(
@@ -282,6 +280,3 @@ class GpuRunner:
         targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
         found = token_logprobs(logits, targets, part.num)
         return [found.token_ids, found.logprobs, found.ranks]
-
-
-_NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)

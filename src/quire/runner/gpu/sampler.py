@@ -4,7 +4,6 @@ launches for what the rows of a step need, so that it can be recorded.
 Shape legend: N sampling rows of the step (or places for them), V vocabulary, C candidates.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,11 +17,12 @@ from quire.ops.kernels.sampling import sample
 from quire.ops.kernels.sampling_edits import edit_logits
 from quire.ops.kernels.step_inputs import SampleInputs
 from quire.ops.logprobs import TokenLogprobs
+from quire.ops.memory import to_device
 from quire.runner.gpu.columns import narrow, penalties_of, sampling_columns
-from quire.runner.gpu.device import Device, to_device
+from quire.runner.gpu.device import Device
 from quire.runner.gpu.edits import Edits
 from quire.runner.gpu.rows import GpuRows
-from quire.runner.sampler import NOT_FINITE, NOTHING_LEFT, to_candidates
+from quire.runner.sampler import to_candidates
 from quire.runner.sampling_facts import ALL_LOGPROBS, NO_LOGPROBS, SamplingFacts
 
 Rows = npt.NDArray[np.int32]
@@ -54,6 +54,9 @@ class Wanted:
     rows: list[int]
     counts: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
+
+
+NOBODY = Wanted([], np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class GpuSampler:
@@ -156,10 +159,6 @@ class GpuSampler:
             counts_PV=self._counts_RV,
         )
 
-    def describe_failures(self, rows: list[int], had_edits: frozenset[int]) -> dict[int, str]:
-        """What to say of rows that had no token to choose."""
-        return {row: NOTHING_LEFT if row in had_edits else NOT_FINITE for row in rows}
-
 
 def as_candidates(arrived: TokenLogprobs, needs: Needs, wanted: Wanted) -> dict[int, Candidates]:
     """Of the rows that asked, from what has come to the host."""
@@ -168,8 +167,3 @@ def as_candidates(arrived: TokenLogprobs, needs: Needs, wanted: Wanted) -> dict[
         parts = arrived.token_ids, arrived.logprobs, arrived.ranks
         arrived = TokenLogprobs(*(part[index] for part in parts))
     return dict(zip(wanted.rows, to_candidates(arrived, wanted.counts), strict=True))
-
-
-def describe_failures(rows: list[int], edited: Collection[int]) -> dict[int, str]:
-    """What to say of rows that had no token to choose. edited: rows with masks or biases."""
-    return {row: NOTHING_LEFT if row in edited else NOT_FINITE for row in rows}

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops.attention.block_moves import last_writes
 from quire.ops.kernels.row_deltas import LONGEST_RUN, SlotLayout
 from quire.ops.kernels.step_inputs import HEADER
 from quire.runner.gpu.device import Arrival, Device
@@ -57,10 +58,7 @@ class Changes:
             return merged
         wide = merged.astype(np.int64)
         places = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
-        _, last = np.unique(places[::-1], return_index=True)
-        if len(last) == len(merged):
-            return merged
-        kept: Int32 = merged[np.sort(len(merged) - 1 - last)]
+        kept: Int32 = merged[last_writes(places)]
         return kept
 
 
