@@ -1,5 +1,5 @@
-"""Memory of the CPU: zeroed and only taken when it is used, in large pages, or a mapped file; and the
-way from it to a device."""
+"""Memory of the CPU: zeroed and only taken when it is used, in large pages, or a mapped file; and
+the way from it to a device."""
 
 import contextlib
 import ctypes
