@@ -10,8 +10,6 @@ namespace {
 
 using Keys = std::vector<uint64_t>;
 
-constexpr int64_t kFirstCandidates = 1024;
-
 double sum_of(const Keys& keys, size_t begin, size_t end, float temperature, float peak) {
     double total = 0;
     for (size_t i = begin; i < end; ++i) {
@@ -40,27 +38,6 @@ uint64_t nucleus_end(Keys& keys, double goal, float temperature, float peak) {
     return keys[low];
 }
 
-void all_keys(Keys& keys, const float* row, int64_t vocab) {
-    keys.clear();
-    for (int64_t id = 0; id < vocab; ++id) keys.push_back(token_key(row[id], id));
-}
-
-// top-p alone: a nucleus among the first tokens, if it fits; else among all.
-uint64_t plain_nucleus_end(Keys& keys, const float* row, int64_t vocab, float temperature,
-                           float top_p, float peak) {
-    if (vocab > kFirstCandidates) {
-        const double log_total = log_sum_exp_row(row, vocab, temperature);
-        const double goal = top_p * std::exp(log_total - double{peak} / temperature);
-        top_k_keys(keys, row, vocab, kFirstCandidates);
-        if (sum_of(keys, 0, keys.size(), temperature, peak) >= goal) {
-            return nucleus_end(keys, goal, temperature, peak);
-        }
-    }
-    all_keys(keys, row, vocab);
-    const double total = sum_of(keys, 0, keys.size(), temperature, peak);
-    return nucleus_end(keys, top_p * total, temperature, peak);
-}
-
 struct Filter {
     int64_t top_k;  // 0 or less: off
     float top_p, min_p;
@@ -71,9 +48,7 @@ uint64_t cutoff_of(Keys& keys, const float* row, int64_t vocab, float temperatur
                    const Filter& filter, float peak) {
     const bool has_top_k = filter.top_k > 0 && filter.top_k < vocab;
     const bool has_top_p = filter.top_p < 1.0f, has_min_p = filter.min_p > 0.0f;
-    if (!has_top_k && !has_min_p) {
-        return has_top_p ? plain_nucleus_end(keys, row, vocab, temperature, filter.top_p, peak) : 0;
-    }
+    if (!has_top_k && !has_min_p && !has_top_p) return 0;
     const double floor =
         has_min_p ? double{peak} / temperature + std::log(double{filter.min_p}) : -kInfinity;
     const auto is_below = [&](uint64_t key) { return double{value_of(key)} / temperature < floor; };
@@ -147,6 +122,37 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Str
     return best_id;
 }
 
+// The same sample of a nucleus without finding where it ends. What wins among all tokens wins in the
+// nucleus too, if it lies there, which its chance of top_p or more makes likely: so the winner is
+// looked at first. Was it outside, all that are not before it are, and the rest tries again.
+int64_t choose_in_nucleus(Keys& keys, const float* row, int64_t vocab, float temperature,
+                          const Filter& filter, const Stream& stream, const Best& peak) {
+    constexpr int kTries = 8;        // a winner halves the mass, more or less: enough for top_p of 0.02
+    constexpr double kDoubt = 1e-4;  // more than the masses' rounding; within it keys decide
+    uint64_t cutoff = 0;
+    for (int tries = 0; tries < kTries; ++tries) {
+        const int64_t id = gumbel_max(row, vocab, temperature, stream, cutoff, peak);
+        if (id == peak.id) return id;
+        const Mass mass = mass_before(row, vocab, temperature, peak.value, {id, row[id]});
+        const double excess = mass.before / mass.all - double{filter.top_p};
+        if (excess < -kDoubt) return id;
+        if (excess <= kDoubt) break;
+        cutoff = token_key(row[id], id) + 1;
+    }
+    cutoff = cutoff_of(keys, row, vocab, temperature, filter, peak.value);
+    return gumbel_max(row, vocab, temperature, stream, cutoff, peak);
+}
+
+int64_t choose_filtered(Keys& keys, const float* row, int64_t vocab, float temperature,
+                        const Filter& filter, const Stream& stream, const Best& peak) {
+    const bool has_top_k = filter.top_k > 0 && filter.top_k < vocab;
+    if (!has_top_k && filter.min_p <= 0.0f && filter.top_p < 1.0f) {
+        return choose_in_nucleus(keys, row, vocab, temperature, filter, stream, peak);
+    }
+    const uint64_t cutoff = cutoff_of(keys, row, vocab, temperature, filter, peak.value);
+    return gumbel_max(row, vocab, temperature, stream, cutoff, peak);
+}
+
 }  // namespace
 
 void choose(int64_t* ids, const float* logits, const float* temperatures, const int64_t* top_k,
@@ -160,13 +166,10 @@ void choose(int64_t* ids, const float* logits, const float* temperatures, const 
             const Best peak = arg_max_row(row, vocab);
             ids[i] = peak.id;
             if (!std::isfinite(peak.value)) continue;  // the caller reports this row
-            uint64_t cutoff = 0;
-            if (top_k != nullptr) {
-                const Filter filter{top_k[i], top_p[i], min_p[i]};
-                cutoff = cutoff_of(keys, row, vocab, temperatures[i], filter, peak.value);
-            }
+            const Filter filter = top_k == nullptr ? Filter{0, 1.0f, 0.0f}
+                                                   : Filter{top_k[i], top_p[i], min_p[i]};
             const Stream stream{seeds[i], sample_index[i], positions[i]};
-            ids[i] = gumbel_max(row, vocab, temperatures[i], stream, cutoff, peak);
+            ids[i] = choose_filtered(keys, row, vocab, temperatures[i], filter, stream, peak);
         }
     });
 }

@@ -9,19 +9,43 @@
 namespace quire {
 namespace {
 
-// Sum of exp((value - peak) * scale) over at most kChunk values, in 16 running sums.
-QUIRE_VECTOR
-double exp_sum(const float* values, int64_t count, float peak, float scale) {
+// Sum of kChunk terms, in 16 running sums.
+inline double sum_of_terms(const float* terms) {
     constexpr int64_t kSums = 16;
-    float terms[kChunk], sums[kSums] = {};
-    for (int64_t i = 0; i < count; ++i) terms[i] = exp_negative((values[i] - peak) * scale);
-    std::fill(terms + count, terms + kChunk, 0.0f);
+    float sums[kSums] = {};
     for (int64_t i = 0; i < kChunk; i += kSums) {
         for (int64_t j = 0; j < kSums; ++j) sums[j] += terms[i + j];
     }
     double total = 0;
     for (float sum : sums) total += sum;
     return total;
+}
+
+// terms[kChunk] = exp((value - peak) * scale) of at most kChunk values, then zeros.
+inline void exp_terms(float* terms, const float* values, int64_t count, float peak,
+                      float scale) {
+    for (int64_t i = 0; i < count; ++i) terms[i] = exp_negative((values[i] - peak) * scale);
+    std::fill(terms + count, terms + kChunk, 0.0f);
+}
+
+QUIRE_VECTOR
+double exp_sum(const float* values, int64_t count, float peak, float scale) {
+    float terms[kChunk];
+    exp_terms(terms, values, count, peak, scale);
+    return sum_of_terms(terms);
+}
+
+// The same, and of that what comes before a token with this value: what is larger, and of what is
+// equal the first num_lower.
+QUIRE_VECTOR
+Mass exp_sums(const float* values, int64_t count, float peak, float scale, float value,
+              int64_t num_lower) {
+    float terms[kChunk];
+    exp_terms(terms, values, count, peak, scale);
+    const double all = sum_of_terms(terms);
+    for (int64_t i = 0; i < num_lower; ++i) terms[i] = values[i] >= value ? terms[i] : 0.0f;
+    for (int64_t i = num_lower; i < count; ++i) terms[i] = values[i] > value ? terms[i] : 0.0f;
+    return {all, sum_of_terms(terms)};
 }
 
 QUIRE_VECTOR
@@ -76,6 +100,20 @@ double log_sum_exp_row(const float* row, int64_t vocab, float temperature) {
         total += exp_sum(row + first, std::min(kChunk, vocab - first), peak, scale);
     }
     return static_cast<double>(peak) / temperature + std::log(total);
+}
+
+Mass mass_before(const float* row, int64_t vocab, float temperature, float peak,
+                 const Best& token) {
+    const float scale = 1.0f / temperature;
+    Mass mass{0, 0};
+    for (int64_t first = 0; first < vocab; first += kChunk) {
+        const int64_t count = std::min(kChunk, vocab - first);
+        const int64_t num_lower = std::clamp(token.id - first, int64_t{0}, count);
+        const Mass part = exp_sums(row + first, count, peak, scale, token.value, num_lower);
+        mass.all += part.all;
+        mass.before += part.before;
+    }
+    return mass;
 }
 
 void arg_max(int64_t* ids, float* values, const float* logits, int64_t rows, int64_t vocab,

@@ -46,6 +46,14 @@ Best arg_max_row(const float* row, int64_t vocab);
 
 double log_sum_exp_row(const float* row, int64_t vocab, float temperature);
 
+// Sums of exp((logit - peak) / temperature), in single precision and then double.
+struct Mass {
+    double all;
+    double before;  // of the tokens that come before a given one
+};
+
+Mass mass_before(const float* row, int64_t vocab, float temperature, float peak, const Best& token);
+
 // A token as one number: larger logits first, then lower ids.
 inline uint64_t token_key(float value, int64_t id) {
     const int32_t order = ordered(bits_of(value + 0.0f));  // -0 becomes 0

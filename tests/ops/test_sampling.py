@@ -148,6 +148,35 @@ def test_wide_nucleus(path):
     assert torch.equal(path(logits_RV, torch.ones(8), streams, filters), all_tokens)
 
 
+@pytest.mark.skipif(native.core() is None, reason="the C++ core was not built")
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0])
+def test_core_chooses_in_any_nucleus_what_torch_does(spread):
+    """Nuclei of one token to nearly all, where the winner of all tokens is often outside."""
+    shares = [1e-6, 0.02, 0.1, 0.3, 0.7, 0.95, 0.9999]
+    logits_RV = random_logits(len(shares) * 30, 3000, spread).bfloat16().float()
+    temperatures, streams = torch.full((len(logits_RV),), 0.8), make_streams(len(logits_RV))
+    filters = make_filters(len(logits_RV))
+    filters.top_p[:] = torch.tensor(shares * 30)
+    every = sampling.choose_among(logits_RV, temperatures, filters, streams, 3000)[0]
+    assert torch.equal(choose(logits_RV, temperatures, streams, filters), every)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("vocab_size", [64, 2048])
+def test_a_nucleus_ends_exactly_where_top_p_is_reached(path, vocab_size):
+    """Equal logits: with a share of 1/4 the first quarter is the nucleus and no token more, with
+    a float32 step above it one token more."""
+    num_draws, quarter = 2000, vocab_size // 4
+    logits_RV = torch.full((num_draws, vocab_size), -1.5)
+    streams = make_streams(num_draws)
+    u_RV = sampling.uniform(streams.seeds, streams.sample_index, streams.positions, vocab_size)
+    above = float(np.nextafter(np.float32(0.25), np.float32(1)))
+    for top_p, width in ((0.25, quarter), (above, quarter + 1)):
+        expected = u_RV[:, :width].argmin(dim=-1)
+        assert expected.max() == width - 1  # the last token is chosen, if it may be
+        assert torch.equal(draw(path, logits_RV, top_p=top_p), expected)
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_rows_without_a_finite_logit_do_not_crash(path):
     logits_RV = random_logits(4, 2000, 1.0)
