@@ -5,6 +5,7 @@ each attention layer caches (design: "Cache groups"). Numbers that only one arch
 read from `raw` by that architecture's file.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,6 +80,13 @@ class ModelSpec:
             )
             for window in windows
         )
+
+    @property
+    def identity(self) -> str:
+        """Digest of all that the config says, read or not: what a model of another package reads
+        of `raw` is not known here."""
+        text = json.dumps(self.raw, sort_keys=True, default=repr)
+        return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         return sum(group.block_bytes(1, dtype_bytes) for group in self.cache_groups)

@@ -13,19 +13,16 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.identity import fingerprint_of
 from quire.engine.launching import LaunchingExecutor
 from quire.engine.prefix_file import pin_configured
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
-from quire.kv.digest import cache_fingerprint
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
-from quire.models.checkpoint import checkpoint_files
-from quire.models.formats import weight_formats
 from quire.models.source import ModelSource, resolve_model
-from quire.models.weight_cache import file_identity
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
 from quire.runner.derive import default_depth
@@ -135,12 +132,6 @@ def _check_record(config: EngineConfig) -> None:
 def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
     """The scheduler of a runner, over pools of the size that its memory plan found."""
     config = built.config
-    fingerprint = cache_fingerprint(
-        source.name, config.model.revision or "", _identity(config, source), str(built.dtype),
-        built.backend_name, str(config.cache.block_size), config.cache.kv_cache_dtype,
-        repr(built.spec), repr(weight_formats(config.model)), repr(sorted(built.kv_scales.items())),
-        *(["deterministic"] if config.deterministic else []),
-    )  # fmt: skip
     kv = KVManager(
         built.spec.cache_groups,
         built.memory.num_blocks,
@@ -154,19 +145,10 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
         config.scheduler,
         config.model.max_model_len or 0,
         config.cache.watermark,
-        fingerprint,
+        fingerprint_of(built, source),
         make_policy(config.scheduler.scheduling_policy),
         num_stores=len(config.cache.stores) if built.host_limits else 0,
     )
-
-
-def _identity(config: EngineConfig, source: ModelSource) -> str:
-    """What tells the weights from others of that name, where blocks outlive the engine."""
-    if not config.cache.stores:
-        return ""
-    if "dummy" in (config.model.load_format, source.load_format):
-        return f"random numbers of seed {config.model.seed}"
-    return repr([file_identity(file) for file in checkpoint_files(source.directory)])
 
 
 def _log_start(built: BuiltRunner, source: ModelSource) -> None:

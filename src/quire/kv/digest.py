@@ -3,7 +3,7 @@
     root  = H(cache fingerprint, cache salt, adapter, media ids)
     block = H(digest of the block before it or root, int32 token ids, little endian)
 
-The fingerprint covers what determines a block's bytes beside its tokens (model, dtype, layout), so
+The fingerprint covers what determines a block's bytes beside its tokens (engine/identity.py), so
 processes with the same fingerprint agree, also after a restart. Tenants with different salts never
 share. Python's `hash` is not used: it differs between processes and can be made to collide.
 """
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 def cache_fingerprint(*parts: str) -> bytes:
     """Digest of the strings that identify a cache's contents, in order."""
-    return _digest_strings(b"quire-kv-1", parts)
+    return _digest_strings(b"quire-kv-2", parts)
 
 
 def root_digest(

@@ -9,9 +9,9 @@ Whoever made the file may mean ill: the length is checked before anything is rea
 
 import json
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.base.errors import ModelError
 from quire.base.gguf import is_gguf
@@ -21,6 +21,8 @@ MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 LENGTH = struct.Struct("<Q")
 
 Shape = tuple[int, ...]
+Header = dict[str, dict[str, Any]]
+T = TypeVar("T")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
@@ -68,10 +70,28 @@ def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
     return shapes
 
 
+def tensor_ranges(path: Path) -> list[tuple[int, int]]:
+    """Where each tensor of a safetensors file begins and ends, in bytes from the file's beginning.
+    Raises ModelError as safetensors_shapes does."""
+
+    def read(header: Header, data_start: int) -> list[tuple[int, int]]:
+        spans = [entry["data_offsets"] for entry in header.values()]
+        return sorted((data_start + int(begin), data_start + int(end)) for begin, end in spans)
+
+    return _parsed(path, read)
+
+
 def _shapes_of(path: Path) -> dict[str, Shape]:
+    return _parsed(path, lambda header, _: {name: _shape(e) for name, e in header.items()})
+
+
+def _parsed(path: Path, read: Callable[[Header, int], T]) -> T:
+    """What `read` makes of a file's header and of where its data begins."""
     try:
-        header = json.loads(_header(path))
-        return {name: _shape(entry) for name, entry in header.items() if name != "__metadata__"}
+        text = _header(path)
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        return read(header, LENGTH.size + len(text))
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -57,7 +57,7 @@ def load_model(
     entry = None
     if cache is not None and can_pack_natively(dtype, device):
         num_bytes = planned_bytes(model, dtype, device, quantization, stored)
-        entry = cache.entry(model, num_bytes, files, seed, (spec, dtype, quantization))
+        entry = cache.entry(model, num_bytes, files, seed, (spec.identity, dtype, quantization))
         if entry is not None and entry.restore(model):
             report(num_bytes, num_bytes)
             return model

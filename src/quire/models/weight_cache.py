@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from quire.models.assembly import all_weights
+from quire.models.file_identity import file_identity
 from quire.models.layers import Layer
 from quire.ops.formats import chosen_variant
 from quire.ops.memory import ALIGNMENT, aligned, free_disk_bytes, mapped_file
@@ -36,7 +37,7 @@ from quire.ops.packed import PackedWeight, packed_view
 
 logger = logging.getLogger("quire")
 
-VERSION = 1  # raised whenever what is written, or what packing makes of a weight, changes
+VERSION = 2  # raised whenever what is written, or what packing makes of a weight, changes
 MAGIC = b"QUIREWTS"
 HEADER = struct.Struct("<8sQQQ32s")
 PAGE = 4096
@@ -47,9 +48,7 @@ WRITTEN_AT_ONCE = 64 << 20  # large writes give the page cache large pages
 MOST_BYTES = 50_000_000_000
 SHARE_OF_DISK = 0.2  # of what would be free without the cache
 LEAST_BYTES = 64_000_000  # in the default directory; less is packed in no time
-START_BYTES = 1 << 24
 UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError)  # what a bad file raises
-SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -95,21 +94,6 @@ def weight_cache(setting: str) -> WeightCache | None:
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         return WeightCache(Path(home) / "quire" / "weights", LEAST_BYTES, keeps_dummies=False)
     return WeightCache(Path(setting).expanduser())
-
-
-def file_identity(path: Path) -> list[Any]:
-    """What tells a checkpoint's file from others: name, size, time of change, and a digest of its
-    header and of samples from all over it. Raises OSError."""
-    facts, digest = path.stat(), hashlib.sha256()
-    with path.open("rb") as file:
-        start = file.read(8)
-        header_bytes = int.from_bytes(start, "little")  # as safetensors begins
-        is_safetensors = path.suffix == ".safetensors" and header_bytes < START_BYTES
-        digest.update(start + file.read(header_bytes if is_safetensors else START_BYTES))
-        for i in range(SAMPLES):
-            file.seek(i * facts.st_size // SAMPLES)
-            digest.update(file.read(SAMPLE_BYTES))
-    return [path.name, facts.st_size, facts.st_mtime_ns, digest.hexdigest()]
 
 
 def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:

@@ -78,7 +78,7 @@ def build_runner(
     dtype = torch_dtype(config.model.dtype)
     free = available_cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
     model = _load(config, source, spec, device, progress)
-    is_fp8 = config.cache.kv_cache_dtype == "fp8" and _load_format(config, source) != "dummy"
+    is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, model_bytes(model), free)
@@ -94,14 +94,15 @@ def build_runner(
     if runner.launches:
         from quire.runner.gpu.assemble import record_graphs
 
-        record_graphs(runner, config, repr(spec))
+        record_graphs(runner, config, spec.identity)
     block_bytes = block_bytes_of(config, spec)[0]
     rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
     return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host, scales)
 
 
-def _load_format(config: EngineConfig, source: ModelSource) -> str:
+def load_format_of(config: EngineConfig, source: ModelSource) -> str:
+    """How the weights are loaded: as the user said, or else as the source is."""
     given = config.model.load_format
     return source.load_format if given == "auto" else given
 
@@ -117,7 +118,7 @@ def _load(
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     cache = weight_cache(config.model.weight_cache)
-    load_format, seed = _load_format(config, source), config.model.seed
+    load_format, seed = load_format_of(config, source), config.model.seed
     try:
         model = load_model(
             source.directory, spec, dtype, device, load_format, seed, progress, formats, cache

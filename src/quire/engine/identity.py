@@ -1,0 +1,42 @@
+"""What tells the blocks of one cache from another's: everything that can change a key or a value.
+
+Blocks outlive an engine in a directory or a store, where another engine finds them by the digests
+of their tokens. These chains begin with the fingerprint made here, so what it leaves out comes back
+as another model's keys and values. It is better that it covers too much: then there is a miss.
+"""
+
+from quire.base.config import EngineConfig
+from quire.kv.digest import cache_fingerprint
+from quire.models.checkpoint import checkpoint_files
+from quire.models.file_identity import file_identity
+from quire.models.formats import weight_formats
+from quire.models.source import ModelSource
+from quire.runner.build import BuiltRunner, load_format_of
+
+
+def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
+    """The fingerprint of the cache of a runner. Raises OSError for weights that cannot be read."""
+    config, cache = built.config, built.config.cache
+    return cache_fingerprint(
+        source.name,
+        config.model.revision or "",
+        weights_identity(config, source),
+        built.spec.identity,
+        repr(weight_formats(config.model)),
+        repr(sorted(built.kv_scales.items())),
+        str(built.dtype),
+        built.device.type,
+        built.backend_name,
+        str(cache.block_size),
+        cache.kv_cache_dtype,
+        "deterministic" if config.deterministic else "",
+    )
+
+
+def weights_identity(config: EngineConfig, source: ModelSource) -> str:
+    """What tells the weights from others of that name, where blocks outlive the engine."""
+    if not config.cache.stores:
+        return ""
+    if load_format_of(config, source) == "dummy":
+        return f"random numbers of seed {config.model.seed}"
+    return repr([file_identity(file) for file in checkpoint_files(source.directory)])

@@ -1,0 +1,216 @@
+"""Keys and values are found by an engine of the same model only: whatever its config says that a
+model reads, and whatever else changes what is stored, leads to a miss."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM
+from quire.base.model_spec import ModelSpec, parse_spec
+from quire.models.outline import outline
+from quire.models.registry import make_model
+from quire.ops.native import core
+from tests.models.checkpoints import VARIANTS
+from tests.serve.checkpoints import checkpoint
+from tests.serve.test_host_tier import PARAMS, PROMPTS
+
+Path_ = tuple[str, ...]
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+        "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
+        "mscale": 1.0, "mscale_all_dim": 0.5,
+    },
+}  # fmt: skip
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: {"model_type": model_type} | config for name, (model_type, config) in VARIANTS.items()
+} | {
+    f"rope {name}": {"model_type": "qwen3"}
+    | VARIANTS["qwen3"][1]
+    | {"rope_parameters": rope | {"rope_theta": 1e4}}
+    for name, rope in ROPES.items()
+}
+
+
+class Watched(dict[str, Any]):
+    """A config that notes what is read of it, also of the dictionaries in it."""
+
+    def __init__(self, values: dict[str, Any], seen: set[Path_], path: Path_ = ()) -> None:
+        inner = {
+            key: Watched(value, seen, (*path, key)) if isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+        super().__init__(inner)
+        self._seen, self._path = seen, path
+
+    def _note(self, key: str) -> None:
+        self._seen.add((*self._path, key))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self._note(str(key))
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        for key in super().__iter__():
+            self._note(key)
+            yield key
+
+    def keys(self) -> Any:
+        return list(self)
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self]
+
+
+def fields_read(config: dict[str, Any]) -> set[Path_]:
+    """The paths of what is read while the model is made, from its config to its layers."""
+    seen: set[Path_] = set()
+    spec = parse_spec(Watched(config, seen))
+    make_model(spec, torch.float32, torch.device("meta"))
+    outline(spec)
+    return seen
+
+
+def changed(config: dict[str, Any], path: Path_) -> dict[str, Any]:
+    """The config with another value in one place."""
+    key, *rest = path
+    if rest:
+        inner = config.get(key)
+        return config | {key: changed(inner if isinstance(inner, dict) else {}, tuple(rest))}
+    return config | {key: "another"}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_field_that_a_model_reads_is_part_of_its_identity(name: str) -> None:
+    config = CONFIGS[name]
+    fields = fields_read(config)
+    sizes = {("num_hidden_layers",), ("n_layer",)}
+    assert fields & sizes, fields
+    assert len(fields) > 12
+    spec = parse_spec(config)
+    identities = {path: replaced(spec, changed(config, path)).identity for path in fields}
+    assert spec.identity not in identities.values()
+    assert len(set(identities.values())) == len(identities)
+    assert parse_spec(dict(reversed(config.items()))).identity == spec.identity
+
+
+def replaced(spec: ModelSpec, config: dict[str, Any]) -> ModelSpec:
+    """The same numbers from another config: not even what parsing leaves out is lost."""
+    return dataclasses.replace(spec, raw=config)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(ModelSpec)])
+def test_each_field_of_a_spec_is_part_of_its_identity(name: str) -> None:
+    spec = parse_spec(CONFIGS["qwen3_moe"])
+    assert dataclasses.replace(spec, **{name: {"other": 1}}).identity != spec.identity
+
+
+# ---- the same with engines -------------------------------------------------------------------
+
+MOE_CHANGES: dict[str, Any] = {
+    "rope_theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+    "rope scaling": {"rope_parameters": ROPES["linear"] | {"rope_theta": 10000.0}},
+    "rope factor": {"rope_parameters": ROPES["linear"] | {"rope_theta": 10000.0, "factor": 3.0}},
+    "norm": {"rms_norm_eps": 0.5},
+    "experts per token": {"num_experts_per_tok": 2},
+    "weights of experts": {"norm_topk_prob": False},
+    "window": {"use_sliding_window": True, "sliding_window": 5},
+}
+OPT_CHANGES = {"activation": {"activation_function": "gelu"}}
+GPT2_CHANGES = {
+    "activation": {"activation_function": "relu"},
+    "norm": {"layer_norm_epsilon": 0.1},
+    "scale": {"scale_attn_weights": False},
+    "scale by layer": {"scale_attn_by_inverse_layer_idx": True},
+}
+CHANGES = [
+    (architecture, name)
+    for architecture, changes in (
+        ("qwen3_moe", MOE_CHANGES), ("opt", OPT_CHANGES), ("gpt2", GPT2_CHANGES),
+    )
+    for name in changes
+]  # fmt: skip
+
+
+def copied(folder: Path, architecture: str, place: str, changes: dict[str, Any]) -> Path:
+    """The checkpoint in a directory of the same name, its weights with the same times."""
+    target = folder / place / "model"
+    shutil.copytree(checkpoint(architecture), target)
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return target
+
+
+def run(model: Path, directory: Path, **settings: Any) -> tuple[int, list[int]]:
+    """Cached tokens of the last prompt, and the tokens that came."""
+    few: dict[str, Any] = {"max_model_len": 64, "block_size": 4, "dtype": "float32"}
+    few |= {"kv_disk_dir": str(directory), "disable_log_stats": True}
+    with LLM(str(model), **(few | settings)) as llm:
+        (output,) = llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False)
+    return output.num_cached_tokens or 0, list(output.outputs[0].token_ids)
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize(("architecture", "name"), CHANGES)
+def test_another_config_finds_nothing(architecture: str, name: str, tmp_path: Path) -> None:
+    changes = {"qwen3_moe": MOE_CHANGES, "opt": OPT_CHANGES, "gpt2": GPT2_CHANGES}[architecture]
+    first, same = (copied(tmp_path, architecture, place, {}) for place in "ab")
+    other = copied(tmp_path, architecture, "c", changes[name])
+    assert run(first, tmp_path / "kv")[0] == 0
+    assert run(same, tmp_path / "kv")[0] > 0
+    cached, tokens = run(other, tmp_path / "kv")
+    assert cached == 0
+    assert tokens == run(other, tmp_path / "empty")[1]
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_other_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) -> None:
+    first, other = (copied(tmp_path, "gpt2", place, {}) for place in "ab")
+    run(first, tmp_path / "kv")
+    file = other / "model.safetensors"
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3 | 1] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert run(other, tmp_path / "kv")[0] == 0
+    assert run(first, tmp_path / "kv")[0] > 0
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"block_size": 8},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    {"attention_backend": "torch"},
+    {"load_format": "dummy"},
+]
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_other_settings_find_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    model = copied(tmp_path, "qwen3", "a", {})
+    run(model, tmp_path / "kv")
+    assert run(model, tmp_path / "kv", **settings)[0] == 0
+    assert run(model, tmp_path / "kv", **settings)[0] > 0
