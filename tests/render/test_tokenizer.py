@@ -38,15 +38,29 @@ def test_same_as_transformers(family: str) -> None:
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("eos", [True, False])
 def test_config_decides_on_bos_and_eos(tmp_path: Path, bos: bool, eos: bool) -> None:
-    """Where tokenizer.json does not say; where it has a template for them, that decides."""
-    flags = {"bos_token": "<|im_start|>", "add_bos_token": bos, "add_eos_token": eos}
-    tok = Tokenizer.from_directory(write_directory(tmp_path, "byte_level", **flags))
+    """Where there is no tokenizer.json; where there is one, it decides, as in transformers 5."""
+    flags = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    flags |= {"add_bos_token": bos, "add_eos_token": eos}
+    for family in ("byte_level", "llama"):
+        folder = tmp_path / family
+        named = flags if family == "byte_level" else {"add_bos_token": bos, "add_eos_token": eos}
+        write_directory(folder, family, **named)
+        ours, theirs = Tokenizer.from_directory(folder), AutoTokenizer.from_pretrained(folder)
+        assert ours.encode("Hello") == theirs.encode("Hello")
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    byte_level().model.save(str(folder))
+    tok = Tokenizer.from_directory(_with_config(folder, flags))
     ids = tok.encode("Hello")
     assert (ids[0] == tok.bos_token_id, ids[-1] == tok.eos_token_id) == (bos, eos)
     assert tok.encode("Hello", add_special_tokens=False) == ids[bos : len(ids) - eos]
-    write_directory(tmp_path, "llama", add_bos_token=bos, add_eos_token=eos)
-    ours, theirs = Tokenizer.from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.encode("Hello") == theirs.encode("Hello")
+    assert ids == AutoTokenizer.from_pretrained(folder).encode("Hello")
+
+
+def _with_config(folder: Path, values: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return folder
 
 
 def test_tokens_that_only_the_config_knows(tmp_path: Path) -> None:

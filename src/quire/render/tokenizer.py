@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.errors import ModelError, RequestError
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.render.gguf_tokenizer import gguf_tokenizer
+from quire.render.llama_tokenizer import build_as_llama, is_llama
 from quire.render.pieces import Pieces, read_pieces
 from quire.render.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
@@ -44,6 +45,8 @@ class Tokenizer:
             backend = _load_backend(files)
         backend.no_truncation()
         backend.no_padding()
+        if is_llama(backend, files):
+            build_as_llama(backend, files.config)
         _mark_special(backend, files)
         _set_bos_eos(backend, files)
         return cls(backend, files)
@@ -177,10 +180,16 @@ def _mark_special(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> Non
 
 
 def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
-    """Where tokenizer.json has no template for begin and end of sequence, the config decides."""
+    """Without a tokenizer.json the config decides on begin and end of sequence.
+
+    With one, its post-processor does, also if it has none: transformers 5 does not read
+    add_bos_token and add_eos_token then.
+    """
     from tokenizers import processors
 
-    if _adds_tokens(backend) or not {"add_bos_token", "add_eos_token"} & files.config.keys():
+    if files.tokenizer_json.is_file() or _adds_tokens(backend):
+        return
+    if not {"add_bos_token", "add_eos_token"} & files.config.keys():
         return
     before, after = "", ""
     special: list[tuple[str, int]] = []

@@ -43,6 +43,21 @@ class TokenizerFiles:
     chat_templates: dict[str, str] = field(default_factory=dict)
 
     @property
+    def tokenizer_class(self) -> str:
+        """The class of transformers that the files name, without `Fast`; may be empty."""
+        name = self.config.get("tokenizer_class") or self._model_config.get("tokenizer_class")
+        return name.removesuffix("Fast") if isinstance(name, str) else ""
+
+    @property
+    def model_type(self) -> str | None:
+        """That of config.json."""
+        return self._model_config.get("model_type")
+
+    @property
+    def _model_config(self) -> dict[str, Any]:
+        return read_json(self.directory / "config.json")
+
+    @property
     def tokenizer_json(self) -> Path:
         return self.directory / "tokenizer.json"
 
