@@ -37,7 +37,7 @@ from quire.base.validation import RequestLimits
 from quire.engine import core as core_module
 from quire.engine.client import InProcessClient
 from quire.engine.core import EngineCore
-from quire.engine.news import News
+from quire.engine.news import News, StepReader
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.wire import Frames, client_codec
 from quire.tools.dry_run import VOCAB_SIZE, dry_request, dry_run
@@ -212,7 +212,7 @@ def run_server(num_rows: int, depth: int, step_s: float, num_steps: int) -> Coun
 
 def be_client(path: Path, num_rows: int, max_len: int) -> None:
     """Send the requests, then take in what comes, until the core is gone."""
-    codec, frames = client_codec(), Frames()
+    codec, frames, steps = client_codec(), Frames(), StepReader()
     with on_core(-1), socket.socket(socket.AF_UNIX) as core:
         core.connect(str(path))
         core.sendall(b"".join(codec.encode(r) for r in make_requests(num_rows, max_len)))
@@ -221,7 +221,7 @@ def be_client(path: Path, num_rows: int, max_len: int) -> None:
             for body in frames.feed(data):
                 message = codec.decode(body)
                 if isinstance(message, StepMessage):
-                    num_tokens += len(message.all_outputs())
+                    num_tokens += len(steps.read(message))
 
 
 RUNS = {"server": run_server, "client": run_client}

@@ -37,6 +37,7 @@ from servers import free_port, running
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import Request, StepMessage
+from quire.engine.news import StepReader
 from quire.engine.wire import Frames, client_codec, core_codec
 from quire.serve.launch import CoreSocket
 from quire.serve.supervisor import Supervisor, bind
@@ -98,11 +99,11 @@ class Relay(CoreSocket):
                     name = "{} {}".format(*message.prompt_token_ids[:2])
                     names[message.request_id] = name
                     found[name] = Passed(at_s)
-        out, frames = client_codec(), Frames()
+        out, frames, steps = client_codec(), Frames(), StepReader()
         for at_s, data in self._passed[1]:
             for message in map(out.decode, frames.feed(data)):
                 if isinstance(message, StepMessage):
-                    for output in message.all_outputs():
+                    for output in steps.read(message):
                         times = found[names[output.request_id]].tokens_s
                         times.extend([at_s] * len(output.token_ids))
         return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from quire.base.plan import Candidates
+from quire.base.plan import Candidates, Int32
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
 from quire.base.tiers import Answer
@@ -133,27 +133,25 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     prefix: PrefixReport | None = None
 
 
-class NewTokens(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """One token each for sequences that have nothing else to tell, as parallel lists: a third of
-    the bytes and of the core's time of as many `SequenceOutput`s."""
+class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Which sequence of a request is in a row, from this message of a connection on."""
 
-    request_ids: list[str]
-    token_ids: list[int]
-    num_cached_tokens: list[int]
-    indices: list[int]
+    row: int
+    request_id: str
+    index: int
+    num_cached_tokens: int
 
-    def outputs(self) -> list[SequenceOutput]:
-        """The same, one by one."""
-        return [
-            SequenceOutput(request_id, [token_id], num_cached_tokens=num_cached, index=index)
-            for request_id, token_id, num_cached, index in zip(
-                self.request_ids,
-                self.token_ids,
-                self.num_cached_tokens,
-                self.indices,
-                strict=True,
-            )
-        ]
+
+class NewTokens(msgspec.Struct, frozen=True, array_like=True):
+    """One token each for sequences that have nothing else to tell, as parallel arrays int32.
+
+    A sequence goes by its row. names: those that the connection has not been told, or not since
+    somebody else was in their row; of the others it is 8 bytes a token.
+    """
+
+    rows: Int32
+    token_ids: Int32
+    names: list[RowName]
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):
@@ -216,13 +214,10 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 class StepMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     """Core to client: what one step gave this client's requests. The news of each sequence are in
-    one of the two parts, except for its prefix report."""
+    one of the two parts, except for its prefix report. `engine/news.py` reads and writes them."""
 
     outputs: list[SequenceOutput] = []
     tokens: NewTokens | None = None
-
-    def all_outputs(self) -> list[SequenceOutput]:
-        return self.outputs if self.tokens is None else self.tokens.outputs() + self.outputs
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -24,19 +24,16 @@ from quire.base.messages import (
     AskPrefixes,
     AskTimeline,
     Metrics,
-    NewTokens,
     Prefixes,
     Ready,
     Refused,
     Request,
-    SequenceOutput,
-    StepMessage,
     TimelineText,
     ToCore,
 )
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Heartbeat
-from quire.engine.news import News
+from quire.engine.news import News, StepWriter
 from quire.engine.wire import CoreConnection, core_codec
 
 logger = logging.getLogger("quire")
@@ -76,6 +73,7 @@ class CoreServer:
         self._codec = core_codec()
         self._clients: dict[int, CoreConnection] = {}
         self._owners: dict[str, int] = {}  # request id -> client
+        self._writer = StepWriter(ready.max_num_seqs, self._owners.get)
         self._num_clients = 0
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -125,37 +123,15 @@ class CoreServer:
 
     def _send(self, news: News) -> None:
         """One message per client that has news."""
-        talking: dict[int, list[SequenceOutput]] = {}
-        ended: list[str] = []
-        for output in news.outputs:
-            owner = self._owners.get(output.request_id)
-            if owner is None:
-                continue
-            talking.setdefault(owner, []).append(output)
+        messages = self._writer.write(news)
+        for output in news.outputs:  # all sequences of a request may have ended in this step
             if output.finish_reason is not None:
-                ended.append(output.request_id)
-        tokens = self._tokens_by_client(news)
-        for request_id in ended:  # all of its sequences may have ended in this step
-            self._forget(request_id)
-        for client_id in talking.keys() | tokens.keys():
-            client = self._clients[client_id]
-            client.send(StepMessage(talking.get(client_id, []), tokens.get(client_id)))
-            self._watch(client)
-
-    def _tokens_by_client(self, news: News) -> dict[int, NewTokens]:
-        if not news.token_ids:
-            return {}
-        request_ids = news.request_ids
-        if len(self._clients) == 1:
-            return {client_id: news.tokens(request_ids) for client_id in self._clients}
-        places: dict[int | None, list[int]] = {}
-        for i, request_id in enumerate(request_ids):
-            places.setdefault(self._owners.get(request_id), []).append(i)
-        return {
-            client_id: news.tokens(request_ids, mine)
-            for client_id, mine in places.items()
-            if client_id is not None
-        }
+                self._forget(output.request_id)
+        for client_id, message in messages.items():
+            client = self._clients.get(client_id)
+            if client is not None:
+                client.send(message)
+                self._watch(client)
 
     def _forget(self, request_id: str) -> None:
         """Whose request it was, once the last of its sequences has ended."""

@@ -38,6 +38,7 @@ from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
 from quire.base.validation import RequestLimits
 from quire.engine.mailbox import Mailbox
+from quire.engine.news import StepReader
 from quire.engine.output import OutputProcessor
 from quire.engine.wire import LENGTH, body_length, client_codec
 from quire.render.tokenizer import Tokenizer
@@ -124,6 +125,7 @@ class RemoteClient:
         self._clock = clock or MonotonicClock()
         self._codec = client_codec()
         self._outputs = OutputProcessor()
+        self._steps = StepReader()  # of the present connection
         self._boxes: dict[str, Mailbox] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
@@ -298,6 +300,7 @@ class RemoteClient:
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
         """Take messages until the stream ends."""
+        self._steps = StepReader()
         try:
             while True:
                 head = await reader.readexactly(LENGTH.size)
@@ -337,7 +340,7 @@ class RemoteClient:
             self._changed.set()
 
     def _take_step(self, message: StepMessage) -> None:
-        outputs, aborts = self._outputs.process(message.all_outputs(), self._clock.now())
+        outputs, aborts = self._outputs.process(self._steps.read(message), self._clock.now())
         for output in outputs:
             self._boxes[output.request_id].put(output)
         for abort in aborts:

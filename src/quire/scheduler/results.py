@@ -17,7 +17,7 @@ from quire.scheduler.beams import Hypothesis
 from quire.scheduler.failures import Broken, find_broken
 from quire.scheduler.flight import Flight
 from quire.scheduler.preemption import preempt
-from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
+from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Int64, Sequence
 from quire.scheduler.swap import forget
 
 if TYPE_CHECKING:
@@ -37,11 +37,14 @@ class Ending:
 class StepOutputs:
     """New tokens of a step, as parallel arrays, and what only some sequences have.
 
-    The dictionaries are keyed by the sequence's arrival number.
+    rows: of the sequences, -1 for one that has lost its row since; arrivals: their arrival numbers,
+    by which the dictionaries are keyed.
     """
 
     sequences: npt.NDArray[np.object_]
     token_ids: Int32
+    rows: Int32
+    arrivals: Int64
     endings: dict[int, Ending] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
@@ -57,7 +60,8 @@ class StepOutputs:
 
     @classmethod
     def empty(cls) -> "StepOutputs":
-        return cls(np.empty(0, object), np.empty(0, np.int32))
+        ints = np.empty(0, np.int32)
+        return cls(np.empty(0, object), ints, ints, np.empty(0, np.int64))
 
 
 def take_result(
@@ -79,6 +83,7 @@ def take_result(
         epochs, sequences = epochs[kept], sequences[kept]
     live = table.epoch[rows] == epochs
     got_token = rows
+    outputs.rows, outputs.arrivals = rows, table.arrival[rows]
     if not live.all():
         order = np.ones(len(rows), bool)
         order[~live] = [
@@ -86,6 +91,8 @@ def take_result(
             for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
         ]
         outputs.sequences, outputs.token_ids = sequences[order], token_ids[order]
+        outputs.rows = np.where(live, rows, -1)[order]
+        outputs.arrivals = np.array([s.arrival for s in outputs.sequences], np.int64)
         got_token = rows[order]
         rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
     else:
