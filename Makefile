@@ -82,8 +82,8 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environment of its own; an hour or two
 	$(BIN)/python -m benchmarks.cpu --rounds 3 --output-json $(RESULTS)/cpu.json $(ARGS)
 
-gpu-check: ## on a GPU, with python3 as it is; installs nothing. PART=kernels|models|bench|peers
-	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check
+gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|bench|peers
+	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)
 
 gpu-site: $(VENV)/.installed ## packages to carry to a GPU on which nothing can be installed
 	.ci/gpu-site $(ARGS)

@@ -8,6 +8,8 @@ SIGHUP, and so would all processes that it starts.
 import os
 import signal
 
+import pytest
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined
@@ -18,3 +20,24 @@ for _number, _default in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _default)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", metavar="K/N", help="only each Nth test, from the Kth (1 to N): for N processes"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Neighbours go to different processes: they take alike long. All that is asked for is run by
+    exactly one of them."""
+    given = config.getoption("--shard")
+    if not given:
+        return
+    number, _, count = given.partition("/")
+    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+        raise pytest.UsageError(f"--shard is K/N with K from 1 to N, such as 2/8, got {given!r}.")
+    mine = items[int(number) - 1 :: int(count)]
+    kept = set(mine)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = mine

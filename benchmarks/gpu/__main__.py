@@ -1,13 +1,15 @@
 """Measures on one GPU, in pieces, each a process of its own that may fail or be stopped alone.
 
+    python -m benchmarks.gpu --part first
     python -m benchmarks.gpu --part bench [--pieces limits,llama-8b] [--budget-s 480]
     python -m benchmarks.gpu --part peers
     python -m benchmarks.gpu --part bench --device cpu --tiny      # does the code work?
 
-Results go to $OUT, or to benchmarks/results (build/gpu-tiny, if they are --tiny): gpu_PART.json and
-gpu_PART.md, written again after each piece, and a file for each piece. Printed last is what to look
-at first: the aims, what was skipped, what failed. The exit status is 1 if something failed, also
-where the rest has results; what was skipped is no failure, nor is an aim that was not reached.
+Results go to $OUT, or to benchmarks/results (build/gpu-tiny, if they are --tiny): gpu_PART.json,
+gpu_PART.md and gpu_PART.summary.txt, written again after each piece, and a file for each piece.
+Printed last is what to look at first: the aims, what was skipped, what failed. The exit status is 1
+if something failed, also where the rest has results; what was skipped is no failure, nor is an aim
+that was not reached.
 """
 
 import argparse
@@ -48,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         os._exit(status)  # threads that another engine left behind would keep the process
     if pieces[0].name != "limits" and measured_limits(out) is None:
-        pieces = [*chosen("bench", "limits"), *pieces]  # the others' shares are of its limits
+        # The others' shares are of its limits. Whether answers are right at all comes before.
+        at = sum(piece.is_first for piece in pieces)
+        pieces[at:at] = chosen("bench", "limits")
     return Session(options, out, pieces).run()
 
 
@@ -56,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    made.add_argument("--part", choices=("bench", "peers"), default="bench")
+    made.add_argument("--part", choices=("first", "bench", "peers"), default="bench")
     made.add_argument("--pieces", default="", help="only these, by name")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--tiny", action="store_true", help="small sizes, to see that it works")
@@ -123,11 +127,12 @@ class Session:
         (self.out / f"gpu_{part}.md").write_text(text, encoding="utf-8")
         whole = {"facts": self.facts, "pieces": self.found}
         (self.out / f"gpu_{part}.json").write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+        lines = "\n".join(summary(self.found, part == "first"))
+        (self.out / f"gpu_{part}.summary.txt").write_text(lines + "\n", encoding="utf-8")
 
     def _print_summary(self) -> None:
         path = self.out / f"gpu_{self.options.part}.md"
-        print(f"\n{path.read_text(encoding='utf-8')}")
-        print("\n".join(summary(self.found)))
+        print(f"\n{path.with_suffix('.summary.txt').read_text(encoding='utf-8')}")
         print(f"all of it: {path}")
 
 

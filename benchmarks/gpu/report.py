@@ -168,9 +168,9 @@ def markdown(title: str, facts: Mapping[str, Any], pieces: Iterable[Mapping[str,
     return "\n".join(lines)
 
 
-def summary(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
+def summary(pieces: Sequence[Mapping[str, Any]], with_all: bool = False) -> list[str]:
     """Lines to look at first: each piece's time and counts, then the aims, missed ones last, and
-    what was skipped or failed."""
+    what was skipped or failed. with_all: rows without an aim, too."""
     lines, aims = [], []
     for piece in pieces:
         rows, errors, skipped = (piece[name] for name in ("rows", "errors", "skipped"))
@@ -180,6 +180,8 @@ def summary(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
             if row.is_reached is not None:
                 figure = f"{row.figure or duration(row.seconds)}, aim {row.aim}"
                 aims.append((row.is_reached, f"{piece['piece']}: {row.case}: {figure}"))
+            elif with_all:
+                lines.append(f"found    {piece['piece']}: {_in_words(row)}")
     lines += [f"reached  {text}" for is_reached, text in aims if is_reached]
     lines += [f"MISSED   {text}" for is_reached, text in aims if not is_reached]
     for piece in pieces:
@@ -189,6 +191,15 @@ def summary(pieces: Sequence[Mapping[str, Any]]) -> list[str]:
             f"FAILED   {piece['piece']}: {last_line(error)}"[:160] for error in piece["errors"]
         ]
     return lines
+
+
+def _in_words(row: Row) -> str:
+    """A row in one line, with the share of the least time that it reached."""
+    shares = ((row.measured_share, "measured here"), (row.share, H200.name))
+    share, of = next((pair for pair in shares if pair[0] is not None), (None, ""))
+    beside = f", {percent(share)} of what the limits allow ({of})" if share is not None else ""
+    rate = f", {row.detail['tokens/s']} tokens/s" if "tokens/s" in row.detail else ""
+    return f"{row.case}: {row.figure or duration(row.seconds)}{rate}{beside}"
 
 
 def last_line(error: Mapping[str, str]) -> str:

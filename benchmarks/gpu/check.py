@@ -1,0 +1,348 @@
+"""Checks quire on a GPU: does it answer right, and how fast. `.ci/gpu-check` starts this.
+
+PART says what is checked; without one it is `first`, which takes eight minutes:
+  first     does the demo model, then a 0.6B, then an 8B answer right; how fast are they
+  kernels   every Triton kernel, compiled, against its reference
+  models    tokens of small models on the GPU against the CPU's, the memory plan, swaps
+  bench     limits, whole steps, attention and kernels, each beside the least time it can take
+  peers     the same requests by quire and by the other engines that are there
+  all       these, one after the other, each with a time of its own
+
+Whatever fails, hangs, crashes or prints without end is a process of its own, and costs the others
+nothing. All that was printed and measured is in one archive, $OUT/gpu-check.tar.gz (build/ if OUT
+is not set), written anew while it runs, so that it is there if the run is cut off. Printed last are
+60 lines at most: what is right, what failed and its first error, how fast. Nothing is installed;
+packages that are missing are looked for in build/gpu-site. The exit status is 1 if something failed
+or was stopped; what could not run for want of a device or a package is named, and is no failure.
+
+Only the standard library is used here, so that this works whatever else is broken.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.results import Archive, by_importance, fitted, is_good, line_of
+from benchmarks.gpu.tasks import Outcome, Runner, Task, tail
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "build" / "gpu-site"
+PARTS = ("first", "kernels", "models", "bench", "peers")
+TESTED = {"kernels": "tests/kernels", "models": "tests/gpu"}
+NEEDED = ("numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
+USEFUL = ("triton", "pytest", "hypothesis", "transformers", "vllm", "sglang")
+# A kernel is compiled in some seconds, by one core: so many tests are one process's share.
+TESTS_PER_PROCESS = 12
+MARGIN_S = 40.0  # for the benchmarks to end by themselves, and for what comes behind them
+MOST_JOBS = 12  # each process holds half a GiB of the device
+QUESTION_S = 120.0
+ALONE = "alone"  # the mark of tests that need the device for themselves
+FACTS = """
+import importlib.util, json, sys
+found = {"python": sys.version.split()[0], "missing": [
+    name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]}
+try:
+    import torch
+    found["torch"] = torch.__version__
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        found["device"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+except Exception as error:
+    found["error"] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+class Stopped(Exception):
+    """Somebody wants this to end."""
+
+
+@dataclass
+class Signals:
+    """Which signal came first. It is only noted, and acted on where nothing is half done."""
+
+    came: str = ""
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.came = self.came or signal.Signals(number).name
+
+    def check(self) -> None:
+        """Raise Stopped if one came."""
+        if self.came:
+            raise Stopped(f"signal {self.came}")
+
+
+@dataclass
+class Check:
+    """One part. folder: for all results; out: for the archive and the summary."""
+
+    part: str
+    options: argparse.Namespace
+    folder: Path
+    out: Path
+    signals: Signals = field(default_factory=Signals)
+    began: float = field(default_factory=time.monotonic)
+    outcomes: list[Outcome] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    cut_off: str = ""
+
+    def __post_init__(self) -> None:
+        self.archive = Archive(self.folder, self.out / "gpu-check.tar.gz")
+        self.runner = Runner(
+            self.folder / self.part,
+            self.began + self.options.budget_s,
+            dict(os.environ),
+            self._heard,
+            self._wait,
+        )
+
+    def _wait(self) -> None:
+        self.signals.check()
+        self.archive.refresh()
+
+    def run(self) -> int:
+        """The exit status."""
+        for old in (self.folder / self.part).glob("*.txt"):
+            old.unlink()
+        self._measured("summary.txt").unlink(missing_ok=True)
+        try:
+            self.facts = self._ask_facts()
+            if self._can_run():
+                self._run_part()
+        except Stopped as error:
+            self.cut_off = f"this run was cut off: {error}"
+        finally:
+            self.runner.kill()
+            self._finish()
+        good = all(map(is_good, self.outcomes)) and not self.cut_off
+        return 0 if good else 1
+
+    # ---- what there is -----------------------------------------------------------------------
+
+    @property
+    def on_cpu(self) -> bool:
+        return bool(self.options.device == "cpu")
+
+    def _ask_facts(self) -> dict[str, Any]:
+        """Of the Python that is used, in a process of its own. The packages that were carried along
+        are used only if one is missing: they would hide those that are there."""
+        environment = self.runner.environment
+        environment["TRITON_INTERPRET"] = "1" if self.on_cpu else "0"
+        given = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT), *given])
+        facts = self._facts_of(environment)
+        if set(facts.get("missing", ())) & {*NEEDED, "pytest", "hypothesis"} and SITE.is_dir():
+            environment["PYTHONPATH"] += os.pathsep + str(SITE)
+            facts = self._facts_of(environment) | {"site": "build/gpu-site"}
+        return facts
+
+    def _facts_of(self, environment: Mapping[str, str]) -> dict[str, Any]:
+        command = (self.options.python, "-c", FACTS, *NEEDED, *USEFUL)
+        text = self._answer("facts", "what this machine has", command, environment)
+        for line in reversed(text.splitlines()):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+        end = text.strip().splitlines()[-1:] or ["it printed nothing"]
+        return {"error": f"{self.options.python} said: {end[0]}"}
+
+    def _answer(
+        self, name: str, about: str, command: Sequence[str], environment: Mapping[str, str]
+    ) -> str:
+        """What a command prints, behind the heading of its log."""
+        end = min(self.runner.end, time.monotonic() + QUESTION_S)
+        asked = Runner(self.folder / self.part, end, dict(environment), on_wait=self._wait)
+        task = Task(name, about, tuple(command))
+        try:
+            asked.run([task])
+        finally:
+            asked.kill()
+        return tail(self.folder / self.part / f"{name}.txt", 1 << 22)
+
+    def _can_run(self) -> bool:
+        missing, why = set(self.facts.get("missing", ())), ""
+        lacking = [name for name in NEEDED if name in missing]
+        if "torch" not in self.facts:
+            why = f"there is no torch ({self.facts.get('error', 'not installed')})"
+        elif not self.on_cpu and "device" not in self.facts:
+            why = "torch sees no CUDA device"
+        elif lacking:
+            why = f"there is no {', '.join(lacking)} (`.ci/gpu-site` packs them, to carry along)"
+        elif self.part in TESTED and "pytest" in missing:
+            why = "there is no pytest (`.ci/gpu-site` packs it, to carry along)"
+        elif self.part != "models" and "triton" in missing:
+            why = "there is no triton"
+        elif self.part == "models" and self.on_cpu:
+            why = "its tests compare a GPU with the CPU"
+        if why:
+            self.skipped.append(f"all of {self.part}: {why}")
+        return not why
+
+    # ---- what is done ------------------------------------------------------------------------
+
+    def _run_part(self) -> None:
+        if self.part in TESTED:
+            self._run_tests(self.part)
+        else:
+            self.runner.run([self._bench_task()])
+
+    def _bench_task(self) -> Task:
+        about = {
+            "first": "whether the demo model, a 0.6B and an 8B answer right, and how fast",
+            "bench": "limits, whole steps, attention and kernels beside the least times",
+            "peers": "the same requests by quire and by other engines",
+        }[self.part]
+        left = self.runner.end - time.monotonic()
+        command = [self.options.python, "-m", "benchmarks.gpu", "--part", self.part]
+        command += ["--pieces", self.options.pieces, "--out", str(self.folder)]
+        command += ["--budget-s", str(round(max(1.0, left - MARGIN_S), 1))]
+        command += ["--device", "cpu", "--tiny"] if self.on_cpu else []
+        return Task(self.part, about, tuple(command))
+
+    def _run_tests(self, part: str) -> None:
+        files = self.options.tests or self._test_files(part)
+        chosen = "gpu" if part == "models" else "not gpu"
+        counts, together, alone = self._count(files, chosen), list[Task](), list[Task]()
+        for file in files:
+            shards = min(-(-counts.get(file, 1) // TESTS_PER_PROCESS), self.options.jobs) or 1
+            for shard in range(1, shards + 1):
+                together.append(self._test_task(file, f"{chosen} and not {ALONE}", shard, shards))
+            if f"mark.{ALONE}" in Path(file).read_text(encoding="utf-8", errors="replace"):
+                alone.append(self._test_task(file, f"{chosen} and {ALONE}"))
+        # Those alone come first: they are few, and what is together takes what time there is.
+        self.runner.run(alone)
+        self.runner.run(together, self.options.jobs)
+
+    def _test_files(self, part: str) -> list[str]:
+        """What compiles without the device comes last."""
+        found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTED[part]).glob("test_*"))
+        return sorted(found, key=lambda file: file.endswith("test_aot.py"))
+
+    def _test_task(self, file: str, mark: str, shard: int = 1, shards: int = 1) -> Task:
+        name = Path(file).stem.removeprefix("test_")
+        name += f"-{shard}of{shards}" if shards > 1 else ""
+        name += f"-{ALONE}" if mark.endswith(f"and {ALONE}") else ""
+        command = [self.options.python, "-m", "pytest", "-q", "--tb=short", "--color=no"]
+        command += ["-p", "no:cacheprovider", "-m", mark, file]
+        command += [f"--shard={shard}/{shards}"] if shards > 1 else []
+        return Task(name, about_file(ROOT / file), tuple(command))
+
+    def _count(self, files: Sequence[str], mark: str) -> Counter[str]:
+        """Tests by file. A file that cannot be collected counts none, and fails when it runs."""
+        command = (self.options.python, "-m", "pytest", "-q", "--collect-only", "--color=no")
+        command += ("-p", "no:cacheprovider", "-m", mark, *files)
+        text = self._answer("collected", "which tests there are", command, self.runner.environment)
+        return Counter(line.split("::")[0] for line in text.splitlines() if "::" in line)
+
+    def _heard(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        print(line_of(outcome)[:200], flush=True)
+
+    # ---- what is left behind -----------------------------------------------------------------
+
+    def _measured(self, suffix: str) -> Path:
+        """A file that the benchmarks write."""
+        return self.folder / f"gpu_{self.part}.{suffix}"
+
+    def _finish(self) -> None:
+        text = "\n".join(self._summary()) + "\n"
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / f"summary-{self.part}.txt", self.out / "gpu-check.txt"):
+            path.write_text(text, encoding="utf-8")
+        self.archive.write()
+        print(f"\n{text}", end="", flush=True)
+
+    def _summary(self) -> list[str]:
+        took = time.monotonic() - self.began
+        names = ("device", "torch", "python", "site", "error")
+        facts = ", ".join(f"{name} {self.facts[name]}" for name in names if name in self.facts)
+        bad = sum(not is_good(each) for each in self.outcomes)
+        count = (
+            f"{len(self.outcomes) - bad} right, {bad} failed" if self.outcomes else "nothing ran"
+        )
+        head = [f"== gpu-check {self.part}: {count}, {took:.0f} s", facts or "nothing is known"]
+        head += ["tiny sizes, on the CPU: no figure means anything"] if self.on_cpu else []
+        head += [f"CUT OFF  {self.cut_off}"] if self.cut_off else []
+        body = [f"skipped  {each}" for each in self.skipped]
+        try:
+            lines = self._measured("summary.txt").read_text(encoding="utf-8").splitlines()
+            lines += [line_of(each) for each in self.outcomes if not is_good(each)]
+        except OSError:
+            lines = [line_of(each) for each in self.outcomes]
+        body += by_importance(lines)
+        missing = [name for name in self.facts.get("missing", ()) if name in USEFUL]
+        foot = [f"not there: {', '.join(missing)}"] if missing else []
+        rest = " ".join(name for name in PARTS if name != self.part)
+        foot += [f"all of it: {self.archive.path}; not asked for now: {rest}"]
+        return fitted(head, body, foot)
+
+
+def about_file(path: Path) -> str:
+    """The first sentence of a file of tests."""
+    try:
+        lines = path.read_text(encoding="utf-8").split('"""')[1].strip().splitlines()
+    except (OSError, IndexError):
+        return path.name
+    return lines[0]
+
+
+def parser() -> argparse.ArgumentParser:
+    environ = os.environ
+    made = argparse.ArgumentParser(
+        prog=".ci/gpu-check", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    part = environ.get("PART") or "first"
+    made.add_argument("part", nargs="?", default=part, help="or PART, in the environment")
+    made.add_argument("--budget-s", type=float, default=float(environ.get("BUDGET_S") or 480))
+    made.add_argument("--jobs", type=int, default=int(environ.get("JOBS") or default_jobs()))
+    made.add_argument("--pieces", default=environ.get("PIECES") or "", help="only these, by name")
+    made.add_argument("--tests", nargs="*", default=[], help="only these files of tests")
+    made.add_argument("--device", choices=("cuda", "cpu"), default=environ.get("DEVICE") or "cuda")
+    made.add_argument("--python", default=environ.get("PYTHON") or sys.executable)
+    made.add_argument("--results", type=Path, default=ROOT / "build" / "gpu-check")
+    made.add_argument("--out", type=Path, default=Path(environ.get("OUT") or ROOT / "build"))
+    return made
+
+
+def default_jobs() -> int:
+    return min(MOST_JOBS, max(1, (os.cpu_count() or 2) - 2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    if options.part not in (*PARTS, "all"):
+        known = ", ".join((*PARTS, "all"))
+        print(f"PART must be one of {known}, got {options.part!r}.", file=sys.stderr)
+        return 2
+    os.chdir(ROOT)
+
+    signals = Signals()
+    signals.listen()
+    status, results, out = 0, options.results.resolve(), options.out.resolve()
+    for part in PARTS if options.part == "all" else (options.part,):
+        check = Check(part, options, results, out, signals)
+        status = max(status, check.run())
+        if check.cut_off:
+            break
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""What a check on a GPU leaves behind: one archive, and a summary that fits a screen.
+
+Only the standard library is used, so that this works whatever else is broken.
+"""
+
+import io
+import os
+import re
+import tarfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.gpu.tasks import Outcome, head_and_tail
+
+MOST_LINES, MOST_CHARS, MOST_WIDTH = 60, 10_000, 160
+MOST_FILE_BYTES = 2 << 20  # of a file in the archive: its beginning and its end, half of it each
+ARCHIVE_S = 15.0  # at most between two writes, while something runs
+IMPORTANCE = ("FAILED", "MISSED", "reached", "skipped", "found")
+NO_TEST = 5  # pytest's status where no test was chosen
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_COUNTS = re.compile(r"\b\d+ (?:failed|passed|errors?|skipped)\b.* in [\d.]+s")
+
+
+@dataclass
+class Archive:
+    """All files of a folder in one tar.gz, written anew as results come, never half. path: where;
+    it is outside of the folder."""
+
+    folder: Path
+    path: Path
+    _at: float = field(default=-float("inf"))
+
+    def refresh(self) -> None:
+        """Write it if the last time is a while ago."""
+        if time.monotonic() - self._at >= ARCHIVE_S:
+            self.write()
+
+    def write(self) -> int:
+        """Write it now. Returns how many files are in it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside, count = self.path.with_name(self.path.name + ".tmp"), 0
+        with tarfile.open(beside, "w:gz", compresslevel=4) as archive:
+            for file in sorted(self.folder.rglob("*")):
+                if file.is_file() and file.suffix != ".tmp":
+                    count += self._add(archive, file)
+        os.replace(beside, self.path)
+        self._at = time.monotonic()
+        return count
+
+    def _add(self, archive: tarfile.TarFile, file: Path) -> bool:
+        try:
+            data, written = head_and_tail(file, MOST_FILE_BYTES // 2), file.stat().st_mtime
+        except OSError:  # it is gone: somebody writes here while this reads
+            return False
+        entry = tarfile.TarInfo(f"{self.folder.name}/{file.relative_to(self.folder)}")
+        entry.size, entry.mtime = len(data), int(written)
+        archive.addfile(entry, io.BytesIO(data))
+        return True
+
+
+def is_good(outcome: Outcome) -> bool:
+    return outcome.status in (0, NO_TEST) and not outcome.stopped
+
+
+def line_of(outcome: Outcome) -> str:
+    """One line: what it checks and how it went; of a failure the first error."""
+    took = f"{outcome.seconds:.0f} s"
+    if is_good(outcome):
+        return f"right    {outcome.task.name} ({took}): {outcome.task.about}"
+    text = (
+        _COLOURS.sub("", head_and_tail(outcome.log, 1 << 20).decode(errors="replace"))
+        if outcome.log.exists()
+        else ""
+    )
+    counts = [found.group() for found in _COUNTS.finditer(text)]
+    how = counts[-1] if counts else took
+    return f"FAILED   {outcome.task.name} ({how}): {first_error(text, outcome)}"
+
+
+def first_error(text: str, outcome: Outcome) -> str:
+    """What went wrong first, in one line. text: of the log, behind its two lines of heading."""
+    lines = [line.strip() for line in text.splitlines()[2:] if line.strip()]
+    errors = [line[1:].strip() for line in lines if line.startswith("E  ")]
+    if outcome.stopped:
+        raised = [error for error in errors if not outcome.stopped.startswith(error)]
+        return outcome.stopped + (f"; before that {raised[0]}" if raised else "")
+    if errors:
+        return errors[0]
+    raised = [line for line in lines if re.match(r"\w*(?:\.\w+)*(?:Error|Exception)\b", line)]
+    end = raised[-1] if raised else (lines[-1] if lines else "it printed nothing")
+    status = outcome.status or 0
+    return f"ended by signal {-status}; {end}" if status < 0 else end
+
+
+def fitted(
+    head: Sequence[str], body: Sequence[str], foot: Sequence[str], more: str = "in the archive"
+) -> list[str]:
+    """Lines cut to what fits: head and foot whole, of the body what there is room for."""
+    ends = [_cut(line) for line in (*head, *foot)]
+    room = MOST_CHARS - sum(len(line) + 1 for line in ends) - MOST_WIDTH
+    kept: list[str] = []
+    for line in map(_cut, body):
+        room -= len(line) + 1
+        if room < 0 or len(kept) + len(ends) >= MOST_LINES - 1:
+            break
+        kept.append(line)
+    left_out = len(body) - len(kept)
+    if left_out:
+        kept.append(f"... and {left_out} lines more, {more}")
+    return [*ends[: len(head)], *kept, *ends[len(head) :]]
+
+
+def _cut(line: str) -> str:
+    line = " ".join(line.split("\n"))
+    return line if len(line) <= MOST_WIDTH else line[: MOST_WIDTH - 3] + "..."
+
+
+def by_importance(lines: Iterable[str]) -> list[str]:
+    """What failed first, what is right and how long it took last; otherwise in their order."""
+
+    def rank(line: str) -> int:
+        word = line.split(" ", 1)[0]
+        return IMPORTANCE.index(word) if word in IMPORTANCE else len(IMPORTANCE)
+
+    return sorted(lines, key=rank)
