@@ -2,8 +2,8 @@
 //
 // A loop that the compiler vectorises by itself is marked QUIRE_VECTOR (parallel.h): the loader
 // picks. Kernels that are written for an instruction set have a source file each, whose functions
-// carry that target, and are picked by variant. A variant is chosen by itself only if the tests
-// have run it. Those of x86 they ran on CPUs; those of ARM so far in emulation alone: by
+// carry that target, and are picked by variant: the fastest measured here, for each weight format
+// (src/quire/ops/kernel_choice.py). A variant is chosen by itself only if the tests have run it. Those of x86 they ran on CPUs; those of ARM so far in emulation alone: by
 // tests/ops/test_neon.py with QEMU 7.2 in user mode (Linux), whose CPU
 //
 //   cortex-a53     chooses neon
@@ -36,7 +36,7 @@ enum class Variant : int {
     kNeonI8mm,
 };
 
-// The best that this CPU runs.
+// The last that this CPU runs: the one with the most features, which need not be the fastest.
 Variant best_variant();
 
 }  // namespace quire

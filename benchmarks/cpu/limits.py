@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.cpu.workloads import Shape, Workload
-from quire.ops.formats import variants
+from quire.ops.formats import FORMATS, chosen_variant, variants
 from quire.ops.native import core
 from quire.tools.limits import read_bytes_per_s
 
@@ -54,8 +54,8 @@ def measure_ceilings(threads: int) -> dict[str, float]:
         "read": read_bytes_per_s(torch.device("cpu")),
         "read_huge": huge_read_bytes_per_s(),
     }
-    variant = len(variants()) - 1
     for index, name in enumerate(PEAKS):
+        variant = variants().index(chosen_variant(FORMATS[index]))
         rates = [module.linear_peak(index, variant, threads) for _ in range(PEAK_ROUNDS)]
         found[name] = max(rates)
     return found

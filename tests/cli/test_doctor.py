@@ -9,8 +9,10 @@ import pytest
 
 from quire.cli import doctor, machine
 from quire.ops import native
+from quire.ops.formats import variants
 from quire.serve.llm import LLM
 from tests.cli.commands import run
+from tests.ops.figures import keep_figures, own_figures
 
 
 def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -41,6 +43,28 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (model["name"], model["device"], model["dtype"]) == ("demo", "cpu", "float32")
     assert (model["sequences at once"], model["max_model_len"]) == (64, 2048)
     assert 64 <= model["tokens per step"] <= 256
+
+
+@pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
+def test_kernels_are_shown_with_figures_and_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    default, other = variants()[-1], variants()[0]
+    with own_figures(tmp_path):
+        kernels = facts(capsys, "--device", "cpu")["kernels"]  # nothing was there: measured
+        (path,) = (tmp_path / "quire/kernels").iterdir()
+        assert f"kept in {path}" in kernels["measured"]
+        keep_figures({"int8": other})
+        kernels = facts(capsys, "--device", "cpu")["kernels"]
+        assert kernels["int8"].startswith(f"{other}: 3.00 times as fast as {default} (")
+        assert f"{other} 900 and 10" in kernels["int8"]
+        assert kernels["bfloat16"].startswith(f"{default}: none is 1.1 times as fast (")
+        monkeypatch.setenv("QUIRE_CPU_VARIANT", default)
+        kernels = facts(capsys, "--device", "cpu")["kernels"]
+        assert kernels["int8"].startswith(f"{default}: as QUIRE_CPU_VARIANT says (")
+        monkeypatch.setenv("QUIRE_CPU_VARIANT", "avx1024")
+        found = facts(capsys, "--device", "cpu")
+        assert found["status"] == 1 and "QUIRE_CPU_VARIANT=avx1024 does not" in problems(found)
 
 
 def test_settings_change_what_would_be_used(capsys: pytest.CaptureFixture[str]) -> None:

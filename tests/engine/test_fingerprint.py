@@ -1,6 +1,7 @@
 """What makes cached blocks another engine's: its model and all that changes their bits."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ import pytest
 from quire.base.config import config_from_flat
 from quire.engine.build import make_scheduler
 from quire.models.source import resolve_model
+from quire.ops.formats import variants
 from quire.runner.build import BuiltRunner, build_runner
+from tests.ops.figures import keep_figures, own_figures
 from tests.serve.checkpoints import checkpoint
 
 
@@ -36,6 +39,17 @@ def test_what_changes_the_bits_of_blocks_changes_their_names(built: BuiltRunner)
         fingerprint(built, backend_name="another"),
     ]
     assert len(set(found)) == len(found)
+
+
+@pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
+def test_an_instruction_set_rounds_in_its_own_way(built: BuiltRunner, tmp_path: Path) -> None:
+    """Its blocks, on a disk, are not another's. Integers have the same bits in all."""
+    found = []
+    with own_figures(tmp_path):
+        for faster in ({}, {"float32": variants()[0]}, {"int8": variants()[0]}):
+            keep_figures(faster)
+            found.append(fingerprint(built))
+    assert found[0] == found[2] != found[1]
 
 
 def test_what_does_not_leaves_them(built: BuiltRunner) -> None:

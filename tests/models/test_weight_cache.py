@@ -35,11 +35,13 @@ from quire.models.weight_cache import (
     make_room,
     weight_cache,
 )
+from quire.ops.formats import variants
 from quire.ops.memory import aligned
 from quire.ops.native import core
 from tests.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert
 from tests.models.paged import CPU, run_paged
+from tests.ops.figures import keep_figures, own_figures
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -150,6 +152,22 @@ def test_another_instruction_set_has_a_file_of_its_own(
     monkeypatch.setenv("QUIRE_CPU_VARIANT", "portable")
     load(llama, cache)
     assert len(files(cache)) == 2
+
+
+@pytest.mark.skipif(len(variants()) < 2, reason="this CPU runs one instruction set")
+def test_what_was_measured_counts_for_the_formats_that_are_used(
+    llama: Checkpoint, cache: WeightCache, tmp_path: Path
+) -> None:
+    with own_figures(tmp_path / "home"):
+        for faster in ({}, {"int8": variants()[0]}, {"bfloat16": variants()[0]}):
+            keep_figures(faster)
+            wanted = bits(load(llama, cache, AS_THEY_ARE))
+            assert bits(load(llama, cache, AS_THEY_ARE)) == wanted
+        assert len(files(cache)) == 2
+        for faster in ({}, {"int8": variants()[0]}, {"float16": variants()[0]}):
+            keep_figures(faster)
+            load(llama, cache, INT8)
+        assert len(files(cache)) == 4
 
 
 @pytest.mark.parametrize("keeps_time", [False, True])

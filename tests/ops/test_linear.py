@@ -3,6 +3,8 @@
 A row's result must not depend on what else is in the batch, nor on the number of threads.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from quire.ops.linear import linear, pack_weight, packed_weight_bytes
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight, pack
 from quire.ops.threads import set_num_threads
+from tests.ops.figures import keep_figures, own_figures
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -203,14 +206,16 @@ def test_bytes_are_known_before(dtype: torch.dtype, quantization: Quantization |
     assert opaque.nbytes == packed_weight_bytes((100, 200), dtype, CPU, quantization)
 
 
-def test_a_variant_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variant_can_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(3, 8)
-    assert pack(weight, None).variant == VARIANTS[-1]
-    monkeypatch.setenv(VARIANT, VARIANTS[0])
-    assert pack(weight, None).variant == VARIANTS[0] == "portable"
-    monkeypatch.setenv(VARIANT, "avx1024")
-    with pytest.raises(ConfigError, match="QUIRE_CPU_VARIANT=avx1024 .*portable"):
-        pack(weight, None)
+    with own_figures(tmp_path):
+        keep_figures({})  # all alike
+        assert pack(weight, None).variant == VARIANTS[-1]
+        monkeypatch.setenv(VARIANT, VARIANTS[0])
+        assert pack(weight, None).variant == VARIANTS[0] == "portable"
+        monkeypatch.setenv(VARIANT, "avx1024")
+        with pytest.raises(ConfigError, match="QUIRE_CPU_VARIANT=avx1024 .*portable"):
+            pack(weight, None)
 
 
 def test_what_cannot_be_quantised_is_told() -> None:

@@ -10,7 +10,9 @@ import platform
 import resource
 import sys
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from typing import Any
 
 from quire import __version__
@@ -20,6 +22,7 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.plugins import installed
 from quire.cli import machine
 from quire.cli.settings import add_settings, given_settings
+from quire.ops.kernel_choice import CLEARLY, Speed, choose_variant, gain_over
 
 OLDEST_PYTHON = (3, 11)
 FEW_FILES = 1024  # each open stream takes one
@@ -83,7 +86,7 @@ def examine(settings: dict[str, Any]) -> Report:
     report.facts["gpu"] = {str(index): gpu for index, gpu in enumerate(gpus)}
     if _packages(report):
         _torch(report, cpu, has_gpu=bool(gpus))
-        _core(report)
+        _core(report, cpu)
         _model(report, settings)
     _environment(report)
     return report
@@ -124,11 +127,6 @@ def _cpu(report: Report) -> machine.Cpu:
     if "avx512f" not in cpu.features:
         report.add_problem(
             "this CPU has no AVX-512", "everything works, slower; small models suit it best"
-        )
-    if not {"avx512_bf16", "amx_bf16"} & set(cpu.features):
-        report.add_problem(
-            "this CPU does not multiply bfloat16",
-            "16-bit models run in float32 and take twice the memory of their files",
         )
     return cpu
 
@@ -178,16 +176,61 @@ def _torch(report: Report, cpu: machine.Cpu, has_gpu: bool) -> None:
         )
 
 
-def _core(report: Report) -> None:
+def _core(report: Report, cpu: machine.Cpu) -> None:
     from quire.ops import native, threads
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         core = native.core()
     report.facts["C++ core"] = {"present": core is not None, "threads": threads.num_threads()}
-    if core is None:
+    if core is not None:
+        _kernels(report)
+    else:
         reason = str(caught[0].message) if caught else "the C++ core is not there"
         report.add_problem(reason, "install g++, then `touch CMakeLists.txt && make install`")
+        if not {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu.features):
+            report.add_problem(
+                "this CPU does not multiply bfloat16, and the core is not there",
+                "16-bit models run in float32 and take twice the memory of their files",
+            )
+
+
+def _kernels(report: Report) -> None:
+    """What each weight format is multiplied with, and why."""
+    from quire.ops import formats
+
+    try:
+        forced = formats.forced_variant()
+    except QuireError as error:
+        advice = f"unset {formats.VARIANT}, or name one of these"
+        report.add_problem(str(error), advice, is_fatal=True)
+        return
+    measured, names = formats.measurement(), formats.variants()
+    facts: dict[str, Any] = {
+        name: _reason(speeds, names, forced) for name, speeds in measured.speeds.items()
+    }
+    when = datetime.fromtimestamp(measured.measured_s).isoformat(" ", "seconds")
+    path = formats.measurement_file().path
+    kept = f"kept in {path}; remove it to measure again" if path.exists() else "not kept"
+    facts["measured"] = f"{when} in {1e3 * measured.took_s:.0f} ms; {kept}"
+    report.facts["kernels"] = facts
+
+
+def _reason(speeds: Mapping[str, Speed], names: Sequence[str], forced: str | None) -> str:
+    """The instruction set of a format, and how fast all of them are: operations of a thread with a
+    tile of rows, bytes of the weight with one row."""
+    chosen, default = forced or choose_variant(speeds, names), names[-1]
+    if forced is not None:
+        why = "as QUIRE_CPU_VARIANT says"
+    elif chosen == default:
+        why = f"none is {CLEARLY:g} times as fast"
+    else:
+        why = f"{gain_over(speeds, chosen, default):.2f} times as fast as {default}"
+    figures = (
+        f"{name} {speeds[name].tile_flops / 1e9:,.0f} and {speeds[name].row_bytes_per_s / 1e9:,.0f}"
+        for name in reversed(names)
+    )
+    return f"{chosen}: {why} (GFLOP/s and GB/s of a thread: {', '.join(figures)})"
 
 
 def _model(report: Report, settings: dict[str, Any]) -> None:

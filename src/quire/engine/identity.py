@@ -11,6 +11,7 @@ from quire.models.checkpoint import checkpoint_files
 from quire.models.file_identity import file_identity
 from quire.models.formats import weight_formats
 from quire.models.source import ModelSource
+from quire.ops.formats import ATTENTION, FORMATS, chosen_variants
 from quire.runner.build import BuiltRunner, load_format_of
 
 
@@ -30,7 +31,16 @@ def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
         str(cache.block_size),
         cache.kv_cache_dtype,
         "deterministic" if config.deterministic else "",
+        _kernels(built),
     )
+
+
+def _kernels(built: BuiltRunner) -> str:
+    """The instruction sets whose rounding is in the blocks. Integers have the same bits in all."""
+    if built.device.type != "cpu":
+        return ""
+    dtype = str(built.dtype).removeprefix("torch.")
+    return repr(chosen_variants(each for each in (dtype, ATTENTION) if each in FORMATS))
 
 
 def weights_identity(config: EngineConfig, source: ModelSource) -> str:

@@ -22,6 +22,8 @@ from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
 from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.weight_cache import WeightCache
+from quire.ops.formats import chosen_variants
+from quire.ops.linear import dtype_name
 from quire.ops.memory import forget_pages
 from quire.ops.packed import can_pack_natively
 
@@ -57,7 +59,8 @@ def load_model(
     entry = None
     if cache is not None and can_pack_natively(dtype, device):
         num_bytes = planned_bytes(model, dtype, device, quantization, stored)
-        entry = cache.entry(model, num_bytes, files, seed, (spec.identity, dtype, quantization))
+        made_with = (spec.identity, dtype, quantization, _kernels(dtype, quantization, stored))
+        entry = cache.entry(model, num_bytes, files, seed, made_with)
         if entry is not None and entry.restore(model):
             report(num_bytes, num_bytes)
             return model
@@ -72,6 +75,13 @@ def load_model(
     if entry is not None:
         entry.store(model)
     return model
+
+
+def _kernels(dtype: torch.dtype, quantization: WeightFormats, stored: Stored) -> dict[str, str]:
+    """The instruction set of each format that weights are packed in."""
+    asked = [each for each in (quantization.layers, quantization.head) if each is not None]
+    used = {each.format for each in asked} | {each.quantization.format for each in stored.values()}
+    return chosen_variants(sorted({dtype_name(dtype)} | used))
 
 
 def formats_of_file(

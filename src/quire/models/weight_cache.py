@@ -5,7 +5,7 @@
     data, from a multiple of 4 KiB on; each weight at a multiple of 64
 
 A file's name is a digest of all that its contents depend on: the checkpoint's files, the model's
-config, the formats, the instruction set and the versions of this code. A file holds all of a
+config, the formats, their instruction sets and the versions of this code. A file holds all of a
 model's weights, so that the checkpoint's are not read; all processes that use it share one copy. It
 appears under its name when it is complete; one that is damaged is ignored and written again. What
 goes wrong with the cache itself is logged, and never keeps a model from being loaded.
@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from quire.base.user_cache import user_cache
 from quire.models.assembly import all_weights
 from quire.models.file_identity import file_identity
 from quire.models.layers import Layer
-from quire.ops.formats import chosen_variant
 from quire.ops.memory import ALIGNMENT, aligned, free_disk_bytes, mapped_file
 from quire.ops.native import INTERFACE_VERSION
 from quire.ops.packed import PackedWeight, packed_view
@@ -72,7 +72,6 @@ class WeightCache:
         facts = [
             VERSION,
             INTERFACE_VERSION,
-            chosen_variant(),
             repr(made_with),
             [[name, type(module).__name__] for name, module, _ in all_weights(model)],
             [repr(source) for source in _sources(model)],
@@ -91,8 +90,7 @@ def weight_cache(setting: str) -> WeightCache | None:
     if setting == "off":
         return None
     if setting == "auto":
-        home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return WeightCache(Path(home) / "quire" / "weights", LEAST_BYTES, keeps_dummies=False)
+        return WeightCache(user_cache("weights"), LEAST_BYTES, keeps_dummies=False)
     return WeightCache(Path(setting).expanduser())
 
 

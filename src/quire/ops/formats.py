@@ -6,16 +6,21 @@ that the core gives for it (tests/ops/test_formats.py compares them).
 
 import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES
+from quire.ops.kernel_choice import KernelFile, Measurement, Speed, choose_variant, kernel_file
 from quire.ops.native import core
 
 VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
 
 FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
 CORE_DTYPES = FORMATS[:3]  # of activations that the core multiplies
+QUANTISED = FORMATS[3:]
+ATTENTION = "float32"  # what the core's attention multiplies in, whatever keys are stored as
 GROUP_SIZES = (32, 64, 128)
 MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
 ROUND_INPUTS = 8
@@ -49,13 +54,15 @@ class Packing:
     """How a device stores the weights of linear layers.
 
     dtype: of the others. panel: outputs that the core's order puts side by side, 0 where it is not
-    used. is_reordered: whether a packed weight is another one than the plain, so that a tied table
-    whose rows it cannot give is kept beside it.
+    used; other_panels: of formats that another instruction set multiplies. is_reordered: whether a
+    packed weight is another one than the plain, so that a tied table whose rows it cannot give is
+    kept beside it.
     """
 
     dtype: str
     panel: int = 0
     is_reordered: bool = False
+    other_panels: tuple[tuple[str, int], ...] = ()
 
     @property
     def dtype_bytes(self) -> int:
@@ -64,7 +71,9 @@ class Packing:
     def weight_bytes(self, shape: tuple[int, ...], quantization: Quantization | None) -> int:
         """Of one weight [N, K] when it is packed."""
         if self.panel:
-            return packed_bytes(shape, self.dtype, quantization, self.panel)
+            name = self.dtype if quantization is None else quantization.format
+            panel = dict(self.other_panels).get(name, self.panel)
+            return packed_bytes(shape, self.dtype, quantization, panel)
         return shape[0] * shape[1] * self.dtype_bytes
 
     def head_bytes(
@@ -95,19 +104,64 @@ def packed_bytes(
 
 @functools.cache
 def variants() -> tuple[str, ...]:
-    """The instruction sets that both the core and this CPU have, the best last; none without it."""
+    """The instruction sets that both the core and this CPU have, the default last; none without
+    it."""
     module = core()
     return () if module is None else tuple(module.linear_variants())
 
 
-def chosen_variant() -> str:
-    """The best, or the one that QUIRE_CPU_VARIANT names. Raises ConfigError for another."""
+def chosen_variant(format: str) -> str:
+    """Return the instruction set that multiplies weights of a format: the one that
+    QUIRE_CPU_VARIANT names, else what was measured to be the fastest here. Raises ConfigError for
+    one that does not run."""
+    name = forced_variant()
+    if name is not None:
+        return name
+    if len(variants()) == 1:
+        return variants()[0]
+    return choose_variant(measurement().speeds[format], variants())
+
+
+def forced_variant() -> str | None:
+    """Return what QUIRE_CPU_VARIANT names; None if it is not set. Raises ConfigError."""
     name = os.environ.get(VARIANT, "")
-    if not name:
-        return variants()[-1]
-    if name not in variants():
+    if name and name not in variants():
         raise ConfigError(f"{VARIANT}={name} does not run here; there are {', '.join(variants())}.")
-    return name
+    return name or None
+
+
+def chosen_variants(formats: Iterable[str]) -> dict[str, str]:
+    """Return the instruction set of each format, by format; nothing without the core."""
+    return {} if core() is None else {each: chosen_variant(each) for each in formats}
+
+
+def measured_speed(format: str) -> Speed | None:
+    """Return how fast one thread is with weights of a format; None if the core does not multiply
+    them, or is not there."""
+    if format not in FORMATS or core() is None:
+        return None
+    return measurement().speeds[format][chosen_variant(format)]
+
+
+@functools.cache
+def measurement() -> Measurement:
+    """Return how fast the core's instruction sets are on this machine. Measured once, about 0.1 s,
+    and kept for later processes."""
+    return measurement_file().load_or_measure(_measure)
+
+
+def _measure() -> dict[str, dict[str, Speed]]:
+    from quire.ops.kernel_timing import measure_kernels  # it needs numpy, which fit does without
+
+    module = core()
+    assert module is not None, "only the core's kernels are measured"
+    return measure_kernels(module, variants(), FORMATS)
+
+
+def measurement_file() -> KernelFile:
+    """Return where the measurement of this machine is kept."""
+    path = getattr(core(), "__file__", None) or ""
+    return kernel_file(Path(path), dict.fromkeys(FORMATS, variants()))
 
 
 def panel_of(variant: str) -> int:
@@ -122,7 +176,10 @@ def core_packing(dtype: str) -> Packing | None:
     """The core's on this CPU; None if it does not multiply this dtype, or is not there."""
     if dtype not in CORE_DTYPES or core() is None:
         return None
-    return Packing(dtype, panel_of(chosen_variant()), is_reordered=True)
+    panel = panel_of(chosen_variant(dtype))
+    panels = ((each, panel_of(chosen_variant(each))) for each in QUANTISED)
+    others = tuple((each, other) for each, other in panels if other != panel)
+    return Packing(dtype, panel, is_reordered=True, other_panels=others)
 
 
 def check_quantization(dtype: str, device: str) -> None:

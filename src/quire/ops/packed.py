@@ -1,7 +1,7 @@
 """Weights of linear layers in the order in which the C++ core multiplies: opaque, made once.
 
 Shape legend: K inputs, N outputs, U looked up rows. The layout is csrc/linear.h's; it depends on
-the variant, the instruction set that the core chose or QUIRE_CPU_VARIANT names.
+the variant, the instruction set that is the fastest for the format here (kernel_choice.py).
 """
 
 from collections.abc import Sequence
@@ -143,7 +143,7 @@ def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
     if FORMATS[format_] in ("int8", "int4"):
         per_output = aligned(inputs, ROUND_INPUTS) if FORMATS[format_] == "int8" else 0
         groups = {*GROUP_SIZES, per_output} - {0}
-    is_known = group in groups and variant == variants().index(chosen_variant())
+    is_known = group in groups and variant == variants().index(chosen_variant(FORMATS[format_]))
     checked = (format_, variant, outputs, inputs, group)
     if not is_known or len(data) != bytes_of(checked):
         raise ValueError(f"a packed weight of {numbers} is not what it should be")
@@ -166,5 +166,5 @@ def _numbers(
     outputs, inputs = shape
     name = str(dtype).removeprefix("torch.") if quantization is None else quantization.format
     group = 1 if quantization is None else quantization.group_of(inputs)
-    index = variants().index(variant or chosen_variant())
+    index = variants().index(variant or chosen_variant(name))
     return FORMATS.index(name), index, outputs, inputs, group

@@ -13,7 +13,7 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
-from quire.ops.formats import chosen_variant
+from quire.ops.formats import ATTENTION, chosen_variant
 from quire.ops.native import address, core
 from quire.ops.packed import ELEMENTS
 from quire.ops.registry import op
@@ -70,7 +70,7 @@ class CpuBackend(MovesBlocks):
         self._layers = {
             layer: self._layer_kv(*place) for layer, place in self._memory.place.items()
         }
-        self.variant = variant_number(variant or chosen_variant())
+        self.variant = variant_number(variant or chosen_variant(ATTENTION))
         self._options = (split, cascade)
         self._step: AttentionStep | None = None
         self._tables: list[torch.Tensor] = []
@@ -182,7 +182,8 @@ def variants() -> tuple[str, ...]:
 
 
 def variant_number(name: str) -> int:
-    """Of the variant; of the best for an instruction set that attention makes no use of."""
+    """Return a variant's number, or the best one's for an instruction set without attention of its
+    own: it has the features of the best."""
     names = variants()
     return names.index(name) if name in names else len(names) - 1
 

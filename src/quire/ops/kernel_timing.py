@@ -1,0 +1,115 @@
+"""Times the C++ core's matrix products on this CPU, by instruction set and weight format. No torch.
+
+A feature's name does not say how fast a CPU carries it out, so every instruction set that runs here
+is timed, at the two shapes that matter: one row, bound by the weights that stream through, and a
+tile of rows, bound by arithmetic. One thread only: it is disturbed the least by what else runs, and
+what differs between instruction sets differs on each core alike. Rounds alternate between the
+instruction sets and the fastest call counts, so that a busy machine hits none of them alone.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from quire.ops.kernel_choice import Speed
+
+INPUTS = 1024
+TILE_ROWS, TILE_OUTPUTS = 48, 256
+ROW_BYTES = 4 << 20  # of the weight that one row streams through: more than a core's own caches
+GROUP = {"int8": 32, "int4": 32}
+FLOAT32 = 0  # the core's number for activations, as they come in its programs
+NORMAL_BYTES = 0x38, 0x40  # of these, every float format makes normal numbers
+ROUNDS, FEWEST_ROUNDS = 12, 2
+HOPELESS = 10.0  # times as slow as the fastest: not timed again
+FORMAT_S = 0.02  # after that no more rounds
+
+Call = Callable[[], None]
+Clock = Callable[[], float]
+
+
+def measure_kernels(
+    core: ModuleType, variants: Sequence[str], formats: Sequence[str]
+) -> dict[str, dict[str, Speed]]:
+    """Time every instruction set with every format: {format: {variant: speed}}. Takes about 0.1 s.
+
+    variants, formats: the core's names, in the order of its numbers.
+    """
+    weights = _some_weights()
+    found = {}
+    for number, name in enumerate(formats):
+        shapes = [_shapes(core, number, v, GROUP.get(name, 1)) for v in range(len(variants))]
+        calls = [
+            tuple(_product(core, weights, rows, numbers) for rows, numbers in pair)
+            for pair in shapes
+        ]
+        seconds = fastest(calls)
+        found[name] = {
+            variant: Speed(
+                core.linear_bytes(pair[0][1]) / row_s,
+                2.0 * TILE_ROWS * TILE_OUTPUTS * INPUTS / tile_s,
+            )
+            for variant, pair, (row_s, tile_s) in zip(variants, shapes, seconds, strict=True)
+        }
+    return found
+
+
+def fastest(calls: Sequence[Sequence[Call]], clock: Clock = time.perf_counter) -> list[list[float]]:
+    """Return the shortest time of every call, in seconds, like `calls`: a list for each candidate.
+
+    Rounds over all candidates, until the time is up; who was hopeless in all of the first rounds is
+    left out of the later ones.
+    """
+    best = [[float("inf")] * len(candidate) for candidate in calls]
+    alive, until = list(range(len(calls))), clock() + FORMAT_S
+    for num_done in range(ROUNDS):
+        if num_done >= FEWEST_ROUNDS and clock() >= until:
+            break
+        for i in alive:
+            for j, call in enumerate(calls[i]):
+                began = clock()
+                call()
+                best[i][j] = min(best[i][j], max(clock() - began, 1e-9))
+        if num_done + 1 >= FEWEST_ROUNDS:
+            limits = [HOPELESS * min(column) for column in zip(*best, strict=True)]
+            alive = [
+                i for i in alive if any(s < most for s, most in zip(best[i], limits, strict=True))
+            ]
+    return best
+
+
+Numbers = tuple[int, int, int, int, int]
+Shape = tuple[int, Numbers]  # rows of activations, and a packed weight as the core takes it
+
+
+def _shapes(core: ModuleType, format_: int, variant: int, group: int) -> tuple[Shape, Shape]:
+    """One row, and a tile of rows."""
+    tile = (format_, variant, TILE_OUTPUTS, INPUTS, group)
+    times = ROW_BYTES // int(core.linear_bytes(tile))
+    return (1, (format_, variant, times * TILE_OUTPUTS, INPUTS, group)), (TILE_ROWS, tile)
+
+
+def _some_weights() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """Bytes that any format can take for weights: how long a product takes does not depend on what
+    is multiplied, unless that is not a normal number."""
+    some = np.random.default_rng(0).integers(*NORMAL_BYTES, 1 << 16, dtype=np.uint8)
+    return np.tile(some, ROW_BYTES // len(some))
+
+
+def _product(
+    core: ModuleType,
+    weights: "np.ndarray[tuple[int], np.dtype[np.uint8]]",
+    rows: int,
+    numbers: Numbers,
+) -> Call:
+    assert core.linear_bytes(numbers) <= len(weights)
+    outputs, inputs = numbers[2], numbers[3]
+    x = np.linspace(-1, 1, rows * inputs, dtype=np.float32)
+    out = np.empty(rows * outputs, np.float32)
+
+    def multiply() -> None:
+        where = weights.ctypes.data
+        core.linear(out.ctypes.data, x.ctypes.data, 0, FLOAT32, rows, inputs, numbers, where, 1)
+
+    return multiply
