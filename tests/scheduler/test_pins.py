@@ -67,9 +67,11 @@ class Bench:
         self._send(request)
         return request
 
-    def begin_pin(self, name: str, prompt: list[int], pin_s: float = 0.0, **more: Any) -> None:
+    def begin_pin(
+        self, name: str, prompt: list[int], pin_s: float = 0.0, pin_share: float = 1.0, **more: Any
+    ) -> None:
         request = make_request(name, prompt, max_tokens=1, temperature=0.0, **more)
-        self._send(msgspec.structs.replace(request, pin_s=pin_s))
+        self._send(msgspec.structs.replace(request, pin_s=pin_s, pin_share=pin_share))
 
     def _send(self, request: Request) -> None:
         self.core.add(request)

@@ -261,6 +261,14 @@ class ServerConfig:
     api_key: tuple[str, ...] = setting(
         (), "keys of which requests must bring one (Authorization: Bearer ...); none: open to all"
     )
+    urgent_api_key: tuple[str, ...] = setting(
+        (), "those of the keys whose requests may have a priority below 0; without keys all may"
+    )
+    pin_share: float | None = setting(
+        None,
+        "of what pinned prefixes may hold, how much those of one key may, in (0, 1]; if absent each"
+        " key's even share",
+    )
     api_server_count: int = setting(1, "processes that answer HTTP")
     shutdown_timeout: float = setting(
         30.0, "how long requests may go on after SIGTERM; 0 ends them at once", unit="seconds"
@@ -284,8 +292,22 @@ class ServerConfig:
         timeout = self.shutdown_timeout
         _check(timeout >= 0, "shutdown_timeout", timeout, "at least 0")
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
+        share = self.pin_share
+        _check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
+        if unknown := set(self.urgent_api_key) - set(self.api_key):  # never shown: they are secrets
+            raise ConfigError(
+                f"urgent_api_key names {len(unknown)} of {len(set(self.urgent_api_key))} keys that"
+                " api_key does not; give them there, too."
+            )
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
         _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
+
+    @property
+    def pin_share_of_key(self) -> float:
+        """Of what pinned prefixes may hold; all of it on a server without keys."""
+        if not self.api_key:
+            return 1.0
+        return self.pin_share or 1 / len(set(self.api_key))
 
 
 def _check(ok: bool, name: str, value: object, rule: str) -> None:

@@ -22,7 +22,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     is_open: more of the prompt comes by `Append`.
     pin_s: compute the prompt, sample nothing, and keep it: the request ends with finish_reason
     `pinned`, and the prompt stays for so many seconds, with 0.0 until `Unpin`; None is an ordinary
-    request.
+    request. pin_share: of what pinned prefixes may hold, how much its tenant's may, in (0, 1].
     received_s: when the front end got it, on this machine's monotonic clock; 0.0 is not known.
     stop_token_ids: all ids that end it (end of sequence unless ignored, and the caller's).
     eos_token_ids: those of them that are end of sequence, which give no stop_reason.
@@ -49,6 +49,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     timeout_s: float = 0.0
     is_open: bool = False
     pin_s: float | None = None
+    pin_share: float = 1.0
     client_id: int = 0
     core_id: int = 0
 

@@ -100,6 +100,8 @@ def check_pin(request: Request) -> None:
         raise RequestError(
             f"ttl_s must be a number of seconds, or 0 to keep the prefix, got {pin_s!r}."
         )
+    if not 0 < request.pin_share <= 1:
+        raise RequestError(f"a share of what may be pinned is in (0, 1], got {request.pin_share}.")
     if request.is_open or params.num_samples > 1 or params.use_beam_search:
         raise RequestError("a prefix to pin is one whole prompt; leave out n, best_of, beams.")
     if params.prompt_logprobs is not None:

@@ -27,7 +27,7 @@ from quire.serve.foreign import FOREIGN
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
 SHORT_FLAGS = {"quantization": "-q"}
-SECRETS = {"api_key"}
+SECRETS = {"api_key", "urgent_api_key"}
 FLAG = "flag"  # where a value came from
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")

@@ -81,13 +81,14 @@ class RequestMaker:
         prefix_id: str | None = None,
         cache_salt: str = "",
         tenant: str = "",
+        share: float = 1.0,
     ) -> Request:
         """A request that pins a prompt for ttl_s seconds, 0.0 for good. prefix_id: random if
-        absent."""
+        absent. share: of what pinned prefixes may hold, how much the tenant's may."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         name = prefix_id or f"prefix-{secrets.token_hex(8)}"
         request = self.make(prompt, params, name, cache_salt, tenant=tenant)
-        return msgspec.structs.replace(request, pin_s=ttl_s)
+        return msgspec.structs.replace(request, pin_s=ttl_s, pin_share=share)
 
 
 def _check_textless(params: SamplingParams) -> None:

@@ -10,7 +10,8 @@ full copies it first (copy-on-write). Pinned blocks are referenced, so nothing e
 
 Prefixes are told by the digest of all their tokens, from the same root as blocks' digests, so that
 salts keep tenants apart here, too. What pins hold, nobody else can get: a request is accepted if it
-fits beside them, and a pin if all open requests then still do.
+fits beside them, and a pin if all open requests then still do. A tenant has a share of what may be
+pinned, which its request to pin brings (`pin_share`), so that none takes it all.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 MOST_PINNED = 0.5  # of each pool
 MOST_PINS = 256  # each request that comes is compared with all of them
+EPSILON = 1e-6  # a third of 300 is 100, also in binary fractions
 
 
 @dataclass(eq=False, slots=True)
@@ -89,6 +91,7 @@ class Pins:
                 " that are not needed any more."
             )
         needs, num_tokens = self._most_blocks(request), len(request.prompt_token_ids)
+        self._check_share(request, needs)
         after = [need + held for need, held in zip(needs, self._reserved, strict=True)]
         for num, pool in zip(after, kv.pools, strict=True):
             if num > MOST_PINNED * pool.num_blocks:
@@ -102,6 +105,28 @@ class Pins:
                 raise EngineBusy(
                     f"a prefix of {num_tokens} tokens cannot be pinned now: a request that is open"
                     " would lack the memory; try again in a moment."
+                )
+
+    def _check_share(self, request: Request, needs: list[int]) -> None:
+        """Raise RequestError if its tenant would pin more than its share: what one pins, others
+        cannot."""
+        mine = [pin for pin in self.by_id.values() if pin.request.tenant == request.tenant]
+        share, most_pins = request.pin_share, max(1, int(request.pin_share * MOST_PINS + EPSILON))
+        if len(mine) >= most_pins:
+            raise RequestError(
+                f"{len(mine)} prefixes are pinned by your key already, and its share is {most_pins}"
+                f" of {MOST_PINS}; remove those that are not needed any more, or ask the operator"
+                " for a larger pin_share."
+            )
+        held = [sum(each) for each in zip(needs, *(pin.most_blocks for pin in mine), strict=True)]
+        for num, pool in zip(held, self._scheduler.kv.pools, strict=True):
+            most = int(share * MOST_PINNED * pool.num_blocks + EPSILON)
+            if share < 1.0 and num > most:
+                raise RequestError(
+                    f"a prefix of {len(request.prompt_token_ids)} tokens would bring what your key"
+                    f" pins to {num} KV blocks, and its share is {most} of {pool.num_blocks};"
+                    " remove pinned prefixes that are not needed any more, or ask the operator for"
+                    " a larger pin_share."
                 )
 
     def begin(self, sequence: Sequence, now: float) -> None:

@@ -226,11 +226,17 @@ class AsyncLLM:
         return self._text.requests.defaults.default_sampling_params()
 
     async def pin_prefix(
-        self, prompt: Prompt | Messages, ttl_s: float = 0.0, cache_salt: str = "", tenant: str = ""
+        self,
+        prompt: Prompt | Messages,
+        ttl_s: float = 0.0,
+        cache_salt: str = "",
+        tenant: str = "",
+        share: float = 1.0,
     ) -> PinnedPrefix:
-        """As `LLM.pin_prefix`. Cancelling the task ends the computation."""
+        """As `LLM.pin_prefix`. share: of what pinned prefixes may hold, how much the tenant's may.
+        Cancelling the task ends the computation."""
         rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
-        request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant)
+        request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant, share)
         client = await self._connected()
         try:
             return await pin(client, request)

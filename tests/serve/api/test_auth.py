@@ -2,16 +2,21 @@
 
 import http.client
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from quire.base.config import ServerConfig
+from quire.base.errors import ConfigError
 from quire.serve.api.app import create_app
 from quire.serve.api.auth import has_key
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import MakeContext, serving
 
 KEYS = ("first-key", "second-key")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = {"role": "user", "content": "Hi"}
 PUBLIC = {("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")}
 
 
@@ -31,6 +36,54 @@ def locked_address(locked_context: ApiContext) -> Iterator[str]:
     """host:port of a real server, for requests that no client library would write."""
     with serving(locked_context) as url:
         yield url.removeprefix("http://")
+
+
+def ask(api: TestClient, path: str, priority: int | None, key: str = "") -> Any:
+    body: dict[str, Any] = {"max_tokens": 1}
+    body |= {"prompt": [5]} if path == COMPLETIONS else {"messages": [HELLO]}
+    body |= {} if priority is None else {"priority": priority}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return api.post(path, json=body, headers=headers)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_only_keys_that_may_go_before_others(make_context: MakeContext, path: str) -> None:
+    context = make_context(api_key=KEYS, urgent_api_key=KEYS[1:])
+    with TestClient(create_app(context)) as api:
+        for key, priority, status in (
+            (KEYS[0], -1, 403),
+            (KEYS[0], 0, 200),
+            (KEYS[0], None, 200),
+            (KEYS[0], 5, 200),
+            (KEYS[1], -5, 200),
+            (KEYS[1], 0, 200),
+        ):
+            answer = ask(api, path, priority, key)
+            assert answer.status_code == status, answer.text
+            if status == 200:
+                assert context.client.requests[-1].priority == (priority or 0)
+                continue
+            error = answer.json()["error"]
+            assert (error["type"], error["param"]) == ("permission_error", "priority")
+            assert error["code"] == "priority_not_allowed"
+            assert "got -1" in error["message"] and "urgent_api_key" in error["message"]
+            assert not context.client.requests
+
+
+def test_no_key_may_where_none_is_named(locked: TestClient) -> None:
+    assert ask(locked, COMPLETIONS, -1, KEYS[0]).status_code == 403
+
+
+def test_without_keys_everybody_may(api: TestClient) -> None:
+    assert ask(api, COMPLETIONS, -1).status_code == 200
+
+
+def test_an_urgent_key_must_be_a_key_and_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="names 1 of 2 keys that api_key does not") as refused:
+        ServerConfig(api_key=("one",), urgent_api_key=("one", "s3cret"))
+    assert "s3cret" not in str(refused.value)
+    with pytest.raises(ConfigError, match="pin_share must be in"):
+        ServerConfig(pin_share=0.0)
 
 
 def test_without_keys_all_is_open(api: TestClient) -> None:

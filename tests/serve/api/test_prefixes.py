@@ -348,6 +348,29 @@ def test_a_key_sees_and_deletes_only_its_own(small: Engine, context: ApiContext)
             assert answer.status_code == 401
 
 
+def test_a_key_pins_its_share(small: Engine, context: ApiContext) -> None:
+    """Of 42 blocks half, and of them an even share: ten; or what the operator says."""
+    for settings, most in (({}, 10), ({"pin_share": 0.25}, 5), ({"pin_share": 1.0}, 21)):
+        locked = context_of(small, api_key=("one", "two", "one"), **settings)
+        with TestClient(create_app(locked)) as api:
+            for key in ("one", "two") if most <= 10 else ("one",):
+                headers = {"Authorization": f"Bearer {key}"}
+                large = {"prompt": [5] * (16 * most + 1)}
+                answer = api.post(URL, json=large, headers=headers)
+                assert answer.status_code == 400
+                wanted = f"share is {most} of 42; remove" if most < 21 else "half of them may be"
+                assert wanted in answer.json()["error"]["message"]
+                assert answer.json()["error"]["param"] == "prompt"
+                body = {"prompt": [5] * (16 * most)}
+                assert api.post(URL, json=body, headers=headers).is_success
+        for name in client_of(context).names():
+            small.client.unpin(name)
+
+
+def test_without_keys_one_may_pin_all_there_is(context: ApiContext) -> None:
+    assert context.config.pin_share_of_key == 1.0
+
+
 def test_without_keys_they_are_everybodys(api: TestClient) -> None:
     made = pin(api, prompt=IDS, user="ann")["id"]
     assert api.get(f"{URL}/{made}").is_success

@@ -296,6 +296,21 @@ def test_keys(make_context: MakeContext) -> None:
     assert context.client.requests[-1].tenant == "key 2"
 
 
+def test_only_keys_that_may_go_before_others(make_context: MakeContext) -> None:
+    """Refused before anything of the prompt is taken; the line stays open."""
+    context = make_context(api_key=("one", "two"), urgent_api_key=("two",))
+    with TestClient(create_app(context)) as client:
+        for key in ("one", "two"):
+            with client.websocket_connect(PATH, headers={"Authorization": f"Bearer {key}"}) as line:
+                send_pieces(line, [STORY], priority=-1)
+                last = answer(line)[-1]
+                assert last["type"] == ("error" if key == "one" else "done")
+                if key == "one":
+                    assert last["error"]["code"] == "priority_not_allowed"
+                    assert not context.client.requests
+    assert context.client.requests[-1].priority == -1
+
+
 @pytest.mark.parametrize(
     ("allowed", "origin", "is_let_in"),
     [

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Sequence
 import fastapi
 from starlette.types import Scope
 
+from quire.base.config import ServerConfig
 from quire.serve.api.context import Api
 from quire.serve.api.errors import ApiError
+from quire.serve.api.protocol import GenerationRequest
 
 SCHEME = b"bearer "
 
@@ -62,6 +64,26 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
     if not user:
         return ""
     return "user " + hashlib.sha256(user.encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+def tenant_asking(scope: Scope, config: ServerConfig, body: GenerationRequest) -> str:
+    """Whom a body is for. Raises ApiError 403 if it asks to be served before others, and its key
+    may not."""
+    priority = body.priority or 0
+    may_hurry = not config.api_key or (
+        bool(config.urgent_api_key) and has_key(scope, config.urgent_api_key)
+    )
+    if priority < 0 and not may_hurry:
+        raise ApiError(
+            403,
+            f"priority must be 0 or more with this key, got {priority}: below 0 goes before all"
+            " others' requests. Leave it out, or ask the operator to name the key in"
+            " urgent_api_key.",
+            "permission_error",
+            "priority",
+            "priority_not_allowed",
+        )
+    return tenant_of(scope, config.api_key, body.user)
 
 
 def reader_of(scope: Scope, keys: Sequence[str]) -> str | None:

@@ -13,7 +13,7 @@ from quire.render.chat import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.render.tools import ToolCall
 from quire.serve.api.answers import Answer, Json, Tally
-from quire.serve.api.auth import tenant_of
+from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import as_api_error
 from quire.serve.api.jobs import Job, make_job
@@ -48,7 +48,7 @@ async def create_chat_completion(
     prompt = await _render(api, body)
     room = room_beside(prompt, api.client.ready.max_model_len, "messages")
     params = chat_params(body, api.requests.defaults, room)
-    tenant = tenant_of(request.scope, api.config.api_key, body.user)
+    tenant = tenant_asking(request.scope, api.config, body)
     job = make_job(api, body, prompt, params, answer_id, tenant)
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"

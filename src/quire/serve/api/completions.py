@@ -10,7 +10,7 @@ from quire.base.errors import RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, Tally
-from quire.serve.api.auth import tenant_of
+from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import bad_request
 from quire.serve.api.jobs import Job, make_job
@@ -38,7 +38,7 @@ async def create_completion(
     check_stream_options(body)
     answer_id = new_id("cmpl")
     prompts = [await _render(api, body, prompt) for prompt in split_prompts(body.prompt)]
-    tenant = tenant_of(request.scope, api.config.api_key, body.user)
+    tenant = tenant_asking(request.scope, api.config, body)
     jobs = [
         _job(api, body, prompt, f"{answer_id}-{index}", tenant)
         for index, prompt in enumerate(prompts)

@@ -1,6 +1,6 @@
 """Pinned prefixes: prompts whose KV blocks stay, for requests that begin with them.
 
-They belong to the key that made them; without keys, to everybody.
+They belong to the key that made them, which may pin its share; without keys, to everybody.
 """
 
 from typing import Annotated, Any
@@ -49,7 +49,8 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
     check_model(api, body.model)
     rendered = await _render(api, body)
     tenant = tenant_of(request.scope, api.config.api_key, body.user)
-    made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant)
+    share = api.config.pin_share_of_key
+    made = api.requests.make_pin(rendered, body.ttl_s, None, body.cache_salt or "", tenant, share)
     try:
         found = await unless_disconnected(request.receive, pin(api.client, made))
     except ApiError:  # the client has gone, perhaps when the prefix was there already

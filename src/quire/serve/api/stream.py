@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 from quire.base.config import ServerConfig
 from quire.base.errors import RequestError
 from quire.serve.api.answers import Answer, Json
-from quire.serve.api.auth import has_key, tenant_of, wrong_key
+from quire.serve.api.auth import has_key, tenant_asking, wrong_key
 from quire.serve.api.context import ApiContext, new_id
 from quire.serve.api.errors import ApiError, as_api_error, bad_request, error_response
 from quire.serve.api.invalid import shown
@@ -169,7 +169,7 @@ class Session:
         is_last, prompt = _last(fields), fields.get("prompt")
         fields.pop("last", None)
         request = OpenRequest(self._api, fields, request_id)
-        tenant = tenant_of(self._scope, self._api.config.api_key, request.body.user)
+        tenant = tenant_asking(self._scope, self._api.config, request.body)
         await self._line.send({"type": "started", "id": request_id, "model": request.model})
         await request.take(prompt, is_last, tenant)
         answering: asyncio.Task[None] | None = None

@@ -1,0 +1,43 @@
+"""What a tenant may pin of all that may be pinned: its share, which its requests bring."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.messages import Unpin
+from tests.scheduler.test_pins import PREFIX, Bench
+
+
+def test_a_tenant_pins_no_more_than_its_share() -> None:
+    """A third of half of 60 blocks, to the last one; what others pin does not count."""
+    bench = Bench(num_blocks=60)
+    bench.pin("other", list(range(40)), tenant="b", pin_share=1 / 3)  # 10 blocks
+    bench.pin("mine", list(range(36)), tenant="a", pin_share=1 / 3)  # 9
+    with pytest.raises(
+        RequestError, match=r"your key pins to 11 KV blocks, .* is 10 of 60; remove"
+    ):
+        bench.pin("large", PREFIX[:5], tenant="a", pin_share=1 / 3)
+    bench.pin("small", PREFIX[:4], tenant="a", pin_share=1 / 3)
+    with pytest.raises(RequestError, match="your key pins to 11 KV blocks"):
+        bench.pin("one more", [49], tenant="a", pin_share=1 / 3)
+    bench.core.control(Unpin("mine", "a"))
+    bench.pin("again", list(range(30, 50)), tenant="a", pin_share=1 / 3)
+    assert list(bench.pins) == ["other", "small", "again"]
+    with pytest.raises(RequestError, match="and half of them may be"):
+        bench.pin("all", 2 * PREFIX + 39 * [7], tenant="operator")
+
+
+def test_a_tenant_pins_its_share_of_how_many_there_may_be(monkeypatch: Any) -> None:
+    """Also those that are still computed; and one at least, however many keys there are."""
+    monkeypatch.setattr("quire.scheduler.pins.MOST_PINS", 6)
+    bench = Bench(num_blocks=60)
+    for number in range(3):
+        bench.begin_pin(f"a{number}", [number], tenant="a", pin_share=0.5)
+    with pytest.raises(RequestError, match="3 prefixes are pinned by your key .* is 3 of 6"):
+        bench.begin_pin("a3", [9], tenant="a", pin_share=0.5)
+    bench.pin("b", [7], tenant="b", pin_share=0.05)
+    with pytest.raises(RequestError, match="1 prefixes are pinned by your key"):
+        bench.pin("b2", [8], tenant="b", pin_share=0.05)
+    with pytest.raises(RequestError, match=r"in \(0, 1\], got 0.0"):
+        bench.pin("c", [8], tenant="c", pin_share=0.0)
