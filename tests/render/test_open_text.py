@@ -1,7 +1,9 @@
 """Text in pieces gives the tokens of the whole text, whatever the pieces are."""
 
+import json
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +11,7 @@ from quire.base.errors import RequestError
 from quire.models.source import resolve_model
 from quire.render.open_text import OpenText
 from quire.render.tokenizer import Tokenizer
-from tests.render.tiny import tokenizer, write_directory
+from tests.render.tiny import byte_level, tokenizer
 
 # Those whose vocabulary has tokens across words (the tiny llama's and gemma's) are left out.
 NAMES = ("demo", "byte_level", "metaspace", "wordpiece")
@@ -24,6 +26,14 @@ def named(name: str) -> Tokenizer:
     if name == "demo":
         return Tokenizer.from_directory(resolve_model("demo").directory)
     return tokenizer(name)
+
+
+def byte_level_directory(folder: Path, config: dict[str, object]) -> Tokenizer:
+    """With vocab.json and merges.txt, so that the config decides on begin and end."""
+    byte_level().model.save(str(folder))
+    values = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return Tokenizer.from_directory(folder)
 
 
 def in_pieces(text: OpenText, whole: str, rng: random.Random) -> list[int]:
@@ -48,7 +58,7 @@ def test_random_texts_in_random_pieces(name: str) -> None:
 @pytest.mark.parametrize("eos", [True, False])
 def test_special_tokens_come_once(tmp_path, bos: bool, eos: bool) -> None:
     flags = {"bos_token": "<|im_start|>", "add_bos_token": bos, "add_eos_token": eos}
-    known = Tokenizer.from_directory(write_directory(tmp_path, "byte_level", **flags))
+    known = byte_level_directory(tmp_path, flags)
     rng, whole = random.Random(1), "The quick brown fox jumps over the lazy dog."
     for special in (True, False):
         found = in_pieces(OpenText(known, special), whole, rng)
@@ -69,7 +79,7 @@ def test_only_the_last_word_is_held_back() -> None:
 
 def test_token_ids_let_go_what_was_held_back(tmp_path) -> None:
     flags = {"bos_token": "<|im_start|>", "add_bos_token": True, "add_eos_token": True}
-    known = Tokenizer.from_directory(write_directory(tmp_path, "byte_level", **flags))
+    known = byte_level_directory(tmp_path, flags)
     bos, eos = known.bos_token_id, known.eos_token_id
     text = OpenText(known)
     assert text.add("Hello wor") == [bos, *known.encode("Hello", False)]
