@@ -63,7 +63,8 @@ def test_windows(changes: dict, windows: tuple) -> None:
 
 def test_layers_of_one_window_form_a_group() -> None:
     types = ["sliding_attention", "full_attention"] * 2
-    spec = parse_spec(LLAMA | {"sliding_window": 7, "layer_types": types})
+    windows = {"sliding_window": 7, "use_sliding_window": True, "layer_types": types}
+    spec = parse_spec(LLAMA | {"model_type": "qwen3"} | windows)
     full, window = spec.cache_groups
     assert (full.kind, full.layers) == ("full", (1, 3))
     assert (window.kind, window.layers, window.window) == ("window", (0, 2), 7)

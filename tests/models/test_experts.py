@@ -13,7 +13,6 @@ from quire.models import experts
 from quire.models.experts import ExpertList, SparseMLP, StackedExperts
 from quire.models.formats import WeightFormats
 from quire.models.loading import load_model
-from quire.models.options import expert_options
 from quire.models.outline import outline
 from quire.models.packing import model_bytes, planned_bytes
 from quire.models.registry import make_model
@@ -122,8 +121,8 @@ def test_layers_with_experts() -> None:
 def test_names_of_the_hub_and_of_transformers() -> None:
     plain = {name: value for name, value in EXPERTS.items() if name != "num_experts"}
     spec = parse_spec({"model_type": "qwen3_moe", "num_local_experts": 6} | plain)
-    assert expert_options(spec) == expert_options(spec_with())
-    assert expert_options(parse_spec({"model_type": "qwen3"} | EXPERTS)) is None
+    assert spec.experts == spec_with().experts
+    assert parse_spec({"model_type": "qwen3"} | EXPERTS).experts is None
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A model's shape, read from its Hugging Face config.json or its GGUF file, without torch.
 
 `ModelSpec` holds what memory sizing, the scheduler and the layers need; `cache_groups` says what
-each attention layer caches (design: "Cache groups"). Numbers that only one architecture needs are
-read from `raw` by that architecture's file.
+each attention layer caches (design: "Cache groups"). The layers' options are read from `raw` when
+they are asked for, so that a model of another package may have options of its own.
 """
 
 import hashlib
@@ -11,11 +11,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.base.config_fields import MAX_COUNT, Fields, shown
 from quire.base.errors import ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
+from quire.base.layer_windows import layer_windows
+from quire.base.model_options import (
+    KNOWN_TYPES,
+    ROTARY_TYPES,
+    ExpertOptions,
+    GPT2Options,
+    LayerOptions,
+    OPTOptions,
+    RopeOptions,
+    check_activation,
+    expert_options,
+    gpt2_options,
+    layer_options,
+    opt_options,
+    refuse_what_is_ignored,
+    rope_options,
+)
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# What a config may say at most: far beyond every model, and small enough to be counted with.
+MAX_CONFIG_BYTES, MAX_NESTING = 1 << 24, 32
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
+
+# transformers' numbers where a config has none; null means as many as query heads.
+DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
+QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -88,23 +114,81 @@ class ModelSpec:
         text = json.dumps(self.raw, sort_keys=True, default=repr)
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
+    @property
+    def layers(self) -> LayerOptions:
+        """Raises ModelError for what a model cannot have; so do the others."""
+        return layer_options(Fields(self.raw), self.model_type)
+
+    @property
+    def rope(self) -> RopeOptions:
+        return rope_options(Fields(self.raw), self.head_dim, self.max_position)
+
+    @property
+    def experts(self) -> ExpertOptions | None:
+        return expert_options(Fields(self.raw), self.model_type, self.num_layers)
+
+    @property
+    def gpt2(self) -> GPT2Options:
+        return gpt2_options(Fields(self.raw))
+
+    @property
+    def opt(self) -> OPTOptions:
+        return opt_options(Fields(self.raw), self.hidden_size)
+
+    def check(self) -> None:
+        """Raise ModelError for a config that a model of ours would not obey."""
+        fields = Fields(self.raw)
+        refuse_what_is_ignored(fields, self.model_type)
+        check_activation(self.layers, self.model_type)
+        if self.model_type in ROTARY_TYPES:
+            _ = self.rope, self.experts
+        else:
+            _ = self.gpt2 if self.model_type == "gpt2" else self.opt
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         return sum(group.block_bytes(1, dtype_bytes) for group in self.cache_groups)
 
 
 def load_spec(directory: Path) -> ModelSpec:
-    """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place. Raises
-    ModelError if it is absent or not understood."""
-    if is_gguf(directory):
-        return parse_spec(gguf_config(GGUFFile(directory)))
+    """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
+    check all that a model of ours reads of it. Raises ModelError if it is absent or not
+    understood."""
+    raw = gguf_config(GGUFFile(directory)) if is_gguf(directory) else _config(directory)
+    spec = parse_spec(raw)
+    if spec.model_type in KNOWN_TYPES:
+        spec.check()
+    return spec
+
+
+def _config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(MAX_CONFIG_BYTES + 1)
+        if len(text) > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_BYTES:,} bytes")
+        raw = json.loads(text)
+        check_nesting(raw)
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    except RecursionError as error:
+        raise ModelError(f"{path} is nested too deeply: {MAX_NESTING} levels at most.") from error
+    except ValueError as error:  # what JSON is not, numbers of thousands of digits, other bytes
         raise ModelError(f"{path} is not valid JSON: {error}.") from error
-    return parse_spec(raw)
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} is not a config: it holds {shown(raw)}, not an object.")
+    return raw
+
+
+def check_nesting(value: Any, levels: int = MAX_NESTING) -> None:
+    """Raise RecursionError for lists and dictionaries within more than so many others."""
+    if isinstance(value, dict | list):
+        if levels == 0:
+            raise RecursionError
+        for each in value.values() if isinstance(value, dict) else value:
+            check_nesting(each, levels - 1)
 
 
 def _no_config(directory: Path) -> str:
@@ -115,69 +199,81 @@ def _no_config(directory: Path) -> str:
 
 
 def parse_spec(raw: dict[str, Any]) -> ModelSpec:
-    """Read a Hugging Face config dictionary. Raises ModelError for a missing field."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
+    """Read the sizes of a Hugging Face config dictionary. Raises ModelError, naming field and
+    value, for one that is missing or cannot be."""
+    fields = Fields(raw)
+    model_type = fields.text("model_type", "")
+    if not model_type:
         raise ModelError("config.json has no model_type.")
-    pick = _Picker(raw)
-    num_layers = pick.integer("num_hidden_layers", "n_layer")
-    hidden = pick.integer("hidden_size", "n_embd")
-    heads = pick.integer("num_attention_heads", "n_head")
+    num_layers = fields.integer("num_hidden_layers", "n_layer", most=MAX_LAYERS)
+    hidden = fields.integer("hidden_size", "n_embd")
+    heads = fields.integer("num_attention_heads", "n_head", most=MAX_HEADS)
+    kv_heads = _kv_heads(fields, model_type, heads)
     return ModelSpec(
         model_type=model_type,
         num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=pick.integer(
-            "intermediate_size", "ffn_dim", "n_inner", default=4 * hidden
-        ),
+        intermediate_size=_intermediate_size(fields, model_type, hidden),
         num_heads=heads,
-        num_kv_heads=pick.integer("num_key_value_heads", default=heads),
-        head_dim=pick.integer("head_dim", default=hidden // heads),
-        vocab_size=pick.integer("vocab_size"),
-        max_position=pick.integer("max_position_embeddings", "n_positions", "n_ctx"),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", model_type in ("gpt2", "opt"))),
-        layer_windows=_layer_windows(raw, num_layers),
-        eos_token_ids=_ids(raw.get("eos_token_id")),
-        bos_token_id=raw.get("bos_token_id"),
+        num_kv_heads=kv_heads,
+        head_dim=_head_dim(fields, model_type, hidden, heads),
+        vocab_size=fields.integer("vocab_size", most=MAX_VOCABULARY),
+        max_position=fields.integer("max_position_embeddings", "n_positions", most=MAX_COUNT),
+        dtype=_dtype(fields),
+        tie_embeddings=fields.flag("tie_word_embeddings", model_type in ("gpt2", "opt")),
+        layer_windows=layer_windows(fields, model_type, num_layers),
+        eos_token_ids=fields.integers("eos_token_id"),
+        bos_token_id=_bos(fields),
         raw=raw,
     )
 
 
-class _Picker:
-    """Reads an integer under the first of several names that the config has."""
-
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self._raw = raw
-
-    def integer(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            value = self._raw.get(name)
-            if isinstance(value, int):
-                return value
-        if default is None:
-            raise ModelError(f"config.json has none of the fields {', '.join(names)}.")
-        return default
+def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
+    """As many as query heads if it is null, or where transformers has no number of its own."""
+    if model_type in ("gpt2", "opt"):
+        return heads
+    default = heads
+    if not fields.is_null("num_key_value_heads"):
+        default = DEFAULT_KV_HEADS.get(model_type, heads)
+    found = fields.integer("num_key_value_heads", default=default, most=MAX_HEADS)
+    if heads % found:
+        raise fields.error("num_attention_heads", f"it is no multiple of {found} KV heads")
+    return found
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
+    if model_type not in ("gpt2", "opt"):
+        if fields.has("head_dim"):
+            return fields.integer("head_dim", most=MAX_HEAD_DIM)
+        if model_type == "qwen3":
+            return QWEN3_HEAD_DIM
+    if hidden % heads:
+        name = "hidden_size" if fields.has("hidden_size") else "n_embd"
+        raise fields.error(name, f"it is no multiple of {heads} heads")
+    return hidden // heads
 
 
-def _layer_windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer: None where a layer attends to everything before it."""
-    window = raw.get("sliding_window")
-    types = raw.get("layer_types")
-    model_type = raw["model_type"]
-    if window is None or raw.get("use_sliding_window", model_type != "qwen3_moe") is False:
-        return (None,) * num_layers
-    if types:
-        return tuple(window if kind == "sliding_attention" else None for kind in types)
-    if model_type in ("mistral", "qwen3_moe"):
-        return (window,) * num_layers
-    if "max_window_layers" in raw:  # qwen2, qwen3: the first layers attend fully
-        first = raw["max_window_layers"]
-        return tuple(None if i < first else window for i in range(num_layers))
-    return (None,) * num_layers
+def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
+    if model_type == "gpt2":
+        return fields.integer("n_inner", default=4 * hidden)
+    if model_type == "opt":
+        return fields.integer("ffn_dim")
+    if model_type in KNOWN_TYPES:
+        return fields.integer("intermediate_size")
+    return fields.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
+
+
+def _dtype(fields: Fields) -> str:
+    """Of the weights. `torch_dtype` is its old name."""
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    found = fields.text(name, "float32")
+    if found not in DTYPE_BYTES:
+        raise fields.error(name, f"it must be one of {', '.join(DTYPE_BYTES)}")
+    return found
+
+
+def _bos(fields: Fields) -> int | None:
+    found = fields.integers("bos_token_id")
+    if len(found) > 1:
+        raise fields.error("bos_token_id", "a sequence begins with one token")
+    return found[0] if found else None

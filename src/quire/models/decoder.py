@@ -9,7 +9,7 @@ The residual stream is carried beside the hidden states, so that its addition is
 import torch
 from torch import nn
 
-from quire.base.errors import ModelError
+from quire.base.model_options import check_activation
 from quire.base.model_spec import ModelSpec
 from quire.models.experts import SparseMLP
 from quire.models.kv_scales import NAME_ENDS
@@ -48,7 +48,7 @@ class DecoderAttention(nn.Module):
         self.qk_norm = None
         if options.qk_norm:
             names = (f"{name}.q_norm", f"{name}.k_norm")
-            self.qk_norm = HeadNorm(names, (heads, kv_heads), size, rms_eps(spec), place)
+            self.qk_norm = HeadNorm(names, (heads, kv_heads), size, spec.layers.norm_eps, place)
         self.output = Linear(
             [f"{name}.o_proj"],
             heads * size,
@@ -102,7 +102,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, options: DecoderOptions, place: Place) -> None:
         super().__init__()
-        name, size, eps = f"model.layers.{layer}", spec.hidden_size, rms_eps(spec)
+        name, size, eps = f"model.layers.{layer}", spec.hidden_size, spec.layers.norm_eps
         self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place)
         self.attention = DecoderAttention(spec, layer, f"{name}.self_attn", options, place)
         self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place)
@@ -136,14 +136,14 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, place: Place) -> None:
         super().__init__()
-        check_silu(spec)
+        check_activation(spec.layers, spec.model_type)
         size = spec.hidden_size
         self.embedding = Embedding("model.embed_tokens", spec.vocab_size, size, place)
         self.rotary = Rotary(spec, place)
         self.layers = nn.ModuleList(
             DecoderLayer(spec, layer, options, place) for layer in range(spec.num_layers)
         )
-        self.norm = RMSNorm("model.norm", size, rms_eps(spec), place)
+        self.norm = RMSNorm("model.norm", size, spec.layers.norm_eps, place)
         tied = self.embedding if spec.tie_embeddings else None
         self.head = LMHead("lm_head", spec.vocab_size, size, place, tied)
 
@@ -174,15 +174,3 @@ class Decoder(nn.Module):
         """Logits [R, V] in the model's dtype."""
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
-
-
-def rms_eps(spec: ModelSpec) -> float:
-    """What the norms add to the mean square."""
-    return float(spec.raw.get("rms_norm_eps", 1e-6))
-
-
-def check_silu(spec: ModelSpec) -> None:
-    """Raise ModelError if the feed-forward layers use another activation."""
-    name = spec.raw.get("hidden_act", "silu")
-    if name != "silu":
-        raise ModelError(f"{spec.model_type} with hidden_act {name!r} is not supported, only silu.")

@@ -10,8 +10,8 @@ each expert has linear layers of its own, which are packed, quantised and planne
 import torch
 from torch import nn
 
+from quire.base.model_options import ExpertOptions
 from quire.models.layers import Layer, Linear, Place, Source
-from quire.models.options import ExpertOptions
 from quire.ops.moe import moe_experts, moe_route
 
 

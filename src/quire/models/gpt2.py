@@ -33,8 +33,8 @@ class GPT2Attention(nn.Module):
         self._shape = (-1, 3, spec.num_heads, spec.head_dim)
         self.qkv = _linear(f"{name}.c_attn", size, 3 * size, place)
         self.output = _linear(f"{name}.c_proj", size, size, place)
-        scale = spec.head_dim**-0.5 if spec.raw.get("scale_attn_weights", True) else 1.0
-        if spec.raw.get("scale_attn_by_inverse_layer_idx", False):
+        scale = spec.head_dim**-0.5 if spec.gpt2.scales_attention else 1.0
+        if spec.gpt2.scales_by_layer:
             scale /= layer + 1
         self.attention = Attention(layer, scale)
 
@@ -55,7 +55,7 @@ class GPT2Layer(nn.Module):
         self.mlp_norm = LayerNorm(f"{name}.ln_2", size, eps, place)
         self.up = _linear(f"{name}.mlp.c_fc", size, inner, place)
         self.down = _linear(f"{name}.mlp.c_proj", inner, size, place)
-        self._activation = activation(spec.raw.get("activation_function", "gelu_new"))
+        self._activation = activation(spec.layers.activation)
 
     def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         x_TD = add(x_TD, self.attention(self.attention_norm(x_TD), backend))
@@ -71,7 +71,7 @@ class GPT2(nn.Module):
 
     def __init__(self, spec: ModelSpec, place: Place) -> None:
         super().__init__()
-        size, eps = spec.hidden_size, float(spec.raw.get("layer_norm_epsilon", 1e-5))
+        size, eps = spec.hidden_size, spec.layers.norm_eps
         self.embedding = Embedding("transformer.wte", spec.vocab_size, size, place)
         self.positions = Embedding("transformer.wpe", spec.max_position, size, place)
         self.layers = nn.ModuleList(

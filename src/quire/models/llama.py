@@ -9,9 +9,6 @@ class Llama(Decoder):
     """Biases only where the config asks for them."""
 
     def __init__(self, spec: ModelSpec, place: Place) -> None:
-        attention_bias = bool(spec.raw.get("attention_bias", False))
-        mlp_bias = bool(spec.raw.get("mlp_bias", False))
-        options = DecoderOptions(
-            qkv_bias=attention_bias, output_bias=attention_bias, mlp_bias=mlp_bias
-        )
+        bias, mlp_bias = spec.layers.attention_bias, spec.layers.mlp_bias
+        options = DecoderOptions(qkv_bias=bias, output_bias=bias, mlp_bias=mlp_bias)
         super().__init__(spec, options, place)

@@ -21,7 +21,6 @@ from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
 POSITION_OFFSET = 2  # the first rows of the position table stand for padding
-NORM_EPS = 1e-5
 
 
 class OPTAttention(nn.Module):
@@ -29,7 +28,7 @@ class OPTAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, name: str, place: Place) -> None:
         super().__init__()
-        size, bias = spec.hidden_size, bool(spec.raw.get("enable_bias", True))
+        size, bias = spec.hidden_size, spec.opt.has_biases
         self._shape = (-1, 3, spec.num_heads, spec.head_dim)
         parts = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
         self.qkv = Linear(parts, size, [size] * 3, place, bias=bias)
@@ -47,19 +46,16 @@ class OPTLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, place: Place) -> None:
         super().__init__()
-        raw, size, inner = spec.raw, spec.hidden_size, spec.intermediate_size
+        size, inner, eps = spec.hidden_size, spec.intermediate_size, spec.layers.norm_eps
         name = f"model.decoder.layers.{layer}"
-        bias = bool(raw.get("enable_bias", True))
-        affine = bool(raw.get("layer_norm_elementwise_affine", True))
-        self._norm_before = bool(raw.get("do_layer_norm_before", True))
-        self._activation = activation(raw.get("activation_function", "relu"))
+        bias, affine = spec.opt.has_biases, spec.opt.has_affine_norms
+        self._norm_before = spec.opt.norms_first
+        self._activation = activation(spec.layers.activation)
         self.attention = OPTAttention(spec, layer, f"{name}.self_attn", place)
-        self.attention_norm = LayerNorm(
-            f"{name}.self_attn_layer_norm", size, NORM_EPS, place, affine
-        )
+        self.attention_norm = LayerNorm(f"{name}.self_attn_layer_norm", size, eps, place, affine)
         self.up = Linear([f"{name}.fc1"], size, [inner], place, bias=bias)
         self.down = Linear([f"{name}.fc2"], inner, [size], place, bias=bias)
-        self.mlp_norm = LayerNorm(f"{name}.final_layer_norm", size, NORM_EPS, place, affine)
+        self.mlp_norm = LayerNorm(f"{name}.final_layer_norm", size, eps, place, affine)
 
     def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         if self._norm_before:
@@ -82,8 +78,8 @@ class OPT(nn.Module):
 
     def __init__(self, spec: ModelSpec, place: Place) -> None:
         super().__init__()
-        raw, size, name = spec.raw, spec.hidden_size, "model.decoder"
-        width = int(raw.get("word_embed_proj_dim") or size)
+        options, size, name = spec.opt, spec.hidden_size, "model.decoder"
+        width = options.width
         self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, place)
         self.positions = Embedding(
             f"{name}.embed_positions", spec.max_position, size, place, POSITION_OFFSET
@@ -95,9 +91,9 @@ class OPT(nn.Module):
         self.layers = nn.ModuleList(
             OPTLayer(spec, layer, place) for layer in range(spec.num_layers)
         )
-        if raw.get("do_layer_norm_before", True) and not raw.get("_remove_final_layer_norm", False):
-            affine = bool(raw.get("layer_norm_elementwise_affine", True))
-            self.norm = LayerNorm(f"{name}.final_layer_norm", size, NORM_EPS, place, affine)
+        if options.has_final_norm:
+            eps, affine = spec.layers.norm_eps, options.has_affine_norms
+            self.norm = LayerNorm(f"{name}.final_layer_norm", size, eps, place, affine)
         tied = self.embedding if spec.tie_embeddings else None
         self.head = LMHead("lm_head", spec.vocab_size, width, place, tied)
 

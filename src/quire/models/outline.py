@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.base.errors import ModelError
+from quire.base.model_options import ExpertOptions, OPTOptions
 from quire.base.model_spec import ModelSpec
 from quire.models import kv_scales
 from quire.models.formats import StoredFormat, WeightFormats
-from quire.models.options import DecoderOptions, ExpertOptions, expert_options
+from quire.models.options import DecoderOptions
 from quire.ops.formats import Packing, Quantization
 
 PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
@@ -142,13 +143,14 @@ def _ends(spec: ModelSpec, table: str, width: int) -> Iterator[Part]:
 
 
 def _options(spec: ModelSpec) -> DecoderOptions:
-    bias = bool(spec.raw.get("attention_bias", False))
+    layers = spec.layers
+    bias = layers.attention_bias
     if spec.model_type == "qwen2":
         return DecoderOptions(qkv_bias=True)
     if spec.model_type in ("qwen3", "qwen3_moe"):
-        return DecoderOptions(bias, bias, qk_norm=True, experts=expert_options(spec))
+        return DecoderOptions(bias, bias, qk_norm=True, experts=spec.experts)
     if spec.model_type == "llama":
-        return DecoderOptions(bias, bias, bool(spec.raw.get("mlp_bias", False)))
+        return DecoderOptions(bias, bias, layers.mlp_bias)
     return DecoderOptions()
 
 
@@ -214,9 +216,8 @@ def _gpt2(spec: ModelSpec) -> Iterator[Part]:
 
 
 def _opt(spec: ModelSpec) -> Iterator[Part]:
-    raw, size, name = spec.raw, spec.hidden_size, "model.decoder"
-    width = int(raw.get("word_embed_proj_dim") or size)
-    affine = bool(raw.get("layer_norm_elementwise_affine", True))
+    options, size, name = spec.opt, spec.hidden_size, "model.decoder"
+    width = options.width
     yield from _ends(spec, f"{name}.embed_tokens", width)
     rows = spec.max_position + POSITION_OFFSET
     yield _plain(f"{name}.embed_positions.weight", rows, size)
@@ -224,14 +225,14 @@ def _opt(spec: ModelSpec) -> Iterator[Part]:
         yield from _linear([f"{name}.project_in"], width, [size], False)
         yield from _linear([f"{name}.project_out"], size, [width], False)
     for layer in range(spec.num_layers):
-        yield from _opt_layer(spec, f"{name}.layers.{layer}", affine)
-    if raw.get("do_layer_norm_before", True) and not raw.get("_remove_final_layer_norm", False):
-        yield from _layer_norm(f"{name}.final_layer_norm", size, affine)
+        yield from _opt_layer(spec, f"{name}.layers.{layer}", options)
+    if options.has_final_norm:
+        yield from _layer_norm(f"{name}.final_layer_norm", size, options.has_affine_norms)
 
 
-def _opt_layer(spec: ModelSpec, name: str, affine: bool) -> Iterator[Part]:
+def _opt_layer(spec: ModelSpec, name: str, options: OPTOptions) -> Iterator[Part]:
     size, inner = spec.hidden_size, spec.intermediate_size
-    bias = bool(spec.raw.get("enable_bias", True))
+    bias, affine = options.has_biases, options.has_affine_norms
     names = [f"{name}.self_attn.{each}_proj" for each in "qkv"]
     yield from _linear(names, size, [size] * 3, bias)
     yield from _linear([f"{name}.self_attn.out_proj"], size, [size], bias)

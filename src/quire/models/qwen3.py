@@ -9,5 +9,5 @@ class Qwen3(Decoder):
     """Query and key heads are normalised before they are rotated."""
 
     def __init__(self, spec: ModelSpec, place: Place) -> None:
-        bias = bool(spec.raw.get("attention_bias", False))
+        bias = spec.layers.attention_bias
         super().__init__(spec, DecoderOptions(qkv_bias=bias, output_bias=bias, qk_norm=True), place)

@@ -5,7 +5,6 @@ in every run, so rounding is the same too.
 """
 
 from quire.base.model_spec import ModelSpec
-from quire.models.options import expert_options
 
 STEP_S = 0.25
 MOST_TOKENS = 256
@@ -24,7 +23,7 @@ def cpu_token_budget(spec: ModelSpec, dtype: str, num_threads: int) -> int:
 def linear_parameters(spec: ModelSpec) -> int:
     """Weights that each token is multiplied with, head and embedding aside."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    dense, experts = 3 * spec.hidden_size * spec.intermediate_size, expert_options(spec)
+    dense, experts = 3 * spec.hidden_size * spec.intermediate_size, spec.experts
     if experts is None:
         return spec.num_layers * (attention + dense)
     num_sparse = sum(experts.is_sparse(layer) for layer in range(spec.num_layers))

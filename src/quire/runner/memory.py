@@ -11,7 +11,6 @@ from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
-from quire.models.options import expert_options
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
@@ -50,7 +49,7 @@ def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs
     and its product, or what a mixture of experts makes. Per sampling row: logits in the model's
     dtype and twice in float32.
     """
-    experts = expert_options(spec)
+    experts = spec.experts
     inner = 3 * spec.intermediate_size
     if experts is not None:
         inner = max(inner, experts.activations(spec.hidden_size))

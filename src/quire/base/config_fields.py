@@ -1,0 +1,135 @@
+"""Reads typed values from a model's config, which anybody may have written.
+
+A value is of the type and in the range that is asked for, or an error names the field, the value
+and what it may be. `null` stands for an absent field.
+"""
+
+import math
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.errors import ModelError
+
+MAX_SIZE = 1 << 24  # of a matrix's side, a vocabulary apart
+MAX_COUNT = (1 << 31) - 1  # of what has numbers in int32: positions, token ids
+
+
+class Fields:
+    """The values of one dictionary. where: what errors call it, such as `config.json`."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self._raw, self._where = raw, where
+
+    def has(self, name: str) -> bool:
+        return self._raw.get(name) is not None
+
+    def is_null(self, name: str) -> bool:
+        """Whether it is there and null: for the few fields where that is not the default."""
+        return name in self._raw and self._raw[name] is None
+
+    def value(self, name: str) -> Any:
+        """As it stands there; None if absent."""
+        return self._raw.get(name)
+
+    def integer(
+        self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE
+    ) -> int:
+        """The first of the names that is there. Raises ModelError if none is and there is no
+        default, for what is no whole number, and for one out of the range; so do the others."""
+        name = self._present(names, default is not None)
+        if name is None:
+            assert default is not None
+            return default
+        value = self._raw[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(name, f"it must be a whole number from {least} to {most}")
+        return value
+
+    def number(
+        self, name: str, default: float | None = None, least: float = 0.0, above: bool = True
+    ) -> float:
+        """A finite one, above `least`, or not below it."""
+        if self._present((name,), default is not None) is None:
+            assert default is not None
+            return default
+        value = self._raw[name]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not _is_finite(value) or value < least or (above and value == least):
+            limit = f"above {least:g}" if above else f"of at least {least:g}"
+            raise self.error(name, f"it must be a number {limit}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(name, "it must be true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        value = self._raw.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise self.error(name, "it must be a text")
+        return value
+
+    def integers(self, name: str, most: int = MAX_COUNT) -> tuple[int, ...]:
+        """A list of whole numbers from 0, or a single one; empty if absent."""
+        value = self._raw.get(name)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        for each in found:
+            if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each <= most:
+                raise self.error(name, f"it must hold whole numbers from 0 to {most}")
+        return tuple(found)
+
+    def texts(self, name: str) -> tuple[str, ...] | None:
+        """A list of texts; None if absent."""
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.error(name, "it must be a list of texts")
+        return tuple(value)
+
+    def inner(self, name: str) -> "Fields | None":
+        """A dictionary in this one; None if it is absent or empty."""
+        value = self._raw.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, "it must be an object with fields of its own")
+        return Fields(value, f"{self._where}: {name}") if value else None
+
+    def names(self) -> list[str]:
+        return list(self._raw)
+
+    def error(self, name: str, what: str) -> ModelError:
+        """To be raised: names the field and its value, and says `what` about it."""
+        return ModelError(f"{self._where}: {name} is {shown(self._raw.get(name))}; {what}.")
+
+    def _present(self, names: tuple[str, ...], has_default: bool) -> str | None:
+        for name in names:
+            if self._raw.get(name) is not None:
+                return name
+        if has_default:
+            return None
+        which = f"no {names[0]}" if len(names) == 1 else f"none of the fields {', '.join(names)}"
+        raise ModelError(f"{self._where} has {which}.")
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: as JSON would, and not long."""
+    plain: dict[Any, str] = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return plain[value]
+    return reprlib.repr(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False

@@ -1,0 +1,113 @@
+"""Which layers of a model see only a window of tokens, as transformers reads it from the config.
+
+Each architecture has its own rule, and ignores fields that others obey. A config whose fields
+contradict the rule of its architecture is refused: its authors meant something else.
+"""
+
+from quire.base.config_fields import MAX_COUNT, Fields
+
+Windows = tuple[int | None, ...]
+
+DEFAULT_WINDOW, DEFAULT_FULL_LAYERS = 4096, 28  # transformers', where the config says nothing
+FULL, SLIDING = "full_attention", "sliding_attention"
+OLD_NAMES = {"attention": FULL}
+BY_LAYER = ("qwen2", "qwen3")
+WITHOUT = ("llama", "gpt2", "opt")
+
+
+def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
+    """The window of each layer: None where a layer attends to everything before it. Raises
+    ModelError."""
+    if model_type in WITHOUT:
+        windows = _without(fields, model_type, num_layers)
+    elif model_type == "mistral":
+        windows = _everywhere(fields, num_layers)
+    elif model_type == "qwen3_moe":
+        windows = (_switched_window(fields),) * num_layers
+    elif model_type in BY_LAYER:
+        return _by_layer(fields, num_layers)
+    else:
+        return _of_others(fields, num_layers)
+    kinds = _kinds(fields, num_layers)
+    for layer, (kind, window) in enumerate(zip(kinds or (), windows, strict=False)):
+        if (kind == SLIDING) != (window is not None):
+            raise fields.error(
+                "layer_types",
+                f"layer {layer} is {kind}, but {model_type} has"
+                f" {f'a window of {window}' if window else 'no windows'} in all layers",
+            )
+    return windows
+
+
+def _without(fields: Fields, model_type: str, num_layers: int) -> Windows:
+    if fields.has("sliding_window") and fields.flag("use_sliding_window", True):
+        raise fields.error(
+            "sliding_window",
+            f"{model_type} has no windows; if this is a Mistral, its model_type is mistral, else"
+            " set it to null, as transformers ignores it",
+        )
+    return (None,) * num_layers
+
+
+def _everywhere(fields: Fields, num_layers: int) -> Windows:
+    """Mistral: the window is the switch, and only null turns it off."""
+    if fields.is_null("sliding_window"):
+        return (None,) * num_layers
+    window = _window(fields)
+    if not fields.flag("use_sliding_window", True):
+        raise fields.error(
+            "use_sliding_window",
+            f"mistral does not read it, and sliding_window is {window}; set that to null",
+        )
+    return (window,) * num_layers
+
+
+def _switched_window(fields: Fields) -> int | None:
+    if not fields.flag("use_sliding_window") or fields.is_null("sliding_window"):
+        return None
+    return _window(fields)
+
+
+def _by_layer(fields: Fields, num_layers: int) -> Windows:
+    window, kinds = _switched_window(fields), _kinds(fields, num_layers)
+    if kinds is None:
+        first = fields.integer("max_window_layers", default=DEFAULT_FULL_LAYERS, least=0)
+        return tuple(None if layer < first else window for layer in range(num_layers))
+    if SLIDING in kinds and window is None:
+        raise fields.error(
+            "layer_types",
+            "sliding_attention needs a sliding_window, and use_sliding_window true",
+        )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _of_others(fields: Fields, num_layers: int) -> Windows:
+    """Of models that other packages bring: as the config says it for each layer, else none."""
+    if not fields.has("sliding_window") or not fields.flag("use_sliding_window", True):
+        return (None,) * num_layers
+    window, kinds = _window(fields), _kinds(fields, num_layers, FULL)
+    if kinds is not None:
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+    first = fields.integer("max_window_layers", default=num_layers, least=0)
+    return tuple(None if layer < first else window for layer in range(num_layers))
+
+
+def _window(fields: Fields) -> int:
+    return fields.integer("sliding_window", default=DEFAULT_WINDOW, most=MAX_COUNT)
+
+
+def _kinds(fields: Fields, num_layers: int, others: str = "") -> tuple[str, ...] | None:
+    """What `layer_types` says; others: what an unknown kind counts as, an error if empty."""
+    found = fields.texts("layer_types")
+    if found is None:
+        return None
+    if len(found) != num_layers:
+        raise fields.error("layer_types", f"it names {len(found)} of {num_layers} layers")
+    kinds = []
+    for kind in (OLD_NAMES.get(name, name) for name in found):
+        if kind not in (FULL, SLIDING) and not others:
+            raise fields.error(
+                "layer_types", f"{kind!r} is not supported; supported are {FULL} and {SLIDING}"
+            )
+        kinds.append(kind if kind in (FULL, SLIDING) else others)
+    return tuple(kinds)

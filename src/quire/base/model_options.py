@@ -1,0 +1,299 @@
+"""What a config says about a model's layers beside their sizes, as transformers reads it.
+
+Of the architectures that we know. A field that transformers obeys and we do not is refused, so that
+no model computes something else than its authors mean.
+"""
+
+import math
+from dataclasses import dataclass
+
+from quire.base.config_fields import MAX_COUNT, Fields
+from quire.base.errors import ModelError
+
+ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+KNOWN_TYPES = (*ROTARY_TYPES, "gpt2", "opt")
+MAX_EXPERTS = 1 << 14
+MAX_EXPERT_LAYERS = 1 << 17  # experts of all layers together
+DEFAULT_ACTIVATIONS = {"gpt2": "gelu_new", "opt": "relu"}
+ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")  # of these two
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """norm_eps: what norms add to the (mean) square. Biases are those of attention and of the
+    feed-forward layer, where the architecture leaves them open."""
+
+    norm_eps: float
+    activation: str
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+
+@dataclass(frozen=True)
+class GPT2Options:
+    """scales_attention: by 1 / sqrt(head dim). scales_by_layer: also by 1 / (layer + 1)."""
+
+    scales_attention: bool
+    scales_by_layer: bool
+
+
+@dataclass(frozen=True)
+class OPTOptions:
+    """width: of embeddings, before a projection. norms_first: before attention and feed-forward
+    layer instead of after."""
+
+    width: int
+    has_biases: bool
+    has_affine_norms: bool
+    norms_first: bool
+    has_final_norm: bool
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Of a mixture of experts.
+
+    num_chosen: experts that a token is sent to. inner_size: of one expert's feed-forward layer.
+    normalises: whether the weights of the chosen add up to 1. step, dense_layers: every step-th
+    layer has experts, but for these.
+    """
+
+    num_experts: int
+    num_chosen: int
+    inner_size: int
+    normalises: bool
+    step: int = 1
+    dense_layers: tuple[int, ...] = ()
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether this layer has experts."""
+        return layer not in self.dense_layers and (layer + 1) % self.step == 0
+
+    def activations(self, size: int) -> int:
+        """Upper bound of the elements that a layer makes of a token of so many: each expert's
+        product and output, the inputs of one expert, sums in float32, and the router's."""
+        inner = self.inner_size
+        return self.num_chosen * (inner + size) + 3 * inner + 8 * size + 8 * self.num_experts
+
+
+def layer_options(fields: Fields, model_type: str) -> LayerOptions:
+    """Raises ModelError for a field that cannot be, as all of these functions."""
+    if model_type == "gpt2":
+        eps = fields.number("layer_norm_epsilon", 1e-5, above=False)
+    elif model_type == "opt":
+        eps = 1e-5  # transformers leaves it to torch
+    else:
+        eps = fields.number("rms_norm_eps", 1e-6, above=False)
+    own = DEFAULT_ACTIVATIONS.get(model_type)
+    name = fields.text("activation_function", own) if own else fields.text("hidden_act", "silu")
+    has_bias = model_type not in ("mistral", "qwen2")  # of these the architecture says it
+    return LayerOptions(
+        norm_eps=eps,
+        activation=name,
+        attention_bias=has_bias and fields.flag("attention_bias"),
+        mlp_bias=model_type not in ROTARY_TYPES[1:] and fields.flag("mlp_bias"),
+    )
+
+
+def check_activation(layers: LayerOptions, model_type: str) -> None:
+    """Raise ModelError if no feed-forward layer here has this function."""
+    name = layers.activation
+    if model_type not in DEFAULT_ACTIVATIONS:
+        if name not in ("silu", "swish"):
+            raise ModelError(f"{model_type} with hidden_act {name!r} is not supported, only silu.")
+    elif name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ModelError(f"the activation {name!r} is not supported; supported are {known}.")
+
+
+def gpt2_options(fields: Fields) -> GPT2Options:
+    return GPT2Options(
+        scales_attention=fields.flag("scale_attn_weights", True),
+        scales_by_layer=fields.flag("scale_attn_by_inverse_layer_idx"),
+    )
+
+
+def opt_options(fields: Fields, hidden_size: int) -> OPTOptions:
+    norms_first = fields.flag("do_layer_norm_before", True)
+    return OPTOptions(
+        width=fields.integer("word_embed_proj_dim", default=hidden_size),
+        has_biases=fields.flag("enable_bias", True),
+        has_affine_norms=fields.flag("layer_norm_elementwise_affine", True),
+        norms_first=norms_first,
+        has_final_norm=norms_first and not fields.flag("_remove_final_layer_norm"),
+    )
+
+
+def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOptions | None:
+    """None if no layer has experts.
+
+    Checkpoints on the hub say num_experts, those that transformers 5 writes num_local_experts.
+    """
+    if model_type != "qwen3_moe":
+        return None
+    names = ("num_experts", "num_local_experts")
+    counts = [fields.integer(n, default=128, least=0, most=MAX_EXPERTS) for n in names]
+    if all(map(fields.has, names)) and counts[0] != counts[1]:
+        raise fields.error(names[0], f"but num_local_experts, another name for it, is {counts[1]}")
+    num_experts = counts[0] if fields.has(names[0]) else counts[1]
+    if num_experts == 0:
+        return None
+    if num_experts * num_layers > MAX_EXPERT_LAYERS:
+        raise fields.error(
+            names[0] if fields.has(names[0]) else names[1],
+            f"with {num_layers} layers that is more than {MAX_EXPERT_LAYERS} experts",
+        )
+    options = ExpertOptions(
+        num_experts,
+        num_chosen=fields.integer("num_experts_per_tok", default=8, least=0),
+        inner_size=fields.integer("moe_intermediate_size", default=768, least=0),
+        normalises=fields.flag("norm_topk_prob"),
+        step=fields.integer("decoder_sparse_step", default=1, least=0),
+        dense_layers=fields.integers("mlp_only_layers"),
+    )
+    if not 1 <= options.num_chosen <= num_experts:
+        raise fields.error(
+            "num_experts_per_tok",
+            f"it sends a token to {options.num_chosen} of {num_experts} experts, but must be from 1"
+            " to num_experts",
+        )
+    if options.step < 1 or options.inner_size < 1:
+        raise fields.error(
+            "decoder_sparse_step" if options.step < 1 else "moe_intermediate_size",
+            "decoder_sparse_step or moe_intermediate_size is below 1:"
+            f" {options.step} and {options.inner_size}",
+        )
+    return options
+
+
+def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:
+    """Raise ModelError for what transformers obeys and no model here does."""
+    if model_type == "gpt2" and fields.flag("add_cross_attention"):
+        raise fields.error("add_cross_attention", "models with an encoder are not supported")
+    if fields.value("per_layer_config"):
+        raise fields.error("per_layer_config", "layers with configs of their own are not supported")
+    quantised = fields.inner("quantization_config")
+    if quantised is not None and _has_quantised_weights(quantised):
+        raise quantised.error(
+            "quant_method",
+            "weights that are quantised so are not supported; take the checkpoint that was not"
+            " quantised, and --quantization, or a GGUF file",
+        )
+
+
+def _has_quantised_weights(quantised: Fields) -> bool:
+    """Not where only keys and values are quantised, as calibration for them writes it."""
+    method = quantised.text("quant_method", "")
+    if method == "compressed-tensors":
+        return bool(quantised.value("config_groups"))
+    if method == "modelopt":
+        return bool(quantised.value("quant_algo") or quantised.inner("quantization"))
+    return True
+
+
+# ---- rotary embeddings -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RopeOptions:
+    """A rotary embedding. kind: one of ROPES.
+
+    factor: by which slow frequencies are divided. trained: the length before that. low_turns,
+    high_turns: within `trained`, a frequency with fewer turns is divided, one with more is not.
+    scale: of sines and cosines. truncates: whether yarn rounds where the blending begins and ends.
+    divisors: one for each frequency (of GGUF files).
+    """
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    trained: int = 0
+    low_turns: float = 1.0
+    high_turns: float = 1.0
+    scale: float = 1.0
+    truncates: bool = True
+    divisors: tuple[float, ...] = ()
+
+
+ROPES = ("default", "linear", "llama3", "yarn", "divisors")
+
+
+def rope_options(fields: Fields, head_dim: int, max_position: int) -> RopeOptions:
+    """As transformers reads them: from `rope_scaling`, else from `rope_parameters`, with the
+    `rope_theta` in it or else beside it; an `original_max_position_embeddings` beside it wins."""
+    own = fields.inner("rope_scaling") or fields.inner("rope_parameters") or Fields({})
+    for name in own.names():
+        if isinstance(own.value(name), dict):
+            raise own.error(name, "rotary embeddings that differ by layer are not supported")
+    kind = own.text("rope_type", own.text("type", "default"))
+    if kind not in ROPES:
+        raise own.error(
+            "rope_type" if own.has("rope_type") else "type",
+            f"the rotary embedding {kind!r} is not supported; supported are {', '.join(ROPES)}",
+        )
+    partial = own if own.has("partial_rotary_factor") else fields
+    if partial.number("partial_rotary_factor", 1.0) != 1.0:
+        raise partial.error(
+            "partial_rotary_factor", "rotary embedding of a part of each head is not supported"
+        )
+    if head_dim % 2:
+        raise fields.error(
+            "head_dim", f"heads of {head_dim} dimensions cannot be rotated: it must be even"
+        )
+    theta = own.number("rope_theta", fields.number("rope_theta", 10000.0))
+    if kind == "linear":
+        return RopeOptions(kind, theta, own.number("factor"))
+    if kind == "divisors":
+        return RopeOptions(kind, theta, divisors=_divisors(own, head_dim))
+    if kind == "default":
+        return RopeOptions(kind, theta)
+    name = "original_max_position_embeddings"
+    outer = fields if fields.has(name) else own
+    trained = outer.integer(name, default=max_position, most=MAX_COUNT)
+    if kind == "llama3":
+        return _llama3(own, theta, trained)
+    return _yarn(own, theta, trained, max_position)
+
+
+def _llama3(own: Fields, theta: float, trained: int) -> RopeOptions:
+    low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
+    if low >= high:
+        raise own.error("low_freq_factor", f"it must be below high_freq_factor, {high:g}")
+    factor = own.number("factor")
+    return RopeOptions("llama3", theta, factor, trained, low, high)
+
+
+def _yarn(own: Fields, theta: float, trained: int, max_position: int) -> RopeOptions:
+    if theta <= 1:
+        raise own.error("rope_theta", f"yarn needs one above 1, not {theta:g}")
+    factor = own.number("factor", max_position / trained)
+    # transformers takes 0 of these for absent ones
+    fast = own.number("beta_fast", 32.0, above=False) or 32.0
+    slow = own.number("beta_slow", 1.0, above=False) or 1.0
+    if fast < slow:
+        raise own.error("beta_fast", f"it must not be below beta_slow, {slow:g}")
+    scale, truncates = _yarn_scale(own, factor), own.flag("truncate", True)
+    return RopeOptions("yarn", theta, factor, trained, slow, fast, scale, truncates)
+
+
+def _yarn_scale(own: Fields, factor: float) -> float:
+    """The factor on sines and cosines: attention grows sharper with the length."""
+
+    def sharpness(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    numerator = own.number("mscale", 0.0, above=False)
+    denominator = own.number("mscale_all_dim", 0.0, above=False)
+    scale = sharpness(1.0)
+    if numerator and denominator:
+        scale = sharpness(numerator) / sharpness(denominator)
+    return own.number("attention_factor", scale)
+
+
+def _divisors(own: Fields, head_dim: int) -> tuple[float, ...]:
+    found = own.value("divisors")
+    found = found if isinstance(found, list) else []
+    each = Fields({str(index): divisor for index, divisor in enumerate(found)}, "divisors")
+    if len(found) != head_dim // 2:
+        raise own.error("divisors", f"it must be a list of {head_dim // 2} numbers")
+    return tuple(each.number(str(index)) for index in range(len(found)))
