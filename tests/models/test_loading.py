@@ -1,6 +1,7 @@
 """Weights: sharded, converted, random, and what is said when they do not fit."""
 
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec, parse_spec
+from quire.base.errors import ModelError, OutOfMemory
+from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models import assembly
-from quire.models.checkpoint import INDEX
+from quire.models.checkpoint import INDEX, safetensors_shapes, weight_files
 from quire.models.layers import Linear, LMHead
 from quire.models.loading import load_model, model_bytes
 from quire.models.registry import make_model
@@ -90,13 +92,94 @@ def test_dtype_is_converted(llama: Checkpoint) -> None:
 
 def test_a_tied_head_stored_again_is_ignored(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "llama_tied")
-    rewrite(tmp_path, lm_head__weight=torch.zeros(LLAMA["vocab_size"], 32))
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    rewrite(tmp_path, lm_head__weight=table)
     torch.testing.assert_close(
         logits_of(load(checkpoint), checkpoint.spec),
         checkpoint.logits(TOKENS[0]),
         rtol=1e-4,
         atol=1e-4,
     )
+
+
+def test_another_head_than_the_one_it_is_tied_to(tmp_path: Path) -> None:
+    """transformers would take the stored one, and says that the config should be mended."""
+    checkpoint = write_checkpoint(tmp_path, "llama_tied")
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    table[5, 3] += 0.5
+    rewrite(tmp_path, lm_head__weight=table)
+    with pytest.raises(ModelError, match=r"tie_word_embeddings\), but lm_head.* in row 5: set"):
+        load(checkpoint)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    spec = load_spec(tmp_path)
+    model = load_model(tmp_path, spec, torch.float32, CPU)
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor(TOKENS)).logits[0]
+    torch.testing.assert_close(logits_of(model, spec), untied, rtol=1e-4, atol=1e-4)
+
+
+def test_two_files_that_hold_one_tensor(llama: Checkpoint) -> None:
+    single = llama.directory / "model.safetensors"
+    tensors = load_file(single)
+    single.rename(llama.directory / "a.safetensors")
+    more = {"model.norm.weight": 2 * tensors["model.norm.weight"]}
+    save_file(more, llama.directory / "b.safetensors")
+    with pytest.raises(ModelError, match=r"a.safetensors and b.safe.* both hold .*model\.norm"):
+        load(llama)
+    with pytest.raises(ModelError, match=r"both hold model\.norm\.weight"):
+        safetensors_shapes(weight_files(llama.directory))
+    (llama.directory / "b.safetensors").unlink()
+    logits = logits_of(load(llama), llama.spec)
+    torch.testing.assert_close(logits, llama.logits(TOKENS[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_one_tensor_under_two_names(llama: Checkpoint) -> None:
+    rewrite(llama.directory, norm__weight=torch.ones(32))
+    with pytest.raises(ModelError, match="two names"):
+        load(llama)
+
+
+def test_a_single_file_beside_a_stale_index_counts(tmp_path: Path) -> None:
+    """As in transformers; the shards are those of another model."""
+    write_checkpoint(tmp_path / "old", "llama", max_shard_size="20KB")
+    checkpoint = write_checkpoint(tmp_path / "new", "llama")
+    rewrite(checkpoint.directory, lm_head__weight=torch.randn(LLAMA["vocab_size"], 32))
+    for file in (tmp_path / "old").glob("model*"):
+        shutil.copy(file, checkpoint.directory)
+    wanted = AutoModelForCausalLM.from_pretrained(checkpoint.directory)
+    logits = logits_of(load(checkpoint), checkpoint.spec)
+    found = wanted(torch.tensor(TOKENS)).logits[0]
+    torch.testing.assert_close(logits, found, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits, checkpoint.logits(TOKENS[0]), atol=0.1)
+
+
+def test_whole_numbers_are_not_taken_for_weights(llama: Checkpoint) -> None:
+    rewrite(llama.directory, model__norm__weight=torch.ones(32, dtype=torch.int8))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight holds I8, not floating-point"):
+        load(llama)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_weights_beyond_the_memory_are_refused_before_any_is_taken(
+    load_format: str, llama: Checkpoint, most_unpacked: list[int]
+) -> None:
+    needed = model_bytes(load(llama))
+    load(llama, load_format=load_format, most_bytes=needed)
+    del most_unpacked[1:]
+    with pytest.raises(OutOfMemory, match="exceed the free memory"):
+        load(llama, load_format=load_format, most_bytes=needed - 1)
+    assert most_unpacked == [0]
+
+
+def test_shapes_are_compared_before_memory_is_taken(
+    llama: Checkpoint, most_unpacked: list[int]
+) -> None:
+    """The config speaks of half a terabyte."""
+    config = llama.directory / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 1 << 26}))
+    with pytest.raises(ModelError, match=r"has the shape \[97, 32\], but config.json asks for"):
+        load_model(llama.directory, load_spec(llama.directory), torch.float32, CPU)
+    assert most_unpacked == [0]
 
 
 def test_missing_and_unknown_tensors_are_named(llama: Checkpoint) -> None:
@@ -140,6 +223,7 @@ def test_missing_shard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": "../b"}}'])
 def test_broken_index(llama: Checkpoint, text: str) -> None:
+    (llama.directory / "model.safetensors").rename(llama.directory / "a.safetensors")
     (llama.directory / INDEX).write_text(text)
     with pytest.raises(ModelError, match="index"):
         load(llama)

@@ -31,12 +31,15 @@ def checkpoint_files(path: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The *.safetensors files of a model. Raises ModelError, saying what to do, if it has none."""
+    """The *.safetensors files of a model: as transformers has it model.safetensors, else those
+    that its index names, else all. Raises ModelError, saying what to do, if it has none."""
     index, single = directory / INDEX, directory / "model.safetensors"
-    if index.exists():
+    if single.exists():
+        files = [single]
+    elif index.exists():
         files = _indexed_files(index)
     else:
-        files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+        files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ModelError(_no_weights(directory))
     return files
@@ -45,9 +48,11 @@ def weight_files(directory: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     """The files that an index names; they must stand beside it."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        with index.open("rb") as file:
+            text = file.read(MAX_HEADER_BYTES)
+        names = sorted(set(json.loads(text)["weight_map"].values()))
         files = [index.parent / name for name in names if Path(name).name == name]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise ModelError(f"{index} is not a valid index of weight files: {error!r}.") from error
     if len(files) < len(names):
         raise ModelError(f"{index} is an index of files that are not beside it: {listed(names)}.")
@@ -62,11 +67,16 @@ def _indexed_files(index: Path) -> list[Path]:
 def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
     """The shape of each tensor, as its file's header has it.
 
-    Raises ModelError for a file that cannot be read, or whose header is none.
+    Raises ModelError for a file that cannot be read, or whose header is none, and for a tensor
+    that two files hold.
     """
     shapes: dict[str, Shape] = {}
     for file in files:
-        shapes |= _shapes_of(file)
+        found = _shapes_of(file)
+        twice = sorted(found.keys() & shapes.keys())
+        if twice:
+            raise ModelError(f"{file} and another file both hold {listed(twice)}: remove one.")
+        shapes |= found
     return shapes
 
 

@@ -12,11 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from quire.base.errors import ModelError
+from quire.base.errors import ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.models.assembly import Assembly, empty_model
 from quire.models.checkpoint import checkpoint_files, listed
+from quire.models.contents import check_contents
 from quire.models.formats import AS_THEY_ARE, WeightFormats
 from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
@@ -28,6 +29,7 @@ from quire.ops.memory import forget_pages
 from quire.ops.packed import can_pack_natively
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+MIB = 1 << 20
 
 
 def load_model(
@@ -40,15 +42,16 @@ def load_model(
     progress: Progress | None = None,
     quantization: WeightFormats = AS_THEY_ARE,
     cache: WeightCache | None = None,
+    most_bytes: int | None = None,
 ) -> nn.Module:
     """The model on the device, ready to run.
 
     load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
     stands in its place; `dummy` reads nothing. quantization: without one, what a GGUF file holds
     in 8 bits or fewer stays so (gguf/stored.py) where the core multiplies it. cache: where packed
-    weights are kept.
-    Raises ModelError for an unknown architecture and for tensors that are missing, unknown or of
-    another shape than the config says.
+    weights are kept. most_bytes: of all weights; None is any number.
+    Raises ModelError for an unknown architecture and for tensors that are missing, unknown, there
+    twice or of another shape than the config says, and OutOfMemory before anything is loaded.
     """
     model = empty_model(spec, dtype, device)
     report = progress or _no_progress
@@ -56,9 +59,9 @@ def load_model(
     stored: Stored = {}
     if load_format != "dummy":
         stored = formats_of_file(directory, spec, model, dtype, device, quantization)
-    entry = None
+    entry, num_bytes = None, planned_bytes(model, dtype, device, quantization, stored)
+    _check_room(num_bytes, most_bytes)
     if cache is not None and can_pack_natively(dtype, device):
-        num_bytes = planned_bytes(model, dtype, device, quantization, stored)
         made_with = (spec.identity, dtype, quantization, _kernels(dtype, quantization, stored))
         entry = cache.entry(model, num_bytes, files, seed, made_with)
         if entry is not None and entry.restore(model):
@@ -102,12 +105,13 @@ def formats_of_file(
 def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress) -> None:
     """Copy each tensor of the files to the parameters that it fills."""
     files, model = list(files), assembly.model
+    check_contents(files, model)
     total, done = sum(file.stat().st_size for file in files), 0
     unknown: list[str] = []
     for name, tensor in _tensors(files):
 
-        def fill(source: Source, name: str = name, tensor: torch.Tensor = tensor) -> None:
-            _fill(source, tensor, name)
+        def fill(source: Source, tensor: torch.Tensor = tensor) -> None:
+            source.fill(tensor)
 
         is_known = assembly.fill(name, fill) or assembly.fill(f"{model.base_prefix}{name}", fill)
         if not is_known and not _is_ignored(model, name):
@@ -183,16 +187,6 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
 
 
-def _fill(source: Source, tensor: torch.Tensor, name: str) -> None:
-    wanted, got = source.checkpoint_shape, tuple(tensor.shape)
-    if got != wanted:
-        raise ModelError(
-            f"the tensor {name} has the shape {list(got)}, but config.json asks for {list(wanted)}:"
-            " the config and the weights are not of one model."
-        )
-    source.fill(tensor)
-
-
 def _is_ignored(model: nn.Module, name: str) -> bool:
     """Whether a tensor without a place is harmless: a constant, a scale that is not for the
     layers (kv_scales.py), or a tied head stored again."""
@@ -210,6 +204,14 @@ def _check_complete(assembly: Assembly, unknown: list[str]) -> None:
         raise ModelError(
             f"the weight files {' and '.join(problems)}. They do not match the model's config:"
             " check that both are of the same model and that its download is complete."
+        )
+
+
+def _check_room(num_bytes: int, most_bytes: int | None) -> None:
+    if most_bytes is not None and num_bytes > most_bytes:
+        raise OutOfMemory(
+            f"weights ({num_bytes / MIB:,.0f} MiB) exceed the free memory ({most_bytes / MIB:,.0f}"
+            " MiB). Use a smaller model or dtype."
         )
 
 

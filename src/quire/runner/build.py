@@ -77,7 +77,7 @@ def build_runner(
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
     free = available_cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
-    model = _load(config, source, spec, device, progress)
+    model = _load(config, source, spec, device, progress, free if device.type == "cpu" else None)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
@@ -113,16 +113,18 @@ def _load(
     spec: ModelSpec,
     device: torch.device,
     progress: Progress | None,
+    most_bytes: int | None,
 ) -> Any:
-    """The model, in memory of the device."""
+    """The model, in memory of the device. most_bytes: for weights, where that is known before."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     cache = weight_cache(config.model.weight_cache)
     load_format, seed = load_format_of(config, source), config.model.seed
     try:
         model = load_model(
-            source.directory, spec, dtype, device, load_format, seed, progress, formats, cache
-        )
+            source.directory, spec, dtype, device, load_format, seed, progress, formats, cache,
+            most_bytes,
+        )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the weights of {source.name} ({config.model.dtype}) do not fit on"

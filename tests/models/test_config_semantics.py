@@ -1,0 +1,194 @@
+"""Configs that say things in unusual ways compute what transformers computes, or are refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.base.errors import ModelError
+from quire.base.model_options import ACTIVATIONS
+from quire.base.model_spec import load_spec, parse_spec
+from quire.models import layers
+from quire.models.loading import load_model
+from quire.models.rope import rope_frequencies
+from quire.models.source import resolve_model, shape_names
+from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.paged import CPU, run_paged
+
+TOKENS = random_tokens(40)
+WINDOW = {"sliding_window": 6, "max_window_layers": 1}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ABSENT = object()
+
+# variant, changes of its config, whether they make a difference
+SAME: list[tuple[str, dict[str, Any], bool]] = [
+    ("qwen2", WINDOW, False),
+    ("qwen3", WINDOW, False),
+    ("qwen3_moe", WINDOW, False),
+    ("qwen3", WINDOW | {"use_sliding_window": False}, False),
+    ("qwen2", WINDOW | {"use_sliding_window": True, "layer_types": ABSENT}, True),
+    ("qwen2_windows", {"layer_types": ["attention", "sliding_attention", "attention"]}, True),
+    ("qwen3_moe", WINDOW | {"use_sliding_window": True}, True),
+    ("mistral_window", {"sliding_window": None}, True),
+    ("mistral_window", {"layer_types": ["sliding_attention"] * 3}, False),
+    ("llama", {"sliding_window": 6, "use_sliding_window": False}, False),
+    ("llama", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, False),
+    # rotary embeddings
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}, "rope_theta": 50.0}, True),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": 3.0}}, True),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),
+    ("llama", {"rope_parameters": ABSENT, "rope_theta": 50.0}, True),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, True),
+    ("llama", {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32}}, True),
+    ("llama", {"rope_scaling": LLAMA3, "original_max_position_embeddings": 64}, True),
+    (
+        "llama3_rope",
+        {"original_max_position_embeddings": 8},
+        True,
+    ),
+    ("llama", {"rope_scaling": LLAMA3}, True),
+    ("qwen3", {"rope_scaling": YARN}, True),
+    ("yarn_rope", {"original_max_position_embeddings": 8}, True),
+    ("qwen3", {"rope_scaling": YARN | {"original_max_position_embeddings": 16}}, True),
+    ("yarn_rope", {"rope_scaling": YARN | {"factor": None}, "rope_parameters": ABSENT}, True),
+    ("qwen3", {"rope_scaling": YARN | {"truncate": False, "beta_fast": 20, "beta_slow": 3}}, True),
+    ("qwen3", {"rope_scaling": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}}, True),
+    ("qwen3", {"rope_scaling": YARN | {"mscale": 2.0}}, True),
+    ("qwen3", {"rope_scaling": YARN | {"attention_factor": 1.5}}, True),
+    ("llama", {"rope_scaling": {}, "partial_rotary_factor": None}, False),
+    # layers
+    ("llama", {"rms_norm_eps": 0.3}, True),
+    ("gpt2", {"layer_norm_epsilon": 0.3}, True),
+    ("gpt2", {"scale_attn_weights": False}, True),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, True),
+    ("gpt2", {"activation_function": "relu"}, True),
+    ("gpt2", {"n_ctx": 7, "head_dim": 16, "num_key_value_heads": 1}, False),
+    ("gpt2", {"reorder_and_upcast_attn": True}, False),
+    ("opt", {"activation_function": "gelu"}, True),
+    ("opt", {"intermediate_size": 7, "head_dim": 16, "num_key_value_heads": 1}, False),
+    ("opt_350m", {"_remove_final_layer_norm": True}, False),
+    ("qwen2", {"attention_bias": False}, False),
+    ("mistral", {"attention_bias": True, "mlp_bias": True}, False),
+    ("qwen3_moe", {"norm_topk_prob": False}, True),
+    ("qwen3_moe", {"num_experts_per_tok": 5}, True),
+    ("llama", {"attn_logit_softcapping": 3.0, "pretraining_tp": 2}, False),
+]
+
+
+def changed(folder: Path, variant: str, changes: dict[str, Any]) -> Path:
+    write_checkpoint(folder, variant)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ABSENT}))
+    return folder
+
+
+@torch.inference_mode()
+def reference(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    logits: torch.Tensor = model(torch.tensor(TOKENS)).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(("variant", "changes", "differs"), SAME, ids=str)
+def test_as_transformers(
+    variant: str, changes: dict[str, Any], differs: bool, tmp_path: Path
+) -> None:
+    plain = reference(changed(tmp_path / "plain", variant, {}))
+    folder = changed(tmp_path / "changed", variant, changes)
+    wanted, spec = reference(folder), load_spec(folder)
+    assert torch.allclose(plain, wanted, rtol=1e-3, atol=1e-3) != differs
+    got = run_paged(load_model(folder, spec, torch.float32, CPU), spec, TOKENS, [[40]])[0]
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+
+
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"sliding_window": 6}, "sliding_window is 6; llama has no windows"),
+    ("llama", {"layer_types": TYPES}, r"layer_types is \['slid.*; layer 0 is sliding_attention"),
+    ("mistral_window", {"layer_types": TYPES}, "layer 1 is full_attention, but mistral has a win"),
+    ("mistral_window", {"use_sliding_window": False}, "use_sliding_window is false; mistral does"),
+    ("mistral_window", {"sliding_window": 0}, "sliding_window is 0; it must be .* from 1"),
+    ("qwen2", WINDOW | {"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
+    ("qwen2", {"layer_types": TYPES}, "sliding_attention needs a sliding_window, and use_sl"),
+    ("qwen2_windows", {"layer_types": TYPES[:2]}, "layer_types is .*; it names 2 of 3 layers"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention' is not supported"),
+    (
+        "qwen3_moe_window",
+        {"layer_types": ["full_attention"] * 3},
+        "layer 0 is full_attention, but qwen3_moe has a window of 6",
+    ),
+    ("qwen3", {"layer_types": "full_attention"}, "layer_types is 'full_attention'; .* a list"),
+    (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5.0}}},
+        "rope_parameters: full_attention is {.*rotary embeddings that differ by layer",
+    ),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type is 'dynamic'; .* not su"),
+    ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+    ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no factor"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* part of each"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ("gpt2", {"activation_function": "tanh"}, "'tanh' is not supported; supported are gelu"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
+    ("llama", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),
+    ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'; wei"),
+    ("llama", {"quantization_config": {}, "quantization_config_": 1, "dtype": "int8"}, "dtype is"),
+    ("qwen3_moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts is 6; but num_local"),
+]
+
+
+@pytest.mark.parametrize(("variant", "changes", "message"), REFUSED, ids=str)
+def test_refused_by_name_and_value(
+    variant: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_spec(changed(tmp_path, variant, changes))
+
+
+@pytest.mark.parametrize(
+    "quantised",
+    [
+        {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {"bits": 8}},
+        {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"},
+    ],
+)
+def test_scales_of_keys_and_values_alone_are_no_quantised_weights(
+    quantised: dict[str, Any], tmp_path: Path
+) -> None:
+    load_spec(changed(tmp_path, "llama", {"quantization_config": quantised}))
+
+
+def test_defaults_of_transformers() -> None:
+    """Where a config says nothing."""
+    config = {"num_attention_heads": 32, "hidden_size": 512, "head_dim": ABSENT}
+    config |= {"num_key_value_heads": ABSENT, "sliding_window": ABSENT}
+    found = {}
+    for model_type in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"):
+        raw = {"model_type": model_type} | VARIANTS["llama"][1] | config
+        spec = parse_spec({name: value for name, value in raw.items() if value is not ABSENT})
+        found[model_type] = (spec.num_kv_heads, spec.head_dim, spec.layer_windows[0])
+    assert found == {
+        "llama": (32, 16, None),
+        "mistral": (8, 16, 4096),
+        "qwen2": (32, 16, None),
+        "qwen3": (32, 128, None),
+        "qwen3_moe": (4, 16, None),
+    }
+
+
+def test_every_shape_that_we_bring_is_accepted() -> None:
+    for name in shape_names():
+        spec = load_spec(resolve_model(f"shape:{name}").directory)
+        if spec.model_type not in ("gpt2", "opt"):
+            frequencies = rope_frequencies(spec.rope, spec.head_dim)
+            assert torch.isfinite(frequencies).all()
+            assert (frequencies > 0).all()
+
+
+def test_activations_are_those_that_layers_have() -> None:
+    assert set(ACTIVATIONS) == layers.ACTIVATIONS.keys()
