@@ -37,12 +37,12 @@ class Troubled:
         self.when = when
         self.raises: Callable[[Plan], bool] = self.holds_poison
         self.row_error = -1  # in plans that `raises` names: report this row instead of raising
-        self.num_raised = 0
+        self.num_raised = self.num_calls = 0
         self._tokens: dict[int, list[int]] = {}
 
     def run(self, plan: Plan) -> StepResult:
         for start in plan.started:
-            self._tokens[start.row] = start.token_ids.tolist()
+            self._tokens[start.row] = start.token_ids[: start.num_prompt_tokens].tolist()
         for fork in plan.forked:
             self._tokens[fork.child] = self._tokens[fork.parent]
         if not self.raises(plan):

@@ -319,3 +319,24 @@ def test_a_guilty_search_fails_alone() -> None:
 def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -> None:
     with pytest.raises(RequestError, match=says):
         SamplingParams(use_beam_search=True, **more)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
+    """Each of the steps in turn raises once: nobody fails, and the beams are the same."""
+    for fails_at in range(1, 12, 2 if depth > 1 else 1):
+        searches = Searches(max_num_seqs=8, pipeline_depth=depth, when=when)
+        searches.runner.num_calls = 0
+
+        def raises(plan: Any, runner: Any = searches.runner, at: int = fails_at) -> bool:
+            runner.num_calls += 1
+            return bool(runner.num_calls == at)
+
+        searches.runner.raises = raises
+        searches.search("r", 3, 8)
+        searches.add("a", OTHERS[0], 10)
+        searches.finish()
+        assert searches.runner.num_raised == 1
+        searches.assert_as("r", reference_beams(PROMPT, 3, 8))
+        searches.assert_exact("a")

@@ -37,8 +37,9 @@ class Flight:
 
     @property
     def lines(self) -> list[Line]:
-        """Of plan.rows, and of the rows forked from them."""
-        rows = self.plan.rows.tolist() + [fork.child for fork in self.plan.forked]
+        """Of plan.rows, and of the rows that sample as forks of them. (Forked beams are among
+        plan.rows, or compute nothing yet.)"""
+        rows = self.plan.rows.tolist() + [fork.child for fork in self.plan.new_forks]
         return list(zip(rows, self.row_epochs.tolist(), strict=True))
 
 

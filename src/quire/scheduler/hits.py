@@ -49,10 +49,12 @@ def _upon(pinned: KVBlocks, hit: KVBlocks, num_full: int) -> KVBlocks:
 
 
 def readable(scheduler: "Scheduler", sequence: Sequence) -> tuple[Seq[bytes], int]:
-    """Digests of the blocks that a sequence may find in the index, and its length."""
+    """Digests of the blocks that a sequence may find in the index, and of how many tokens all but
+    the last may be found."""
     num_tokens = sequence.num_known_tokens
     if not scheduler.is_indexed(sequence) or not sequence.may_read_cache:
         return (), num_tokens
+    num_tokens = min(num_tokens, sequence.num_readable_tokens + 1)
     num_blocks = num_tokens // scheduler.kv.block_size
     if len(sequence.digests) < num_blocks:
         scheduler.digester([sequence], scheduler.kv.block_size, [num_blocks])

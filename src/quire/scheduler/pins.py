@@ -62,7 +62,8 @@ class Pin:
 
     def num_usable(self, sequence: Sequence) -> int:
         """Tokens of it that a sequence need not compute: one must be left."""
-        return min(self.num_tokens, sequence.num_known_tokens - 1)
+        readable = sequence.num_readable_tokens
+        return min(self.num_tokens, sequence.num_known_tokens - 1, readable)
 
 
 class Pins:

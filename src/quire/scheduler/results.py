@@ -229,16 +229,18 @@ def _fail(
 def _take_prompt_candidates(
     scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs
 ) -> None:
-    """Hand out each prompt position's logprobs once, also if it was computed again."""
+    """Hand out each prompt position's logprobs once, also if it was computed again, and also to a
+    sequence that has lost its row meanwhile: it goes on behind what it has computed."""
     if not result.prompt_candidates:
         return
     for i, row in enumerate(flight.plan.rows.tolist()):
         candidates = result.prompt_candidates.get(row)
-        if candidates is None or scheduler.table.epoch[row] != flight.row_epochs[i]:
+        sequence = flight.row_sequences[i]
+        if candidates is None or row in flight.left_out or sequence.finish_reason is not None:
             continue
-        sequence = scheduler.table.sequences[row]
         start = int(flight.plan.computed_bound[i])
         fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
         sequence.num_prompt_logprobs += len(fresh)
+        sequence.found_at = sequence.pinned_at = -1  # it may find more now
         outputs.prompt_candidates[sequence.arrival] = fresh
         outputs.others.append(sequence)

@@ -122,8 +122,20 @@ class Sequence:
         return self.request.pin_s is not None
 
     @property
+    def num_readable_tokens(self) -> int:
+        """How many of its first tokens it may take from a cache, what it computed itself included.
+        Of a prompt that is scored these are the scored ones: no step tells the scores of others."""
+        params = self.request.params
+        if not params.reads_prefix_cache and self.num_preemptions == 0:
+            return 0
+        is_scored = self.num_prompt_logprobs >= self.num_prompt_tokens - 1
+        if params.prompt_logprobs is None or is_scored:
+            return self.num_known_tokens
+        return self.num_prompt_logprobs
+
+    @property
     def may_read_cache(self) -> bool:
-        return self.request.params.reads_prefix_cache or self.num_preemptions > 0
+        return self.num_readable_tokens > 0
 
     @property
     def priority(self) -> int:

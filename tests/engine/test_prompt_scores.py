@@ -1,0 +1,139 @@
+"""Log-probabilities of prompts whose rows are taken away while they are computed.
+
+A prompt that is scored may come back to a cache that holds more of it than was scored: blocks of
+its own plans in flight, of another request, of host memory, of a pinned prefix. Whatever it meets,
+each position is scored once, in order, with what the model alone says of it.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.events import Event, Preempted
+from quire.base.messages import Request, SequenceOutput, Unpin
+from quire.base.sampling_params import SamplingParams
+from tests.engine.bench import Bench, prompt, with_poison
+from tests.serve.checkpoints import checkpoint, pool_bytes, reference_logits
+
+SCORED = {"prompt_logprobs": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return checkpoint("llama")
+
+
+def reference(folder: Path, tokens: list[int]) -> list[float]:
+    """What transformers' logits say of each token behind the first."""
+    logits = reference_logits(folder, tokens).double()
+    logprobs = logits.log_softmax(-1)
+    return [float(logprobs[i, token]) for i, token in enumerate(tokens[1:])]
+
+
+def scores(bench: Bench, name: str) -> tuple[list[int], list[float]]:
+    """Which tokens were scored, and how."""
+    found = [c for o in bench.history[name] for c in o.prompt_candidates or []]
+    return [int(c.token_ids[0]) for c in found], [float(c.logprobs[0]) for c in found]
+
+
+def assert_scored(bench: Bench, name: str) -> None:
+    tokens = bench.requests[name].prompt_token_ids
+    token_ids, logprobs = scores(bench, name)
+    assert token_ids == tokens[1:], name
+    np.testing.assert_allclose(logprobs, reference(bench.folder, tokens), 1e-5, 1e-5)
+
+
+class Scores(Bench):
+    """A pool of so few blocks of 4 tokens that rows are taken away; who lost one amid its prompt
+    is written down."""
+
+    def __init__(self, folder: Path, num_blocks: int, **settings: Any) -> None:
+        memory = pool_bytes(folder, num_blocks, 4)
+        defaults = {"max_num_seqs": 8, "max_num_batched_tokens": 9, "max_model_len": 44}
+        settings = defaults | {"watermark": 0.0} | settings
+        super().__init__(folder, kv_cache_memory_bytes=memory, **settings)
+        self.begun_again: set[str] = set()
+        self.core.subscribe(self._hear)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Preempted):
+            self.begun_again |= {event.request_id} if self._is_amid(event.request_id) else set()
+
+    def _is_amid(self, name: str) -> bool:
+        scored = len(scores(self, name)[0]) if name in self.history else 0
+        return 0 < scored < len(self.requests[name].prompt_token_ids) - 1
+
+    def step(self) -> list[SequenceOutput]:
+        """There are several sequences of a name, which end one by one."""
+        outputs = self.core.step()
+        for output in outputs:
+            self.last[output.request_id] = output
+            self.history[output.request_id].append(output)
+        self.core.scheduler.check_invariants()
+        return outputs
+
+    def pin(self, tokens: list[int]) -> None:
+        params = SamplingParams(max_tokens=1)
+        self.requests["pin"] = Request("pin", tokens, params, seed=0, pin_s=0.0)
+        self.tokens["pin"], self.history["pin"] = [], []
+        self.core.add(self.requests["pin"])
+        while self.core.has_work:
+            self.step()
+
+
+def program(bench: Scores, seed: int, poisons: bool = False) -> set[str]:
+    """Requests that share prefixes; returns those that are scored and nothing is wrong with."""
+    rng, scored = random.Random(seed), set[str]()
+    for i in range(7):
+        name, length = f"r{i}", rng.randint(9, 32)
+        tokens = [*prompt(seed, 32)[: rng.randint(0, length)], *prompt(100 + i, length)][:length]
+        kind = rng.choice(["plain", "scored", "scored", "n", "beams"])
+        more: dict[str, Any] = dict(SCORED) if kind in ("scored", "n") else {}
+        if kind in ("n", "beams"):
+            more |= {"n": 2, "use_beam_search": kind == "beams", "temperature": 1.0}
+        if poisons and i % 4 == 1:
+            tokens = with_poison(tokens, rng.randrange(length))
+        elif "prompt_logprobs" in more:
+            scored.add(name)
+        bench.add(name, tokens, rng.randint(2, 12), **more)
+        for _ in range(rng.randint(0, 3)):
+            bench.step()
+    while bench.core.has_work:
+        bench.step()
+    bench.core.control(Unpin("pin"))
+    bench.finish()
+    return scored
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["recompute", "swap", "pins", "host tier", "faults"])
+def test_whatever_takes_their_rows(folder: Path, depth: int, mode: str) -> None:
+    """Each scored prompt has all its positions, and some of them were computed in two goes."""
+    settings: dict[str, Any] = {"preemption_mode": "swap" if mode == "swap" else "recompute"}
+    if mode == "host tier":
+        settings["kv_host_gb"] = 0.001
+    begun_again = 0
+    for seed in (0, 1):
+        bench = Scores(folder, 18 if mode == "pins" else 14, pipeline_depth=depth, **settings)
+        if mode == "pins":
+            bench.pin(prompt(seed, 14))
+        scored = program(bench, seed, mode == "faults")
+        assert bench.failed() == ({"r1", "r5"} if mode == "faults" else set())
+        for name in scored:
+            assert_scored(bench, name)
+        begun_again += len(bench.begun_again & scored)
+    if (mode, depth) != ("faults", 1):
+        assert begun_again > 0, "nobody lost its row amid its prompt"
+
+
+def test_asking_for_the_cache_does_not_shift_them(folder: Path) -> None:
+    bench = Scores(folder, 14)
+    bench.add("first", prompt(1, 20), 1)
+    bench.finish()
+    bench.add("scored", prompt(1, 20), 1, **SCORED, skip_reading_prefix_cache=False)
+    bench.finish()
+    assert_scored(bench, "scored")
+    assert bench.last["scored"].num_cached_tokens == 0
