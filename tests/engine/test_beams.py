@@ -325,7 +325,7 @@ def test_what_does_not_go_together_is_refused(more: dict[str, Any], says: str) -
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_step_that_raises_while_beams_fork(depth: int, when: str) -> None:
     """Each of the steps in turn raises once: nobody fails, and the beams are the same."""
-    for fails_at in range(1, 12, 2 if depth > 1 else 1):
+    for fails_at in range(1, 9, 2 if depth > 1 else 1):
         searches = Searches(max_num_seqs=8, pipeline_depth=depth, when=when)
         searches.runner.num_calls = 0
 

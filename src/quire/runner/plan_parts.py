@@ -6,32 +6,55 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from quire.base.plan import Plan
+from quire.base.plan import Plan, RowFork
 from quire.ops.attention.base import AttentionBackend
 from quire.runner.sampling_facts import ALL_LOGPROBS
 
 SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
 
 
+class Forks:
+    """Which forks of a step were carried out. A step that is repeated does not fork once more: the
+    plan may have changed the parent's table since."""
+
+    def __init__(self) -> None:
+        self._step_id = -1
+        self._done: set[RowFork] = set()
+
+    def to_do(self, plan: Plan) -> list[RowFork]:
+        """Those that no try of this step has carried out."""
+        if plan.step_id != self._step_id:
+            self._step_id, self._done = plan.step_id, set()
+        return [fork for fork in plan.forked if fork not in self._done]
+
+    def did(self, *forks: RowFork) -> None:
+        self._done.update(forks)
+
+
 class Moves:
     """A plan's moves, in their order. A step that is repeated does not swap out once more: the
-    blocks may have been written since."""
+    blocks may have been written since, by a load or by the step itself."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
-        self._swapped_step_id = -1
+        self._step_id = -1
+        self._num_swaps = 0  # that were carried out; a part of a plan has all of them, or none
 
     def carry_out(self, plan: Plan) -> None:
-        backend, is_new = self._backend, plan.step_id != self._swapped_step_id
+        backend, place = self._backend, 0
+        if plan.step_id != self._step_id:
+            self._step_id, self._num_swaps = plan.step_id, 0
         for move in plan.moves:
             blocks = (move.group, move.source, move.destination)
             if move.kind == "load":
                 backend.load(*blocks)
             elif move.kind == "copy":
                 backend.copy_blocks(*blocks)
-            elif is_new:
-                backend.swap_out(*blocks)
-        self._swapped_step_id = plan.step_id
+            else:
+                place += 1
+                if place > self._num_swaps:
+                    backend.swap_out(*blocks)
+                    self._num_swaps = place
 
 
 @dataclass(frozen=True)

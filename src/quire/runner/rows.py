@@ -18,6 +18,7 @@ from quire.base.plan import Plan
 from quire.ops.attention.base import AttentionStep
 from quire.ops.memory import lazy_zeros
 from quire.ops.step_inputs import RowState, gather_step
+from quire.runner.plan_parts import Forks
 
 Int64 = npt.NDArray[np.int64]
 
@@ -42,6 +43,7 @@ class DeviceRows:
             lazy_zeros((max_num_rows, num_blocks), torch.int32, device) for _ in range(num_groups)
         )
         self.prompt_lens = np.zeros(max_num_rows, np.int64)  # host
+        self._forks = Forks()
 
     def apply(self, plan: Plan) -> None:
         """Write a plan's deltas: rows started, forked, truncated, host tokens, block tables."""
@@ -50,8 +52,9 @@ class DeviceRows:
             self.tokens_RM[start.row, : len(start.token_ids)] = tokens
             self.computed_R[start.row] = start.num_computed_tokens
             self.prompt_lens[start.row] = start.num_prompt_tokens
-        for fork in plan.forked:
+        for fork in self._forks.to_do(plan):
             self._copy_row(fork.parent, fork.child)
+            self._forks.did(fork)
         for row, num_tokens in plan.truncated:
             self.computed_R[row] = num_tokens
         for host in plan.host_tokens:
@@ -87,9 +90,12 @@ class DeviceRows:
         if len(plan.sample_rows):
             rows_N, lengths = self._index(plan.sample_rows), self._index(lengths_N)
             self.tokens_RM[rows_N, lengths] = token_ids_N.int()
-        self.computed_R[self._index(plan.rows)] += self._index(plan.num_tokens)
-        for fork in plan.new_forks:
-            self.computed_R[fork.child] = self.computed_R[fork.parent]
+        rows, num_tokens = plan.rows, plan.num_tokens
+        if forks := plan.new_forks:  # they have computed what their parents had before the step
+            place = {row: i for i, row in enumerate(rows.tolist())}
+            rows = np.append(rows, [fork.child for fork in forks])
+            num_tokens = np.append(num_tokens, num_tokens[[place[f.parent] for f in forks]])
+        self.computed_R[self._index(rows)] += self._index(num_tokens)  # all at once, or none
 
     def _copy_row(self, parent: int, child: int) -> None:
         self.tokens_RM[child] = self.tokens_RM[parent]

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.plan import Plan
+from quire.base.plan import Plan, RowFork
 from quire.ops.kernels.row_deltas import COMPUTED, NARROW, copy_rows, receive
 from quire.ops.kernels.step_inputs import Inbox, RowTensors
 from quire.runner.gpu.columns import (
@@ -24,6 +24,7 @@ from quire.runner.gpu.columns import (
 )
 from quire.runner.gpu.device import Arrival, Device, Tensors, Work
 from quire.runner.gpu.slots import Changes, Filled, Part, Slot, SlotRing
+from quire.runner.plan_parts import Forks
 
 Int32 = npt.NDArray[np.int32]
 
@@ -76,6 +77,7 @@ class GpuRows:
         self.prompt_lens = np.zeros(max_num_rows, np.int64)
         self._ring = SlotRing(device, max_num_rows)
         self._result_slot = 0
+        self._forks = Forks()
 
     @property
     def max_num_rows(self) -> int:
@@ -118,24 +120,27 @@ class GpuRows:
 
     def _fork(self, plan: Plan, has_edits: Callable[[int], bool]) -> Changes:
         """Launch the copies; returns in what the children differ from their parents."""
-        changes, batch = Changes(), list[tuple[int, int]]()
-        for fork in plan.forked:
-            self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
-            touched = {row for pair in batch for row in pair}
-            if fork.child in touched or fork.parent in {child for _, child in batch}:
+        changes, batch = Changes(), list[RowFork]()
+        for fork in self._forks.to_do(plan):
+            touched = {row for each in batch for row in (each.parent, each.child)}
+            if fork.child in touched or fork.parent in {each.child for each in batch}:
                 self._send_forks(batch)
                 batch = []
-            batch.append((fork.parent, fork.child))
+            batch.append(fork)
+        self._send_forks(batch)
+        for fork in plan.forked:
+            self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
             own = wide_deltas(fork.child, "sample_index", fork.sample_index)
             if has_edits(fork.child):
                 own.append(edits_delta(fork.child))
             changes.deltas.append(np.array(own, np.int32))
-        self._send_forks(batch)
         return changes
 
-    def _send_forks(self, batch: list[tuple[int, int]]) -> None:
+    def _send_forks(self, batch: list[RowFork]) -> None:
+        if not batch:
+            return
         slot, layout, state = self._ring.take(), self._ring.layout, self.state
-        pairs = np.array(batch, np.int32).ravel()
+        pairs = np.array([(fork.parent, fork.child) for fork in batch], np.int32).ravel()
         slot.array[layout.forks_at : layout.forks_at + len(pairs)] = pairs
 
         def work() -> list[torch.Tensor]:
@@ -143,6 +148,7 @@ class GpuRows:
             return []
 
         slot.used = self._device.run(work)
+        self._forks.did(*batch)
 
     def _add_rest(self, plan: Plan, changes: Changes) -> None:
         """What comes after rows have started and were forked."""
