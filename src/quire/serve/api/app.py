@@ -9,6 +9,7 @@ from quire.serve.api.auth import authorised
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import install_error_handlers
 from quire.serve.api.limits import BodyLimit, generating
+from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.request_ids import HEADER, RequestIds
 
 
@@ -49,4 +50,5 @@ def _add_middleware(app: FastAPI, context: ApiContext) -> None:
             allow_headers=["*"],
             expose_headers=[HEADER.decode()],
         )
+    app.add_middleware(HeadAsGet)
     app.add_middleware(RequestIds)

@@ -27,12 +27,13 @@ from quire.serve.api.params import (
     truncated,
 )
 from quire.serve.api.protocol import ChatCompletionRequest
+from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
 from quire.serve.api.tool_stream import ToolCallStream, parse_answer
 
 ROLE = "assistant"
 
-router = fastapi.APIRouter()
+router = fastapi.APIRouter(route_class=BoundedRoute)
 
 
 @router.post("/v1/chat/completions")

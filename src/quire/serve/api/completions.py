@@ -23,9 +23,10 @@ from quire.serve.api.params import (
     truncated,
 )
 from quire.serve.api.protocol import MAX_PROMPTS, CompletionRequest
+from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
 
-router = fastapi.APIRouter()
+router = fastapi.APIRouter(route_class=BoundedRoute)
 
 
 @router.post("/v1/completions")

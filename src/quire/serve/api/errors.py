@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from quire.base.errors import EngineBusy, EngineDead, EngineError, QuireError, RequestError
+from quire.serve.api.methods import allowed_methods
 
 logger = logging.getLogger("quire")
 
@@ -146,9 +147,9 @@ def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
         text = f"there is nothing at {path!r}; see /openapi.json."
         return ApiError(404, text, code="not_found")
     if error.status_code == 405:
-        allowed = headers.get("Allow") or headers.get("allow") or "another method"
+        allowed = ", ".join(allowed_methods(request.app.router.routes, request.scope))
         text = f"{request.method[:20]} is not possible here; use {allowed}."
-        return ApiError(405, text, code="method_not_allowed", headers=headers)
+        return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
     cause = error.__cause__
     if isinstance(cause, UnicodeDecodeError):
         return bad_request(f"the body is not UTF-8: byte {cause.start} cannot be decoded.")

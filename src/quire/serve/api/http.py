@@ -7,12 +7,18 @@ its request: a few thousand of those would use up all open files.
 
 import asyncio
 import codecs
+from http import HTTPStatus
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from quire.serve.api.errors import ApiError, error_response
+from quire.serve.api.strict_http import StrictConnection
+
 HEAD_S = 60.0
+MAX_REASON_CHARS = 200
 NOT_UTF8 = 1007  # why a WebSocket is closed (RFC 6455, 7.4.1)
 
 
@@ -22,6 +28,10 @@ class TimedProtocol(H11Protocol):
 
     _closing: asyncio.TimerHandle | None = None
     _is_upgraded = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = StrictConnection()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,6 +53,28 @@ class TimedProtocol(H11Protocol):
         super().handle_websocket_upgrade(event)
         if not self.transport.get_protocol().handshake_initiated:
             self.send_400_response("Invalid WebSocket handshake.")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what cannot be read as a request, with the reason, and close the connection."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # in the middle of an answer
+            return
+        if self.cycle is not None:  # it has not begun to answer, and shall not
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        reason = self.conn.refusal
+        status = 400 if reason is None else reason.error_status_hint
+        text = f"the request cannot be read: {str(reason or msg)[:MAX_REASON_CHARS].rstrip('.')}."
+        answer = error_response(ApiError(status, text, code="unreadable_request"))
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        phrase = HTTPStatus(status).phrase.encode()
+        for event in (
+            h11.Response(status_code=status, headers=headers, reason=phrase),
+            h11.Data(data=answer.body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _watch(self) -> None:
         """Let the time run while there is no request."""

@@ -48,6 +48,7 @@ WANTED = {
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
     "enum": "{expected}",
+    "names_too_long": "an object whose names have at most {max_length} characters",
     "too_long": "of at most {max_length} items",
     "too_short": "of at least {min_length} items",
     "string_too_long": "of at most {max_length} characters",
@@ -124,7 +125,7 @@ def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
         return bad_request("the names of the body's fields must be valid Unicode.")
     if item["type"] == "missing":
         return bad_request("the body is empty; send a JSON object.")
-    if isinstance(value, bytes):
+    if isinstance(value, bytes | bytearray):
         text = "the body must be JSON; send it with the header Content-Type: application/json."
         return ApiError(415, text, code="unsupported_media_type")
     return bad_request(f"the body must be a JSON object, got {shown(value)}.")
@@ -139,7 +140,8 @@ def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
     if what == "missing":
         return _Problem(path, f"{name} is required; add it.")
     if what == "extra_forbidden":
-        close = difflib.get_close_matches(names[-1], known, n=1) if len(names) == 1 else []
+        guessable = len(names) == 1 and len(names[0]) <= MAX_SHOWN_CHARS
+        close = difflib.get_close_matches(names[0], known, n=1) if guessable else []
         hint = f"did you mean {close[0]!r}?" if close else "remove it."
         return _Problem(path, f"there is no field {name!r}; {hint}")
     if what in ("value_error", "assertion_error"):

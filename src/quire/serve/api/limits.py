@@ -5,24 +5,28 @@ an answer.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.api.auth import has_key, wrong_key
+from quire.serve.api.codings import Decoder, decoder_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, ApiHttpError, error_response
 
 RETRY_AFTER_S = 5
 BODY_S = 60.0  # for the next piece of a body
+WHOLE_BODY_S = 600.0
 
 
 class BodyLimit:
     """Caps the body of every request, and gives handlers none of those that bring no key.
 
     The key is not judged here (`auth.authorised` does that, with the route): without one, a handler
-    that asks for a body gets the 401 in its place, so that strangers have nothing parsed.
+    that asks for a body gets the 401 in its place, so that strangers have nothing parsed. So it is
+    with a coding that nobody here can read. What is compressed counts with its size before that.
     """
 
     def __init__(self, app: ASGIApp, context: ApiContext) -> None:
@@ -34,37 +38,69 @@ class BodyLimit:
             await self._app(scope, receive, send)
             return
         most = self._config.max_body_bytes
-        if not has_key(scope, self._config.api_key):
-            await self._app(scope, _Body(receive, 0, wrong_key()).receive, send)
-            return
         declared = _header(scope, b"content-length")
-        if declared.isdigit() and (len(declared) > 18 or int(declared) > most):
+        if not has_key(scope, self._config.api_key):
+            body = _Body(receive, 0, wrong_key())
+        elif declared.isdigit() and (len(declared) > 18 or int(declared) > most):
             await error_response(too_large(most))(scope, receive, send)
             return
-        await self._app(scope, _Body(receive, most, too_large(most)).receive, send)
+        else:
+            body = _decoded(scope, receive, most)
+        await self._app(scope, body.receive, send)
+
+
+def _decoded(scope: Scope, receive: Receive, most: int) -> "_Body":
+    try:
+        return _Body(receive, most, too_large(most), decoder_of(scope))
+    except ApiError as error:
+        return _Body(receive, 0, error)
 
 
 class _Body:
     """One request's body on its way in. With more than `most` bytes it is refused, and what is
-    still to come is left to the server, which drops it. So is one that stops coming in."""
+    still to come is left to the server, which drops it. So is one that stops coming in, or comes
+    drop by drop."""
 
-    def __init__(self, receive: Receive, most: int, refusal: ApiError) -> None:
+    def __init__(
+        self, receive: Receive, most: int, refusal: ApiError, decoder: Decoder | None = None
+    ) -> None:
         self._receive = receive
         self._most = most
         self._refusal = refusal
+        self._decoder = decoder
         self._num_bytes = 0
         self._is_whole = False
+        self._end_s = time.monotonic() + WHOLE_BODY_S
 
     async def receive(self) -> Message:
-        try:
-            message = await asyncio.wait_for(self._receive(), None if self._is_whole else BODY_S)
-        except TimeoutError:
-            raise ApiHttpError(too_slow()) from None
+        message = await self._next()
+        if message["type"] != "http.request":
+            return message
         self._is_whole = not message.get("more_body", False)
-        self._num_bytes += len(message.get("body", b""))
+        data = message.get("body", b"")
+        if self._decoder is not None and (data or self._num_bytes):
+            data = self._inflated(self._decoder, data)
+            message = {**message, "body": data}
+        self._num_bytes += len(data)
         if self._num_bytes > self._most:
             raise ApiHttpError(self._refusal)
         return message
+
+    async def _next(self) -> Message:
+        """Without an end to waiting once the body is there: then it is for the client to leave."""
+        if self._is_whole:
+            return await self._receive()
+        seconds = min(BODY_S, self._end_s - time.monotonic())
+        try:
+            return await asyncio.wait_for(self._receive(), seconds)
+        except TimeoutError:
+            raise ApiHttpError(too_slow()) from None
+
+    def _inflated(self, decoder: Decoder, data: bytes) -> bytes:
+        try:
+            return decoder.take(data, self._most - self._num_bytes, self._is_whole)
+        except ApiError as error:
+            raise ApiHttpError(error) from error
 
 
 def too_large(most: int) -> ApiError:
@@ -75,7 +111,10 @@ def too_large(most: int) -> ApiError:
 
 
 def too_slow() -> ApiError:
-    text = f"nothing more of the body came for {BODY_S:g} s; send it again, in one go."
+    text = (
+        f"the body did not come in: nothing more of it for {BODY_S:g} s, or not all of it in"
+        f" {WHOLE_BODY_S:g} s; send it again, in one go."
+    )
     return ApiError(408, text, code="body_timeout", headers={"Connection": "close"})
 
 

@@ -3,6 +3,7 @@
 Clients send many fields at their defaults; those must not fail.
 """
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,14 @@ from pydantic import BaseModel
 from quire.serve.api.errors import bad_request
 
 MAX_SHOWN = 80
+
+
+class ShortRepr(reprlib.Repr):
+    """What repr shows, of a value of any size, without looking at more of it than is shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = MAX_SHOWN
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,6 @@ def check_neutral(request: BaseModel, rules: Mapping[str, Rule] = RULES) -> None
             continue
         value = getattr(request, name)
         if value is not None and value not in rule.values:
-            shown = repr(value)
+            shown = ShortRepr().repr(value)
             shown = shown if len(shown) <= MAX_SHOWN else shown[:MAX_SHOWN] + "..."
             raise bad_request(f"{name}={shown}: {rule.advice}.", name, "unsupported_value")

@@ -20,10 +20,18 @@ from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, as_api_error, bad_request
 from quire.serve.api.invalid import shown
 from quire.serve.api.limits import generating
-from quire.serve.api.protocol import MAX_SALT_CHARS, ONE_PROMPT_SCHEMA, Label, Objects
+from quire.serve.api.protocol import (
+    MAX_SALT_CHARS,
+    ONE_PROMPT_SCHEMA,
+    Label,
+    Messages,
+    TemplateKwargs,
+    Tools,
+)
+from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
 
-router = APIRouter()
+router = APIRouter(route_class=BoundedRoute)
 
 
 class PrefixBody(BaseModel):
@@ -33,11 +41,11 @@ class PrefixBody(BaseModel):
 
     model: Label | None = None
     prompt: Annotated[Any, WithJsonSchema(ONE_PROMPT_SCHEMA)] = None
-    messages: Objects | None = None
-    tools: Objects | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     ttl_s: float = 0.0
     user: Label | None = None

@@ -28,12 +28,14 @@ from quire.models.source import ModelSource, resolve_model
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
+from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.child import NO_START, begin_child
 
 logger = logging.getLogger("quire")
 
 POLL_S = 0.05
 CLOSE_S = 2.0
+MAX_DIGITS = 640  # of a number that a client sends; reading one takes the square of their number
 PING_S = 20.0  # WebSockets: a client that does not answer for as long has gone
 
 
@@ -56,6 +58,7 @@ def main() -> int:
     """Serve until told to end."""
     options = _arguments()
     begin_child(options.log_level)
+    sys.set_int_max_str_digits(MAX_DIGITS)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
     try:
         source = resolve_model(config.model.model, config.model.revision, progress=False)
@@ -126,7 +129,7 @@ def uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
         create_app(context),
         http=TimedProtocol,
         ws=TextProtocol,
-        ws_max_size=server.max_body_bytes,
+        ws_max_size=min(server.max_body_bytes, MAX_WIDE_BYTES),
         ws_ping_interval=PING_S,
         ws_ping_timeout=PING_S,
         ws_per_message_deflate=False,  # messages are small, and a window per connection is not

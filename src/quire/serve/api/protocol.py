@@ -4,11 +4,16 @@ A field that does not exist is refused. Fields that mean nothing here are taken 
 that cannot be served are taken at their neutral value only (`quire.serve.api.neutral`). `None` is
 "not given": then the model's own default counts. Sizes are capped here, values are checked by
 SamplingParams, token ids by the client.
+
+A list or an object is measured before its items are looked at (`at_most`), and the first wrong item
+of a list ends it: pydantic alone looks at all and makes an error of each.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
@@ -20,11 +25,14 @@ MAX_N = 128
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_KWARGS = 256
+MAX_STREAM_OPTIONS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARS = 1024
 MAX_LABEL_CHARS = 256
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 19
+MAX_NAME_CHARS = 256  # of an object's fields
 INT32 = 2**31
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -43,13 +51,46 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def at_most(most: int) -> BeforeValidator:
+    """Refuse a list or an object of more than `most` items before one of them is looked at, and an
+    object with a name of more than MAX_NAME_CHARS."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, list | Mapping) and len(value) > most:
+            raise PydanticCustomError("too_long", "too long", {"max_length": most})
+        if isinstance(value, Mapping) and any(len(name) > MAX_NAME_CHARS for name in value):
+            raise PydanticCustomError("names_too_long", "too long", {"max_length": MAX_NAME_CHARS})
+        return value
+
+    return BeforeValidator(checked)
+
+
 Ignored = Annotated[Any, Field(default=None, description="accepted and ignored")]
 NeutralOnly = Annotated[Any, Field(default=None, description="only at its neutral value")]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)]
+StopStrings = Annotated[
+    list[StopString],
+    Field(max_length=MAX_STOPS, fail_fast=True),
+    at_most(MAX_STOPS),
+    BeforeValidator(_as_list),
+]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+BadWords = Annotated[
+    list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), at_most(MAX_BAD_WORDS)
+]
+LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Messages = Annotated[Objects, Field(max_length=MAX_MESSAGES), at_most(MAX_MESSAGES)]
+Tools = Annotated[Objects, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS)]
+Documents = Annotated[Objects, Field(max_length=MAX_DOCUMENTS), at_most(MAX_DOCUMENTS)]
+TemplateKwargs = Annotated[
+    dict[str, Any], Field(max_length=MAX_TEMPLATE_KWARGS), at_most(MAX_TEMPLATE_KWARGS)
+]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
+AllowedTokens = Annotated[
+    TokenIds, Field(max_length=MAX_ALLOWED_TOKENS), at_most(MAX_ALLOWED_TOKENS)
+]
+StopTokens = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS), at_most(MAX_STOP_TOKENS)]
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
@@ -72,7 +113,7 @@ class GenerationRequest(BaseModel):
 
     model: Label | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, at_most(MAX_STREAM_OPTIONS)] | None = None
 
     # How tokens are chosen, and when a text ends
     n: Count | None = None
@@ -85,12 +126,12 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    logit_bias: Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
-    allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
-    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: AllowedTokens | None = None
+    bad_words: BadWords | None = None
     seed: int | None = None
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -164,19 +205,19 @@ class CompletionRequest(GenerationRequest):
 class ChatCompletionRequest(GenerationRequest):
     """messages and tools: plain objects, checked where they are rendered."""
 
-    messages: Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
-    tools: Annotated[Objects, Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: NeutralOnly
     parallel_tool_calls: Ignored
-    documents: Annotated[Objects, Field(max_length=MAX_DOCUMENTS)] | None = None
+    documents: Documents | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
     include_reasoning: Ignored
     verbosity: Ignored

@@ -18,10 +18,17 @@ from quire.base.errors import RequestError
 from quire.serve.api.answers import Answer, Json
 from quire.serve.api.auth import has_key, tenant_asking, wrong_key
 from quire.serve.api.context import ApiContext, new_id
-from quire.serve.api.errors import ApiError, as_api_error, bad_request, error_response
+from quire.serve.api.errors import (
+    ApiError,
+    ApiHttpError,
+    as_api_error,
+    bad_request,
+    error_response,
+)
 from quire.serve.api.invalid import shown
 from quire.serve.api.limits import open_request
 from quire.serve.api.open_request import OpenRequest
+from quire.serve.api.reading import read_beside
 from quire.serve.api.sse import encode
 
 IDLE_S = 60.0  # for the next piece of an open prompt
@@ -141,7 +148,7 @@ class Session:
             except TimeoutError:
                 raise Broken(NORMAL, _too_quiet(REST_S, "between two requests")) from None
             assert message is not None
-            kind, fields = parsed(message)
+            kind, fields = await parsed(message)
             if kind == "start":
                 self._has_failed = not await self._serve_one(fields)
             elif not self._has_failed:
@@ -208,7 +215,7 @@ class Session:
         if request.is_complete:
             await self._line.send_error(_busy("its answer is being sent"))
             return
-        kind, fields = parsed(message)
+        kind, fields = await parsed(message)
         if kind == "start":
             await self._line.send_error(_busy("its prompt is open"))
             return
@@ -230,13 +237,17 @@ class Session:
                     await self._line.send(chunk)
 
 
-def parsed(message: Message) -> tuple[str, Json]:
+async def parsed(message: Message) -> tuple[str, Json]:
     """A message's type and its other fields. Raises Broken for what is no message."""
-    text = message.get("text")
+    text = message.pop("text", None)  # not held any longer: it may be large
     if text is None:
         raise Broken(UNSUPPORTED, _no_message("it must be text, not binary"))
+    data = text.encode("utf-8", "surrogatepass")
+    del text
     try:
-        fields: Any = json.loads(text)
+        fields: Any = await read_beside(data, "the message")
+    except ApiHttpError as error:
+        raise Broken(POLICY, error.error) from error
     except json.JSONDecodeError as error:
         reason = f"it is not valid JSON: {error.msg} at character {error.pos}"
         raise Broken(POLICY, _no_message(reason)) from error

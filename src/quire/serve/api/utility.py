@@ -4,11 +4,11 @@
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import fastapi
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, ConfigDict
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import quire
@@ -16,6 +16,8 @@ from quire.render.chat import ChatOptions
 from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
+from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import (
     check_model,
     decode,
@@ -26,7 +28,7 @@ from quire.serve.api.rendering import (
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 public = APIRouter()
-router = APIRouter()
+router = APIRouter(route_class=BoundedRoute)
 
 
 class TokenizeBody(BaseModel):
@@ -34,16 +36,16 @@ class TokenizeBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
+    model: Label | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]] | None, FailFast()] = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    tools: Annotated[list[dict[str, Any]] | None, FailFast()] = None
+    tools: Tools | None = None
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
 
 
 class DetokenizeBody(BaseModel):
@@ -51,8 +53,8 @@ class DetokenizeBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    model: Label | None = None
+    tokens: TokenIds
 
 
 @public.get("/health")

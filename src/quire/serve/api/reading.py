@@ -1,0 +1,158 @@
+"""What a client sent, as JSON: bounded before anything is made of it.
+
+A value of JSON may take two bytes, and the object that Python makes of it a hundred times as many.
+So values, lists and objects are counted in the bytes first, and fields by their names before they
+are validated. What is JSON is read the same at every size; what is not may only be small if it is
+to be told exactly what is wrong with it.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import fastapi
+import msgspec
+import numpy as np
+from fastapi.routing import APIRoute
+
+from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
+
+MAX_VALUES = 3 << 18
+MAX_CONTAINERS = 1 << 16
+MAX_TEXTS = 1 << 18  # with names of fields
+MAX_EXPONENTS = 1 << 16  # the slowest numbers to read; true and false look like one
+MAX_WIDE_BYTES = 8 << 20  # one character beyond U+FFFF makes its text take 4 bytes for each
+MAX_FIELDS = 256
+MAX_NAME_CHARS = 256
+
+# Up to here reading takes a millisecond.
+ON_LOOP_BYTES = 1 << 16
+# Up to here nothing needs to be counted, and json.loads may tell what is wrong with what is no
+# JSON, or take it: NaN, halves of surrogate pairs.
+SMALL_BYTES = 1 << 20
+PIECE_BYTES = 1 << 18
+
+QUOTE, COMMA, BRACE, EXPONENT = b'",{e'
+LOWER = 0x20  # makes { of [, and e of E
+WIDE = 0xF0  # the first byte of such a character
+
+# msgspec's own reading of decimals is slow for some of them.
+DECODER = msgspec.json.Decoder(float_hook=float)
+
+
+class BoundedRequest(fastapi.Request):
+    """A request whose body is read by `read_json`, beside the event loop if it is large."""
+
+    async def body(self) -> bytearray:  # type: ignore[override]
+        """All of it, which is empty before and cannot be asked for twice."""
+        data = bytearray()  # grows in place; a list of pieces takes twice the memory
+        async for piece in self.stream():
+            data += piece
+        self._whole = data
+        return data
+
+    async def json(self) -> Any:
+        """Of the body that was read. Raise ApiHttpError for too much of it, and what json raises
+        for what is no JSON."""
+        return await read_beside(self._whole, "the body")
+
+
+class BoundedRoute(APIRoute):
+    """A route whose handler gets a BoundedRequest."""
+
+    def get_route_handler(self) -> Any:
+        handle = super().get_route_handler()
+
+        async def handle_bounded(request: fastapi.Request) -> fastapi.Response:
+            return await handle(BoundedRequest(request.scope, request.receive))
+
+        return handle_bounded
+
+
+async def read_beside(data: bytes | bytearray, what: str) -> Any:
+    """`read_json`, in a thread if the data is large; ApiHttpError in place of ApiError."""
+    try:
+        if len(data) <= ON_LOOP_BYTES:
+            return read_json(data, what)
+        return await asyncio.to_thread(read_json, data, what)
+    except ApiError as error:
+        raise ApiHttpError(error) from error
+
+
+def read_json(data: bytes | bytearray, what: str) -> Any:
+    """The value that JSON in UTF-8 stands for. what: the data's name in errors.
+
+    Raises ApiError for more values than any request has, and for large data that is no JSON. Small
+    data that is none raises what json.loads raises, or gives what it gives.
+    """
+    if len(data) > SMALL_BYTES:
+        check_counts(data, what)
+    try:
+        value = DECODER.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if len(data) > SMALL_BYTES:
+            raise _no_json(error, what) from error
+        value = json.loads(data)
+    if isinstance(value, dict):
+        _check_names(value, what)
+    return value
+
+
+def check_counts(data: bytes | bytearray, what: str) -> None:
+    """Raise ApiError for more of anything in the data than its limit."""
+    num_values, num_containers, num_quotes, num_exponents, is_wide = 1, 0, 0, 0, False
+    rest, is_text = b"", False
+    for start in range(0, len(data), PIECE_BYTES):
+        piece = (rest + data[start : start + PIECE_BYTES]).replace(rb"\\", b"  ")
+        rest = b"\\" if piece.endswith(b"\\") else b""  # what it escapes is in the next piece
+        chars = np.frombuffer(piece.replace(rb"\"", b"  "), np.uint8)
+        quotes = chars == QUOTE
+        in_text = np.logical_xor.accumulate(quotes) ^ is_text
+        is_text = bool(in_text[-1])
+        num_quotes += int(np.count_nonzero(quotes))
+        structure = np.where(in_text, 0, chars | LOWER)
+        num_here = int(np.count_nonzero(structure == BRACE))
+        num_containers += num_here
+        num_values += num_here + int(np.count_nonzero(structure == COMMA))
+        num_exponents += int(np.count_nonzero(structure == EXPONENT))
+        is_wide = is_wide or int(chars.max()) >= WIDE or b"\\uD" in piece or b"\\ud" in piece
+        for number, most, kind in (
+            (num_values, MAX_VALUES, "values"),
+            (num_containers, MAX_CONTAINERS, "lists and objects"),
+            (num_quotes // 2, MAX_TEXTS, "texts and names"),
+            (num_exponents, MAX_EXPONENTS, "booleans and numbers with exponents"),
+        ):
+            if number > most:
+                raise _too_many(what, most, kind)
+    if is_wide and len(data) > MAX_WIDE_BYTES:
+        kind = "bytes, with characters beyond U+FFFF (emoji are such) among them"
+        raise _too_many(what, MAX_WIDE_BYTES, kind)
+
+
+def _check_names(fields: dict[str, Any], what: str) -> None:
+    if len(fields) > MAX_FIELDS:
+        raise bad_request(
+            f"{what} has {len(fields)} fields, and no request has more than {MAX_FIELDS}; remove"
+            " those that do not exist.",
+            code="too_many_fields",
+        )
+    longest = max(map(len, fields), default=0)
+    if longest > MAX_NAME_CHARS:
+        raise bad_request(
+            f"{what} has a field whose name has {longest} characters, and no field has more than"
+            f" {MAX_NAME_CHARS}; remove it.",
+            code="name_too_long",
+        )
+
+
+def _too_many(what: str, most: int, kind: str) -> ApiError:
+    text = f"{what} has more than {most} {kind}; send less, or several requests."
+    return ApiError(413, text, code="too_many_values")
+
+
+def _no_json(error: Exception, what: str) -> ApiError:
+    if isinstance(error, UnicodeDecodeError):
+        return bad_request(f"{what} is not UTF-8: byte {error.start} of a text cannot be decoded.")
+    if isinstance(error, RecursionError):
+        return bad_request(f"{what} is not usable: its JSON is nested too deeply.")
+    return bad_request(f"{what} is not valid JSON: {error}.")

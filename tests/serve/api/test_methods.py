@@ -1,0 +1,58 @@
+"""HEAD is GET without its body; what a path does not know says what it knows."""
+
+import http.client
+from urllib.parse import urlsplit
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.serve.api.conftest import MODEL
+
+JSON_SCHEMA = "/openapi.json"
+
+
+def readable(api: TestClient) -> list[str]:
+    """All paths that can be read, by the server's own document."""
+    paths = api.get(JSON_SCHEMA).json()["paths"]
+    found = [path.replace("{name}", MODEL) for path in paths if "get" in paths[path]]
+    assert {"/health", "/metrics", "/v1/models", "/v1/models/demo"} <= set(found)
+    return [*found, JSON_SCHEMA, "/v1/nothing"]
+
+
+def test_head_has_what_get_has(api: TestClient) -> None:
+    for path in readable(api):
+        got, asked = api.get(path), api.head(path)
+        assert (asked.status_code, asked.content) == (got.status_code, b"")
+        for name in ("content-type", "content-length"):
+            assert asked.headers.get(name) == got.headers.get(name)
+
+
+def test_a_connection_goes_on_after_head(server_url: str) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server_url).netloc, timeout=30)
+    for method in ("HEAD", "GET", "HEAD"):
+        connection.request(method, "/version")
+        response = connection.getresponse()
+        assert response.status == 200
+        assert bool(response.read()) == (method == "GET")
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/prefixes", "GET, HEAD, POST"),
+        ("PATCH", "/v1/prefixes/prefix-1", "GET, HEAD, DELETE"),
+        ("OPTIONS", "/v1/models", "GET, HEAD"),
+        ("TRACE", "/ping", "GET, HEAD, POST"),
+        ("GET", "/v1/completions", "POST"),
+        ("HEAD", "/v1/completions", "POST"),
+    ],
+)
+def test_what_is_not_possible_says_what_is(
+    api: TestClient, method: str, path: str, allowed: str
+) -> None:
+    response = api.request(method, path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == allowed
+    if method != "HEAD":
+        assert allowed in response.json()["error"]["message"]

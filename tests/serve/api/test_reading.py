@@ -1,0 +1,217 @@
+"""What a body may cost is bounded before anything is made of it: counts, not times."""
+
+import json
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+from starlette.testclient import TestClient
+
+from quire.serve.api import reading
+from quire.serve.api.errors import ApiError
+from quire.serve.api.neutral import ShortRepr
+from quire.serve.api.prefixes import PrefixBody
+from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.api.utility import DetokenizeBody, TokenizeBody
+
+JSON = {"Content-Type": "application/json"}
+HARD = st.text(st.sampled_from('"\\[]{},:eé🦊\\u'), max_size=6)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | HARD,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(HARD, inner, max_size=4),
+    max_leaves=20,
+)
+CASES: list[tuple[type[BaseModel], str, Any, int]] = [
+    (CompletionRequest, "stop", 1, 16),
+    (CompletionRequest, "bad_words", 1, 256),
+    (CompletionRequest, "stop_token_ids", "a", 1024),
+    (CompletionRequest, "allowed_token_ids", "a", 1 << 19),
+    (ChatCompletionRequest, "messages", 1, 4096),
+    (ChatCompletionRequest, "tools", 1, 128),
+    (ChatCompletionRequest, "documents", 1, 1024),
+    (TokenizeBody, "messages", 1, 4096),
+    (TokenizeBody, "tools", 1, 128),
+    (PrefixBody, "messages", 1, 4096),
+    (PrefixBody, "tools", 1, 128),
+    (DetokenizeBody, "tokens", "a", 1 << 20),
+]
+MAPS: list[tuple[type[BaseModel], str, int, int]] = [
+    (CompletionRequest, "logit_bias", 1024, 2),
+    (CompletionRequest, "stream_options", 16, 1),
+    (ChatCompletionRequest, "chat_template_kwargs", 256, 0),
+    (TokenizeBody, "chat_template_kwargs", 256, 0),
+    (PrefixBody, "chat_template_kwargs", 256, 0),
+]
+
+
+class Watched(list[Any]):
+    """A list that knows how many of its items were looked at."""
+
+    num_seen = 0
+
+    def __iter__(self) -> Any:
+        for item in super().__iter__():
+            self.num_seen += 1
+            yield item
+
+
+def errors_of(model: type[BaseModel], field: str, value: Any) -> list[Any]:
+    """Those of this field."""
+    try:
+        model.model_validate({field: value})
+    except ValidationError as error:
+        return [item for item in error.errors() if item["loc"][0] == field]
+    return []
+
+
+@pytest.mark.parametrize(("model", "field", "wrong", "most"), CASES)
+def test_the_first_wrong_item_ends_a_list(
+    model: type[BaseModel], field: str, wrong: Any, most: int
+) -> None:
+    [error] = errors_of(model, field, [wrong] * min(most, 5000))
+    assert error["loc"][:2] == (field, 0)
+
+
+@pytest.mark.parametrize(("model", "field", "wrong", "most"), CASES[:-1])
+def test_a_list_is_measured_before_its_items_are_looked_at(
+    model: type[BaseModel], field: str, wrong: Any, most: int
+) -> None:
+    items = Watched([wrong] * (most + 1))
+    [error] = errors_of(model, field, items)
+    assert (error["type"], error["loc"]) == ("too_long", (field,))
+    assert error["ctx"]["max_length"] == most
+    assert items.num_seen == 0
+
+
+@pytest.mark.parametrize(("model", "field", "most", "each"), MAPS)
+def test_objects_are_measured_and_their_errors_bounded(
+    model: type[BaseModel], field: str, most: int, each: int
+) -> None:
+    """each: errors that one wrong name and its value make."""
+    wrong = {f"x{index}": "x" for index in range(most)}
+    assert len(errors_of(model, field, wrong)) == most * each
+    [error] = errors_of(model, field, wrong | {"one": "more"})
+    assert (error["type"], error["loc"]) == ("too_long", (field,))
+    [error] = errors_of(model, field, {"a" * 257: 1})
+    assert (error["type"], error["loc"]) == ("names_too_long", (field,))
+
+
+def test_every_list_and_object_of_every_body_has_a_bound(api: TestClient) -> None:
+    """By the schema, so that a new field cannot be forgotten. What is only counted in the body is
+    listed here."""
+    free = {"prompt", "tokens"}
+    schemas = api.get("/openapi.json").json()["components"]["schemas"]
+    bodies = [name for name in schemas if name.endswith(("Request", "Body"))]
+    assert len(bodies) >= 5
+    for name in bodies:
+        for field, schema in schemas[name]["properties"].items():
+            for kind in schema.get("anyOf", [schema]):
+                if field not in free and kind.get("type") == "array":
+                    assert "maxItems" in kind, (name, field)
+                if field not in free and kind.get("type") == "object":
+                    assert "maxProperties" in kind, (name, field)
+
+
+@settings(deadline=None, max_examples=300)
+@given(VALUES, st.booleans(), st.integers(1, 9))
+def test_counts_are_those_of_the_value(value: Any, is_ascii: bool, piece_bytes: int) -> None:
+    """Wherever the pieces are cut, and whatever is in the texts."""
+    data = json.dumps(value, ensure_ascii=is_ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reading, "PIECE_BYTES", piece_bytes)
+        for name, number in counted(value).items():
+            patch.setattr(reading, name, number)
+            reading.check_counts(data, "the body")
+            patch.setattr(reading, name, number - 1)
+            with pytest.raises(ApiError):
+                reading.check_counts(data, "the body")
+            patch.setattr(reading, name, 1 << 20)
+
+
+def counted(value: Any) -> dict[str, int]:
+    """By walking through it. An empty list counts as one value more."""
+    names = ("MAX_VALUES", "MAX_CONTAINERS", "MAX_TEXTS", "MAX_EXPONENTS")
+    found = dict.fromkeys(names, 0)
+    rest, found["MAX_VALUES"] = [value], 1
+    while rest:
+        item = rest.pop()
+        found["MAX_TEXTS"] += isinstance(item, str)
+        found["MAX_EXPONENTS"] += isinstance(item, bool)
+        if isinstance(item, dict | list):
+            found["MAX_CONTAINERS"] += 1
+            found["MAX_VALUES"] += len(item) or 1
+            rest += list(item.values()) if isinstance(item, dict) else item
+        if isinstance(item, dict):
+            found["MAX_TEXTS"] += len(item)
+    return {name: number for name, number in found.items() if number}
+
+
+@settings(deadline=None, max_examples=200)
+@given(VALUES)
+def test_read_as_json_reads_it(value: Any) -> None:
+    for is_ascii in (True, False):
+        data = json.dumps(value, ensure_ascii=is_ascii)
+        read = reading.read_json(bytearray(data.encode()), "the body")
+        assert json.dumps(read) == json.dumps(json.loads(data))  # True is not 1, nor 1.0
+
+
+@pytest.mark.parametrize(
+    "text", ["1e400", "-0.0", "1E5", "5e-324", "0.1", "1" * 30, "-" + "1" * 400, '"\\u0000"', "[]"]
+)
+def test_odd_numbers_are_read_as_json_reads_them(text: str) -> None:
+    assert repr(reading.read_json(text.encode(), "it")) == repr(json.loads(text))
+
+
+LARGE = reading.SMALL_BYTES
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"[" + b"1," * reading.MAX_VALUES + b"1]", 413, "more than 786432 values"),
+        (b"[" + b"[]," * (LARGE // 2) + b"1]", 413, "more than 65536 lists and objects"),
+        (b"[" + b'"",' * (LARGE // 2) + b"1]", 413, "more than 262144 texts and names"),
+        (b"[" + b"1e-9," * (LARGE // 4) + b"1]", 413, "more than 65536 booleans and numbers"),
+        (b"[" * LARGE + b"]" * LARGE, 413, "lists and objects"),
+        (b'{"prompt": "%s \xf0\x9f\xa6\x8a"}' % (b"a" * (8 << 20)), 413, "beyond U+FFFF"),
+        (b'{"prompt": "%s \\ud83e\\udd8a"}' % (b"a" * (8 << 20)), 413, "beyond U+FFFF"),
+        (b'{"prompt": "%s"' % (b"a" * LARGE), 400, "not valid JSON"),
+        (b'{"prompt": "%s\xff"}' % (b"a" * LARGE), 400, "not UTF-8"),
+        (b'{"prompt": "%s", "seed": NaN}' % (b"a" * LARGE), 400, "not valid JSON"),
+        (b'{"prompt": "%s", "x": %s}' % (b"a" * LARGE, b"[" * 60_000), 400, "nested too deeply"),
+        (b'{"seed": ' + b"9" * LARGE + b"}", 400, "not valid JSON"),
+        (b'{"prompt": "a"%s}' % b"".join(b', "x%d": 1' % n for n in range(256)), 400, "257 fields"),
+        (b'{"prompt": "a", "%s": 1}' % (b"x" * 257), 400, "a name has 257 characters"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused_unread(api: TestClient, body: bytes, status: int, message: str) -> None:
+    """A field with a name of 16 MB took minutes: near names were looked for."""
+    response = api.post("/v1/completions", content=body, headers=JSON)
+    assert response.status_code == status
+    assert message in response.json()["error"]["message"].replace("whose name has", "a name has")
+
+
+def test_large_bodies_are_read_beside_the_loop(
+    api: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    read = reading.read_json
+
+    def noted(*arguments: Any) -> Any:
+        threads.append(threading.get_ident())
+        return read(*arguments)
+
+    monkeypatch.setattr(reading, "read_json", noted)
+    for num_chars in (1, reading.ON_LOOP_BYTES, 1):
+        api.post("/tokenize", json={"prompt": "a" * num_chars})
+    assert threads[0] == threads[2] != threads[1]
+
+
+def test_an_unsupported_value_is_shown_without_looking_at_all_of_it() -> None:
+    text = ShortRepr().repr({"a": ["x" * 10_000] * 1000, "b": "\x7f" * 1_000_000})
+    assert len(text) < 1000
+    assert ShortRepr().repr({"type": "json_object"}) == "{'type': 'json_object'}"
