@@ -7,7 +7,7 @@ import pytest
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.plan import Plan
-from quire.engine.heartbeat import BeatingExecutor, Heartbeat, HeartbeatReader
+from quire.engine.heartbeat import LEAST_S, BeatingExecutor, Heartbeat, HeartbeatReader, StuckWatch
 from quire.tools.dry_run import dry_run
 
 
@@ -23,6 +23,33 @@ def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> 
     assert reader.is_stuck(213.0)  # what follows must be over in time too
     beat.rest()
     assert not reader.is_stuck(1e9)
+
+
+def test_at_rest_the_next_look_must_come_in_time(tmp_path: Path) -> None:
+    """Also after slow steps: at rest there is nothing that takes long."""
+    beat, reader = Heartbeat(tmp_path / "beat", 60.0), HeartbeatReader(tmp_path / "beat")
+    beat.begin(0.0)
+    beat.end(50.0)
+    beat.wait(100.0, 1.0)
+    assert not reader.is_stuck(101.0 + LEAST_S)
+    assert reader.is_stuck(101.1 + LEAST_S)
+    beat.wait(112.0, 1.0)
+    assert not reader.is_stuck(112.0)
+
+
+def test_one_late_look_is_not_enough(tmp_path: Path) -> None:
+    """A machine that stood still: the watcher wakes up before the core does."""
+    beat, watch = Heartbeat(tmp_path / "beat", 0.0), StuckWatch(HeartbeatReader(tmp_path / "beat"))
+    beat.wait(0.0, 1.0)
+    assert not watch.is_stuck(500.0)
+    beat.wait(500.5, 1.0)
+    assert not watch.is_stuck(501.0)
+    assert not watch.is_stuck(600.0)
+    assert not watch.is_stuck(600.5)
+    assert watch.is_stuck(601.0)
+    watch.forget()
+    Heartbeat(tmp_path / "beat", 0.0).wait(0.0, 1.0)
+    assert not watch.is_stuck(601.5)  # of another core
 
 
 def test_slow_steps_are_given_ten_times_their_time(tmp_path: Path) -> None:

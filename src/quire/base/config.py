@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
 from quire.base.plugins import ATTENTION_BACKENDS, POLICIES, PluginKind, all_names, is_installed
 
@@ -289,8 +290,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         _check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
-        timeout = self.shutdown_timeout
-        _check(timeout >= 0, "shutdown_timeout", timeout, "at least 0")
+        timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
+        _check(is_duration(timeout), "shutdown_timeout", timeout, rule)
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         share = self.pin_share
         _check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import RequestError
 from quire.base.messages import Request
 from quire.base.sampling_params import SamplingParams
@@ -49,9 +50,13 @@ class RequestLimits:
             raise RequestError(f"more than {MAX_STOP_TOKEN_IDS} stop token ids.")
         if len(request.tenant) > MAX_TENANT:
             raise RequestError(f"tenant is longer than {MAX_TENANT} characters.")
-        if not 0 <= request.timeout_s < math.inf:
+        if not is_duration(request.timeout_s):
+            rule = duration_rule("for none")
+            raise RequestError(f"timeout_s must be {rule}, got {request.timeout_s!r}.")
+        if not 0 <= request.received_s < math.inf:
             raise RequestError(
-                f"timeout_s must be a number of seconds, or 0 for none, got {request.timeout_s!r}."
+                f"received_s must be a time of this machine's monotonic clock, or 0 where it is not"
+                f" known, got {request.received_s!r}."
             )
 
     def check_piece(self, token_ids: list[int], num_before: int) -> None:
@@ -96,10 +101,9 @@ def check_open(params: SamplingParams) -> None:
 def check_pin(request: Request) -> None:
     """Raise RequestError if a request cannot be one to pin a prefix."""
     params, pin_s = request.params, request.pin_s
-    if pin_s is None or not 0 <= pin_s < math.inf:
-        raise RequestError(
-            f"ttl_s must be a number of seconds, or 0 to keep the prefix, got {pin_s!r}."
-        )
+    if pin_s is None or not is_duration(pin_s):
+        rule = duration_rule("to keep the prefix")
+        raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.")
     if not 0 < request.pin_share <= 1:
         raise RequestError(f"a share of what may be pinned is in (0, 1], got {request.pin_share}.")
     if request.is_open or params.num_samples > 1 or params.use_beam_search:

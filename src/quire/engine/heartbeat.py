@@ -1,8 +1,9 @@
 """A sign of life that another process can read while this one is busy, or stuck.
 
 Sixteen bytes in a file of the private directory, mapped by the core, who writes, and by whoever
-watches it: when the present step must be over (seconds of the monotonic clock, which all processes
-of a machine share; 0.0 while idle), and how many steps there were.
+watches it: when the present step must be over, or at rest the next look at what has come (seconds
+of the monotonic clock, which all processes of a machine share; 0.0 says nothing), and how many
+steps there were.
 """
 
 import mmap
@@ -17,6 +18,7 @@ from quire.engine.executor import Executor
 FIELDS = struct.Struct("<dq")
 LEAST_S = 10.0
 TOLERANCE = 10.0
+CONFIRM_S = 0.9  # between the first look that found the core late, and one that counts
 FORGET = 0.999  # per step: how fast the longest step is forgotten
 
 
@@ -43,8 +45,12 @@ class Heartbeat:
         self._num_steps += 1
         self.begin(now_s)
 
+    def wait(self, now_s: float, wait_s: float) -> None:
+        """No step is under way: the core waits for so long at most, then sees to what has come."""
+        FIELDS.pack_into(self._memory, 0, now_s + wait_s + LEAST_S, self._num_steps)
+
     def rest(self) -> None:
-        """There is nothing to do."""
+        """Nothing is promised."""
         FIELDS.pack_into(self._memory, 0, 0.0, self._num_steps)
 
 
@@ -105,6 +111,32 @@ class HeartbeatReader:
             self._memory.close()
             self._memory = None
         self._path.unlink(missing_ok=True)
+
+
+class StuckWatch:
+    """Finds a core that is stuck, for a watcher that looks about once a second.
+
+    Late at one look is not enough: after a machine or container has stood still as a whole, the
+    watcher may run before the core does.
+    """
+
+    def __init__(self, reader: HeartbeatReader) -> None:
+        self._reader = reader
+        self._late_since_s: float | None = None
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether it was late at this look and at those of the last CONFIRM_S."""
+        if not self._reader.is_stuck(now_s):
+            self._late_since_s = None
+            return False
+        if self._late_since_s is None:
+            self._late_since_s = now_s
+        return now_s - self._late_since_s >= CONFIRM_S
+
+    def forget(self) -> None:
+        """The core has ended."""
+        self._late_since_s = None
+        self._reader.forget()
 
 
 def _map(path: Path, access: int) -> mmap.mmap:

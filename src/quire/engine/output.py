@@ -82,14 +82,18 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
     def abort(
-        self, request_ids: Iterable[str], now_s: float, finish_reason: str = "abort"
+        self,
+        request_ids: Iterable[str],
+        now_s: float,
+        finish_reason: str = "abort",
+        stop_reason: str | None = None,
     ) -> list[RequestOutput]:
         """Finish requests on this side, with what they have. The core is told by the caller."""
         ready = []
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                request.finish(finish_reason, None, now_s)
+                request.finish(finish_reason, stop_reason, now_s)
                 ready.append(request.output())
         return ready
 

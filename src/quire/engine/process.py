@@ -1,8 +1,9 @@
 """A core that serves clients over a Unix socket: one thread, one plain loop.
 
 It waits in one place, in `select`: for what clients send, for the executor's bell, and for the time
-to plan the next step. A request that comes while a step runs is in the next plan. It sends each
-client one message per step. When a client is gone, its requests end.
+to plan the next step; never for long, so that its heartbeat shows at rest too that it lives. A
+request that comes while a step runs is in the next plan. It sends each client one message per step.
+When a client is gone, its requests end.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from quire.base.clock import Clock
+from quire.base.durations import bounded_wait_s
 from quire.base.errors import EngineBusy, EngineError, RequestError
 from quire.base.messages import (
     Abort,
@@ -31,12 +33,15 @@ from quire.base.messages import (
     TimelineText,
     ToCore,
 )
+from quire.base.tiers import KEEP_AT_END_S
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.news import News, StepWriter
-from quire.engine.wire import CoreConnection, core_codec
+from quire.engine.wire import NO_RESOURCES, CoreConnection, core_codec
 
 logger = logging.getLogger("quire")
+
+ACCEPT_PAUSE_S = 1.0  # after `accept` found no resources
 
 
 class StatusSource(Protocol):
@@ -76,6 +81,7 @@ class CoreServer:
         self._writer = StepWriter(ready.max_num_seqs, self._owners.get)
         self._num_clients = 0
         self._stopping = False
+        self._accept_again_s: float | None = None
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ, None)
@@ -89,10 +95,12 @@ class CoreServer:
         """Serve until `stop`. Raises EngineError if the core cannot go on."""
         try:
             while not self._stopping:
-                self._poll(self.core.rest_s())
+                self._poll(self._wait_s())
                 if self.core.has_work or self.core.rest_s() == 0.0:
                     self._advance()
         finally:
+            if self._reports.heartbeat is not None:
+                self._reports.heartbeat.wait(self._clock.now(), KEEP_AT_END_S)
             for client in list(self._clients.values()):
                 client.close()
             self._listener.close()
@@ -108,14 +116,20 @@ class CoreServer:
         with contextlib.suppress(OSError):  # full: it will wake up; or closed
             self._wake_in.send(b"x")
 
+    def _wait_s(self) -> float:
+        """How long to wait for the next thing to happen. While a step is under way its deadline
+        stands."""
+        wait_s, heartbeat = bounded_wait_s(self.core.rest_s()), self._reports.heartbeat
+        if heartbeat is not None and not self.core.scheduler.flights:
+            heartbeat.wait(self._clock.now(), wait_s)
+        return wait_s
+
     def _advance(self) -> None:
         heartbeat, status = self._reports.heartbeat, self._reports.status
         flights = self.core.scheduler.flights  # while there are any, their deadline stands
         if heartbeat is not None and not flights:
             heartbeat.begin(self._clock.now())
         self._send(self.core.advance())
-        if heartbeat is not None and not flights:
-            heartbeat.rest()
         if status is not None and (line := status.line(self._clock.now())) is not None:
             logger.info("%s", line)
 
@@ -148,7 +162,10 @@ class CoreServer:
 
     # ---- messages in -------------------------------------------------------------------------
 
-    def _poll(self, timeout_s: float | None) -> None:
+    def _poll(self, timeout_s: float) -> None:
+        if self._accept_again_s is not None and self._accept_again_s <= self._clock.now():
+            self._accept_again_s = None
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
         for key, events in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 self._accept()
@@ -158,13 +175,28 @@ class CoreServer:
                 self._serve(key.data, events)
 
     def _accept(self) -> None:
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:  # or it has gone already
+            if error.errno in NO_RESOURCES:
+                self._rest_from_accepting(error)
+            return
         client = CoreConnection(sock, self._num_clients, self._codec)
         self._num_clients += 1
         self._clients[client.client_id] = client
         self._selector.register(sock, selectors.EVENT_READ, client)
         client.send(msgspec.structs.replace(self._ready, client_id=client.client_id))
         self._watch(client)
+
+    def _rest_from_accepting(self, error: OSError) -> None:
+        """Who wants to connect waits; otherwise `select` would return again and again."""
+        self._selector.unregister(self._listener)
+        self._accept_again_s = self._clock.now() + ACCEPT_PAUSE_S
+        logger.error(
+            "the engine cannot take a connection (%s); it tries again every %g s, and all else"
+            " goes on.",
+            error.strerror, ACCEPT_PAUSE_S,
+        )  # fmt: skip
 
     def _serve(self, client: CoreConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:

@@ -6,6 +6,7 @@ here, on the client's side, so that the core's thread never does.
 
 import asyncio
 import contextlib
+import errno
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
@@ -44,6 +45,14 @@ from quire.engine.wire import LENGTH, body_length, client_codec
 from quire.render.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire")
+
+# The core says itself when a request is late, and knows more of it. This long after that this side
+# says so: the core may be in a long step, or stuck.
+LATE_S = 1.0
+ANSWER_S = 60.0  # for the answer to a question about the engine
+AGAIN_S = 1.0  # until the next try to connect
+NO_SOCKET = (errno.ENOENT, errno.ECONNREFUSED)  # nobody will ever listen there again
+MOST_UNSENT_BYTES = 256 << 20  # that the core has not taken in
 
 _GONE = "the engine's process has ended; try again when /health answers 200."
 
@@ -191,13 +200,17 @@ class RemoteClient:
         deltas = request.params.output_kind is RequestOutputKind.DELTA
         box = self._boxes[request_id] = Mailbox(deltas)
         finished = False
+        limit = self._limit(request)
         try:
+            self._check_room()
             self._send(request)
             while not finished:
                 output = await box.take()
                 finished = output.finished
                 yield output
         finally:
+            if limit is not None:
+                limit.cancel()
             del self._boxes[request_id]
             self._outputs.drop(request_id)
             if not finished and not box.failed and self._is_alive:
@@ -206,10 +219,42 @@ class RemoteClient:
     def abort(self, request_id: str) -> None:
         """End a request: its reader gets what there is, with finish_reason `abort`. An id that is
         not open is ignored."""
-        for output in self._outputs.abort([request_id], self._clock.now()):
+        self._finish(request_id, "abort", None)
+
+    def _finish(self, request_id: str, reason: str, why: str | None) -> None:
+        """End a request, here and in the core."""
+        for output in self._outputs.abort([request_id], self._clock.now(), reason, why):
             self._boxes[request_id].put(output)
             if self._is_alive:
                 self._send(Abort(request_id))
+
+    def _limit(self, request: Request) -> asyncio.TimerHandle | None:
+        """End a request with a time limit a moment after it, if the core has not done so."""
+        if request.timeout_s == 0:
+            return None
+        left_s = request.received_s + request.timeout_s + LATE_S - self._clock.now()
+        loop = asyncio.get_running_loop()
+        return loop.call_later(max(0.0, left_s), self._is_late, request)
+
+    def _is_late(self, request: Request) -> None:
+        taken_s = self._clock.now() - request.received_s
+        why = (
+            f"the request took longer than its timeout_s={request.timeout_s:g} ({taken_s:.3f} s),"
+            " and the engine, which is busy or stuck, has not dropped it yet; raise timeout_s, or"
+            " try again when the server is less busy."
+        )
+        self._finish(request.request_id, "timeout", why)
+
+    def _check_room(self) -> None:
+        """Raise EngineBusy if the core has not taken in what it was sent for a long time."""
+        if self._writer is None:
+            return
+        num_bytes = self._writer.transport.get_write_buffer_size()
+        if num_bytes > MOST_UNSENT_BYTES:
+            raise EngineBusy(
+                f"the engine has not taken in {num_bytes} bytes of other requests yet; try again in"
+                " a moment."
+            )
 
     def fail(self, request_id: str, error: BaseException) -> None:
         """End a request, here and in the core: its reader gets what there is, then the error. An id
@@ -250,7 +295,10 @@ class RemoteClient:
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(question(number))
-            return await answer
+            return await asyncio.wait_for(answer, ANSWER_S)
+        except TimeoutError:
+            text = f"the engine has not answered for {ANSWER_S:g} s; try again in a moment."
+            raise EngineDead(text) from None
         finally:
             del self._asked[number]
 
@@ -283,8 +331,12 @@ class RemoteClient:
             while True:
                 try:
                     reader, writer = await asyncio.open_unix_connection(str(self._path))
-                except OSError:
-                    return
+                except OSError as error:
+                    if error.errno in NO_SOCKET:
+                        return
+                    logger.error("no connection to the engine (%s); trying again", error)
+                    await asyncio.sleep(AGAIN_S)
+                    continue
                 self._writer = writer
                 try:
                     await self._follow(reader)

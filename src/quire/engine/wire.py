@@ -6,6 +6,7 @@ One Unix stream socket, so that the end of the stream says at once that the othe
 Nothing is pickled, and what is not one of the structs is refused.
 """
 
+import errno
 import socket
 import struct
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ from quire.base.plan import Int32
 LENGTH = struct.Struct("<I")
 MAX_MESSAGE_BYTES = 1 << 30
 READ_BYTES = 1 << 18
+# What `accept` raises where it would fail again at once.
+NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MOST_READS = 16  # of one client at once; others have their turn, and a step is planned, in between
 
 T = TypeVar("T")
 
@@ -107,7 +111,7 @@ class CoreConnection:
         One that cannot be read is EngineError: the stream is of no use any more.
         """
         messages: list[ToCore] = []
-        while True:
+        for _ in range(MOST_READS):
             try:
                 data = self.socket.recv(READ_BYTES)
             except (BlockingIOError, InterruptedError):
@@ -118,7 +122,8 @@ class CoreConnection:
                 return None
             messages += [self._codec.decode(body) for body in self._frames.feed(data)]
             if len(data) < READ_BYTES:
-                return messages
+                break
+        return messages
 
     def send(self, message: FromCore) -> None:
         """Send what the socket takes now; the rest goes with `flush`."""

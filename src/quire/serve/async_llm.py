@@ -322,8 +322,7 @@ class AsyncLLM:
         """The client of the running event loop, once it has heard of the core."""
         client = self._client()
         while not client.is_alive:
-            if not self.is_running:
-                raise self._core.dead()
+            self._core.check()
             try:
                 await asyncio.wait_for(client.wait_until_ready(), CONNECT_S)
             except TimeoutError:

@@ -67,6 +67,7 @@ def main() -> int:
         return 1
     finally:
         built.core.close()
+        gc.unfreeze()  # otherwise nothing of it is freed at the exit, where nanobind counts
     return 0
 
 

@@ -148,5 +148,6 @@ class CoreProcess:
             self.process.wait(self._end_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a device driver may hold it
+                self.process.wait(END_S)
         self._socket.close()

@@ -4,9 +4,11 @@ The kernel kills a child when the thread that started it ends (`serve/child.py`)
 an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
 """
 
+import contextlib
 import os
 import selectors
 import socket
+import subprocess
 import threading
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from quire.base.errors import EngineDead, EngineError, QuireError
 from quire.base.messages import Ready
 from quire.engine.heartbeat import HeartbeatReader
 from quire.engine.wire import Frames, client_codec
-from quire.serve.launch import CoreProcess, StartFailure, remove_abandoned_sockets
+from quire.serve.launch import END_S, CoreProcess, StartFailure, remove_abandoned_sockets
 
 READ_BYTES = 1 << 16
 
@@ -134,7 +136,8 @@ class OwnCore:
 
     def _no_start(self, core: CoreProcess) -> QuireError:
         """What the process has left behind about its end, as the error that it was there."""
-        core.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            core.process.wait(END_S)
         if self._is_stopped:
             return self.dead()
         try:

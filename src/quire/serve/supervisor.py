@@ -5,11 +5,13 @@ port in use is an error at once, and the core's Unix socket, in a private direct
 of a core that is started anew only wait. It imports neither torch nor FastAPI, and sleeps.
 
     SIGTERM, -INT, -HUP  API processes drain, then the core keeps what is cached in its stores, if
-                         it has any, and ends; exit status 0
+                         it has any, and ends; exit status 0, or 1 if one of them did not end well
     a second one         everything ends now; exit status 1
-    a process dies       the others end; exit status 1 (3 if it could not start)
+    an API process dies  it is started anew, and the others go on
+    the core dies        the others end, exit status 1; with --restart-engine it is started anew
     the core is stuck    it is killed, which is the case above
-    --restart-engine     a core that died is started anew
+    dies too often       (serve/children.py) the others end; exit status 1
+    could not start      the others end; exit status 3
     kill -9 of this one  the kernel kills the children (serve/child.py)
 """
 
@@ -20,15 +22,15 @@ import resource
 import select
 import signal
 import socket
-import subprocess
 import time
-from dataclasses import dataclass
 
 from quire.base.config import EngineConfig, ServerConfig
+from quire.base.durations import bounded_wait_s
 from quire.base.errors import ConfigError
-from quire.engine.heartbeat import HeartbeatReader
+from quire.engine.heartbeat import HeartbeatReader, StuckWatch
 from quire.models.source import resolve_model
 from quire.serve.child import NO_START
+from quire.serve.children import READY, Child, Process
 from quire.serve.launch import (
     END_S,
     CoreSocket,
@@ -39,10 +41,9 @@ from quire.serve.launch import (
 
 logger = logging.getLogger("quire")
 
-WATCH_S = 1.0  # between two looks at the core's heartbeat
 DUMP_S = 2.0  # for a stuck core to show where it is
 MAX_OPEN_FILES = 1 << 16
-MAX_RESTARTS, RESTART_WINDOW_S = 3, 120.0  # a core that dies more often is given up
+NEVER = float("inf")
 
 
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
@@ -79,19 +80,6 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-@dataclass
-class Child:
-    """A process that was started. pidfd: becomes readable when it has ended."""
-
-    name: str
-    process: "subprocess.Popen[bytes]"
-    pidfd: int
-
-    def signal(self, number: int) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-
-
 class Supervisor:
     """The processes of one server."""
 
@@ -108,17 +96,15 @@ class Supervisor:
         self._log_level = log_level
         self._tcp = tcp
         self._unix = unix
-        self._name = server.served_model_name[0] if server.served_model_name else None
-        self._heartbeat = HeartbeatReader(unix.heartbeat)
-        self._children: dict[int, Child] = {}  # by pidfd
-        self._core: Child | None = None
-        self._is_core_ending = False  # it was told to, and has a deadline instead of a heartbeat
+        self._watch_core = StuckWatch(HeartbeatReader(unix.heartbeat))
+        self._core = Child("the engine", self._start_core, server.restart_engine)
+        self._apis = [self._api(index) for index in range(server.api_server_count)]
         self._ready_in, self._ready_out = os.pipe()
-        self._num_ready = 0
+        self._never_ready = set(range(server.api_server_count))  # API processes, by index
         self._num_signals = 0
-        self._restarts_s: list[float] = []
         self._status: int | None = None  # of this process, once it is to end
-        self._deadline_s = float("inf")  # for those that are still there
+        self._deadline_s = NEVER  # for those that are still there
+        self._stuck_until_s = NEVER  # for a stuck core to show where it is, then to be gone
         self._signals_in, self._signals_out = socket.socketpair()
 
     def run(self) -> int:
@@ -130,133 +116,174 @@ class Supervisor:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has SIGHUP
                 signal.signal(number, lambda *_: None)
         try:
-            self._start_core()
-            for index in range(self._server.api_server_count):
-                self._start_api(index)
-            while self._children:
+            self._start_due()
+            while any(child.is_running or child.due_s is not None for child in self._children):
                 self._watch()
         finally:
-            for child in self._children.values():
-                child.signal(signal.SIGKILL)
-                child.process.wait()
+            for child in self._children:
+                child.kill()
+            for child in self._children:
+                child.wait(END_S)
         return self._status or 0
+
+    @property
+    def _children(self) -> list[Child]:
+        return [self._core, *self._apis]
 
     # ---- starting ----------------------------------------------------------------------------
 
-    def _start_core(self) -> None:
-        process = self._unix.start_core(self._engine, self._log_level, self._name)
-        self._core = self._adopt("the engine", process)
+    def _start_core(self) -> Process:
+        names = self._server.served_model_name
+        return self._unix.start_core(self._engine, self._log_level, names[0] if names else None)
 
-    def _start_api(self, index: int) -> None:
-        arguments = ["--socket", str(self._tcp.fileno()), "--ready", str(self._ready_out)]
-        arguments += ["--core", str(self._unix.path), "--index", str(index)]
-        config = {"model": self._engine.model, "server": self._server}
-        fds = (self._tcp.fileno(), self._ready_out)
-        process = start_child("quire.serve.api.process", arguments, config, fds, self._log_level)
-        self._adopt(f"API process {index}", process)
+    def _api(self, index: int) -> Child:
+        def start() -> Process:
+            arguments = ["--socket", str(self._tcp.fileno()), "--ready", str(self._ready_out)]
+            arguments += ["--core", str(self._unix.path), "--index", str(index)]
+            config = {"model": self._engine.model, "server": self._server}
+            fds = (self._tcp.fileno(), self._ready_out)
+            return start_child("quire.serve.api.process", arguments, config, fds, self._log_level)
 
-    def _adopt(self, name: str, process: "subprocess.Popen[bytes]") -> Child:
-        child = Child(name, process, os.pidfd_open(process.pid))
-        self._children[child.pidfd] = child
-        return child
+        return Child(f"API process {index}", start, may_restart=True)
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            if child.due_s is None or child.due_s > now:
+                continue
+            try:
+                child.start()
+            except OSError as error:
+                logger.error("%s cannot be started: %s", child.name, error)
+                self._start_again(child)
 
     # ---- watching ----------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Wait for the next thing that happens, and see to it."""
-        fds = [*self._children, self._ready_in, self._signals_in.fileno()]
-        timeout_s = max(0.0, min(WATCH_S, self._deadline_s - time.monotonic()))
-        readable, _, _ = select.select(fds, [], [], timeout_s)
+        running = [child for child in self._children if child.is_running]
+        fds = [*(child.pidfd for child in running), self._ready_in, self._signals_in.fileno()]
+        readable, _, _ = select.select(fds, [], [], self._wait_s())
         if self._signals_in.fileno() in readable:
             self._take_signals()
         if self._ready_in in readable:
             self._take_ready()
-        for pidfd in readable:
-            if pidfd in self._children:
-                self._bury(self._children[pidfd])
+        for child in running:
+            if child.pidfd in readable:
+                self._bury(child)
         now = time.monotonic()
-        if self._core is not None and not self._is_core_ending and self._heartbeat.is_stuck(now):
-            self._kill_stuck(self._core)
+        if self._core.is_running and not self._core.was_told and self._watch_core.is_stuck(now):
+            self._show_stuck_core(now)
+        if now > self._stuck_until_s:
+            self._kill_stuck(now)
         if now > self._deadline_s:
-            self._deadline_s = float("inf")
-            for child in self._others() or list(self._children.values()):  # the core follows them
-                logger.error("%s does not end; it is killed", child.name)
-                child.signal(signal.SIGKILL)
+            self._kill_late(now)
+        self._start_due()
+
+    def _wait_s(self) -> float:
+        """Until the next deadline or start, and never for long: the heartbeat is looked at."""
+        dues = (child.due_s for child in self._children if child.due_s is not None)
+        next_s = min(self._deadline_s, self._stuck_until_s, *dues)
+        return bounded_wait_s(next_s - time.monotonic())
 
     def _take_signals(self) -> None:
-        for _ in self._signals_in.recv(64):
-            self._num_signals += 1
+        self._num_signals += len(self._signals_in.recv(64))
         if self._num_signals > 1:
-            for child in self._children.values():
-                child.signal(signal.SIGKILL)
             self._status = 1
+            self._deadline_s = time.monotonic() + END_S
+            for child in self._children:
+                child.kill()
         else:
             self._end(0, self._server.shutdown_timeout)
 
     def _take_ready(self) -> None:
-        self._num_ready += len(os.read(self._ready_in, 64))
-        if self._num_ready == self._server.api_server_count:
+        was_complete = not self._never_ready
+        for (index,) in READY.iter_unpack(os.read(self._ready_in, 64 * READY.size)):
+            self._never_ready.discard(index)
+        if not was_complete and not self._never_ready:
             scheme = "https" if self._server.ssl_certfile else "http"
             host, port = self._tcp.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             logger.info("ready: %s://%s:%d/v1 (Ctrl-C ends it)", scheme, shown, port)
 
     def _bury(self, child: Child) -> None:
-        """A child has ended: as told, or the server ends with it, or the core starts anew."""
-        status = child.process.wait()
-        os.close(child.pidfd)
-        del self._children[child.pidfd]
-        was_core = child is self._core
-        if was_core:
-            self._core = None
+        """A child has ended: as told, or it is started anew, or the server ends with it."""
+        status = child.bury()
+        if child is self._core:
+            self._watch_core.forget()
+            self._stuck_until_s = NEVER
         if self._status is not None:
-            if not was_core and not self._others():
+            if not child.was_told or status not in (0, -signal.SIGTERM):
+                logger.error("%s did not end well (%s)", child.name, _describe(status))
+                self._status = self._status or 1
+            if child is not self._core and not self._running_apis():
                 self._end_core()  # nobody is left to serve
             return
-        if status != NO_START:  # it has said itself why it could not start
-            logger.error("%s ended by itself (%s)", child.name, _describe(status))
-        was_ready = self._unix.heartbeat.exists()
-        if was_core and was_ready and status != NO_START and self._may_restart():
-            logger.error("it is started anew; requests that were open have failed")
-            self._heartbeat.forget()
-            self._start_core()
+        if status == NO_START:  # it has said itself why it could not start
+            self._end(NO_START, 0.0)
             return
-        self._end(NO_START if status == NO_START else 1, 0.0)
+        logger.error("%s ended by itself (%s)", child.name, _describe(status))
+        self._start_again(child)
 
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        recent = [at for at in self._restarts_s if now - at < RESTART_WINDOW_S]
-        self._restarts_s = [*recent, now]
-        return self._server.restart_engine and len(recent) < MAX_RESTARTS
+    def _start_again(self, child: Child) -> None:
+        pause_s = child.plan_restart(time.monotonic())
+        if pause_s is None:
+            self._end(1, 0.0)
+            return
+        when = f" in {pause_s:g} s" if pause_s else ""
+        logger.error("it is started anew%s; requests that were open have failed", when)
+
+    # ---- ending ------------------------------------------------------------------------------
 
     def _end(self, status: int, drain_s: float) -> None:
         """Ask the API processes to end; the core follows when they have."""
         self._status = status
         self._deadline_s = time.monotonic() + drain_s + END_S
-        for child in self._others():
-            child.signal(signal.SIGTERM)
-        if not self._others():
+        self._core.due_s = None
+        for child in self._apis:
+            child.end()
+        if not self._running_apis():
             self._end_core()
 
     def _end_core(self) -> None:
-        if self._core is not None:
-            self._is_core_ending = True
+        if self._core.is_running and not self._core.was_told:
             self._deadline_s = time.monotonic() + core_end_s(self._engine)
-            self._core.signal(signal.SIGTERM)
+            self._core.end()
 
-    def _others(self) -> list[Child]:
-        return [child for child in self._children.values() if child is not self._core]
+    def _running_apis(self) -> list[Child]:
+        return [child for child in self._apis if child.is_running]
 
-    def _kill_stuck(self, core: Child) -> None:
-        """Let it show where it is stuck (faulthandler), then kill it; `_bury` does the rest."""
+    def _kill_late(self, now: float) -> None:
+        """Who had to end by now is killed; who is there even so is left behind."""
+        self._deadline_s = now + END_S
+        self._status = self._status or 1
+        for child in self._running_apis() or [self._core]:  # the core follows them
+            if child.was_killed:
+                logger.error("%s cannot be killed, and is left behind", child.name)
+                child.leave()
+            else:
+                logger.error("%s does not end; it is killed", child.name)
+                child.kill()
+        if not self._running_apis():
+            self._end_core()
+
+    def _show_stuck_core(self, now: float) -> None:
+        """Let it show where it is stuck (faulthandler); then it is killed, if it is still there."""
         logger.error("the engine makes no progress; this is where it is stuck:")
-        core.signal(signal.SIGABRT)
-        try:
-            core.process.wait(DUMP_S)
-        except subprocess.TimeoutExpired:
-            core.signal(signal.SIGKILL)
-            core.process.wait()
-        self._heartbeat.forget()
+        self._watch_core.forget()
+        self._stuck_until_s = now + DUMP_S
+        self._core.signal(signal.SIGABRT)
+
+    def _kill_stuck(self, now: float) -> None:
+        """`_bury` does the rest, unless even that is of no use: a device driver may hold it."""
+        self._stuck_until_s = NEVER
+        if not self._core.was_killed:
+            self._stuck_until_s = now + END_S
+            self._core.signal(signal.SIGKILL)
+            self._core.was_killed = True
+        elif self._status is None:
+            logger.error("the engine cannot be killed; the server ends without it")
+            self._end(1, 0.0)
 
 
 def _describe(status: int) -> str:

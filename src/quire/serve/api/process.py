@@ -1,7 +1,7 @@
 """An API process: python -m quire.serve.api.process, started by the supervisor. It needs no torch.
 
 Its configuration comes as JSON on standard input; it answers HTTP on the bound socket that it
-inherits, and writes one byte to `--ready` when it does. SIGTERM drains: new work is refused, open
+inherits, and writes its index to `--ready` when it does. SIGTERM drains: new work is refused, open
 requests go on for up to --shutdown-timeout, then end with an error.
 """
 
@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +27,10 @@ from quire.models.source import ModelSource, resolve_model
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
+from quire.serve.api.listener import Listener, report
 from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.child import NO_START, begin_child
+from quire.serve.children import READY
 
 logger = logging.getLogger("quire")
 
@@ -72,6 +73,7 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, asked.set)
+    loop.set_exception_handler(report)
     text = build_text_side(config.model, source, options.index)
     client = RemoteClient(options.core, text.tokenizer)
     client.start()
@@ -88,10 +90,10 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
         await client.close()
         return 0
     await ready  # EngineDead, if the core will never come
-    serving = asyncio.create_task(server.serve([socket.socket(fileno=options.socket)]))
+    serving = asyncio.create_task(server.serve([Listener(fileno=options.socket)]))
     await _until(lambda: server.started or serving.done())
     if not serving.done():
-        os.write(options.ready, b"r")
+        os.write(options.ready, READY.pack(options.index))
     await asyncio.wait((serving, ending), return_when=asyncio.FIRST_COMPLETED)
     if not serving.done():
         await _drain(context, client)

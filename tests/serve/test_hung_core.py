@@ -1,0 +1,261 @@
+"""A core that does not answer any more, and one that runs out of file descriptors."""
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from quire import AsyncLLM, SamplingParams
+from quire.base.messages import Ready, Request
+from quire.base.sampling_params import RequestOutputKind
+from quire.engine.remote import LATE_S, RemoteClient
+from quire.engine.wire import client_codec
+from tests.serve.processes import Server, Stream, children_of, is_running, kill, wait_until
+from tests.serve.test_attacks import num_open_files, post, send
+from tests.serve.test_server import client_of, started
+
+
+def lines_with(server: Server, text: str) -> list[str]:
+    return [line for line in server.lines if text in line]
+
+
+def test_a_time_limit_ends_a_request_that_the_core_does_not_answer(tmp_path: Path) -> None:
+    """Whoever says `ready` and nothing more is a core that hangs."""
+
+    async def hung(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ready = Ready(0, 100, 64, 20, 4, {"model": "tiny"}, "memory")
+        writer.write(client_codec().encode(ready))
+        await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        path = tmp_path / "core.sock"
+        async with await asyncio.start_unix_server(hung, path):
+            client = await RemoteClient.connect(path, None)
+            params = SamplingParams(output_kind=RequestOutputKind.DELTA)
+            request = Request("r", [5, 6], params, 1, timeout_s=0.2)
+            began = time.monotonic()
+            [output] = [output async for output in client.generate(request)]
+            assert 0.2 < time.monotonic() - began < 0.2 + LATE_S + 2
+            assert output.finished and output.outputs[0].finish_reason == "timeout"
+            assert "timeout_s=0.2" in str(output.outputs[0].stop_reason)
+            assert client.num_unfinished == 0
+            await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_core_that_hangs_at_rest_is_replaced_and_time_limits_hold_meanwhile() -> None:
+    with started("--restart-engine") as server:
+        stream = Stream(server, max_tokens=3)
+        assert stream.rest()
+        kill(server.core, signal.SIGSTOP)
+        began = time.monotonic()
+        body = {"prompt": "Hi", "timeout_s": 0.5}
+        status, answer = post(server, "/v1/completions", json.dumps(body).encode())
+        assert status == 408 and json.loads(answer)["error"]["code"] == "request_timeout"
+        assert time.monotonic() - began < 5
+        server.wait_for_line("makes no progress")
+        assert time.monotonic() - began < 25
+        server.wait_for_line("engine ended by itself")
+        wait_until(lambda: server.get("/health") == 200, "a new one is there")
+        assert client_of(server).completions.create(model="demo", prompt="Hi", max_tokens=2)
+        assert server.stop() == 0
+
+
+def test_the_end_of_a_server_whose_core_hangs_is_bounded_and_an_error() -> None:
+    with started("--shutdown-timeout", "0") as server:
+        kill(server.core, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(15) == 1
+        assert lines_with(server, "the engine does not end; it is killed")
+
+
+def test_a_core_that_dies_while_the_server_drains_is_an_error() -> None:
+    with started("--shutdown-timeout", "30") as server:
+        stream = Stream(server)
+        stream.event()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: server.get("/ready") == 503, "it drains")
+        kill(server.core)
+        assert "error" in stream.rest()[-1]
+        assert server.process.wait(15) == 1
+
+
+def test_a_dead_api_process_is_replaced_and_the_streams_of_the_other_go_on() -> None:
+    with started("--api-server-count", "2") as server:
+        streams = [Stream(server, max_tokens=1500) for _ in range(6)]
+        for stream in streams:
+            stream.event()
+        owners = {pid: num_sockets(pid) for pid in server.api}
+        victim = min(owners, key=lambda pid: owners[pid])
+        others = max(owners.values()) - min(owners.values())
+        kill(victim)
+        ends = [end_of(stream) for stream in streams]
+        if others:
+            assert ends.count(1500) >= 1, f"streams of the process that lives ended: {ends}"
+        assert set(ends) <= {1500, None}
+        server.wait_for_line("API process . ended by itself")
+        assert server.process.poll() is None
+        wait_until(lambda: server.metric("quire:num_requests_running") == 0, "rows are free")
+        for _ in range(4):
+            assert server.get("/health") == 200
+        assert server.stop() == 0
+
+
+def num_sockets(pid: int) -> int:
+    """Established connections and others: the process with more of them has more streams."""
+    found = 0
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found += os.readlink(fd).startswith("socket:")
+        except OSError:
+            continue
+    return found
+
+
+def end_of(stream: Stream) -> int | None:
+    """Tokens of a stream that was complete; None if its connection broke."""
+    try:
+        events = stream.rest()
+    except OSError:
+        return None
+    usage = events[-1].get("usage") if events else None
+    return usage["completion_tokens"] if usage else None
+
+
+@pytest.mark.parametrize(
+    "victim", ["core_main", pytest.param("api.process", marks=pytest.mark.slow)]
+)
+def test_what_is_killed_while_it_loads_is_started_again(victim: str) -> None:
+    """The server's constructor waits until it answers, so the killing is done beside it."""
+    command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0", "--restart-engine"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(children_of(process.pid)) == 2, "both are there")
+        children = children_of(process.pid)
+        [pid] = [pid for pid, command in children.items() if victim in command]
+        kill(pid)
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if "ready: http" in line:
+                break
+        assert any("is started anew" in line for line in lines)
+        assert "ready: http" in lines[-1]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_long_ttl_costs_the_core_nothing_and_one_beyond_a_year_is_refused() -> None:
+    with started("--pipeline-depth", "2") as server:
+        for ttl_s, expected in [
+            (2_147_484, 200),
+            (31_622_400, 200),
+            (31_622_401, 400),
+            (1e300, 400),
+        ]:
+            body = json.dumps({"prompt": "The cat sat on", "ttl_s": ttl_s}).encode()
+            status, answer = post(server, "/v1/prefixes", body)
+            assert status == expected, answer
+            if expected == 400:
+                error = json.loads(answer)["error"]
+                assert error["param"] == "ttl_s" and "31622400, a year" in error["message"]
+        body = json.dumps({"prompt": "Hi", "timeout_s": 1e9}).encode()
+        status, answer = post(server, "/v1/completions", body)
+        assert (status, json.loads(answer)["error"]["param"]) == (400, "timeout_s")
+        assert server.get("/health") == 200
+        assert is_running(server.core)
+        assert server.stop() == 0
+        server._reader.join(10)
+        assert not lines_with(server, "leaked"), "the core has left something behind"
+
+
+def test_descriptors_that_are_used_up_cost_one_line_a_second_and_no_cpu() -> None:
+    with started() as server:
+        [api] = server.api
+        hard = resource.prlimit(api, resource.RLIMIT_NOFILE)[1]
+        most = num_open_files(api) + 8
+        resource.prlimit(api, resource.RLIMIT_NOFILE, (most, hard))
+        waiting = [send(server, b"GET /he") for _ in range(40)]
+        server.wait_for_line("no connection can be accepted")
+        cpu_s, began, before = cpu_of(api), time.monotonic(), len(server.lines)
+        time.sleep(3.0)  # it is the time in which nothing should happen that is measured
+        passed_s = time.monotonic() - began
+        assert len(server.lines) - before <= passed_s + 2, server.lines[before:]
+        assert cpu_of(api) - cpu_s < 0.5
+        for sock in waiting:
+            sock.close()
+        wait_until(lambda: server.get("/health") == 200, "it accepts again")
+        resource.prlimit(api, resource.RLIMIT_NOFILE, (hard, hard))
+        assert server.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_core_without_descriptors_goes_on_with_the_clients_that_it_has() -> None:
+    with started("--api-server-count", "2") as server:
+        core = server.core
+        hard = resource.prlimit(core, resource.RLIMIT_NOFILE)[1]
+        resource.prlimit(core, resource.RLIMIT_NOFILE, (num_open_files(core), hard))
+        kill(server.api[0])  # its successor needs a connection
+        # The dead one's descriptor is free for it; others want one, too.
+        home = core_socket(core)
+        extra = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        for sock in extra:
+            sock.connect(home)
+        server.wait_for_line("the engine cannot take a connection")
+        assert any(post_ok(server) for _ in range(3))
+        assert is_running(core)
+        for sock in extra:
+            sock.close()
+        resource.prlimit(core, resource.RLIMIT_NOFILE, (hard, hard))
+        for _ in range(6):
+            wait_until(lambda: post_ok(server), "both answer")
+        assert server.stop() == 0
+
+
+def core_socket(pid: int) -> str:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return command[command.index(b"--home") + 1].decode() + "/core.sock"
+
+
+def post_ok(server: Server) -> bool:
+    body = json.dumps({"prompt": "Hi", "max_tokens": 2}).encode()
+    return post(server, "/v1/completions", body)[0] == 200
+
+
+def cpu_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_time_limits_hold_for_an_engine_of_ones_own_whose_core_hangs() -> None:
+    """`AsyncLLM` has no supervisor."""
+
+    async def run() -> None:
+        async with await AsyncLLM.create("demo", disable_log_stats=True) as llm:
+            process = llm._core._process
+            assert process is not None
+            pid = process.process.pid
+            await llm.check_health()
+            assert [output async for output in llm.generate("Hi", SamplingParams(max_tokens=2))]
+            kill(pid, signal.SIGSTOP)
+            outputs = [output async for output in llm.generate("Hi", timeout_s=0.3)]
+            assert outputs[-1].outputs[0].finish_reason == "timeout"
+            assert llm.is_running
+            kill(pid, signal.SIGCONT)
+
+    asyncio.run(run())
