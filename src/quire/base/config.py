@@ -156,8 +156,8 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int | None = setting(
         None,
-        "tokens of one step; if absent 8192 on a GPU, and on a CPU what takes about 250 ms, from"
-        " 64 to 256",
+        "tokens of one step; if absent 8192 on a GPU, and on a CPU what takes about 250 ms there,"
+        " from 16 to 256, as measured while it runs",
         unit="tokens",
     )
     max_num_queued_reqs: int | None = setting(

@@ -90,10 +90,12 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
 
 
 class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
-    """Control: what the device was measured to do. 0.0 is not known."""
+    """Control: what the device was measured to do. 0.0 is not known. step_tokens: what a step has
+    time for; 0 is as many as are configured."""
 
     prefill_tokens_per_s: float = 0.0
     copy_bytes_per_s: float = 0.0
+    step_tokens: int = 0
 
 
 Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | Answer

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire import __version__
 from quire.base.config import config_from_flat
@@ -23,6 +23,10 @@ from quire.base.plugins import installed
 from quire.cli import machine
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.kernel_choice import CLEARLY, Speed, choose_variant, gain_over
+from quire.runner.budget import FEWEST_TOKENS, STEP_S
+
+if TYPE_CHECKING:  # it imports torch, which may be missing
+    from quire.runner.preview import Preview
 
 OLDEST_PYTHON = (3, 11)
 FEW_FILES = 1024  # each open stream takes one
@@ -255,13 +259,25 @@ def _model(report: Report, settings: dict[str, Any]) -> None:
         "device": config.device,
         "dtype": config.model.dtype,
         "attention": preview.attention_backend,
-        "tokens per step": config.scheduler.max_num_batched_tokens,
+        "tokens per step": preview.first_budget or config.scheduler.max_num_batched_tokens,
+        "step budget": _budget(preview),
         "sequences at once": config.scheduler.max_num_seqs,
         "max_model_len": config.model.max_model_len if memory is None else memory.max_model_len,
         "memory plan": (measured if memory is None else memory.describe().removeprefix("memory: ")),
     }
     if is_gguf(source.directory):
         report.facts["model"]["tensors"] = GGUFFile(source.directory).describe()
+
+
+def _budget(preview: "Preview") -> str:
+    """What becomes of the tokens per step."""
+    most = preview.config.scheduler.max_num_batched_tokens
+    if preview.first_budget is None:
+        return f"always {most} tokens"
+    return (
+        f"{preview.first_budget} tokens by the measured kernels, then what takes"
+        f" {1e3 * STEP_S:.0f} ms, from {FEWEST_TOKENS} to {most}; memory is planned for {most}"
+    )
 
 
 def _environment(report: Report) -> None:

@@ -18,12 +18,15 @@ from quire.engine.launching import LaunchingExecutor
 from quire.engine.prefix_file import pin_configured
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
+from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model
+from quire.ops.threads import num_threads
 from quire.render.renderer import Renderer
+from quire.runner.budget import first_budget
 from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
 from quire.runner.derive import default_depth
 from quire.runner.memory import block_bytes_of
@@ -76,6 +79,7 @@ def build_core(
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
     flight the model is loaded, and does all its work, on a thread of its own."""
     _check_record(config)
+    is_asked_for = config.scheduler.max_num_batched_tokens is not None
     built, executor = _build_executor(config, source, progress)
     config = built.config
     if not config.disable_log_stats:
@@ -90,6 +94,7 @@ def build_core(
             config.max_logprobs,
             config.scheduler.max_num_seqs or 0,
         ),
+        None if is_asked_for else _step_budget(built),
     )
     connect_stores(core, built)
     core.max_num_queued = config.scheduler.max_num_queued_reqs
@@ -101,6 +106,13 @@ def build_core(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
     return BuiltCore(core, config, built.spec, built.memory)
+
+
+def _step_budget(built: BuiltRunner) -> StepBudget | None:
+    """What follows the time of steps, on a CPU; a GPU's are short."""
+    if built.device.type != "cpu" or built.runner.launches:
+        return None
+    return StepBudget(first_budget(built.config, built.spec, num_threads()))
 
 
 def _build_executor(

@@ -33,6 +33,7 @@ from quire.engine.executor import Executor
 from quire.engine.news import News, news_of
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
+from quire.engine.step_budget import StepBudget
 from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 
@@ -59,8 +60,15 @@ class EngineCore:
     """One model on one device, and everybody who waits for it."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, limits: RequestLimits
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        limits: RequestLimits,
+        step_budget: StepBudget | None = None,
     ) -> None:
+        """step_budget: what says how many tokens a step has time for; None: as many as are
+        configured."""
         self.scheduler = scheduler
         self.doors: Doors = scheduler
         self.executor = executor
@@ -76,7 +84,11 @@ class EngineCore:
         self._stores: Connections | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
-        self._rates = MeasuredRates(copy_bytes_per_s=executor.copy_bytes_per_s())
+        self._step_budget = step_budget
+        self._rates = MeasuredRates(
+            copy_bytes_per_s=executor.copy_bytes_per_s(),
+            step_tokens=0 if step_budget is None else step_budget.num_tokens,
+        )
         self.control(self._rates)
         self.bell = Bell()
         executor.start(self.bell.ring)
@@ -249,15 +261,24 @@ class EngineCore:
         return self.scheduler.take_late()
 
     def _measure(self, plan: Plan, result: StepResult) -> None:
-        """Follow how fast prompts are computed; tell the scheduler when that has changed."""
-        num_tokens = plan.num_scheduled_tokens
+        """Follow how fast prompts are computed, and how many tokens a step has time for; tell the
+        scheduler when that has changed."""
+        rate, step_tokens = self._prefill_rate(plan, result), self._rates.step_tokens
+        if self._step_budget is not None:
+            step_tokens = self._step_budget.observe(plan, result.duration_s)
+        rates = MeasuredRates(rate, self._rates.copy_bytes_per_s, step_tokens)
+        if rates != self._rates:
+            self._rates = rates
+            self.control(rates)
+
+    def _prefill_rate(self, plan: Plan, result: StepResult) -> float:
+        num_tokens, known = plan.num_scheduled_tokens, self._rates.prefill_tokens_per_s
         if num_tokens < PREFILL_TOKENS or result.duration_s <= 0:
-            return
-        rate, known = num_tokens / result.duration_s, self._rates.prefill_tokens_per_s
-        if abs(rate - known) > RATE_CHANGE * known:
-            new = rate if known == 0 else (known + rate) / 2
-            self._rates = MeasuredRates(new, self._rates.copy_bytes_per_s)
-            self.control(self._rates)
+            return known
+        rate = num_tokens / result.duration_s
+        if abs(rate - known) <= RATE_CHANGE * known:
+            return known
+        return rate if known == 0 else (known + rate) / 2
 
     def close(self) -> None:
         """End. With stores: keep there what the device's index has, for KEEP_AT_END_S at most. A

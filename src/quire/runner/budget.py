@@ -1,23 +1,34 @@
-"""How many tokens a step may have on a CPU, so that nobody who decodes waits long for a prefill.
+"""How many tokens a step begins with on a CPU, so that nobody who decodes waits long for a prefill.
 
-Derived from shapes and the number of threads alone, not measured: chunks are cut in the same places
-in every run, so rounding is the same too.
+This is from what was measured of the kernels; while steps run, `engine/step_budget.py` follows how
+long they take. Where chunks are cut changes no bit of the core's results (docs/cpu.md).
 """
 
+from quire.base.config import EngineConfig
 from quire.base.model_spec import ModelSpec
+from quire.models.formats import weight_formats
+from quire.ops.formats import measured_speed
 
 STEP_S = 0.25
-MOST_TOKENS = 256
-FEWEST_TOKENS = 64  # below this, matrix products lose more than latency gains
-GEMM_FLOPS_PER_THREAD = {"bfloat16": 5e11, "float32": 1e11, "float64": 5e10}
+MOST_TOKENS = 256  # what memory is planned for
+FEWEST_TOKENS, STRIDE = 16, 8
+UNMEASURED_TOKENS = 64  # without the core: a guess, which the first steps correct
 
 
-def cpu_token_budget(spec: ModelSpec, dtype: str, num_threads: int) -> int:
-    """Tokens that this many threads compute in about a quarter of a second: a multiple of 16
-    between 64 and 256."""
-    rate = GEMM_FLOPS_PER_THREAD.get(dtype, 1e11) * num_threads
-    tokens = int(STEP_S * rate / (2 * linear_parameters(spec)))
-    return min(MOST_TOKENS, max(FEWEST_TOKENS, tokens // 16 * 16))
+def first_budget(config: EngineConfig, spec: ModelSpec, num_threads: int) -> int:
+    """Return the tokens that take a quarter of a second at the measured rate, as `bounded_tokens`.
+    config: with all derived values filled in."""
+    layers = weight_formats(config.model).layers
+    speed = measured_speed(config.model.dtype if layers is None else layers.format)
+    if speed is None:
+        return UNMEASURED_TOKENS
+    operations = 2 * max(1, linear_parameters(spec))
+    return bounded_tokens(STEP_S * speed.tile_flops * num_threads / operations)
+
+
+def bounded_tokens(tokens: float) -> int:
+    """Return so many tokens as a multiple of 8 between 16 and 256, rounded down."""
+    return int(min(MOST_TOKENS, max(FEWEST_TOKENS, tokens))) // STRIDE * STRIDE
 
 
 def linear_parameters(spec: ModelSpec) -> int:

@@ -7,8 +7,7 @@ from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.ops.native import core
-from quire.ops.threads import num_threads
-from quire.runner.budget import cpu_token_budget
+from quire.runner.budget import MOST_TOKENS
 
 CPU_SEQS, GPU_SEQS = 64, 256
 GPU_TOKENS = 8192
@@ -62,7 +61,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
             " CPU."
         )
     dtype = choose_dtype(config.model.dtype, spec, device)
-    budget = cpu_token_budget(spec, dtype, num_threads()) if on_cpu else GPU_TOKENS
+    budget = MOST_TOKENS if on_cpu else GPU_TOKENS
     scheduler = dataclasses.replace(
         config.scheduler,
         max_num_seqs=config.scheduler.max_num_seqs or (CPU_SEQS if on_cpu else GPU_SEQS),

@@ -14,6 +14,8 @@ from quire.models.registry import make_model
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.threads import num_threads
+from quire.runner.budget import first_budget
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
 from quire.runner.memory import available_cpu_bytes, plan_cpu_memory
@@ -22,18 +24,21 @@ from quire.runner.memory import available_cpu_bytes, plan_cpu_memory
 @dataclass(frozen=True)
 class Preview:
     """config: with all derived values filled in. memory: None on a GPU, where it is measured when
-    the engine starts."""
+    the engine starts. first_budget: tokens of the first steps, if the engine goes on from there to
+    what steps have time for."""
 
     config: EngineConfig
     attention_backend: str
     weights_bytes: int
     memory: MemoryPlan | None
+    first_budget: int | None = None
 
 
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     """Raises ModelError, ConfigError, OutOfMemory, as `build_runner` would."""
     spec = load_spec(source.directory)
     device = choose_device(config.device)
+    is_asked_for = config.scheduler.max_num_batched_tokens is not None
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
     formats = weight_formats(config.model)
@@ -50,7 +55,9 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
         spec.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
     )
     backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
-    return Preview(config, backend.name, weights, memory)
+    follows = device.type == "cpu" and not is_asked_for
+    first = first_budget(config, spec, num_threads()) if follows else None
+    return Preview(config, backend.name, weights, memory, first)
 
 
 @dataclass(frozen=True)

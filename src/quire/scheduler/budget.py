@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def share_budget(
-    scheduler: "Scheduler", rows: Int64, need: Int64, fits: Callable[[Sequence], bool]
+    scheduler: "Scheduler",
+    rows: Int64,
+    need: Int64,
+    budget: int,
+    fits: Callable[[Sequence], bool],
 ) -> tuple[Int64, list[Sequence]]:
     """Tokens that each running row gets ([N], like rows and need), and the deferred prompts, by
-    rank. fits: whether a new request could be admitted now."""
-    budget, is_prompt = scheduler.token_budget, need > 1
+    rank. budget: tokens of the step. fits: whether a new request could be admitted now."""
+    is_prompt = need > 1
     granted = np.where(is_prompt, 0, need)
     through = np.cumsum(granted)
     granted = np.clip(budget - (through - granted), 0, granted)

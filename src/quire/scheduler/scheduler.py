@@ -48,6 +48,8 @@ from quire.scheduler.swap import forget
 from quire.scheduler.tiers import flush, offload
 from quire.scheduler.time_limits import TimeLimits
 
+PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens
+
 
 class Scheduler:
     """Decides who computes how many tokens in each step, and which blocks they use.
@@ -69,7 +71,7 @@ class Scheduler:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         self.kv = kv
         self.depth = config.pipeline_depth or 1
-        self.token_budget = config.max_num_batched_tokens
+        self.token_budget = config.max_num_batched_tokens  # the most; a step may have time for less
         self.max_model_len = max_model_len
         num_blocks = min(pool.num_blocks for pool in kv.pools)
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
@@ -272,20 +274,29 @@ class Scheduler:
         self.time_limits.drop_late(self, now)
         self.pins.drop_late(now)
         draft, self._swaps = Draft(self._next_step_id, swaps=self._swaps), []
-        budget = self.token_budget - self._serve_running(draft, now)
+        most = self._step_budget()
+        budget = most - self._serve_running(draft, most, now)
         # If nothing is planned, those who gave way were the only ones with something to do.
-        if not draft.has_preempted or budget == self.token_budget:
+        if not draft.has_preempted or budget == most:
             admit(self, draft, budget, now)
         return self._close(draft, now)
 
-    def _serve_running(self, draft: Draft, now: float) -> int:
+    def _step_budget(self) -> int:
+        """Tokens of the next plan: what a step has time for, but always all that decode and a few
+        of a prompt."""
+        if not self.rates.step_tokens:
+            return self.token_budget
+        num_decoding = int(np.count_nonzero(self._needs(self._running) == 1))
+        return min(self.token_budget, max(self.rates.step_tokens, num_decoding + PROMPT_TOKENS))
+
+    def _serve_running(self, draft: Draft, budget: int, now: float) -> int:
         """Grant tokens to the rows that run; returns how many."""
         rows, table = self._running, self.table
         if len(rows) == 0:
             return 0
         need = self._needs(rows)
-        if need.sum() > self.token_budget:
-            need, draft.deferred = share_budget(self, rows, need, partial(fits_now, self))
+        if need.sum() > budget:
+            need, draft.deferred = share_budget(self, rows, need, budget, partial(fits_now, self))
         target = table.computed[rows] + need
         short = np.flatnonzero(target > table.capacity[rows])
         if len(short) and not append_blocks(self, rows[short], target[short], draft):
