@@ -97,14 +97,17 @@ $(VENV)/bin/python:
 		|| { echo "quire needs Python 3.11 or newer; set PYTHON=..., see make help"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Packages first, with pip's own progress; then quire, which shows that of its compiler.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
-	$(PIP_INSTALL) -e .
+	@.ci/requirements $(BIN)/python > $(VENV)/requirements.txt
+	$(PIP_INSTALL) -r $(VENV)/requirements.txt
+	@.ci/build $(BIN)/python
 	@.ci/announce core $(BIN)/python
 	@touch $@
 
-$(VENV)/.installed-test: $(BUILD_INPUTS) | $(VENV)/bin/python
-	@PYTHON=$(BIN)/python TORCH_INDEX="$(TORCH_INDEX)" .ci/announce
-	$(PIP_INSTALL) -e ".[test]"
-	@.ci/announce core $(BIN)/python
-	@touch $(VENV)/.installed $@
+# Nothing is built: quire stands already.
+$(VENV)/.installed-test: $(VENV)/.installed
+	@.ci/requirements $(BIN)/python test > $(VENV)/requirements-test.txt
+	$(PIP_INSTALL) -r $(VENV)/requirements-test.txt
+	@touch $@
