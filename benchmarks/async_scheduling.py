@@ -53,18 +53,19 @@ AIM = 0.02
 class Parts:
     """Milliseconds of each part of a step, from calls that are timed where they are made."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.ms: dict[str, list[float]] = defaultdict(list)
+        self.clock = clock
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        spans = self.ms[part]
+        spans, clock = self.ms[part], self.clock
 
         def call(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            began = clock()
             try:
                 return function(*arguments)
             finally:
-                spans.append((time.perf_counter() - began) * 1e3)
+                spans.append((clock() - began) * 1e3)
 
         return call
 
@@ -80,10 +81,10 @@ def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
     schedule = scheduler.schedule
 
     def plan(now: float) -> Any:
-        began = time.perf_counter()
+        began = parts.clock()
         made = schedule(now)
         if made is not None:
-            parts.ms["schedule"].append((time.perf_counter() - began) * 1e3)
+            parts.ms["schedule"].append((parts.clock() - began) * 1e3)
         return made
 
     scheduler.schedule = plan  # type: ignore[method-assign]
