@@ -9,10 +9,15 @@ QuireError
  +-- OutOfMemory          weights, workspace or KV pool do not fit
  +-- MissingDependency    an optional package is needed; the message holds the pip command
  +-- EngineError          the engine failed while it worked on requests
+      +-- StepFailed      a step failed on one request; others go on
       +-- EngineDead      the core's process has ended or does not answer
 
 Every message says what was wrong, the value, and what to do.
 """
+
+# How programs tell why a request ended with an error (`SequenceOutput.error_code`).
+STEP_FAILED = "step_failed"  # a step of the engine failed on it
+REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
 
 
 class QuireError(Exception):
@@ -49,6 +54,10 @@ class MissingDependency(QuireError, ImportError):
 
 class EngineError(QuireError):
     """The engine failed while working."""
+
+
+class StepFailed(EngineError):
+    """A step failed on one request, which is not to blame as far as anybody knows. Others go on."""
 
 
 class EngineDead(EngineError):

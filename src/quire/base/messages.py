@@ -115,6 +115,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one step gave one sequence of a request. index: which of the request's n it is.
 
     error: what went wrong; finish_reason is then `error`, or `timeout` if the time was up.
+    error_code: why, for programs (base/errors.py).
     beams: all results of a beam search, with which the request has ended. prefix: what of the
     prompt was cached, once.
 
@@ -134,6 +135,7 @@ class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     index: int = 0
     beams: list[BeamOutput] | None = None
     prefix: PrefixReport | None = None
+    error_code: str | None = None
 
 
 class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -26,7 +26,8 @@ class CompletionOutput:
     finish_reason: stop, length, abort, error, timeout or pinned; None: it goes on.
     index: its place among the n of its request.
     stop_reason: the stop string or stop token id that ended it; None for end of sequence. After an
-    error, and when the time was up, what happened.
+    error, and when the time was up, what happened. error_code: after an error why, for programs:
+    step_failed (the engine's fault) or request_failed.
     """
 
     index: int
@@ -36,6 +37,7 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error_code: str | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

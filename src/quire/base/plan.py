@@ -150,8 +150,9 @@ class StepResult:
     candidates: sampling row -> Candidates, for those that asked for logprobs.
     prompt_candidates: row -> Candidates of the prompt positions that this step computed, in order;
     the first is for the position after the first computed one.
-    row_errors: row -> what went wrong with it. error: the step failed as a whole, nothing of it
-    counts.
+    row_errors: row -> what went wrong with it; unservable_rows: those of them whose request leaves
+    no token to choose, which is no fault of the step. error: the step failed as a whole, nothing of
+    it counts.
     """
 
     step_id: int
@@ -163,3 +164,4 @@ class StepResult:
     completed_moves: tuple[int, ...] = ()
     duration_s: float = 0.0
     error: str | None = None
+    unservable_rows: tuple[int, ...] = ()

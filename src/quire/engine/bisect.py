@@ -162,6 +162,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
     whole = StepResult(plan.step_id, token_ids, num_accepted)
     place = {row: i for i, row in enumerate(plan.sample_rows.tolist())}
     moves: tuple[int, ...] = ()
+    unservable: tuple[int, ...] = ()
     for part, result in parts:
         at = [place[row] for row in part.sample_rows.tolist()]
         token_ids[at, : result.token_ids.shape[1]] = result.token_ids
@@ -169,10 +170,13 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
         whole.candidates.update(result.candidates)
         whole.prompt_candidates.update(result.prompt_candidates)
         whole.row_errors.update(result.row_errors)
+        unservable += result.unservable_rows
         moves += result.completed_moves
     whole.row_errors.update(errors or {})
     duration_s = sum(result.duration_s for _, result in parts)
-    return dataclasses.replace(whole, completed_moves=moves, duration_s=duration_s)
+    return dataclasses.replace(
+        whole, completed_moves=moves, unservable_rows=unservable, duration_s=duration_s
+    )
 
 
 def _rows_alone(plan: Plan) -> Plan:

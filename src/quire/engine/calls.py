@@ -117,6 +117,7 @@ class CallEncoder:
             "prompt_candidates": prompts,
             "row_errors": errors,
             "completed_moves": result.completed_moves,
+            "unservable_rows": result.unservable_rows,
         }
         fields |= {name: encode(value) for name, value in more.items() if value}
         return fields
@@ -281,6 +282,8 @@ def _result(fields: Fields) -> StepResult:
     accepted = np.ones(shape[0], np.int32)
     if "accepted" in fields:
         accepted = np.frombuffer(fields["accepted"], np.int32)
-    names = ("candidates", "prompt_candidates", "row_errors", "completed_moves")
+    names = (
+        "candidates", "prompt_candidates", "row_errors", "completed_moves", "unservable_rows",
+    )  # fmt: skip
     more = {name: decode(fields[name]) for name in names if name in fields}
     return StepResult(fields["step"], token_ids, accepted, duration_s=fields["s"], **more)

@@ -195,6 +195,7 @@ def _message(sequence: Sequence, token: int | None, outputs: StepOutputs) -> Seq
         num_cached_tokens=max(0, sequence.num_cached_tokens),
         num_preemptions=sequence.num_preemptions,
         error=ending.error if ending else None,
+        error_code=ending.code if ending else None,
         index=sequence.index,
         prefix=sequence.report if sequence in outputs.reports else None,
     )

@@ -171,7 +171,7 @@ class _OpenRequest:
             metrics.first_token_s = now_s
         if output.error is not None:
             reason = "timeout" if output.finish_reason == "timeout" else "error"
-            self.finish(reason, output.error, now_s)
+            self.finish(reason, output.error, now_s, output.error_code)
             return None
         sample.take(output)
         if sample.finish_reason is None:
@@ -201,14 +201,16 @@ class _OpenRequest:
         metrics.num_preemptions = output.num_preemptions
         metrics.first_token_s = metrics.finished_s = now_s
 
-    def finish(self, reason: str, stop_reason: str | None, now_s: float) -> None:
+    def finish(
+        self, reason: str, stop_reason: str | None, now_s: float, error_code: str | None = None
+    ) -> None:
         """All samples that go on end with what they have.
 
         After a failure those of best_of all end with it: the best of them would not be the best.
         """
         for sample in self._samples:
             if sample.finish_reason is None or (self._params.is_ranked and reason in FAILED):
-                sample.finish(reason, stop_reason)
+                sample.finish(reason, stop_reason, error_code)
         self.num_open = 0
         self._metrics.finished_s = now_s
 

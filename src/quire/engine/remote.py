@@ -15,7 +15,14 @@ from typing import Any, Protocol, cast
 import msgspec
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.errors import EngineBusy, EngineDead, EngineError, RequestError
+from quire.base.errors import (
+    STEP_FAILED,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    RequestError,
+    StepFailed,
+)
 from quire.base.messages import (
     Abort,
     Append,
@@ -108,12 +115,15 @@ class AsyncClient(Protocol):
 
 async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
     """Send a request to pin, and wait until it is computed. Raises RequestError as `generate`
-    does, and if the prefix was not pinned."""
+    does, and if the prefix was not pinned; StepFailed if a step failed on it."""
     outputs = cast(AsyncGenerator[RequestOutput, None], client.generate(request))
-    reason, why = None, None
+    reason, why, code = None, None, None
     async with contextlib.aclosing(outputs):
         async for output in outputs:
-            reason, why = output.outputs[0].finish_reason, output.outputs[0].stop_reason
+            [done] = output.outputs
+            reason, why, code = done.finish_reason, done.stop_reason, done.error_code
+    if code == STEP_FAILED:
+        raise StepFailed(f"{request.request_id}: {why}")
     mine = await client.prefixes(request.tenant)
     found = [prefix for prefix in mine if prefix.id == request.request_id]
     if reason == "abort":

@@ -20,9 +20,9 @@ class Sample:
     """
 
     __slots__ = (
-        "_detokenizer", "_hides_logprobs", "_is_end_sent", "_logprobs", "_params", "_stop_reason",
-        "_text", "cumulative_logprob", "finish_reason", "index", "num_preemptions", "num_sent",
-        "token_ids", "was_stopped",
+        "_detokenizer", "_error_code", "_hides_logprobs", "_is_end_sent", "_logprobs", "_params",
+        "_stop_reason", "_text", "cumulative_logprob", "finish_reason", "index", "num_preemptions",
+        "num_sent", "token_ids", "was_stopped",
     )  # fmt: skip
 
     def __init__(
@@ -42,6 +42,7 @@ class Sample:
         self.cumulative_logprob: float | None = None
         self._params = params
         self._stop_reason: int | str | None = None
+        self._error_code: str | None = None
         self._is_end_sent = False
         self._text: list[str] = []  # in pieces; those that were sent are joined or dropped
         self._hides_logprobs = hides_logprobs
@@ -82,11 +83,14 @@ class Sample:
         if reason is not None:
             self.finish(reason, output.stop_reason)
 
-    def finish(self, reason: str, stop_reason: int | str | None) -> None:
+    def finish(
+        self, reason: str, stop_reason: int | str | None, error_code: str | None = None
+    ) -> None:
         """It ends with what it has. stop_reason: the message, if the reason is `error`."""
         if self._detokenizer is not None and self.finish_reason is None:
             self._text.append(self._detokenizer.flush())
         self.finish_reason, self._stop_reason = reason, stop_reason
+        self._error_code = error_code
 
     def completion(self, delta: bool) -> CompletionOutput:
         """What the user gets now: everything so far, or what is new."""
@@ -103,6 +107,7 @@ class Sample:
             None if self._logprobs is None else self._logprobs[start:],
             self.finish_reason,
             self._stop_reason,
+            self._error_code,
         )
 
     def _take_candidates(self, candidates: Candidates) -> None:

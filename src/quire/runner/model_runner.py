@@ -132,5 +132,6 @@ class ModelRunner:
             candidates=sampled.candidates,
             prompt_candidates=prompt_candidates,
             row_errors=sampled.row_errors,
+            unservable_rows=sampled.unservable_rows,
             duration_s=time.perf_counter() - began,
         )

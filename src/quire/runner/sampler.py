@@ -55,6 +55,11 @@ class SampledTokens:
         return describe_failures(failed.tolist(), self.edited_rows)
 
     @property
+    def unservable_rows(self) -> tuple[int, ...]:
+        """Those of them that asked for masks or biases."""
+        return tuple(row for row in self.row_errors if row in self.edited_rows)
+
+    @property
     def candidates(self) -> dict[int, Candidates]:
         """Log-probabilities of the rows that asked for them and have no error."""
         found: dict[int, Candidates] = {}

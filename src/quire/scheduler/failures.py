@@ -12,9 +12,13 @@ has got another owner meanwhile counts for the former one: somebody may go back 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from quire.scheduler.flight import Blocks, Flight, Line
 from quire.scheduler.sequence import Sequence
+
+if TYPE_CHECKING:
+    from quire.scheduler.results import Ending
 
 
 @dataclass(slots=True)
@@ -23,14 +27,14 @@ class Broken:
     failed row, or another dependant, was to compute. blocks: by group, which must not be used."""
 
     blocks: list[set[int]]
-    failed: dict[Line, tuple[Sequence, str]] = field(default_factory=dict)
+    failed: dict[Line, tuple[Sequence, "Ending"]] = field(default_factory=dict)
     dependants: dict[Line, Sequence] = field(default_factory=dict)
 
     def __contains__(self, line: Line) -> bool:
         return line in self.failed or line in self.dependants
 
 
-def find_broken(flights: Iterable[Flight], errors: dict[int, str], num_groups: int) -> Broken:
+def find_broken(flights: Iterable[Flight], errors: dict[int, "Ending"], num_groups: int) -> Broken:
     """What the errors of rows of the first of these plans break in all of them.
 
     A row with an error that is a dependant counts as one: its context was no good, so nothing is

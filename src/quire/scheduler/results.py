@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.errors import REQUEST_FAILED, STEP_FAILED
 from quire.base.events import Stepped
 from quire.base.plan import Candidates, StepResult
 from quire.scheduler.beam_rows import take_beams
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Ending:
-    """How a sequence ended. stop_reason: the stop token, unless it was end of sequence."""
+    """How a sequence ended. stop_reason: the stop token, unless it was end of sequence. code: of an
+    error (base/errors.py)."""
 
     reason: str
     stop_reason: int | None = None
     error: str | None = None
+    code: str | None = None
 
 
 @dataclass(slots=True)
@@ -73,7 +76,7 @@ def take_result(
     outputs = StepOutputs.empty()
     first_event = len(scheduler.events)
     if result.row_errors:
-        _take_errors(scheduler, flight, result.row_errors, outputs, now)
+        _take_errors(scheduler, flight, result, outputs, now)
     _take_prompt_candidates(scheduler, flight, result, outputs)
     token_ids, epochs, sequences = result.token_ids[:, 0], flight.epochs, flight.sequences
     beams = rows[:0]
@@ -171,11 +174,15 @@ def _check_long_stop_lists(
 
 
 def _take_errors(
-    scheduler: "Scheduler", flight: Flight, errors: dict[int, str], outputs: StepOutputs, now: float
+    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs, now: float
 ) -> None:
     """Sequences whose rows failed end with an error, also if they lost the row meanwhile; those
     that share what such a row was to compute go back to the queue."""
-    errors = {row: message for row, message in errors.items() if row not in flight.left_out}
+    errors = {
+        row: Ending("error", error=message, code=_code_of(row, result))
+        for row, message in result.row_errors.items()
+        if row not in flight.left_out
+    }
     if not errors:
         return
     flights = [flight, *scheduler.flights]
@@ -183,16 +190,16 @@ def _take_errors(
     scheduler.kv.unindex_blocks(broken.blocks)
     if scheduler.kv.tier is not None:
         scheduler.kv.tier.forget_unsettled()
-    for sequence, message in list(broken.failed.values()):  # a request fails as a whole
+    for sequence, ending in list(broken.failed.values()):  # a request fails as a whole
         for member in scheduler.members(sequence):
             line = member.row, int(scheduler.table.epoch[member.row])
             if member.row >= 0:
-                broken.failed.setdefault(line, (member, message))
+                broken.failed.setdefault(line, (member, ending))
     for later in flights:
         later.left_out.update(line[0] for line in later.lines if line in broken)
-    for sequence, message in list(broken.failed.values()):
+    for sequence, ending in list(broken.failed.values()):
         for member in scheduler.members(sequence):
-            _fail(scheduler, member, message, outputs, now)
+            _fail(scheduler, member, ending, outputs, now)
     if scheduler.stores is not None:
         scheduler.stores.remove(_digests_of(scheduler, broken))
     failed = [sequence for sequence, _ in broken.failed.values()]
@@ -211,8 +218,13 @@ def _digests_of(scheduler: "Scheduler", broken: Broken) -> list[bytes]:
     return list(dict.fromkeys(digest for member in failed for digest in member.digests))
 
 
+def _code_of(row: int, result: StepResult) -> str:
+    """Why a row has an error."""
+    return REQUEST_FAILED if row in result.unservable_rows else STEP_FAILED
+
+
 def _fail(
-    scheduler: "Scheduler", sequence: Sequence, message: str, outputs: StepOutputs, now: float
+    scheduler: "Scheduler", sequence: Sequence, ending: Ending, outputs: StepOutputs, now: float
 ) -> None:
     """End with an error. All that the index has of the sequence's tokens goes, and all that stores
     have of them: an error that shows in a sampled token may have come with any of them. It may have
@@ -220,7 +232,7 @@ def _fail(
     another one computed that was never sampled."""
     if sequence.finish_reason is not None:
         return
-    outputs.endings[sequence.arrival] = Ending("error", error=message)
+    outputs.endings[sequence.arrival] = ending
     outputs.others.append(sequence)
     scheduler.kv.forget(sequence.digests)
     scheduler.finish(sequence, "error", now)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.base.errors import REQUEST_FAILED
 from quire.base.events import Appended
 from quire.base.messages import Append
 from quire.base.plan import HostTokens
@@ -45,7 +46,7 @@ def append(scheduler: "Scheduler", message: Append, now: float) -> None:
             f" {scheduler.max_model_len}); send less, lower max_tokens, or enlarge"
             " kv_cache_memory_bytes."
         )
-        scheduler.late.append((sequence, Ending("error", error=error)))
+        scheduler.late.append((sequence, Ending("error", error=error, code=REQUEST_FAILED)))
         scheduler.finish(sequence, "error", now)
         return
     sequence.num_prompt_tokens, sequence.limit = num_prompt, limit

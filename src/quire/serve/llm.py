@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError, RequestError
+from quire.base.errors import STEP_FAILED, ConfigError, RequestError, StepFailed
 from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
@@ -152,15 +152,18 @@ class LLM:
     ) -> PinnedPrefix:
         """Compute a prefix and keep its KV blocks for ttl_s seconds, or with 0 until
         `unpin_prefix`: prompts that begin with its tokens, and have its salt, compute only the
-        rest. Messages are rendered without the beginning of an answer. Raises RequestError."""
+        rest. Messages are rendered without the beginning of an answer. Raises RequestError, and
+        StepFailed if a step failed on it."""
         engine = self._alive
         rendered = engine.renderer.render(prompt, ChatOptions(add_generation_prompt=False))
         request = engine.requests.make_pin(rendered, ttl_s, None, cache_salt)
         engine.client.check(request)
         bar = RequestBar(1, enabled=False)
         done = self._finished([request], [rendered], bar)[request.request_id]
-        if done.outputs[0].finish_reason != "pinned":
-            raise RequestError(f"the prefix was not pinned: {done.outputs[0].stop_reason}")
+        [pinned] = done.outputs
+        if pinned.finish_reason != "pinned":
+            kind = StepFailed if pinned.error_code == STEP_FAILED else RequestError
+            raise kind(f"the prefix was not pinned: {pinned.stop_reason}")
         for prefix in self.pinned_prefixes():
             if prefix.id == request.request_id:
                 return prefix

@@ -125,9 +125,9 @@ class FakeClient:
         """The opposite of `kill`, for the next test."""
         self._alive = True
 
-    def fail(self, message: str, reason: str = "error") -> None:
+    def fail(self, message: str, reason: str = "error", code: str | None = None) -> None:
         """All open requests end with this finish_reason, `error` or `timeout`."""
-        self._call(lambda: self._fail_all(message, reason))
+        self._call(lambda: self._fail_all(message, reason, code))
 
     def _call(self, change: Callable[[], object]) -> None:
         if self._loop is not None and self._loop.is_running():
@@ -175,10 +175,11 @@ class FakeClient:
         for name in self._mail:
             self._post(name, error)
 
-    def _fail_all(self, message: str, reason: str) -> None:
+    def _fail_all(self, message: str, reason: str, code: str | None) -> None:
         for output in self.engine.client.abort(list(self._mail)):
             output.outputs[0].finish_reason = reason
             output.outputs[0].stop_reason = message
+            output.outputs[0].error_code = code
             self._post(output.request_id, output)
 
 

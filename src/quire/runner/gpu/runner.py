@@ -69,6 +69,7 @@ class Launched:
             candidates={row: item for row, item in candidates.items() if row not in failed},
             prompt_candidates=self._prompt_candidates(rest),
             row_errors=describe_failures(failed, self.edited),
+            unservable_rows=tuple(row for row in failed if row in self.edited),
             duration_s=self.arrival.duration_s(),
         )
 

@@ -15,7 +15,15 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from quire.base.errors import EngineBusy, EngineDead, EngineError, QuireError, RequestError
+from quire.base.errors import (
+    STEP_FAILED,
+    EngineBusy,
+    EngineDead,
+    EngineError,
+    QuireError,
+    RequestError,
+    StepFailed,
+)
 from quire.serve.api.methods import allowed_methods
 
 logger = logging.getLogger("quire")
@@ -100,6 +108,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         return ApiError(503, str(error), "server_error", code="engine_dead", headers=headers)
     if isinstance(error, RecursionError):
         return bad_request("the request is nested too deeply.")
+    if isinstance(error, StepFailed):
+        return _step_failed(error, request_id)
     if isinstance(error, EngineError):
         logger.error("request %s: %s", request_id, error)
         text = "the engine failed while it worked on this request; its log says why."
@@ -108,6 +118,17 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     where = f" under request id {request_id}" if request_id else ""
     text = f"an error inside the server; its log has the details{where}."
     return ApiError(500, text, "server_error", code="internal_error")
+
+
+def _step_failed(error: StepFailed, request_id: str) -> ApiError:
+    """A 500. The step was repeated already; clients that would try again are told not to."""
+    logger.error("request %s: %s", request_id, error)
+    text = (
+        "a step of the engine failed on this request; the server's log says why, under request id"
+        f" {request_id}."
+    )
+    headers = {"x-should-retry": "false"}
+    return ApiError(500, text, "server_error", code=STEP_FAILED, headers=headers)
 
 
 def error_body(error: BaseException, request_id: str = "") -> tuple[int, dict[str, Any]]:

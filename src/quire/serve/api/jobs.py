@@ -9,10 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
+from quire.base.errors import REQUEST_FAILED, STEP_FAILED, StepFailed
 from quire.base.messages import Request
-from quire.base.outputs import RequestOutput
+from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.base.sampling_params import SamplingParams
-from quire.engine.bisect import STEP_FAILED
 from quire.engine.remote import AsyncClient
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.context import ApiContext
@@ -58,13 +58,14 @@ def make_job(
 
 
 async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, None]:
-    """(index of the job, output) as they come. Raises ApiError for a request that failed."""
+    """(index of the job, output) as they come. Raises ApiError for a request that failed, and
+    StepFailed if that was a step's fault."""
     outputs = _run_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs)
     async with aclosing(outputs):
         async for index, output in outputs:
             for completion in output.outputs:
                 if completion.finish_reason == "error":
-                    raise bad_request(_why(str(completion.stop_reason)), code="request_failed")
+                    raise _failure(completion, jobs[index])
                 if completion.finish_reason == "timeout":
                     raise too_late(str(completion.stop_reason))
             yield index, output
@@ -124,8 +125,9 @@ async def _pump(
         await queue.put((index, error))
 
 
-def _why(message: str) -> str:
-    """What a client is told of a request that failed; what a library said stays in the log."""
-    if message.startswith(STEP_FAILED):
-        message = "the model raised an error on it; the server's log says which."
-    return f"the request failed: {message}"
+def _failure(completion: CompletionOutput, job: Job) -> Exception:
+    """Why a request failed. After a failed step a client is not told what a library said; the log
+    has it."""
+    if completion.error_code == STEP_FAILED:
+        return StepFailed(f"{job.request.request_id}: {completion.stop_reason}")
+    return bad_request(f"the request failed: {completion.stop_reason}", code=REQUEST_FAILED)
