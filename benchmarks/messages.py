@@ -10,7 +10,6 @@ milliseconds of this thread's own time, which other programs disturb little; `us
 API's process does, with text. The device takes no time.
 """
 
-import gc
 import time
 from typing import Any
 
@@ -24,6 +23,7 @@ from quire.engine.output import OutputProcessor
 from quire.engine.wire import LENGTH, client_codec, core_codec
 from quire.models.source import resolve_model
 from quire.render.tokenizer import Tokenizer
+from quire.serve.child import collecting_rarely
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 CORE = ("schedule", "update", "messages", "write", "encode")
@@ -69,15 +69,13 @@ def measure(num_rows: int, num_steps: int) -> dict[str, Any]:
     process = parts.timed("process", plain.outputs.process)
     process_text = parts.timed("text", with_text.outputs.process)
     put, num_bytes, taken = parts.timed("put", plain.put), 0, 0
-    with timing(core, parts):
+    with timing(core, parts), collecting_rarely():
         while taken < NUM_WARM + num_steps:
             news = core.advance()
             if not news:
                 continue
             taken += 1
             if taken == NUM_WARM:
-                gc.collect()
-                gc.freeze()
                 for spans in parts.ms.values():
                     spans.clear()
             data = encode(write(news)[0])
@@ -90,7 +88,6 @@ def measure(num_rows: int, num_steps: int) -> dict[str, Any]:
             put(ready)
             plain.empty()
             assert taken < NUM_WARM or len(ready) == num_rows
-    gc.unfreeze()
     core.close()
     found = parts.medians()
     behind = sum(found[part] for part in CLIENT if part != "process")

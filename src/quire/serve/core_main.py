@@ -5,7 +5,6 @@ that it inherits. Exit status: 0 asked to stop, 3 could not start, 1 the core ca
 """
 
 import argparse
-import gc
 import importlib
 import logging
 import signal
@@ -28,7 +27,7 @@ from quire.engine.status import StatusLine
 from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines
 from quire.models.source import resolve_model
-from quire.serve.child import NO_START, begin_child
+from quire.serve.child import NO_START, begin_child, collecting_rarely
 from quire.serve.launch import FAILURE, StartFailure
 from quire.serve.progress import LoadBar
 
@@ -57,17 +56,14 @@ def main() -> int:
         (options.home / FAILURE).write_bytes(msgspec.json.encode(failure))
         return NO_START
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    # What is loaded now stays: a full collection must not walk through it while requests wait.
-    gc.collect()
-    gc.freeze()
     try:
-        server.run()
+        with collecting_rarely():
+            server.run()
     except Exception as error:
         logger.critical("the engine cannot go on: %s", error, exc_info=error)
         return 1
     finally:
         built.core.close()
-        gc.unfreeze()  # otherwise nothing of it is freed at the exit, where nanobind counts
     return 0
 
 

@@ -29,7 +29,7 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.api.listener import Listener, report
 from quire.serve.api.reading import MAX_WIDE_BYTES
-from quire.serve.child import NO_START, begin_child
+from quire.serve.child import NO_START, begin_child, collecting_rarely
 from quire.serve.children import READY
 
 logger = logging.getLogger("quire")
@@ -90,6 +90,19 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
         await client.close()
         return 0
     await ready  # EngineDead, if the core will never come
+    with collecting_rarely():
+        await _serve_until(server, options, ending, context, client)
+    return 0
+
+
+async def _serve_until(
+    server: ApiServer,
+    options: argparse.Namespace,
+    ending: "asyncio.Task[bool]",
+    context: ApiContext,
+    client: RemoteClient,
+) -> None:
+    """Answer requests; then let open ones finish."""
     serving = asyncio.create_task(server.serve([Listener(fileno=options.socket)]))
     await _until(lambda: server.started or serving.done())
     if not serving.done():
@@ -100,7 +113,6 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
         server.should_exit = True
     await serving
     await client.close()
-    return 0
 
 
 async def _drain(context: ApiContext, client: RemoteClient) -> None:
