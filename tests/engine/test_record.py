@@ -17,6 +17,7 @@ from hypothesis.stateful import rule
 from quire.base.errors import ConfigError, EngineError
 from quire.engine import record
 from quire.engine.calls import END, UPDATE, calls_of, end_of
+from quire.engine.frames import State, read_frames
 from quire.engine.record import Recorder
 from quire.engine.recording import RecordingFiles, read_recording, read_segment, segment_paths
 from quire.tools.replay import Outcome, replay_all
@@ -123,9 +124,9 @@ def test_with_tokens_they_are_written(tmp_path: Path) -> None:
 
 
 def bodies(path: Path) -> list[bytes]:
-    from quire.engine import recording
-
-    return [body for body in recording._frames(path.read_bytes()) if body is not None]
+    frames = read_frames(path.read_bytes())
+    assert frames is not None
+    return frames.bodies
 
 
 class Recorded:
@@ -178,6 +179,7 @@ def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:
     assert outcome.num_segments == len(paths)
     for path in paths:
         replayed(path)
+    assert outcome.state is State.WHOLE
     ends = [end_of(segment.items) for segment in read_recording(tmp_path)]
     assert ends == ["goes on"] * (len(paths) - 1) + ["closed"]
 
@@ -231,13 +233,17 @@ def test_damage_is_told(tmp_path: Path) -> None:
     run.finish()
     [path] = segment_paths(tmp_path / "run")
     data = bytearray(path.read_bytes())
-    data[-5] ^= 1
+    data[-25] ^= 1
     path.write_bytes(data)
-    assert read_segment(path).is_cut  # of the damaged frame nothing is believed
-    for text, content in (("no recording of quire", b"hello"), ("cut off", bytes(data[:40]))):
-        path.write_bytes(content)
-        with pytest.raises(ConfigError, match=text):
-            read_segment(path)
+    damaged = read_segment(path)  # of the damaged frame nothing is believed
+    assert damaged.state is State.DAMAGED and damaged.is_readable
+    assert end_of(damaged.items) is None
+    path.write_bytes(bytes(data[:40]))
+    cut = read_segment(path)
+    assert cut.is_cut and not cut.is_readable
+    path.write_bytes(b"hello")
+    with pytest.raises(ConfigError, match="no recording of quire"):
+        read_segment(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_recording(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="no recording in"):
@@ -276,6 +282,8 @@ def test_a_disk_that_becomes_full_ends_the_recording_only(
     assert not run.recorder.is_recording
     assert "No space left on device" in caplog.text
     assert run.core.scheduler.sequences == {}
+    monkeypatch.undo()
+    assert replayed(tmp_path).state is State.CUT
 
 
 def test_a_disk_that_is_too_slow_leaves_a_gap(
@@ -310,6 +318,7 @@ def test_a_disk_that_is_too_slow_leaves_a_gap(
     run.ask("kept", prompt(3, 9))
     run.finish()
     first, second = read_recording(tmp_path)
+    assert first.state is second.state is State.WHOLE
     assert first.items[-1] == [END, "the disk was too slow"]
     assert not second.header["follows"]
     replayed(tmp_path)

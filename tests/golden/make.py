@@ -4,15 +4,20 @@ Only where a change of the plans is meant: the commit says which, and why. The r
 tiny model with everything in them that a plan can say (tests/engine/recordings.py), without tokens.
 """
 
+import hashlib
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from quire.engine.recording import segment_paths
+import msgspec
+
+from quire.engine.recording import read_segment, segment_paths
 from tests.engine.recordings import Run
 
 HERE = Path(__file__).parent
+CONTENTS = HERE / "contents.txt"
+FORM = ("format", "previous")  # of a header: they say how a file is made, not what it holds
 RUNS: dict[str, dict[str, Any]] = {
     "fifo-recompute-1": {"preemption_mode": "recompute", "pipeline_depth": 1},
     "fifo-swap-1": {"preemption_mode": "swap", "pipeline_depth": 1},
@@ -34,6 +39,16 @@ def golden_paths() -> list[Path]:
     return sorted(HERE.glob("*.rec"))
 
 
+def contents(path: Path) -> str:
+    """A digest of all that a golden run holds, whatever the format of its file: header, snapshot,
+    and calls with their results and plans. Those of the first format were taken by its reader."""
+    segment = read_segment(path)
+    header = {key: value for key, value in segment.header.items() if key not in FORM}
+    data = hashlib.sha256()
+    data.update(msgspec.msgpack.encode([header, segment.snapshot, segment.items]))
+    return data.hexdigest()
+
+
 def make(name: str) -> Path:
     """Record one run; the file."""
     with tempfile.TemporaryDirectory() as directory:
@@ -49,6 +64,8 @@ def main() -> None:
     for name in sys.argv[1:] or RUNS:
         path = make(name)
         print(f"{path.name}: {path.stat().st_size:,} bytes")
+    lines = [f"{contents(path)} {path.stem}\n" for path in golden_paths()]
+    CONTENTS.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

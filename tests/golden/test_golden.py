@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from quire.engine.calls import calls_of
+from quire.engine.frames import State
 from quire.engine.recording import read_recording, read_segment
 from quire.tools.replay import replay_all
-from tests.golden.make import RUNS, golden_paths
+from tests.golden.make import CONTENTS, RUNS, contents, golden_paths
 
 MOST_BYTES = 60_000
 
@@ -22,6 +23,14 @@ def test_all_plans_are_identical(path: Path) -> None:
     outcome = replay_all(read_recording(path))
     assert outcome.difference is None, "\n".join(outcome.difference.lines())
     assert outcome.num_steps > 20
+    assert outcome.state is State.WHOLE
+
+
+def test_they_hold_what_was_recorded_once() -> None:
+    """Also after their files were converted to another format."""
+    found = {path.stem: contents(path) for path in golden_paths()}
+    lines = CONTENTS.read_text("utf-8").splitlines()
+    assert found == {line.split()[1]: line.split()[0] for line in lines}
 
 
 def test_the_runs_hold_what_they_should() -> None:

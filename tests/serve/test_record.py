@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from quire.engine.frames import State
 from quire.engine.recording import read_recording
 from quire.tools.replay import replay_all
 from tests.serve.processes import WAIT_S, Server, kill, wait_until
@@ -69,5 +70,7 @@ def test_a_server_that_is_killed_and_one_that_ends(tmp_path: Path) -> None:
     outcome = replay_all(segments)
     assert outcome.difference is None, outcome.difference.lines()
     assert outcome.num_requests >= 7
+    assert [segment.state for segment in segments] == [State.CUT, State.WHOLE]
+    assert outcome.state is State.CUT and "segment-000001.rec is cut off" in outcome.notes[0]
     for path in (tmp_path / "run").iterdir():
         assert b"once upon" not in path.read_bytes()

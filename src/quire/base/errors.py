@@ -11,6 +11,7 @@ QuireError
  +-- EngineError          the engine failed while it worked on requests
       +-- StepFailed      a step failed on one request; others go on
       +-- EngineDead      the core's process has ended or does not answer
+      +-- RecordingDamaged  what a recording holds makes no sense
 
 Every message says what was wrong, the value, and what to do.
 """
@@ -62,3 +63,7 @@ class StepFailed(EngineError):
 
 class EngineDead(EngineError):
     """The process of the core has ended, or it does not answer any more."""
+
+
+class RecordingDamaged(EngineError):
+    """What a recording holds makes no sense."""

@@ -75,12 +75,17 @@ class Preempted(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finished(Event):
-    """A request ended, with the last of its sequences. num_output_tokens: of all of them."""
+    """A request ended, with the last of its sequences. num_output_tokens: of all of them.
+
+    Of a beam search what its client is told: tokens and number of its results, and how the best of
+    them ended. told_at_once: it was told nothing before.
+    """
 
     request_id: str
     reason: str
     num_output_tokens: int
     num_sequences: int = 1
+    told_at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

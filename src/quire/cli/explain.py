@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from quire.base.errors import RequestError
+from quire.cli.recordings import EPILOG, tell
 
 logger = logging.getLogger("quire")
 
@@ -17,6 +18,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="tell what happened to a request",
         description="Tell from a recording what happened to REQUEST: how long it waited and behind"
         " whom, its prefix hit, its chunks, who preempted it. Without REQUEST: a line for each.",
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -26,29 +28,32 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Returns the exit status, which tells of a recording that is not whole."""
     from quire.engine.recording import read_recording
     from quire.engine.timeline import as_data, in_words
     from quire.tools.explain import timelines_of
 
-    timelines, notes = timelines_of(read_recording(arguments.file))
-    for note in notes:
-        logger.warning("%s", note)
+    timelines, outcome = timelines_of(read_recording(arguments.file))
+    status = tell(outcome)
     if arguments.request is None:
         for line in [*timelines.ended.values(), *timelines.open.values()]:
             print(f"{line.request_id}: {'; '.join(in_words(line, timelines.block_size))}")
-        return 0
+        return status
     found = timelines.find(arguments.request)
     if not found:
-        raise RequestError(
+        problem = (
             f"there is no request {arguments.request!r} in {arguments.file}; leave it out to list"
             " those that are there."
         )
+        if status == 0:
+            raise RequestError(problem)
+        logger.error("%s It may be in what cannot be read.", problem)
+        return status
     if arguments.json:
         print(json.dumps([as_data(line, timelines.block_size) for line in found], indent=1))
-        return 0
+        return status
     for line in found:
         print(f"request {line.request_id}")
         for text in in_words(line, timelines.block_size):
             print(f"  {text}")
-    return 0
+    return status

@@ -1,12 +1,10 @@
 """`quire replay FILE`: the recorded calls once more; every plan must come out the same."""
 
 import argparse
-import logging
 from pathlib import Path
 
+from quire.cli.recordings import EPILOG, tell
 from quire.cli.settings import add_settings, given_settings
-
-logger = logging.getLogger("quire")
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -15,9 +13,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         usage="quire replay FILE [--with-model] [option ...]",
         help="run a recording again and compare every plan",
         description="Give the scheduler the calls of a recording (`quire serve --record DIR`) once"
-        " more and compare every plan. Exit status 1 and the first difference if one is not the"
-        " same. With the model (which needs a recording with tokens) it also computes everything"
-        " again and compares the sampled tokens; any setting below replaces the recorded one.",
+        " more and compare every plan, up to the first difference. With the model (which needs a"
+        " recording with tokens) it also computes everything again and compares the sampled tokens; any setting below replaces the recorded one.",
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -29,7 +27,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if something differs."""
+    """Returns the exit status: 1 if something differs; another if the recording is not whole."""
     from quire.engine.recording import read_recording
 
     segments = read_recording(arguments.file)
@@ -42,12 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
         from quire.tools.replay import replay_all
 
         outcome = replay_all(segments)
-    for note in outcome.notes:
-        logger.warning("%s", note)
+    status = tell(outcome)
     if outcome.difference is None:
         print(outcome.summary())
-        return 0
+        return status
     for line in outcome.difference.lines():
         print(line)
     print(f"{outcome.num_steps:,} steps before it are identical")
-    return 1
+    return status

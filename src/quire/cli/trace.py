@@ -3,6 +3,8 @@
 import argparse
 from pathlib import Path
 
+from quire.cli.recordings import EPILOG, tell
+
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
@@ -11,6 +13,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="export a recording for Perfetto",
         description="Write a recording as a Chrome trace: a track per row and one for the steps,"
         " with counters. Open it at https://ui.perfetto.dev (it stays in the browser).",
+        epilog=EPILOG,
         allow_abbrev=False,
     )
     parser.set_defaults(run=run)
@@ -19,9 +22,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns the exit status."""
+    """Returns the exit status, which tells of a recording that is not whole."""
+    from quire.tools.replay import Outcome
     from quire.tools.trace import write_trace
 
-    num_events = write_trace(arguments.file, arguments.output)
+    outcome = Outcome()
+    num_events = write_trace(arguments.file, arguments.output, outcome)
     print(f"{num_events:,} events in {arguments.output}; open it at https://ui.perfetto.dev")
-    return 0
+    return tell(outcome)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.base.errors import EngineError
+from quire.base.errors import RecordingDamaged
 from quire.base.events import PrefixFound
 from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
 from quire.base.tiers import LookUp, Order, Remove
@@ -30,6 +30,7 @@ from quire.scheduler.snapshot import decode, encode
     ADD, CONTROL, SCHEDULE, UPDATE, DIGESTS, PLAN, REFUSED, RAISED, END, FOUND, ORDERS,
 ) = range(11)  # fmt: skip
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
+GOES_ON = "goes on"  # why a segment ends, if another one begins where it does
 STICKY = ("rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates")
 PLAN_FIELDS = tuple(item.name for item in dataclasses.fields(Plan))
 
@@ -215,7 +216,7 @@ class PlanGuess:
 
 
 def calls_of(items: Sequence[Any]) -> Iterator[Call]:
-    """The calls of a segment, each with what it gave. Raises EngineError for a damaged one.
+    """The calls of a segment, each with what it gave. Raises RecordingDamaged.
 
     The last one of a segment without an end is left out: what it gave may be missing.
     """
@@ -235,10 +236,12 @@ def calls_of(items: Sequence[Any]) -> Iterator[Call]:
             else:
                 assert call is not None, "what a call gave comes before the call"
                 _add(call, kind, item[1:], guess)
-    except EngineError:
+    except RecordingDamaged:
         raise
     except Exception as error:
-        raise EngineError(f"a recording is damaged: {type(error).__name__}: {error}") from error
+        raise RecordingDamaged(
+            f"a recording is damaged: {type(error).__name__}: {error}"
+        ) from error
     if call is not None and (is_whole or call.raised is not None):
         yield call
 
@@ -268,7 +271,7 @@ def _add(call: Call, kind: int, rest: list[Any], guess: PlanGuess) -> None:
     elif kind == RAISED:
         call.raised = rest[0]
     else:
-        raise EngineError(f"a recording holds an item of the unknown kind {kind!r}.")
+        raise RecordingDamaged(f"a recording holds an item of the unknown kind {kind!r}.")
 
 
 def _result(fields: Fields) -> StepResult:

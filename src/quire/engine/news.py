@@ -223,6 +223,6 @@ def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:
         list(hypothesis.token_ids),
         hypothesis.score,
         hypothesis.cumulative_logprob,
-        "stop" if hypothesis.is_stop else "length",
+        hypothesis.finish_reason,
         last if is_named else None,
     )

@@ -32,6 +32,7 @@ from quire.engine.calls import (
     DIGESTS,
     END,
     FOUND,
+    GOES_ON,
     ORDERS,
     PLAN,
     RAISED,
@@ -40,7 +41,8 @@ from quire.engine.calls import (
     UPDATE,
     CallEncoder,
 )
-from quire.engine.recording import FORMAT, RecordingFiles
+from quire.engine.frames import FORMAT
+from quire.engine.recording import RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
 from quire.scheduler.crossing import Digester
 from quire.scheduler.results import StepOutputs
@@ -226,7 +228,7 @@ class Recorder:
             logger.warning("recording ends: %s", error)
             item = (END, "the state could not be kept")
         if self._is_on:
-            self._put((END, "goes on"))
+            self._put((END, GOES_ON))
         self._put(item)
         self._digests.clear()
         self._is_on = item[0] == SEGMENT
@@ -332,11 +334,12 @@ class _Writer:
             stopping = self._stopping.wait(PAUSE_S)
             try:
                 self._write_queue(breathes=not stopping)
+                if stopping:
+                    self._files.end()
             except Exception as error:
                 self._fail(error)
                 return
             self.cpu_s = time.thread_time()
-        self._files.close()
 
     def _write_queue(self, breathes: bool) -> None:
         queue, num = self.queue, 0
@@ -363,7 +366,8 @@ class _Writer:
         if self._redaction is not None:
             self._redaction.begin(item[3])
         self._calls = CallEncoder(self._redaction)
-        self._files.append(self._encoder.encode(item[1]))
+        header = item[1] | {"previous": self._files.last_crc}
+        self._files.append(self._encoder.encode(header))
         self._files.append(self._encoder.encode(item[2]))
 
     def _flush(self) -> None:

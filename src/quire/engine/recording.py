@@ -1,17 +1,17 @@
 """Recordings on disk: a directory of segments, each of which can be replayed by itself.
 
-    segment    MAGIC, frame of the header, frame of the snapshot, frames of calls ...
-    frame      length u32, CRC-32 u32 (little endian), zlib of msgpack
+A segment is a file of frames (`engine/frames.py`): a header, a snapshot, and calls. The header of a
+segment that goes on where another ends holds the sum of that one, so a segment that is missing
+between two shows. The newest segments are kept, so many that all together stay within a bound.
 
-A frame that is cut off or damaged ends the segment: what comes before it is good. The newest
-segments are kept, so many that all together stay within a bound.
+Whoever reads a recording does so with `read_recording`, which tells whole segments from those that
+are cut off and those that are damaged.
 """
 
 import contextlib
+import dataclasses
 import os
 import re
-import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +19,13 @@ from typing import Any
 
 import msgspec
 
-from quire.base.errors import ConfigError, EngineError
+from quire.base.errors import ConfigError
+from quire.engine.calls import GOES_ON, end_of
+from quire.engine.frames import FORMAT, MAGIC, FrameEncoder, State, read_frames
 
-FORMAT = 1
-MAGIC = b"quire recording\n"
-HEAD = struct.Struct("<II")
 NAME = re.compile(r"segment-(\d{6})\.rec")
+OTHER_FORMAT = re.compile(rb"quire recording( \d{1,9})?\n")
 NUM_SEGMENTS = 8  # of which a full recording consists
-MAX_FRAME_BYTES = 1 << 30
 
 
 class RecordingFiles:
@@ -39,7 +38,9 @@ class RecordingFiles:
         self.directory = directory
         self.max_bytes = max_bytes
         self.num_bytes = 0  # of the segment that is open
+        self.last_crc: int | None = None  # of the segment before the open one
         self._file = -1
+        self._frames = FrameEncoder()
         self._path = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = [NAME.fullmatch(path.name) for path in directory.iterdir()]
@@ -51,22 +52,30 @@ class RecordingFiles:
         return self.num_bytes >= self.max_bytes // NUM_SEGMENTS
 
     def begin(self) -> None:
-        """Close the open segment and begin the next one."""
-        self.close()
+        """End the open segment and begin the next one."""
+        self.end()
         self._number += 1
         self._path = self.directory / f"segment-{self._number:06}.rec"
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self.num_bytes = 0
+        self._frames = FrameEncoder()
         self._write(MAGIC)
 
     def append(self, body: bytes) -> None:
         """Write msgpack as one frame."""
-        packed = zlib.compress(body, 1)
-        self._write(HEAD.pack(len(packed), zlib.crc32(packed)) + packed)
+        self._write(self._frames.frame(body))
         if self.num_bytes > self.max_bytes // (2 * NUM_SEGMENTS):  # not for a snapshot alone
             self._remove_old()
 
+    def end(self) -> None:
+        """Write that nothing more comes in the open segment, and close it."""
+        if self._file >= 0:
+            self._write(self._frames.end())
+            self.last_crc = self._frames.crc
+        self.close()
+
     def close(self) -> None:
+        """Leave the open segment as it is: cut off."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -93,14 +102,28 @@ class RecordingFiles:
 @dataclass(frozen=True)
 class Segment:
     """header: format, version, settings, whether tokens were kept; `new`: what the scheduler was
-    made of, if the segment begins with its start. snapshot: `scheduler.snapshot`'s data. items: of
-    `engine/calls.py`. is_cut: the last frame is not whole."""
+    made of, if the segment begins with its start; `previous`: the sum of the segment that it goes
+    on from. snapshot: `scheduler.snapshot`'s data. items: of `engine/calls.py`, up to where it is
+    cut off or damaged. problem: what is wrong with it, in words. crc: its sum. follows: it goes on
+    where the segment that was read before it ends."""
 
     path: Path
     header: dict[str, Any]
     snapshot: Any
     items: list[Any]
-    is_cut: bool
+    state: State = State.WHOLE
+    problem: str = ""
+    crc: int = 0
+    follows: bool = False
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether header and snapshot are there."""
+        return bool(self.header)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.state is State.CUT
 
 
 def segment_paths(directory: Path) -> list[Path]:
@@ -109,13 +132,23 @@ def segment_paths(directory: Path) -> list[Path]:
 
 
 def read_recording(path: Path) -> Iterator[Segment]:
-    """The segments of a directory, or the one in a file, oldest first. Raises ConfigError."""
+    """The segments of a directory, or the one in a file, oldest first; also those that are cut off
+    or damaged, which say so. Raises ConfigError if there is none."""
     try:
-        paths = segment_paths(path) if path.is_dir() else [path]
-        if not paths:
+        if not path.is_dir():
+            yield read_segment(path)
+            return
+        before: Segment | None = None
+        for each in segment_paths(path):
+            with contextlib.suppress(FileNotFoundError):  # the engine removes old ones meanwhile
+                segment = read_segment(each)
+                if before is not None:
+                    segment = _linked(before, segment)
+                    yield _followed(before, segment)
+                before = segment
+        if before is None:
             raise ConfigError(f"there is no recording in {path}; give what --record was given.")
-        for each in paths:
-            yield read_segment(each)
+        yield _followed(before, None)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"the recording {path} cannot be read: {reason}.") from error
@@ -124,38 +157,49 @@ def read_recording(path: Path) -> Iterator[Segment]:
 def read_segment(path: Path) -> Segment:
     """Raises ConfigError if the file is no recording, or of another format; OSError."""
     data = path.read_bytes()
-    if not data.startswith(MAGIC):
+    frames = read_frames(data)
+    if frames is None:
+        if found := OTHER_FORMAT.match(data):
+            raise _other_format(path, int(found[1] or 1))
         raise ConfigError(f"{path} is no recording of quire.")
-    frames = list(_frames(data))
-    bodies = [body for body in frames if body is not None]
-    if len(bodies) < 2:
-        raise ConfigError(f"{path} was cut off before its snapshot was whole; nothing can be told.")
+    if len(frames.bodies) < 2:
+        state, problem = frames.state, frames.problem or "it has no snapshot"
+        return Segment(path, {}, None, [], max(state, State.CUT), problem)
     try:
-        header, snapshot, *batches = map(msgspec.msgpack.decode, bodies)
+        header, snapshot, *batches = map(msgspec.msgpack.decode, frames.bodies)
         number = header["format"]
+        items = [item for batch in batches for item in batch]
     except (msgspec.MsgspecError, TypeError, KeyError) as error:
-        raise EngineError(f"{path} is damaged: {error}") from error
+        return Segment(path, {}, None, [], State.DAMAGED, f"it cannot be decoded: {error}")
     if number != FORMAT:
-        raise ConfigError(f"{path} has the format {number!r}; this version reads {FORMAT}.")
-    items = [item for batch in batches for item in batch]
-    return Segment(path, header, snapshot, items, is_cut=len(bodies) < len(frames))
+        raise _other_format(path, number)
+    return Segment(path, header, snapshot, items, frames.state, frames.problem, frames.crc)
 
 
-def _frames(data: bytes) -> Iterator[bytes | None]:
-    """The frames' contents; a None at the end if the last one is not whole."""
-    at = len(MAGIC)
-    while at < len(data):
-        if at + HEAD.size > len(data):
-            yield None
-            return
-        length, crc = HEAD.unpack_from(data, at)
-        packed = data[at + HEAD.size : at + HEAD.size + length]
-        if length > MAX_FRAME_BYTES or len(packed) < length or zlib.crc32(packed) != crc:
-            yield None
-            return
-        try:
-            yield zlib.decompress(packed)
-        except zlib.error:
-            yield None
-            return
-        at += HEAD.size + length
+def _linked(before: Segment, segment: Segment) -> Segment:
+    """The segment, knowing what stands before it."""
+    if not segment.is_readable or not segment.header["follows"]:
+        return segment
+    if before.state is not State.WHOLE:
+        return segment  # there is a gap, which was told of the other one
+    if segment.header["previous"] == before.crc:
+        return dataclasses.replace(segment, follows=True)
+    problem = f"it does not go on where {before.path.name} ends: one between them is missing"
+    if segment.state is State.DAMAGED:
+        problem = f"{problem}; {segment.problem}"
+    return dataclasses.replace(segment, state=State.DAMAGED, problem=problem)
+
+
+def _followed(segment: Segment, after: Segment | None) -> Segment:
+    """The segment, knowing what stands behind it."""
+    goes_on = segment.state is State.WHOLE and end_of(segment.items) == GOES_ON
+    if not goes_on or (after is not None and (not after.is_readable or after.header["follows"])):
+        return segment
+    return dataclasses.replace(segment, state=State.CUT, problem="what it goes on with is missing")
+
+
+def _other_format(path: Path, number: object) -> ConfigError:
+    return ConfigError(
+        f"{path} has the format {number!r}; this version reads {FORMAT}. Use the version of quire"
+        " that made it."
+    )

@@ -257,6 +257,8 @@ class Timelines:
         line.finished_s, line.reason = event.at_s, event.reason
         line.num_output_tokens = event.num_output_tokens
         line.num_sequences = event.num_sequences
+        if event.told_at_once:
+            line.first_token_s = event.at_s if event.num_output_tokens else math.nan
         self.ended[line.request_id] = line
         self.ended.move_to_end(line.request_id)
         if len(self.ended) > self._most:

@@ -61,10 +61,10 @@ def _advance(scheduler: "Scheduler", group: Group, outputs: "StepOutputs", now: 
     if alive:
         _place(scheduler, group, alive, now)
         return
-    num = order[0].request.params.n
-    outputs.hypotheses.append((order[0], search.hypotheses(num)))
+    told = group.results
+    outputs.hypotheses.append((order[0], told))
     for member in group.unfinished:
-        scheduler.finish(member, "stop", now)
+        scheduler.finish(member, told[0].finish_reason, now)
 
 
 def _place(scheduler: "Scheduler", group: Group, alive: list[Beam], now: float) -> None:

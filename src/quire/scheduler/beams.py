@@ -42,6 +42,10 @@ class Hypothesis:
     cumulative_logprob: float
     is_stop: bool
 
+    @property
+    def finish_reason(self) -> str:
+        return "stop" if self.is_stop else "length"
+
 
 @dataclass(slots=True)
 class BeamSearch:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from quire.base.events import Admitted
 from quire.base.plan import Candidates, RowFork
 from quire.base.sampling_params import SamplingParams
-from quire.scheduler.beams import BeamSearch
+from quire.scheduler.beams import BeamSearch, Hypothesis
 from quire.scheduler.flight import Draft
 from quire.scheduler.sequence import Sequence
 
@@ -66,6 +66,13 @@ class Group:
     @property
     def unfinished(self) -> list[Sequence]:
         return [member for member in self.members if member.finish_reason is None]
+
+    @property
+    def results(self) -> list[Hypothesis]:
+        """Of a beam search, what its client is told: nothing until it is over."""
+        if self.search is None or not self.search.is_over:
+            return []
+        return self.search.hypotheses(self.members[0].request.params.n)
 
     @property
     def running(self) -> list[Sequence]:
@@ -120,6 +127,14 @@ def add_member(scheduler: "Scheduler", leader: Sequence, row: int, now: float) -
     request_id = leader.request.request_id
     scheduler.events.append(Admitted(now, request_id, row, child.num_cached_tokens, index))
     return child
+
+
+def num_told(members: list[Sequence]) -> tuple[int, int]:
+    """Output tokens of a request that has ended, and of how many sequences they are."""
+    group = members[0].group
+    if group is None or group.search is None:
+        return sum(member.num_output_tokens for member in members), len(members)
+    return sum(len(found.token_ids) for found in group.results), members[0].request.params.n
 
 
 def give_rows_back(scheduler: "Scheduler", sequence: Sequence) -> None:

@@ -31,7 +31,7 @@ from quire.scheduler.budget import share_budget
 from quire.scheduler.crossing import Digester, append_blocks, digest_blocks, index_rows
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.flight import Blocks, Draft, Flight
-from quire.scheduler.groups import Group, fork_members, give_rows_back
+from quire.scheduler.groups import Group, fork_members, give_rows_back, num_told
 from quire.scheduler.history import History
 from quire.scheduler.hits import remaining
 from quire.scheduler.invariants import check_invariants
@@ -554,8 +554,8 @@ class Scheduler:
             del self.sequences[request_id]
             self.queue.tenants.leave(sequence.request.tenant)
             self.num_beam_searches -= sequence.request.params.use_beam_search
-            num_tokens = sum(member.num_output_tokens for member in members)
-            self.events.append(Finished(now, request_id, reason, num_tokens, len(members)))
+            told, is_search = num_told(members), sequence.request.params.use_beam_search
+            self.events.append(Finished(now, request_id, reason, *told, is_search))
 
     def flush(self) -> Plan | None:
         """At the end, without plans in flight: a plan that only copies to host memory what the

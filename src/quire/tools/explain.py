@@ -3,22 +3,24 @@
 from collections.abc import Iterable
 
 from quire.base.errors import ConfigError
+from quire.engine.frames import State
 from quire.engine.recording import Segment
 from quire.engine.timeline import Timelines
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.replay import Step, replay_all, restored
+from quire.tools.replay import Outcome, Step, replay_all, restored
 
 MOST_REQUESTS = 1_000_000  # of a recording
 
 
-def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, list[str]]:
-    """The time lines, and what a reader must know of the recording."""
+def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
+    """The time lines, and what a reader must know of the recording. Raises ConfigError for a whole
+    one in which nothing happened."""
     lines: list[Timelines] = []
     last: list[Segment] = []
 
     def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
         if not last or last[-1] is not segment:
-            if not last or not segment.header["follows"]:
+            if not last or not segment.follows:
                 begun = Timelines.of(restored(segment), MOST_REQUESTS)
                 if lines:  # after a gap: what ended before it is still known
                     begun.ended = lines[-1].ended
@@ -29,12 +31,7 @@ def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, list[str]]:
             lines[-1](event)
 
     outcome = replay_all(segments, show)
-    if not lines:
+    if not lines and outcome.state is State.WHOLE and outcome.difference is None:
         raise ConfigError("nothing happened in this recording.")
-    notes = list(outcome.notes)
-    if outcome.difference is not None:
-        notes.append(
-            f"this version of quire plans otherwise from step {outcome.difference.step_id} on;"
-            " what follows is not told. Use the version that made the recording."
-        )
-    return lines[-1], notes
+    outcome.note_difference()
+    return lines[-1] if lines else Timelines(0, 1), outcome

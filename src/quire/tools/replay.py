@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from quire.base.config import SchedulerConfig
-from quire.base.errors import EngineError, RequestError
+from quire.base.errors import EngineError, RecordingDamaged, RequestError
 from quire.base.events import Event, PrefixFound
 from quire.base.plan import Plan
 from quire.base.tiers import Order
@@ -36,6 +36,7 @@ from quire.engine.calls import (
     order_fields,
     plan_fields,
 )
+from quire.engine.frames import State
 from quire.engine.recording import Segment
 from quire.engine.redact import Redaction
 from quire.kv.manager import KVManager
@@ -47,6 +48,10 @@ from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import decode, restore
 
 MOST_CHARS = 160  # of a value that is shown
+IN_WORDS = {
+    State.CUT: "is cut off: its writer was killed, or still writes, or its end was lost",
+    State.DAMAGED: "is damaged: it is not what was written",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """Of whole recordings. ends: how each segment ends, if not as it should."""
+    """Of whole recordings. notes: what a reader must know; state: of the worst segment."""
 
     num_steps: int = 0
     num_calls: int = 0
@@ -92,11 +97,31 @@ class Outcome:
     duration_s: float = 0.0
     difference: Difference | None = None
     notes: list[str] = field(default_factory=list)
+    state: State = State.WHOLE
+
+    def see(self, segment: Segment) -> None:
+        """Count a segment, and note what is wrong with it."""
+        self.num_segments += 1
+        if segment.state is not State.WHOLE:
+            self.note(segment, segment.state, segment.problem)
+
+    def note(self, segment: Segment, state: State, problem: str) -> None:
+        self.state = max(self.state, state)
+        self.notes.append(f"{segment.path.name} {IN_WORDS[state]} ({problem})")
+
+    def note_difference(self) -> None:
+        """For those who tell of what was recorded, and not of what differs."""
+        if self.difference is not None:
+            self.notes.append(
+                f"this version of quire plans otherwise from step {self.difference.step_id} on;"
+                " what follows is not told. Use the version that made the recording."
+            )
 
     def summary(self) -> str:
         rate = self.num_steps / max(self.duration_s, 1e-9)
+        which = "all plans" if self.state is State.WHOLE else "all plans that can be read are"
         return (
-            f"{self.num_steps:,} steps, {self.num_requests:,} requests: all plans identical"
+            f"{self.num_steps:,} steps, {self.num_requests:,} requests: {which} identical"
             f" ({rate:,.0f} steps/s)"
         )
 
@@ -139,39 +164,44 @@ class RecordedDigests:
         return self._waiting[0] if self._waiting else (-1, [])
 
 
-def replay(segment: Segment) -> Iterator[Step]:
-    """Carry out a segment's calls; ends after the first difference. Raises EngineError for a file
-    that is damaged."""
-    return _Replay(segment).steps()
+Show = Callable[[Segment, Step, Scheduler], None]
 
 
 def replay_all(
     segments: Iterable[Segment],
-    show: Callable[[Segment, Step, Scheduler], None] | None = None,
+    show: Show | None = None,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Replay segment by segment until something differs. show: told of each call, after it."""
+    """Replay segment by segment until something differs; of one that is cut off or damaged, what
+    stands. show: told of each call, after it."""
     outcome = outcome or Outcome()
     for segment in segments:
+        outcome.see(segment)
+        if not segment.is_readable:
+            continue
         began_s = time.perf_counter()
         run = _Replay(segment)
-        if not segment.header.get("follows") or outcome.num_segments == 0:
+        if not segment.follows or outcome.num_segments == 1:
             outcome.num_requests += len(run.scheduler.sequences)
-        outcome.num_segments += 1
-        for step in run.steps():
-            outcome.num_calls += 1
-            outcome.num_steps += step.plan is not None
-            outcome.num_requests += step.call.kind == ADD and not step.call.is_refused
-            if show is not None:
-                show(segment, step, run.scheduler)
-            if step.difference is not None:
-                outcome.difference = step.difference
+        try:
+            _replay_one(run, outcome, show)
+        except RecordingDamaged as error:
+            outcome.note(segment, State.DAMAGED, str(error))
         outcome.duration_s += time.perf_counter() - began_s
-        if segment.is_cut:
-            outcome.notes.append(f"{segment.path.name} is cut off; what is whole was replayed")
         if outcome.difference is not None:
             return outcome
     return outcome
+
+
+def _replay_one(run: "_Replay", outcome: Outcome, show: Show | None) -> None:
+    for step in run.steps():
+        outcome.num_calls += 1
+        outcome.num_steps += step.plan is not None
+        outcome.num_requests += step.call.kind == ADD and not step.call.is_refused
+        if show is not None:
+            show(run.segment, step, run.scheduler)
+        if step.difference is not None:
+            outcome.difference = step.difference
 
 
 class _Replay:

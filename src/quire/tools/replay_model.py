@@ -84,6 +84,8 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     """overrides: settings that replace the recorded ones. Raises ConfigError if the recording has
     no tokens, or does not begin with the engine's start."""
     listed = list(segments)
+    if not listed[0].is_readable:
+        return replay_all(listed[:1])
     scheduler = restored(listed[0])
     _check(listed, scheduler)
     recorded = listed[0].header["settings"]
@@ -103,6 +105,8 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
         pass
     finally:
         built.core.close()
+    for segment in listed[outcome.num_segments :]:
+        outcome.see(segment)
     outcome.difference = outcome.difference or runs.difference
     if runs.note is not None:
         outcome.notes.append(runs.note)

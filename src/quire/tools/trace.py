@@ -19,7 +19,7 @@ from quire.base.plan import Plan
 from quire.engine.calls import UPDATE
 from quire.engine.recording import Segment, read_recording
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.replay import Step, replay_all, restored
+from quire.tools.replay import Outcome, Step, replay_all, restored
 
 STEPS, ROWS, WAITING = 1, 2, 3
 
@@ -146,26 +146,26 @@ class Trace:
         self.events.append(event)
 
 
-def trace_of(segments: Iterator[Segment]) -> list[TraceEvent]:
-    """All trace events of a recording."""
+def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> list[TraceEvent]:
+    """All trace events of a recording. outcome: of the replay, to be filled."""
     trace = Trace()
     state: dict[str, Any] = {"path": None}
 
     def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
         if state["path"] != segment.path:
-            if state["path"] is None or not segment.header.get("follows"):
+            if state["path"] is None or not segment.follows:
                 trace.begin(restored(segment), segment.header["now_s"])
             state["path"] = segment.path
         trace.take(step, scheduler)
 
-    replay_all(segments, show)
+    replay_all(segments, show, outcome).note_difference()
     trace.end()
     return trace.events
 
 
-def write_trace(recording: Path, output: Path) -> int:
-    """Returns the number of events. Raises ConfigError."""
-    events = trace_of(read_recording(recording))
+def write_trace(recording: Path, output: Path, outcome: Outcome | None = None) -> int:
+    """Returns the number of events. outcome: of the replay, to be filled. Raises ConfigError."""
+    events = trace_of(read_recording(recording), outcome)
     try:
         with output.open("w", encoding="utf-8") as file:
             _write(events, file)

@@ -1,0 +1,27 @@
+"""What `quire replay`, `explain` and `trace` share: how they end, and what they say of a recording
+that is not whole."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from quire.engine.frames import State
+
+if TYPE_CHECKING:
+    from quire.tools.replay import Outcome
+
+logger = logging.getLogger("quire")
+
+DIFFERS = 1
+STATUS = {State.WHOLE: 0, State.DAMAGED: 3, State.CUT: 4}
+EPILOG = (
+    f"Exit status: 0 done; {DIFFERS} this version plans otherwise, or it cannot be done; 2 wrong"
+    f" usage; {STATUS[State.DAMAGED]} the recording is damaged; {STATUS[State.CUT]} it is cut off,"
+    " or still being written. Of such a one, what can be relied on is used."
+)
+
+
+def tell(outcome: "Outcome") -> int:
+    """Warn of what a reader must know of the recording; the exit status."""
+    for note in outcome.notes:
+        logger.warning("%s", note)
+    return DIFFERS if outcome.difference is not None else STATUS[outcome.state]

@@ -1,0 +1,165 @@
+"""Frames: how a segment of a recording stands in its file, so that all damage to it shows.
+
+    segment    MAGIC, frames (header, snapshot, calls ...), end frame
+    frame      head, zlib of msgpack
+    head       length of that u32, number of the frame u32, chained CRC-32 u32, CRC-32 of the head
+               so far u32; all little endian
+    end frame  a head alone: length END, the number of frames before it, the chained CRC-32
+
+The chained CRC-32 of a frame is that of the bodies of all frames up to it. So a frame that was
+changed, taken out, put in, put elsewhere or written twice does not fit what comes before it, and a
+length that was changed is not believed. A file without an end frame was cut off. Whoever makes new
+sums for what he changed is not found out: they guard against accidents.
+"""
+
+import enum
+import struct
+import zlib
+from dataclasses import dataclass, field
+
+from quire.base.errors import EngineError
+
+FORMAT = 2
+MAGIC = b"quire recording %d\n" % FORMAT
+HEAD = struct.Struct("<III")
+SUM = struct.Struct("<I")
+HEAD_BYTES = HEAD.size + SUM.size
+END = 0xFFFFFFFF
+MAX_FRAME_BYTES = 1 << 30
+MAX_BODY_BYTES = 1 << 32
+FIRST_BYTES = 64  # a first frame that begins in these tells that MAGIC is damaged
+
+
+class State(enum.IntEnum):
+    """Of what was read, the worst last. CUT: whoever wrote it was killed, or still writes; or its
+    end was lost. DAMAGED: something in it was changed."""
+
+    WHOLE = 0
+    CUT = 1
+    DAMAGED = 2
+
+
+class FrameEncoder:
+    """Makes the frames of one segment. crc: of all bodies so far."""
+
+    def __init__(self) -> None:
+        self.crc = zlib.crc32(MAGIC)
+        self._num_frames = 0
+
+    def frame(self, body: bytes) -> bytes:
+        """The frame of some msgpack. Raises EngineError if it is too large."""
+        packed = zlib.compress(body, 1)
+        if max(len(packed), len(body) // 4) > MAX_FRAME_BYTES:
+            raise EngineError(f"{len(body):,} bytes are too much for one frame of a recording.")
+        self.crc = zlib.crc32(packed, self.crc)
+        head = _head(len(packed), self._num_frames, self.crc)
+        self._num_frames += 1
+        return head + packed
+
+    def end(self) -> bytes:
+        """The frame that says that nothing comes behind it."""
+        return _head(END, self._num_frames, self.crc)
+
+
+@dataclass
+class Frames:
+    """What stands in a segment up to its end, or to where it is cut off or damaged. problem: what
+    is wrong there, in words; crc: of all bodies."""
+
+    bodies: list[bytes] = field(default_factory=list)
+    state: State = State.WHOLE
+    problem: str = ""
+    crc: int = zlib.crc32(MAGIC)
+
+    def take(self, data: bytes, at: int) -> int:
+        """Read the frame that begins there; where the next one begins, or -1 at the end."""
+        num, end = len(self.bodies), _head(END, len(self.bodies), self.crc)
+        if at + HEAD_BYTES > len(data):
+            return self._take_rest(data[at:], end)
+        head = _head_at(data, at)
+        if head is None:
+            return self._stop(State.DAMAGED, at, "the head of a frame is wrong")
+        length, number, crc = head
+        if number != num:
+            return self._stop(State.DAMAGED, at, f"frame {number} stands in the place of {num}")
+        begin, after = at + HEAD_BYTES, at + HEAD_BYTES + length
+        if length == END:
+            if crc != self.crc:
+                return self._stop(State.DAMAGED, at, "the end does not fit what is before it")
+            if begin < len(data):
+                return self._stop(State.DAMAGED, begin, "something stands behind the end")
+            return -1
+        if length > MAX_FRAME_BYTES:
+            return self._stop(State.DAMAGED, at, f"frame {num} claims {length:,} bytes")
+        if after > len(data):
+            has_end = (_head_at(data, len(data) - HEAD_BYTES) or [0])[0] == END
+            if has_end:
+                return self._stop(State.DAMAGED, at, f"bytes are missing from frame {num}")
+            return self._stop(State.CUT, at, f"frame {num} is not whole")
+        packed = data[begin:after]
+        if zlib.crc32(packed, self.crc) != crc:
+            return self._stop(State.DAMAGED, at, f"frame {num} is not what was written")
+        body = _unpacked(packed)
+        if body is None:
+            return self._stop(State.DAMAGED, at, f"frame {num} cannot be unpacked")
+        self.bodies.append(body)
+        self.crc = crc
+        return after
+
+    def _take_rest(self, rest: bytes, end: bytes) -> int:
+        """Less than a head: the beginning of the end, or of one more frame."""
+        number = end[SUM.size : 2 * SUM.size]
+        is_head = number.startswith(rest[SUM.size : 2 * SUM.size])
+        is_end = end.startswith(rest)
+        if not is_end and (rest[: SUM.size] == end[: SUM.size] or not is_head):
+            return self._stop(State.DAMAGED, -1, "its last bytes are wrong")
+        return self._stop(State.CUT, -1, "it has no end")
+
+    def _stop(self, state: State, at: int, problem: str) -> int:
+        self.state = state
+        self.problem = problem if at < 0 else f"{problem} (at byte {at:,})"
+        return -1
+
+
+def read_frames(data: bytes) -> Frames | None:
+    """All frames of a file that begins with MAGIC, or with what is left of it; None for another
+    file."""
+    found = Frames()
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data):
+            found._stop(State.CUT, -1, "it ends before its first frame")
+            return found
+        heads = (_head_at(data, at) for at in range(min(len(data), FIRST_BYTES)))
+        if any(head is not None and head[1] == 0 for head in heads):
+            found._stop(State.DAMAGED, 0, "its first bytes are wrong")
+            return found
+        return None
+    at = len(MAGIC)
+    while at >= 0:
+        at = found.take(data, at)
+    return found
+
+
+def _head(length: int, number: int, crc: int) -> bytes:
+    head = HEAD.pack(length, number, crc)
+    return head + SUM.pack(zlib.crc32(head))
+
+
+def _head_at(data: bytes, at: int) -> tuple[int, int, int] | None:
+    """length, number, crc; None if there is no head that can be believed."""
+    if at < 0 or at + HEAD_BYTES > len(data):
+        return None
+    head = data[at : at + HEAD.size]
+    if SUM.unpack_from(data, at + HEAD.size)[0] != zlib.crc32(head):
+        return None
+    length, number, crc = HEAD.unpack(head)
+    return length, number, crc
+
+
+def _unpacked(packed: bytes) -> bytes | None:
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(packed, MAX_BODY_BYTES)
+    except zlib.error:
+        return None
+    return body if unpacker.eof else None

@@ -1,0 +1,70 @@
+"""`quire explain` of a beam search tells what its client was told: how the best result ended, how
+many results there are, how long they are together, and when they came."""
+
+from pathlib import Path
+
+import pytest
+
+from quire.base.messages import Abort
+from quire.engine.recording import read_recording
+from quire.engine.timeline import Timeline, as_data, in_words
+from quire.tools.explain import timelines_of
+from tests.engine.bench import prompt
+from tests.engine.recordings import Run
+
+
+def line_of(directory: Path, request_id: str) -> Timeline:
+    timelines, outcome = timelines_of(read_recording(directory))
+    assert not outcome.notes
+    [line] = timelines.find(request_id)
+    return line
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 1, "beam_width": 3}, {"early_stopping": True}])
+@pytest.mark.parametrize("stops", [(), tuple(range(3, 9)), tuple(range(0, 60, 2))])
+def test_of_a_beam_search(tmp_path: Path, stops: tuple[int, ...], more: dict[str, object]) -> None:
+    run = Run(tmp_path, pipeline_depth=2)
+    how = {"use_beam_search": True, "n": 3, "temperature": 0} | more
+    run.ask("beams", prompt(3, 7), 9, stops, **how)
+    run.ask("other", prompt(4, 7), 30)
+    told = None
+    while told is None:
+        run.clock.advance(0.001)
+        for output in run.core.step():
+            told = output if output.request_id == "beams" and output.beams else told
+    finished_s = run.clock.now()
+    run.finish()
+    assert told.beams is not None
+    line = line_of(tmp_path, "beams")
+    lengths = [len(beam.token_ids) for beam in told.beams]
+    assert line.reason == told.finish_reason == told.beams[0].finish_reason
+    assert (line.num_output_tokens, line.num_sequences) == (sum(lengths), len(told.beams))
+    assert len(told.beams) == how["n"]
+    assert line.first_token_s == line.finished_s == pytest.approx(finished_s)
+    assert as_data(line, 4)["output_tokens"] == sum(lengths)
+    assert f"({told.finish_reason}) with {sum(lengths)} output token" in in_words(line, 4)[-1]
+    if not stops:
+        assert (line.reason, lengths) == ("length", [9] * how["n"])
+    if len(stops) == 30:
+        assert line.reason == "stop" and min(lengths) < 9
+
+
+def test_of_a_beam_search_that_was_given_up(tmp_path: Path) -> None:
+    """Its client was told of no token."""
+    run = Run(tmp_path)
+    run.ask("beams", prompt(3, 7), 20, use_beam_search=True, n=3, temperature=0)
+    run.step(6)
+    run.core.control(Abort("beams"))
+    run.finish()
+    line = line_of(tmp_path, "beams")
+    assert (line.reason, line.num_output_tokens) == ("abort", 0)
+    assert not any("first token" in words for words in in_words(line, 4))
+
+
+def test_of_others_it_tells_all_tokens(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.ask("three", prompt(3, 7), 6, n=3)
+    run.finish()
+    line = line_of(tmp_path, "three")
+    assert (line.reason, line.num_output_tokens, line.num_sequences) == ("length", 18, 3)
+    assert line.first_token_s < line.finished_s
