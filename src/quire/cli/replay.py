@@ -14,7 +14,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="run a recording again and compare every plan",
         description="Give the scheduler the calls of a recording (`quire serve --record DIR`) once"
         " more and compare every plan, up to the first difference. With the model (which needs a"
-        " recording with tokens) it also computes everything again and compares the sampled tokens; any setting below replaces the recorded one.",
+        " recording with tokens) it also computes everything again and compares the sampled"
+        " tokens; any setting below replaces the recorded one.",
         epilog=EPILOG,
         allow_abbrev=False,
     )
