@@ -1,5 +1,8 @@
 """The real server under more work than it takes: 503 at once, and late work dropped with 408."""
 
+import http.client
+import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -83,3 +86,36 @@ def test_what_is_done_in_time_is_not_disturbed(server: Server, client: openai.Op
         model="demo", prompt="Hi", max_tokens=8, temperature=0, extra_body={"timeout_s": 60}
     )
     assert timed.choices[0].text == plain.choices[0].text
+
+
+def test_a_flood_of_long_prompts_is_refused_within_a_second(server: Server) -> None:
+    """So is what is wrong, and /health answers: whatever the core is doing."""
+    wait_until(lambda: server.metric(RUNNING) + server.metric(WAITING) == 0, "it is idle")
+    end_s = time.monotonic() + 6
+    took_s: dict[int, list[float]] = {200: [], 400: [], 503: []}
+    long = json.dumps({"prompt": [7] * 1900, "max_tokens": 40, "ignore_eos": True}).encode()
+    wrong = json.dumps({"prompt": "Hi", "max_tokens": -5}).encode()
+
+    def ask(body: bytes | None) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        while time.monotonic() < end_s:
+            began = time.monotonic()
+            if body is None:
+                connection.request("GET", "/health")
+            else:
+                head = {"Content-Type": "application/json"}
+                connection.request("POST", "/v1/completions", body, head)
+            answer = connection.getresponse()
+            answer.read()
+            is_served = body is long and answer.status == 200
+            took_s[answer.status] += [] if is_served else [time.monotonic() - began]
+            time.sleep(0.05)  # clients that never rest would measure themselves
+        connection.close()
+
+    bodies = [long] * 12 + [wrong, None]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        assert not [error for error in pool.map(ask, bodies) if error is not None]
+    for status, times in took_s.items():
+        assert len(times) > 5, f"there was no answer of status {status}"
+        late = sorted(times)[int(0.95 * len(times))]
+        assert late < 1.0, f"answers of status {status} took up to {max(times):.2f} s"

@@ -1,0 +1,321 @@
+"""Everything at once, while processes are killed: python -m tests.serve.chaos --minutes 20.
+
+A server with two API processes, a pool so small that requests lose their rows, host memory and a
+directory for cached blocks; clients of every kind, some of which leave; prefixes that are pinned
+and removed; and in turn kill -9 of the core, an API process and the supervisor, and a core that
+hangs. Each answer must be that of a quiet server; at rest nothing may be held, and in the end
+nothing may be left. Prints a summary as JSON; exit status 1 if something was wrong.
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from quire.serve.launch import remove_abandoned_sockets
+from quire.tools.http_client import HttpClient, HttpError
+from tests.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases
+from tests.serve.processes import Server, is_running, kill, wait_until
+
+VICTIMS = ("core", "api", "supervisor", "core while it loads", "api", "hung core")
+PERIOD_S = 18.0  # between two kills
+CALM_S = 60.0  # for everything to be let go
+SAMPLED = ("num_preemptions_total", "kv_blocks_loaded_total", "kv_blocks_fetched_total",
+           "kv_blocks_kept_total", "pinned_prefix_hits_total")  # fmt: skip
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+          "pinned_kv_blocks", "pinned_prefixes")  # fmt: skip
+
+
+class Chaos:
+    """One run. wrong: what must not have happened."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._rng = random.Random(options.seed)
+        self._cases = make_cases(self._rng, options.cases)
+        self._expected: dict[int, Answer] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._server: Server | None = None
+        self._open = asyncio.Event()  # clients may ask
+        self._num_asking = 0
+        self._used: collections.Counter[str] = collections.Counter()  # of the core's metrics
+        self._slowest_s = {"health": 0.0, "refusal": 0.0}
+        self._rss_mb: list[dict[str, float]] = []
+        self.wrong: list[str] = []
+
+    async def run(self) -> dict[str, Any]:
+        """The summary."""
+        shared = set(os.listdir("/dev/shm"))
+        await self._ask_quietly()
+        await self._start()
+        until_s = time.monotonic() + 60 * self._options.minutes
+        clients = [asyncio.create_task(self._client(i)) for i in range(self._options.clients)]
+        clients += [asyncio.create_task(self._pins()), asyncio.create_task(self._health())]
+        self._open.set()
+        number = 0
+        try:
+            while time.monotonic() < until_s and not any(task.done() for task in clients):
+                await asyncio.sleep(PERIOD_S)
+                await self._strike(VICTIMS[number % len(VICTIMS)])
+                number += 1
+                if number % 2 == 0:
+                    await self._calm()
+            await self._calm()
+        except (AssertionError, OSError) as error:
+            self.wrong.append(f"strike {number}: {error}")
+        for task in clients:
+            task.cancel()
+        for result in await asyncio.gather(*clients, return_exceptions=True):
+            if isinstance(result, Exception):
+                self.wrong.append(f"a client failed: {result!r}")
+        await self._end(shared)
+        return {
+            "minutes": self._options.minutes, "seed": self._options.seed, "strikes": number,
+            "outcomes": dict(sorted(self._counts.items())), "used": dict(self._used),
+            "slowest_s": {k: round(v, 3) for k, v in self._slowest_s.items()},
+            "rss_mb": self._rss_mb, "wrong": self.wrong,
+        }  # fmt: skip
+
+    # ---- servers -----------------------------------------------------------------------------
+
+    async def _ask_quietly(self) -> None:
+        """What each case answers alone, on a server with room."""
+        server = await asyncio.to_thread(Server, "--max-model-len", "512")
+        asker = Asker(server.url, None)
+        for case in self._cases:
+            found = await asker.ask(case, self._rng)
+            assert found is not None
+            self._expected[case.number] = found
+        assert await asyncio.to_thread(server.stop) == 0
+
+    async def _start(self) -> None:
+        self._server = await asyncio.to_thread(
+            Server, "--max-model-len", "512", "--max-num-seqs", "12", "--api-server-count", "2",
+            "--restart-engine", "--kv-cache-memory-bytes", str(self._options.pool_bytes),
+            "--kv-host-gb", "0.003", "--kv-disk-dir", str(self._folder / "blocks"),
+            "--kv-disk-gb", "0.02", "--max-num-queued-reqs", "6", "--shutdown-timeout", "30",
+        )  # fmt: skip
+
+    def kill(self) -> None:
+        """Leave no server behind, whatever happened."""
+        if self._server is not None:
+            self._server.process.kill()
+            self._server.process.wait()
+
+    @property
+    def server(self) -> Server:
+        assert self._server is not None
+        return self._server
+
+    # ---- clients -----------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _asking(self) -> Any:
+        await self._open.wait()
+        self._num_asking += 1
+        try:
+            yield
+        finally:
+            self._num_asking -= 1
+
+    async def _client(self, index: int) -> None:
+        rng = random.Random(1000 * self._options.seed + index)
+        while True:
+            async with self._asking():
+                await self._ask(rng.choice(self._cases), rng)
+            await asyncio.sleep(rng.random() * 0.1)
+
+    async def _ask(self, case: Case, rng: random.Random) -> None:
+        began = time.monotonic()
+        try:
+            found = await Asker(self.server.url, self._expected).ask(case, rng)
+            self._counts["left" if found is None else f"ok {case.kind}"] += 1
+        except Cut as error:
+            is_busy = "wait already" in str(error)
+            self._counts["busy" if is_busy else "cut"] += 1
+            if is_busy and case.kind != "pieces":  # which are sent slowly
+                self._note("refusal", began)
+            await asyncio.sleep(0.2)
+        except Wrong as error:
+            self.wrong.append(str(error))
+        except TimeoutError:
+            self.wrong.append(f"case {case.number} was not answered")
+
+    async def _pins(self) -> None:
+        """Pins beginnings of what is asked, and removes them again."""
+        rng = random.Random(7 * self._options.seed)
+        while True:
+            async with self._asking():
+                client = HttpClient(self.server.url)
+                prompt = rng.choice(self._cases).body.get("prompt") or " ".join(WORDS)
+                body = {"prompt": prompt[: rng.randint(20, 120)], "ttl_s": rng.choice((0, 1, 5))}
+                try:
+                    made = (await client.request("/v1/prefixes", "POST", body, timeout_s=60)).json()
+                    self._counts["pinned"] += 1
+                    if rng.random() < 0.7:
+                        path = f"/v1/prefixes/{made['id']}"
+                        await client.request(path, "DELETE", timeout_s=60)
+                except HttpError as error:
+                    if error.status not in (0, 400, 404, 503):
+                        self.wrong.append(f"pinning: status {error.status}: {error}")
+                    self._counts[f"not pinned ({error.status})"] += 1
+                await client.close()
+            await asyncio.sleep(0.5)
+
+    async def _health(self) -> None:
+        """How long the server takes to say whether it lives."""
+        while True:
+            async with self._asking():
+                began = time.monotonic()
+                with contextlib.suppress(HttpError):
+                    client = HttpClient(self.server.url)
+                    await client.request("/health", timeout_s=30)
+                    self._note("health", began)
+                    await client.close()
+            await asyncio.sleep(0.25)
+
+    def _note(self, what: str, began: float) -> None:
+        self._slowest_s[what] = max(self._slowest_s[what], time.monotonic() - began)
+
+    # ---- kills -------------------------------------------------------------------------------
+
+    async def _strike(self, victim: str) -> None:
+        server, self._counts[f"killed {victim}"] = self.server, self._counts[f"killed {victim}"] + 1
+        server.children = _children(server)
+        if victim == "supervisor":
+            self._open.clear()  # what is asked of nobody tells nothing
+            kill(server.process.pid)
+            await asyncio.to_thread(server.process.wait, 20)
+            gone = lambda: not any(map(is_running, server.children))  # noqa: E731
+            await asyncio.to_thread(wait_until, gone, "the children have died", 10)
+            if server.get("/health") != 0:
+                self.wrong.append("somebody listens after the supervisor's death")
+            await self._start()
+            self._open.set()
+        elif victim == "api":
+            kill(self._rng.choice(server.api))
+        else:
+            kill(server.core, signal.SIGSTOP if victim == "hung core" else signal.SIGKILL)
+            if victim == "core while it loads":
+                await asyncio.sleep(1.5)
+                server.children = _children(server)
+                kill(server.core)
+        is_well = lambda: all(self.server.get("/health") == 200 for _ in range(6))  # noqa: E731
+        await asyncio.to_thread(wait_until, is_well, f"{victim} is replaced", 90)
+
+    async def _calm(self) -> None:
+        """Nobody asks any more: nothing may be held."""
+        self._open.clear()
+        try:
+            await asyncio.wait_for(self._until_quiet(), 130)
+            await self._unpin()
+            let_go = lambda: not any(self.server.metric(f"quire:{name}") for name in GAUGES)  # noqa: E731
+            await asyncio.to_thread(wait_until, let_go, "all is let go", CALM_S)
+        except (AssertionError, TimeoutError) as error:
+            held = {name: self.server.metric(f"quire:{name}") for name in GAUGES}
+            self.wrong.append(f"at rest something is held ({error}): {held}")
+        for name in SAMPLED:
+            self._used[name] = int(max(self._used[name], self.server.metric(f"quire:{name}")))
+        self.server.children = _children(self.server)
+        self._rss_mb.append(_rss_mb(self.server))
+        self._counts["calm"] += 1
+        self._open.set()
+
+    async def _until_quiet(self) -> None:
+        while self._num_asking:
+            await asyncio.sleep(0.05)
+
+    async def _unpin(self) -> None:
+        client = HttpClient(self.server.url)
+        for prefix in (await client.request("/v1/prefixes")).json()["data"]:
+            with contextlib.suppress(HttpError):
+                await client.request(f"/v1/prefixes/{prefix['id']}", "DELETE")
+        await client.close()
+
+    async def _end(self, shared: set[str]) -> None:
+        server = self.server
+        server.children = _children(server)
+        status = await asyncio.to_thread(server.stop)
+        if status != 0:
+            self.wrong.append(f"the server ended with status {status}")
+        if any(map(is_running, server.children)):
+            self.wrong.append("a process is left behind")
+        for home in self._folder.glob("quire-*"):  # of supervisors that were killed: not that young
+            for path in (home / "core.sock", home):
+                os.utime(path, (0, 0))
+        remove_abandoned_sockets()
+        left = [path.name for path in self._folder.iterdir() if path.name != "blocks"]
+        left += [path.name for path in (self._folder / "blocks").rglob("tmp/*")]
+        left += sorted(set(os.listdir("/dev/shm")) - shared)
+        if left:
+            self.wrong.append(f"left behind: {left}")
+        odd = [line for line in server.lines if re.search(r"Traceback|leaked|orphan", line)]
+        self.wrong += odd
+
+
+def _children(server: Server) -> dict[int, str]:
+    from tests.serve.processes import children_of
+
+    found: dict[int, str] = {}
+
+    def complete() -> bool:
+        found.clear()
+        found.update(children_of(server.process.pid))
+        return len(found) == 3 and all("quire.serve" in command for command in found.values())
+
+    wait_until(complete, "all three processes are there", 60)
+    return found
+
+
+def _rss_mb(server: Server) -> dict[str, float]:
+    names = {server.process.pid: "supervisor", server.core: "core"}
+    names |= {pid: f"api {i}" for i, pid in enumerate(sorted(server.api))}
+    found = {}
+    for pid, name in names.items():
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        found[name] = round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
+        found[f"{name} files"] = float(len(os.listdir(f"/proc/{pid}/fd")))
+    return found
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Where this process and its children put what is temporary."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield Path(folder)
+        tempfile.tempdir = None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=56)
+    parser.add_argument("--clients", type=int, default=14)
+    parser.add_argument("--pool-bytes", type=int, default=5_000_000, help="of the KV pool")
+    options = parser.parse_args()
+    with temporary_folder() as folder:
+        chaos = Chaos(options, folder)
+        try:
+            summary = asyncio.run(chaos.run())
+        finally:
+            chaos.kill()
+    print(json.dumps(summary, indent=1))
+    return 1 if chaos.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
