@@ -8,20 +8,25 @@ weights, which would not become longer with more tokens.
 
     time of a step = time of reading the weights + tokens x time of a token
 
-Where reading the weights alone takes most of `STEP_S`, few tokens would make prompts slow and
-answers hardly faster: a step may take twice what one with a few decoding rows takes.
+The time that does not depend on the tokens is told by steps of different sizes. Where it is most of
+`STEP_S` (a large model, or a machine that others keep busy), few tokens would make prompts slow and
+answers hardly faster: then a step may take twice that time.
 
-The rate is the median of the last three that tell, so one step that the system disturbed changes
+The median of what the last three tell counts, so one step that the system disturbed changes
 nothing. The budget changes only if it is off by more than a margin, so it does not jump to and fro.
 """
 
+import math
 from collections import deque
 
 from quire.base.plan import Plan
-from quire.runner.budget import STEP_S, STRIDE, bounded_tokens
+from quire.runner.budget import FEWEST_TOKENS, STEP_S, STRIDE, bounded_tokens
 
-NUM_RATES, FEWEST_RATES = 3, 2
-NUM_SMALL, SMALL_TOKENS = 5, 4  # steps that show what reading the weights takes
+NUM_STEPS, FEWEST_STEPS = 3, 2
+NUM_TIMES, FEWEST_TIMES = 3, 2  # of steps of about one size
+FORGOTTEN = 32  # steps after which the time of another size says nothing any more
+MOST_FIXED = 0.8  # of a step's time
+MOST_GROWTH = 3  # at a time
 RAISE, LOWER = 1.05, 0.9  # of what a step has time for, over the next budget and under this one
 
 
@@ -30,37 +35,77 @@ class StepBudget:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._rates: deque[float] = deque(maxlen=NUM_RATES)  # tokens per second
-        self._small_s: deque[float] = deque(maxlen=NUM_SMALL)
+        self._steps: deque[tuple[int, float]] = deque(maxlen=NUM_STEPS)  # tokens and seconds
+        self._times = _StepTimes()
 
     @property
     def target_s(self) -> float:
         """How long a step with a prompt in it may take."""
-        if len(self._small_s) < FEWEST_RATES:
-            return STEP_S
-        return max(STEP_S, 2 * _median(self._small_s))
+        return max(STEP_S, 2 * (self._times.fixed_s or 0.0))
 
     def observe(self, plan: Plan, duration_s: float) -> int:
         """Take the time of a step; return the tokens that the next ones have time for."""
         num_tokens = plan.num_scheduled_tokens
         if duration_s <= 0 or num_tokens == 0:
             return self.num_tokens
-        if int(plan.num_tokens.max()) == 1:
-            if num_tokens <= SMALL_TOKENS:
-                self._small_s.append(duration_s)
-        elif 2 * num_tokens >= self.num_tokens or duration_s > self.target_s:
-            self._rates.append(num_tokens / duration_s)
-            self._follow()
+        self._times.add(num_tokens, duration_s)
+        has_prompt = int(plan.num_tokens.max()) > 1
+        if has_prompt and (2 * num_tokens >= self.num_tokens or duration_s > self.target_s):
+            self._steps.append((num_tokens, duration_s))
+            if len(self._steps) >= FEWEST_STEPS:
+                self._follow()
         return self.num_tokens
 
     def _follow(self) -> None:
-        if len(self._rates) < FEWEST_RATES:
-            return
-        tokens = self.target_s * _median(self._rates)
+        tokens = sorted(map(self._time_for, self._steps))[len(self._steps) // 2]
         if tokens >= RAISE * (self.num_tokens + STRIDE) or tokens <= LOWER * self.num_tokens:
-            self.num_tokens = bounded_tokens(tokens)
+            wanted = bounded_tokens(min(tokens, MOST_GROWTH * self.num_tokens))
+            if wanted == self.num_tokens == FEWEST_TOKENS and self._times.fixed_s is None:
+                wanted = 2 * FEWEST_TOKENS  # see whether larger steps take much longer
+            self.num_tokens = wanted
+            self._steps.clear()
+
+    def _time_for(self, step: tuple[int, float]) -> float:
+        """How many tokens there is time for, as one of so many tokens took so long: between what it
+        would be if all time came from tokens and if the fixed part came on top of them. Part of it
+        passes at the same time."""
+        num_tokens, duration_s = step
+        fixed_s = min(self._times.fixed_s or 0.0, MOST_FIXED * duration_s)
+        in_all = self.target_s / duration_s
+        beside = (self.target_s - fixed_s) / (duration_s - fixed_s)
+        return num_tokens * math.sqrt(in_all * beside)
 
 
-def _median(values: deque[float]) -> float:
-    """The larger one of the two in the middle, if they are even in number."""
-    return sorted(values)[len(values) // 2]
+class _StepTimes:
+    """The last times of steps, by size: from one power of two to the next."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._last: dict[int, int] = {}  # when there was a step of this size
+        self._times: dict[int, deque[tuple[float, int]]] = {}
+
+    def add(self, num_tokens: int, duration_s: float) -> None:
+        size = num_tokens.bit_length()
+        self._num_steps += 1
+        if self._is_forgotten(size):
+            self._times[size] = deque(maxlen=NUM_TIMES)
+        self._times[size].append((duration_s, num_tokens))
+        self._last[size] = self._num_steps
+
+    @property
+    def fixed_s(self) -> float | None:
+        """What a step takes without its tokens: where the line through the times of the smallest
+        and of the largest steps begins. None as long as there are no two sizes."""
+        known = [
+            sorted(times)[(len(times) - 1) // 2]  # a disturbed step takes longer, never shorter
+            for size, times in sorted(self._times.items())
+            if len(times) >= FEWEST_TIMES and not self._is_forgotten(size)
+        ]
+        if not known or known[-1][1] < 2 * known[0][1]:
+            return None
+        (short_s, few), (long_s, many) = known[0], known[-1]
+        token_s = max(0.0, (long_s - short_s) / (many - few))
+        return max(0.0, short_s - token_s * few)
+
+    def _is_forgotten(self, size: int) -> bool:
+        return self._num_steps - self._last.get(size, -FORGOTTEN) > FORGOTTEN
