@@ -39,8 +39,8 @@ PARTS = ("first", "kernels", "models", "bench", "peers")
 TESTED = {"kernels": "tests/kernels", "models": "tests/gpu"}
 NEEDED = ("numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
 USEFUL = ("triton", "pytest", "hypothesis", "transformers", "vllm", "sglang")
-# A kernel is compiled in some seconds, by one core: so many tests are one process's share.
-TESTS_PER_PROCESS = 12
+# A kernel is compiled in some seconds, by one core; a process takes ten to begin.
+TESTS_PER_PROCESS = 20
 MARGIN_S = 40.0  # for the benchmarks to end by themselves, and for what comes behind them
 MOST_JOBS = 12  # each process holds half a GiB of the device
 QUESTION_S = 120.0

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.models.options import expert_options
 from quire.models.outline import HEAD, LINEAR, ROUTER, outline
 
 GB, TERA = 1e9, 1e12
@@ -86,7 +85,7 @@ class Weights:
 
 
 def weights_of(spec: ModelSpec) -> Weights:
-    options = expert_options(spec) if spec.model_type == "qwen3_moe" else None
+    options = spec.experts
     layers = head = experts = 0
     for part in outline(spec):
         count = 1

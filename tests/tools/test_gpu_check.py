@@ -187,7 +187,7 @@ def test_a_file_of_many_kernels_is_spread_over_processes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = "tests/kernels/test_attention.py"
-    collect = f'for i in $(seq 30); do echo "{file}::test_it[$i]"; done'
+    collect = f'for i in $(seq 50); do echo "{file}::test_it[$i]"; done'
     check = checked(tmp_path, "kernels", GPU, collect, 'echo "$@"', "--tests", file)
     commands = [" ".join(each.task.command) for each in check.outcomes]
     assert len(commands) == 3
@@ -200,7 +200,7 @@ def test_a_file_of_many_kernels_is_spread_over_processes(
 def test_the_share_of_memory_is_tested_with_nothing_beside_it(tmp_path: Path) -> None:
     """Each process writes when it began and ended; none is there while one is alone."""
     file = "tests/gpu/test_cuda.py"
-    collect = f'for i in $(seq 40); do echo "{file}::test_it[$i]"; done'
+    collect = f'for i in $(seq 70); do echo "{file}::test_it[$i]"; done'
     spans = tmp_path / "spans"
     test = f'a=$(date +%s%N); sleep 0.3; echo "$a $(date +%s%N) $*" >> {spans}'
     check = checked(tmp_path, "models", GPU, collect, test, "--tests", file)
