@@ -152,7 +152,7 @@ class StepResult:
     the first is for the position after the first computed one.
     row_errors: row -> what went wrong with it; unservable_rows: those of them whose request leaves
     no token to choose, which is no fault of the step. error: the step failed as a whole, nothing of
-    it counts.
+    it counts. lost_swaps: what the plan was to copy to host memory is not there.
     """
 
     step_id: int
@@ -165,3 +165,4 @@ class StepResult:
     duration_s: float = 0.0
     error: str | None = None
     unservable_rows: tuple[int, ...] = ()
+    lost_swaps: bool = False

@@ -5,11 +5,15 @@ plan of its own: some of the rows, with what they start with and their block-tab
 that fail are halved until single rows fail. Parts run in the order of the plan's rows: a row may
 use blocks which rows before it compute in the same step.
 
-What a plan does beside its rows (released, forked, truncated, host tokens, moves) goes with every
-part until the first one succeeds, and with none after that. Until then nothing counts and it can be
-done again. A row forked by the step in which its parent samples goes with its parent. (The source
-of a copy may be written by the same plan, by the last one who shares the block; that is the slot
-which the owner of the copy writes as well, so to copy it once more does no harm.)
+What a plan does beside its rows (released, forked, truncated, host tokens, swaps to host memory)
+goes with every part until the first one succeeds, and with none after that. Until then nothing
+counts and it can be done again. A row forked by the step in which its parent samples goes with its
+parent; loads and copies go with the rows that have their blocks. (The source of a copy may be
+written by the same plan, by the last one who shares the block; that is the slot which the owner of
+the copy writes as well, so to copy it once more does no harm.)
+
+A swap that fails is no row's fault: before the first row is blamed for anything, what is beside the
+rows is carried out alone, and if that fails as well, without its swaps (`lost_swaps`).
 """
 
 import dataclasses
@@ -18,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from quire.base.plan import BlockWrites, Int32, Plan, StepResult
+from quire.base.plan import BlockWrites, Int32, Move, Plan, StepResult
 
 if TYPE_CHECKING:
     from quire.engine.executor import Executor
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 STEP_FAILED = "the step failed"  # how the error of a guilty row begins
 
 Part = tuple[Plan, StepResult]
+Place = tuple[str, int, int]  # the kind of a move, cache group, block
+FILLING = ("load", "copy")
 
 
 def bisect_step(executor: "Executor", plan: Plan) -> StepResult:
@@ -35,12 +41,9 @@ def bisect_step(executor: "Executor", plan: Plan) -> StepResult:
     first: a step that fails by chance, or only as a whole, does not fail again and costs nobody.
     """
     bisection = _Bisection(executor, plan)
-    num_rows = len(plan.rows)
-    if num_rows == 1:
-        bisection.run(0, 1)
-    else:
-        bisection.halve(0, num_rows)
-    return combine(plan, bisection.done, bisection.errors)
+    bisection.begin()
+    result = combine(plan, bisection.done, bisection.errors)
+    return dataclasses.replace(result, lost_swaps=bisection.has_lost_swaps)
 
 
 class _Bisection:
@@ -51,26 +54,98 @@ class _Bisection:
         self.plan = plan
         self.done: list[Part] = []
         self.errors: dict[int, str] = {}
+        self._moved: set[Place] = set()  # what loads and copies have filled
+        self._has_swaps = any(move.kind == "swap_out" for move in plan.moves)
+        self._has_tried_rest = False
+        self._is_without_swaps = False
+
+    @property
+    def has_lost_swaps(self) -> bool:
+        return self._has_swaps and (self._is_without_swaps or not self.done)
+
+    def begin(self) -> None:
+        num_rows = len(self.plan.rows)
+        if num_rows == 0:
+            self._do_rest_alone()
+        elif num_rows == 1:
+            self.run(0, 1)
+        else:
+            self.halve(0, num_rows)
 
     def run(self, first: int, last: int) -> None:
         """The rows first..last-1 of the plan, in halves if they fail."""
-        part = restrict(self.plan, self.plan.rows[first:last])
-        if self.done:
-            part = _rows_alone(part)
-        self.executor.submit(part)
-        result = self.executor.next_result()
-        if result.error is None:
-            self.done.append((part, result))
-        elif last - first == 1:
-            self.errors[int(part.rows[0])] = f"{STEP_FAILED}: {result.error}"
-        else:
+        error = self._try(self._part(self.plan.rows[first:last]))
+        if error is None:
+            return
+        if last - first > 1:
             self.halve(first, last)
+        elif self._do_rest_alone():
+            self.run(first, last)  # it may have been that
+        else:
+            self.errors[int(self.plan.rows[first])] = f"{STEP_FAILED}: {error}"
 
     def halve(self, first: int, last: int) -> None:
         if last > first:
             middle = (first + last) // 2
             self.run(first, middle)
             self.run(middle, last)
+
+    def _try(self, part: Plan) -> str | None:
+        """Carry out a part; what went wrong."""
+        self.executor.submit(part)
+        result = self.executor.next_result()
+        if result.error is None:
+            self.done.append((part, result))
+            self._moved |= {place for move in part.moves for place in _filled(move)}
+        return result.error
+
+    def _part(self, rows: Int32) -> Plan:
+        part = restrict(self.plan, rows)
+        if self.done:
+            part = _rows_alone(part)
+        if not self.plan.moves:
+            return part
+        writes = part.block_writes
+        wanted = set(zip(writes.group.tolist(), writes.block_id.tolist(), strict=True))
+        moves = [_filling(move, wanted, self._moved) for move in self.plan.moves]
+        swaps = () if self.done or self._is_without_swaps else ("swap_out",)
+        kept = [move for move in moves if len(move.source) and move.kind in (*swaps, *FILLING)]
+        return dataclasses.replace(part, moves=tuple(kept))
+
+    def _do_rest_alone(self) -> bool:
+        """Carry out what is beside the rows, if swaps are among it and it was not done or tried
+        yet; whether it is done now."""
+        if self.done or self._has_tried_rest or not self._has_swaps:
+            return False
+        self._has_tried_rest = True
+        nobody = self.plan.rows[:0]
+        if self._try(self._part(nobody)) is None:
+            return True
+        self._is_without_swaps = True
+        if self._try(self._part(nobody)) is None:
+            return True
+        self._is_without_swaps = False  # it was something else
+        return False
+
+
+def _filled(move: Move) -> set[Place]:
+    """The places that a load or a copy fills."""
+    if move.kind not in FILLING:
+        return set()
+    return {(move.kind, move.group, block) for block in move.destination.tolist()}
+
+
+def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Move:
+    """Of a load or copy what fills wanted blocks, by group, and was not done; of a swap all."""
+    if move.kind not in FILLING:
+        return move
+    kept = [
+        (move.group, block) in wanted and (move.kind, move.group, block) not in moved
+        for block in move.destination.tolist()
+    ]
+    if all(kept):
+        return move
+    return dataclasses.replace(move, source=move.source[kept], destination=move.destination[kept])
 
 
 def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:

@@ -119,6 +119,7 @@ class CallEncoder:
             "row_errors": errors,
             "completed_moves": result.completed_moves,
             "unservable_rows": result.unservable_rows,
+            "lost_swaps": result.lost_swaps,
         }
         fields |= {name: encode(value) for name, value in more.items() if value}
         return fields
@@ -287,6 +288,7 @@ def _result(fields: Fields) -> StepResult:
         accepted = np.frombuffer(fields["accepted"], np.int32)
     names = (
         "candidates", "prompt_candidates", "row_errors", "completed_moves", "unservable_rows",
+        "lost_swaps",
     )  # fmt: skip
     more = {name: decode(fields[name]) for name in names if name in fields}
     return StepResult(fields["step"], token_ids, accepted, duration_s=fields["s"], **more)

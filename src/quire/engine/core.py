@@ -339,23 +339,24 @@ class EngineCore:
     def _recover(self, failed: Plan, error: str) -> StepOutputs:
         """The oldest plan raised: repeat it in parts, then carry out the later ones without the
         rows of sequences that this ended or sent back (their block tables may be out of date)."""
-        later = list(self._submitted)
-        for plan in later:
+        for plan in self._submitted:
             if len(plan.rows):
                 self.executor.next_result()
         self._submitted.clear()
+        self._left = None  # of one of these, if there is something; it is made again below
         self._death = "it was interrupted while it repeated a step that had failed"
         logger.warning("step %d failed and is repeated in parts: %s", failed.step_id, error)
         flight = self.scheduler.flights[0]
         part = leave_out(failed, flight.left_out)
         result = bisect_step(self.executor, part)
         if len(result.row_errors) == len(part.rows):
-            # Perhaps no part of the plan was carried out. All but its moves may be done again.
+            # Perhaps no part of the plan was carried out. All but its moves may be done again; of
+            # those the result tells whether they are lost.
             empty = leave_out(part, set(part.rows.tolist()))
             self._left = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(flight.plan, [(part, result)]))
-        for plan, in_flight in zip(later, self.scheduler.flights, strict=True):
-            self._submit(leave_out(plan, in_flight.left_out))
+        for in_flight in self.scheduler.flights:
+            self._submit(leave_out(in_flight.plan, in_flight.left_out))
         self._death = None
         return outputs
 

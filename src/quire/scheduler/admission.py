@@ -181,6 +181,8 @@ def _resume(
         scheduler.queue.remove(member)
         scheduler.take_row(member, member.num_swapped_tokens, draft, now)
         draft.add_table(member)
+        held = [table.live_blocks for table in member.blocks.tables]
+        draft.shared.append((member.row, held, [[] for _ in held]))
         scheduler.table.capacity[member.row] = member.num_swapped_tokens  # look who shares
     used = 0
     for member in members:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from quire.base.plan import Plan
 from quire.scheduler.flight import Blocks, Flight, Line
 from quire.scheduler.sequence import Sequence
 
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
 @dataclass(slots=True)
 class Broken:
     """failed: rows that failed by themselves, with the error; dependants: rows that hold what a
-    failed row, or another dependant, was to compute. blocks: by group, which must not be used."""
+    failed row, or another dependant, was to compute. blocks: by group, which must not be used;
+    host: the same in host memory."""
 
     blocks: list[set[int]]
+    host: list[set[int]]
     failed: dict[Line, tuple[Sequence, "Ending"]] = field(default_factory=dict)
     dependants: dict[Line, Sequence] = field(default_factory=dict)
 
@@ -34,13 +37,19 @@ class Broken:
         return line in self.failed or line in self.dependants
 
 
-def find_broken(flights: Iterable[Flight], errors: dict[int, "Ending"], num_groups: int) -> Broken:
-    """What the errors of rows of the first of these plans break in all of them.
+def find_broken(
+    flights: Iterable[Flight],
+    errors: dict[int, "Ending"],
+    num_groups: int,
+    has_lost_swaps: bool = False,
+) -> Broken:
+    """What the errors of rows of the first of these plans break in all of them, and that its swaps
+    to host memory are lost.
 
     A row with an error that is a dependant counts as one: its context was no good, so nothing is
     known of the row itself.
     """
-    broken = Broken([set() for _ in range(num_groups)])
+    broken = Broken([set() for _ in range(num_groups)], [set() for _ in range(num_groups)])
     for i, flight in enumerate(flights):
         lines = flight.lines
         owners = dict(zip(lines, flight.row_sequences, strict=True))
@@ -48,6 +57,7 @@ def find_broken(flights: Iterable[Flight], errors: dict[int, "Ending"], num_grou
             for line in lines:
                 if line[0] in errors:
                     broken.failed[line] = owners[line], errors[line[0]]
+        _follow_moves(broken, flight.plan, has_lost_swaps and i == 0)
         line_of_row = dict(lines)
         for row, found, named in flight.shared:
             line = row, line_of_row[row]
@@ -58,6 +68,21 @@ def find_broken(flights: Iterable[Flight], errors: dict[int, "Ending"], num_grou
                 for mine, bad in zip(named, broken.blocks, strict=True):
                     bad.update(mine)
     return broken
+
+
+def _follow_moves(broken: Broken, plan: Plan, are_lost: bool) -> None:
+    """What a plan brings to host memory and back is as good as what it was made of."""
+    for move in plan.moves:
+        away, here = broken.host[move.group], broken.blocks[move.group]
+        for source, destination in zip(
+            move.source.tolist(), move.destination.tolist(), strict=True
+        ):
+            if move.kind == "swap_out" and (are_lost or source in here):
+                away.add(destination)
+            elif move.kind == "swap_out":
+                away.discard(destination)
+            elif source in (away if move.kind == "load" else here):
+                here.add(destination)
 
 
 def _holds_any(found: Blocks, blocks: list[set[int]]) -> bool:

@@ -1,5 +1,6 @@
 """Plans in the making and plans in flight."""
 
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -41,6 +42,12 @@ class Flight:
         plan.rows, or compute nothing yet.)"""
         rows = self.plan.rows.tolist() + [fork.child for fork in self.plan.new_forks]
         return list(zip(rows, self.row_epochs.tolist(), strict=True))
+
+    def leave_out(self, lines: Collection[Line]) -> None:
+        """What the plan gives these, and what is forked from them, is void."""
+        rows = {line[0] for line in self.lines if line in lines}
+        children = {fork.child for fork in self.plan.new_forks if fork.parent in rows}
+        self.left_out.update(rows | children)
 
 
 @dataclass(slots=True)

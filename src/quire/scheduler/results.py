@@ -75,7 +75,7 @@ def take_result(
     table, rows = scheduler.table, flight.plan.sample_rows
     outputs = StepOutputs.empty()
     first_event = len(scheduler.events)
-    if result.row_errors:
+    if result.row_errors or result.lost_swaps:
         _take_errors(scheduler, flight, result, outputs, now)
     _take_prompt_candidates(scheduler, flight, result, outputs)
     token_ids, epochs, sequences = result.token_ids[:, 0], flight.epochs, flight.sequences
@@ -183,10 +183,10 @@ def _take_errors(
         for row, message in result.row_errors.items()
         if row not in flight.left_out
     }
-    if not errors:
+    if not errors and not result.lost_swaps:
         return
     flights = [flight, *scheduler.flights]
-    broken = find_broken(flights, errors, len(scheduler.kv.pools))
+    broken = find_broken(flights, errors, len(scheduler.kv.pools), result.lost_swaps)
     scheduler.kv.unindex_blocks(broken.blocks)
     if scheduler.kv.tier is not None:
         scheduler.kv.tier.forget_unsettled()
@@ -196,20 +196,37 @@ def _take_errors(
             if member.row >= 0:
                 broken.failed.setdefault(line, (member, ending))
     for later in flights:
-        later.left_out.update(line[0] for line in later.lines if line in broken)
+        later.leave_out(broken.failed.keys() | broken.dependants.keys())
     for sequence, ending in list(broken.failed.values()):
         for member in scheduler.members(sequence):
             _fail(scheduler, member, ending, outputs, now)
     if scheduler.stores is not None:
         scheduler.stores.remove(_digests_of(scheduler, broken))
     failed = [sequence for sequence, _ in broken.failed.values()]
-    cause = failed[0].request.request_id
+    _forget_swapped(scheduler, broken)
     for (row, epoch), sequence in broken.dependants.items():
         for member in scheduler.members(sequence):
             forget(scheduler, member)  # what was swapped out cannot be relied on
         if sequence.row == row and scheduler.table.epoch[row] == epoch:
-            preempt(scheduler, sequence, cause, now)
+            cause = failed[0] if failed else sequence
+            preempt(scheduler, sequence, cause.request.request_id, now)
     scheduler.pins.compute_again(failed, now)
+
+
+def _forget_swapped(scheduler: "Scheduler", broken: Broken) -> None:
+    """Who was swapped out into blocks that cannot be relied on computes again."""
+    if not any(broken.host):
+        return
+    for sequence in list(scheduler.sequences.values()):
+        members = scheduler.members(sequence)
+        away = [m.host_blocks.tables for m in members if m.host_blocks is not None]
+        if any(
+            not bad.isdisjoint(table.live_blocks)
+            for tables in away
+            for table, bad in zip(tables, broken.host, strict=True)
+        ):
+            for member in members:
+                forget(scheduler, member)
 
 
 def _digests_of(scheduler: "Scheduler", broken: Broken) -> list[bytes]:
