@@ -1,0 +1,293 @@
+"""Steps that fail, of every kind and at every place, in a small engine with a real model.
+
+Random programs: requests of all kinds in a tight pool, on a host tier, with swaps in both
+directions. Faults come where the table of kinds and places has the fewest, and at the end no cell
+may be empty. A fault by chance costs nobody anything; one that a request brings costs that one.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.base.clock import FakeClock
+from quire.base.config import config_from_flat
+from quire.base.messages import Abort, Append, Request, SequenceOutput, Unpin
+from quire.base.plan import Plan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.base.validation import RequestLimits
+from quire.engine.build import make_scheduler
+from quire.engine.core import EngineCore
+from quire.engine.executor import InProcessExecutor
+from quire.models.source import resolve_model
+from quire.runner.build import build_runner
+from tests.engine.bench import prompt
+from tests.serve.checkpoints import checkpoint, pool_bytes
+
+MAX_LEN = 48
+GUILTY = 1000  # the seed of a request that brings its fault with it
+PLACES = ("begin", "tables", "forward", "after forward", "sampling", "result", "counters")
+MOVES = ("swap_out", "load", "copy")
+KINDS = (  # those that come least often first
+    "forks", "pieces", "pins", "beams", "scored", "load", "swap_out", "copy", "prompts", "outputs"
+)  # fmt: skip
+Cell = tuple[str, str]
+
+
+class StepFault(Exception):
+    pass
+
+
+class Faults:
+    """A runner that raises at one place of a step.
+
+    chance: at the first try of a step, where the table has the fewest; otherwise whenever the row
+    of a guilty request is in the plan, at `place`.
+    """
+
+    def __init__(self, runner: Any, table: Counter[Cell], place: str | None) -> None:
+        self.runner = runner
+        self.table = table
+        self.place = place
+        self.pins: set[int] = set()  # seeds of prefixes to pin
+        self.num_raised = 0
+        self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
+        self._now: str | None = None
+        self._last_step, self._last_fault = -1, -2
+        self._put_in()
+
+    def _put_in(self) -> None:
+        runner = self.runner
+        places: list[tuple[Any, str, str, bool]] = [
+            (runner, "_start_and_release", "begin", False),
+            (runner.rows, "_write_tables", "tables", True),
+            (runner.backend, "prepare", "forward", False),
+            (runner, "_score_prompts", "after forward", False),
+            (runner.sampler, "sample", "sampling", False),
+            (runner, "_to_host", "result", True),
+            (runner.rows, "advance", "counters", False),
+            (runner.backend, "swap_out", "swap_out", True),
+            (runner.backend, "load", "load", True),
+            (runner.backend, "copy_blocks", "copy", True),
+        ]
+        for owner, name, place, is_after in places:
+            setattr(owner, name, self._with_fault(getattr(owner, name), place, is_after))
+
+    def _with_fault(
+        self, call: Callable[..., Any], place: str, is_after: bool
+    ) -> Callable[..., Any]:
+        def carry_out(*args: Any, **kwargs: Any) -> Any:
+            if is_after:
+                result = call(*args, **kwargs)
+            if self._now == place:
+                self.num_raised += 1
+                raise StepFault(place)
+            return result if is_after else call(*args, **kwargs)
+
+        return carry_out
+
+    def run(self, plan: Plan) -> StepResult:
+        for start in plan.started:
+            self._seeds[start.row] = start.seed, start.params.prompt_logprobs is not None
+        for fork in plan.forked:
+            self._seeds[fork.child] = self._seeds[fork.parent]
+        self._now = self._choose(plan) if self.place is None else self._blamed(plan)
+        try:
+            result: StepResult = self.runner.run(plan)
+        except StepFault as fault:
+            for kind in self.kinds_of(plan):
+                self.table[kind, str(fault)] += 1
+            raise
+        finally:
+            self._now = None
+        return result
+
+    def _blamed(self, plan: Plan) -> str | None:
+        rows = plan.rows.tolist()
+        return self.place if any(self._seeds[row][0] == GUILTY for row in rows) else None
+
+    def _choose(self, plan: Plan) -> str | None:
+        is_first, self._last_step = plan.step_id != self._last_step, plan.step_id
+        if not is_first or not len(plan.rows):
+            return None
+        moves = {move.kind for move in plan.moves}
+        cells = [
+            (self.table[kind, place], KINDS.index(kind), i, place)
+            for kind in self.kinds_of(plan)
+            for i, place in enumerate((*PLACES, *MOVES))
+            if place in PLACES or place in moves
+        ]
+        least = min(cells)
+        if least[0] and plan.step_id < self._last_fault + 2:
+            return None  # every other step fails, and all that are of use
+        self._last_fault = plan.step_id
+        return least[3]
+
+    def kinds_of(self, plan: Plan) -> list[str]:
+        rows = plan.rows.tolist()
+        sampling = set(plan.sample_rows.tolist())
+        found = {move.kind for move in plan.moves}
+        if set(rows) - sampling:
+            found.add("prompts")
+        if sampling & set(rows):
+            found.add("outputs")
+        if plan.new_forks:
+            found.add("forks")
+        if len(plan.forked) > len(plan.new_forks):
+            found.add("beams")
+        if any(host.is_prompt for host in plan.host_tokens):
+            found.add("pieces")
+        if any(self._seeds[row][0] in self.pins for row in rows):
+            found.add("pins")
+        if any(self._seeds[row][1] for row in rows):
+            found.add("scored")
+        return [kind for kind in KINDS if kind in found]
+
+
+class Engine:
+    """A core over a tiny llama with faults, and what its requests were given."""
+
+    def __init__(self, depth: int, num_blocks: int = 14, **more: Any) -> None:
+        folder = checkpoint("llama")
+        settings: dict[str, Any] = {
+            "model": str(folder), "dtype": "float64", "block_size": 4, "max_model_len": MAX_LEN,
+            "attention_backend": "torch", "scheduling_policy": "fifo", "max_num_seqs": 8,
+            "max_num_batched_tokens": 11, "watermark": 0.0, "preemption_mode": "swap",
+            "kv_cache_memory_bytes": pool_bytes(folder, num_blocks, 4), "kv_host_gb": 1e-4,
+            "pipeline_depth": depth,
+        } | more  # fmt: skip
+        source = resolve_model(str(folder))
+        self.built = build_runner(config_from_flat(**settings), source)
+        self.source = source
+        self.core: EngineCore
+        self.faults: Faults | None = None
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.scores: dict[str, list[float]] = {}
+        self.beams: dict[str, list[list[int]]] = {}
+        self.ends: dict[str, set[str]] = {}
+
+    def start(self, table: Counter[Cell] | None = None, place: str | None = None) -> "Engine":
+        built = self.built
+        if table is not None:
+            self.faults = Faults(built.runner, table, place)
+            built = dataclasses.replace(built, runner=self.faults)  # type: ignore[arg-type]
+        limits = RequestLimits(97, MAX_LEN, 20, 1 << 20)
+        scheduler = make_scheduler(built, self.source)
+        self.core = EngineCore(scheduler, InProcessExecutor(built), FakeClock(), limits)
+        return self
+
+    def add(self, request: Request) -> None:
+        if request.pin_s is not None and self.faults is not None:
+            self.faults.pins.add(request.seed)
+        self.core.add(request)
+        self.ends[request.request_id] = set()
+
+    def step(self) -> None:
+        self.take(self.core.step())
+        self.core.scheduler.check_invariants()
+
+    def take(self, outputs: list[SequenceOutput]) -> None:
+        for output in outputs:
+            name = output.request_id
+            mine = self.tokens.setdefault((name, output.index), [])
+            mine += output.token_ids
+            found = self.scores.setdefault(name, [])
+            found += [float(c.logprobs[0]) for c in output.prompt_candidates or []]
+            if output.beams is not None:
+                self.beams[name] = [beam.token_ids for beam in output.beams]
+            if output.finish_reason is not None:
+                self.ends[name].add(output.finish_reason)
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("a request starves")
+
+
+def request(name: str, tokens: list[int], seed: int, **params: Any) -> Request:
+    more = {key: params.pop(key) for key in ("pin_s", "is_open", "timeout_s") if key in params}
+    params = {"temperature": 0.0, "ignore_eos": True} | params
+    return Request(name, tokens, SamplingParams(**params), seed=seed, **more)
+
+
+def run_program(engine: Engine, seed: int, has_guilty: bool) -> None:
+    """Requests of all kinds, pieces of prompts, an abort, a time limit; until all have ended."""
+    rng = random.Random(seed)
+    shared = prompt(seed, 14)
+    engine.add(request("pin", shared[:10], 1, max_tokens=1, pin_s=0.0))
+    engine.add(request("pieces", prompt(seed + 1, 6), 2, max_tokens=6, is_open=True))
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.9}, {"n": 2, "temperature": 0.9}, {"n": 2, "use_beam_search": True},
+        {"prompt_logprobs": 0}, {"n": 2, "temperature": 0.7},
+    ]  # fmt: skip
+    for i in range(10):
+        tokens = [*shared[: rng.choice([0, 7, 10, 14])], *prompt(100 * seed + i, rng.randint(2, 9))]
+        kind = dict(kinds[i % len(kinds)])
+        is_guilty = has_guilty and i in (2, 6)
+        number = GUILTY if is_guilty else 10 + i
+        engine.add(request(f"r{i}", tokens, number, max_tokens=rng.randint(3, 12), **kind))
+        for _ in range(rng.randint(0, 3)):
+            engine.step()
+        if i in (1, 2, 3, 4, 5):
+            engine.core.control(Append("pieces", prompt(seed + i, 3), is_last=i == 5))
+        if i == 7:
+            engine.add(request("gone", prompt(seed, 9), 3, max_tokens=9))
+            engine.add(request("late", prompt(seed, 12), 4, max_tokens=20, timeout_s=1.0))
+            engine.step()
+            engine.core.control(Abort("gone"))
+            engine.core._clock.advance(5.0)  # type: ignore[attr-defined]
+    engine.finish()
+    engine.core.control(Unpin("pin"))
+    engine.add(request("after", prompt(seed, 20), 5, max_tokens=4))
+    engine.finish()
+
+
+def assert_same(engine: Engine, wanted: Engine, guilty: set[str]) -> None:
+    failed = {name for name, ends in engine.ends.items() if "error" in ends}
+    assert failed == guilty
+    assert engine.ends["late"] == {"timeout"} and engine.ends["pin"] == {"pinned"}
+    for name in engine.ends.keys() - guilty - {"gone", "late"}:
+        mine = {key: value for key, value in engine.tokens.items() if key[0] == name}
+        assert mine == {key: value for key, value in wanted.tokens.items() if key[0] == name}, name
+        assert engine.beams.get(name) == wanted.beams.get(name), name
+        assert engine.scores.get(name) == pytest.approx(wanted.scores.get(name)), name
+    kv = engine.core.scheduler.kv
+    assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools)), "blocks leak"
+
+
+WANTED: dict[int, Engine] = {}
+
+
+def wanted(seed: int) -> Engine:
+    """The same program without faults, in a large pool."""
+    if seed not in WANTED:
+        WANTED[seed] = Engine(1, 200, kv_host_gb=0.0).start()
+        run_program(WANTED[seed], seed, has_guilty=False)
+    return WANTED[seed]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_fault_by_chance_costs_nobody(depth: int) -> None:
+    table: Counter[Cell] = Counter()
+    for seed in range(7):
+        engine = Engine(depth).start(table)
+        run_program(engine, seed, has_guilty=False)
+        assert_same(engine, wanted(seed), set())
+    rows = [(kind, place) for kind in KINDS for place in PLACES]
+    own = [(place, place) for place in MOVES]
+    empty = [cell for cell in rows + own if not table[cell]]
+    assert not empty, "never tried"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_fault_that_a_request_brings_costs_that_one(place: str) -> None:
+    for depth in (1, 2, 3):
+        engine = Engine(depth).start(Counter(), place)
+        run_program(engine, depth, has_guilty=True)
+        assert_same(engine, wanted(depth), {"r2", "r6"})
+        assert engine.faults is not None and engine.faults.num_raised > 0
