@@ -21,6 +21,7 @@ from quire.engine.step_budget import StepBudget
 from quire.ops.formats import variants
 from quire.runner.budget import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_tokens, first_budget
 from quire.runner.derive import derive_config
+from quire.serve.llm import LLM
 from quire.tools.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.tools.replay import replay_all
 from tests.ops.figures import keep_figures, own_figures
@@ -244,6 +245,17 @@ def test_one_long_pause_does_not_pass_for_the_time_of_small_steps() -> None:
     assert max(compute(core, cpu, [2000])[1]) <= MOST_GAP_S
 
 
+def test_how_fast_prompts_are_is_known_also_where_steps_are_small() -> None:
+    """Without it what gives way is never swapped, only computed again."""
+    cpu = Cpu(FakeClock(), SLOW / 3)
+    core = engine(cpu, 16)
+    decode(core, 1)
+    compute(core, cpu, [300])
+    assert core.scheduler.rates.step_tokens == 16
+    true = SLOW / 3 * THREADS / (2 * WEIGHTS)
+    assert core.scheduler.rates.prefill_tokens_per_s == pytest.approx(true, rel=0.2)
+
+
 # ---- the scheduler ---------------------------------------------------------------------------
 
 
@@ -312,3 +324,13 @@ def test_it_begins_with_what_the_kernels_were_measured_to_do(tmp_path: Path) -> 
         assert first_budget(config, spec, THREADS) == 256
         config = config_from_flat(model="shape:qwen3-0.6b", dtype="float64")
         assert first_budget(derive_config(config, spec, "cpu"), spec, THREADS) == 64
+
+
+@pytest.mark.parametrize("asked", [None, 100])
+def test_an_engine_follows_unless_a_number_is_asked_for(asked: int | None) -> None:
+    with LLM(
+        "demo", device="cpu", max_num_batched_tokens=asked, max_model_len=64, disable_log_stats=True
+    ) as llm:
+        scheduler = llm.engine.client.core.scheduler
+        assert scheduler.token_budget == (asked or MOST_TOKENS)
+        assert scheduler.rates.step_tokens == (0 if asked else MOST_TOKENS)

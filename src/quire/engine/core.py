@@ -273,7 +273,8 @@ class EngineCore:
 
     def _prefill_rate(self, plan: Plan, result: StepResult) -> float:
         num_tokens, known = plan.num_scheduled_tokens, self._rates.prefill_tokens_per_s
-        if num_tokens < PREFILL_TOKENS or result.duration_s <= 0:
+        fewest = min(PREFILL_TOKENS, self._rates.step_tokens or PREFILL_TOKENS)
+        if num_tokens < fewest or result.duration_s <= 0:
             return known
         rate = num_tokens / result.duration_s
         if abs(rate - known) <= RATE_CHANGE * known:
