@@ -73,7 +73,7 @@ class Chaos:
                 if number % 2 == 0:
                     await self._calm()
             await self._calm()
-        except (AssertionError, OSError) as error:
+        except (AssertionError, OSError, HttpError) as error:
             self.wrong.append(f"strike {number}: {error}")
         for task in clients:
             task.cancel()
@@ -205,15 +205,26 @@ class Chaos:
             await self._start()
             self._open.set()
         elif victim == "api":
-            kill(self._rng.choice(server.api))
+            await self._replaced(self._rng.choice(server.api), signal.SIGKILL)
         else:
-            kill(server.core, signal.SIGSTOP if victim == "hung core" else signal.SIGKILL)
+            is_hung = victim == "hung core"
+            await self._replaced(server.core, signal.SIGSTOP if is_hung else signal.SIGKILL)
             if victim == "core while it loads":
-                await asyncio.sleep(1.5)
                 server.children = _children(server)
-                kill(server.core)
+                await self._replaced(server.core, signal.SIGKILL)
         is_well = lambda: all(self.server.get("/health") == 200 for _ in range(6))  # noqa: E731
         await asyncio.to_thread(wait_until, is_well, f"{victim} is replaced", 90)
+
+    async def _replaced(self, pid: int, number: int) -> None:
+        """Signal a process; returns when the supervisor has noticed that it has ended."""
+        server = self.server
+
+        def num_notices() -> int:
+            return sum("is started anew" in line for line in server.lines)
+
+        before = num_notices()
+        kill(pid, number)
+        await asyncio.to_thread(wait_until, lambda: num_notices() > before, "it is noticed", 60)
 
     async def _calm(self) -> None:
         """Nobody asks any more: nothing may be held."""

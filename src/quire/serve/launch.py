@@ -23,7 +23,7 @@ import msgspec
 from quire.base.config import EngineConfig
 from quire.base.tiers import KEEP_AT_END_S
 
-END_S = 5.0  # for a process to end by itself
+END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
 # How long OpenMP's threads spin before they sleep (GNU's default is thirty times as long): the core
 # shares its processors with the API process. Measured: no slower alone, and not starved in company.
