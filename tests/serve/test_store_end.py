@@ -21,6 +21,7 @@ from quire.base.config import ServerConfig, config_from_flat
 from quire.base.plugins import CONNECTORS
 from quire.base.tiers import KEEP_AT_END_S
 from quire.engine.heartbeat import FIELDS
+from quire.serve.children import Child
 from tests.serve.processes import WAIT_S, Server
 from tests.test_plugins import Site
 
@@ -137,16 +138,18 @@ def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
         try:
             for process in (api, core):
                 assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-            watcher._adopt("the API process", api)
-            watcher._core = watcher._adopt("the core", core)
+            watcher._apis = [Child("the API process", lambda: api, may_restart=True)]
+            watcher._core = Child("the core", lambda: core, may_restart=True)
+            watcher._start_due()
             watcher._end(0, 0.0)
-            while watcher._children:
+            while any(child.is_running for child in watcher._children):
                 watcher._watch()
         finally:
             for process in (api, core):
                 process.kill()
                 process.communicate()
     assert (api.returncode, core.returncode) == (-signal.SIGKILL, 7)
+    assert watcher._status == 1, "neither of them has ended well"
 
 
 def test_only_a_core_with_stores_gets_that_time() -> None:
