@@ -91,13 +91,13 @@ def fields_read(config: dict[str, Any]) -> set[Path_]:
     return seen
 
 
-def changed(config: dict[str, Any], path: Path_) -> dict[str, Any]:
+def changed(config: dict[str, Any], path: Path_, value: Any = "another") -> dict[str, Any]:
     """The config with another value in one place."""
     key, *rest = path
     if rest:
         inner = config.get(key)
-        return config | {key: changed(inner if isinstance(inner, dict) else {}, tuple(rest))}
-    return config | {key: "another"}
+        return config | {key: changed(inner if isinstance(inner, dict) else {}, tuple(rest), value)}
+    return config | {key: value}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -4,7 +4,6 @@ A value is of the type and in the range that is asked for, or an error names the
 and what it may be. `null` stands for an absent field.
 """
 
-import math
 import reprlib
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from quire.base.errors import ModelError
 
 MAX_SIZE = 1 << 24  # of a matrix's side, a vocabulary apart
+MAX_NUMBER = 1e30  # so that products of two are finite
 MAX_COUNT = (1 << 31) - 1  # of what has numbers in int32: positions, token ids
 
 
@@ -49,15 +49,16 @@ class Fields:
     def number(
         self, name: str, default: float | None = None, least: float = 0.0, above: bool = True
     ) -> float:
-        """A finite one, above `least`, or not below it."""
+        """One above `least`, or not below it, and not above 1e30."""
         if self._present((name,), default is not None) is None:
             assert default is not None
             return default
         value = self._raw[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not _is_finite(value) or value < least or (above and value == least):
-            limit = f"above {least:g}" if above else f"of at least {least:g}"
-            raise self.error(name, f"it must be a number {limit}")
+        # In this order, which refuses NaN as well.
+        if not is_number or not least <= value <= MAX_NUMBER or (above and value == least):
+            limit = f"above {least:g}" if above else f"from {least:g}"
+            raise self.error(name, f"it must be a number {limit} to {MAX_NUMBER:g}")
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -126,10 +127,3 @@ def shown(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return plain[value]
     return reprlib.repr(value)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
-        return False

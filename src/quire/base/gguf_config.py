@@ -13,6 +13,18 @@ from quire.base.gguf import GGUFFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
 TOKENS = "tokenizer.ggml"
+NO_TOKEN = (-1, (1 << 32) - 1)  # as llama.cpp writes that there is none
+# What changes the numbers of models of these architectures elsewhere, and has no effect if it has
+# this value; models here do not know it.
+WITHOUT_EFFECT: dict[str, float] = {
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "attn_logit_softcapping": 0.0,
+    "final_logit_softcapping": 0.0,
+    "logit_scale": 1.0,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+}
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 
@@ -32,10 +44,17 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if EMBEDDING not in file.tensors:
         raise ModelError(f"{file.path} has no tensor {EMBEDDING}: it holds no language model.")
     reader = _Reader(file, architecture)
+    for key, neutral in WITHOUT_EFFECT.items():
+        if reader.number(key, neutral) != neutral:
+            raise ModelError(
+                f"{file.path}: the metadata {architecture}.{key} is {reader.number(key)}, which"
+                f" models here do not obey; only {neutral:g} is supported."
+            )
     own = _gpt2(reader) if architecture == "gpt2" else _decoder(reader)
     for name in ("bos_token_id", "eos_token_id"):
-        if f"{TOKENS}.{name}" in file.metadata:
-            own[name] = file.integer(f"{TOKENS}.{name}")
+        token_id = file.integer(f"{TOKENS}.{name}", -1)
+        if token_id not in NO_TOKEN:
+            own[name] = token_id
     return own | {
         "vocab_size": file.tensors[EMBEDDING].shape[0],
         "torch_dtype": _dtype(file),

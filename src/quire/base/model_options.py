@@ -103,7 +103,7 @@ def check_activation(layers: LayerOptions, model_type: str) -> None:
             raise ModelError(f"{model_type} with hidden_act {name!r} is not supported, only silu.")
     elif name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise ModelError(f"the activation {name!r} is not supported; supported are {known}.")
+        raise ModelError(f"activation_function {name!r} is not supported; supported are {known}.")
 
 
 def gpt2_options(fields: Fields) -> GPT2Options:
@@ -215,6 +215,7 @@ class RopeOptions:
     divisors: tuple[float, ...] = ()
 
 
+LEAST_FACTOR = 1e-3  # less would make frequencies that float32 does not have
 ROPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 
@@ -240,9 +241,11 @@ def rope_options(fields: Fields, head_dim: int, max_position: int) -> RopeOption
         raise fields.error(
             "head_dim", f"heads of {head_dim} dimensions cannot be rotated: it must be even"
         )
-    theta = own.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = own.number(
+        "rope_theta", fields.number("rope_theta", 10000.0, LEAST_FACTOR), LEAST_FACTOR
+    )
     if kind == "linear":
-        return RopeOptions(kind, theta, own.number("factor"))
+        return RopeOptions(kind, theta, own.number("factor", least=LEAST_FACTOR))
     if kind == "divisors":
         return RopeOptions(kind, theta, divisors=_divisors(own, head_dim))
     if kind == "default":
@@ -259,14 +262,14 @@ def _llama3(own: Fields, theta: float, trained: int) -> RopeOptions:
     low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
     if low >= high:
         raise own.error("low_freq_factor", f"it must be below high_freq_factor, {high:g}")
-    factor = own.number("factor")
+    factor = own.number("factor", least=LEAST_FACTOR)
     return RopeOptions("llama3", theta, factor, trained, low, high)
 
 
 def _yarn(own: Fields, theta: float, trained: int, max_position: int) -> RopeOptions:
     if theta <= 1:
         raise own.error("rope_theta", f"yarn needs one above 1, not {theta:g}")
-    factor = own.number("factor", max_position / trained)
+    factor = own.number("factor", max_position / trained, LEAST_FACTOR)
     # transformers takes 0 of these for absent ones
     fast = own.number("beta_fast", 32.0, above=False) or 32.0
     slow = own.number("beta_slow", 1.0, above=False) or 1.0
@@ -296,4 +299,4 @@ def _divisors(own: Fields, head_dim: int) -> tuple[float, ...]:
     each = Fields({str(index): divisor for index, divisor in enumerate(found)}, "divisors")
     if len(found) != head_dim // 2:
         raise own.error("divisors", f"it must be a list of {head_dim // 2} numbers")
-    return tuple(each.number(str(index)) for index in range(len(found)))
+    return tuple(each.number(str(index), least=LEAST_FACTOR) for index in range(len(found)))

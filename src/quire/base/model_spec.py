@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from quire.base.config_fields import MAX_COUNT, Fields, shown
+from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.errors import ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
+from quire.base.json_file import read_object
 from quire.base.layer_windows import layer_windows
 from quire.base.model_options import (
     KNOWN_TYPES,
@@ -36,8 +37,8 @@ from quire.base.model_options import (
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # What a config may say at most: far beyond every model, and small enough to be counted with.
-MAX_CONFIG_BYTES, MAX_NESTING = 1 << 24, 32
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
+LEAST_POSITIONS = 4  # a model is traced with three tokens
 
 # transformers' numbers where a config has none; null means as many as query heads.
 DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
@@ -161,34 +162,10 @@ def load_spec(directory: Path) -> ModelSpec:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-        if len(text) > MAX_CONFIG_BYTES:
-            raise ValueError(f"it has more than {MAX_CONFIG_BYTES:,} bytes")
-        raw = json.loads(text)
-        check_nesting(raw)
+        return read_object(directory / "config.json")
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error}.") from error
-    except RecursionError as error:
-        raise ModelError(f"{path} is nested too deeply: {MAX_NESTING} levels at most.") from error
-    except ValueError as error:  # what JSON is not, numbers of thousands of digits, other bytes
-        raise ModelError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(raw, dict):
-        raise ModelError(f"{path} is not a config: it holds {shown(raw)}, not an object.")
-    return raw
-
-
-def check_nesting(value: Any, levels: int = MAX_NESTING) -> None:
-    """Raise RecursionError for lists and dictionaries within more than so many others."""
-    if isinstance(value, dict | list):
-        if levels == 0:
-            raise RecursionError
-        for each in value.values() if isinstance(value, dict) else value:
-            check_nesting(each, levels - 1)
 
 
 def _no_config(directory: Path) -> str:
@@ -218,7 +195,9 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
         num_kv_heads=kv_heads,
         head_dim=_head_dim(fields, model_type, hidden, heads),
         vocab_size=fields.integer("vocab_size", most=MAX_VOCABULARY),
-        max_position=fields.integer("max_position_embeddings", "n_positions", most=MAX_COUNT),
+        max_position=fields.integer(
+            "max_position_embeddings", "n_positions", least=LEAST_POSITIONS, most=MAX_COUNT
+        ),
         dtype=_dtype(fields),
         tie_embeddings=fields.flag("tie_word_embeddings", model_type in ("gpt2", "opt")),
         layer_windows=layer_windows(fields, model_type, num_layers),
@@ -237,7 +216,9 @@ def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
         default = DEFAULT_KV_HEADS.get(model_type, heads)
     found = fields.integer("num_key_value_heads", default=default, most=MAX_HEADS)
     if heads % found:
-        raise fields.error("num_attention_heads", f"it is no multiple of {found} KV heads")
+        name = "num_key_value_heads"
+        default_note = "" if fields.has(name) else f" (for which {found} is taken)"
+        raise fields.error(name, f"it must divide num_attention_heads, {heads}{default_note}")
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.sampling_params import SamplingParams
@@ -47,12 +48,11 @@ def read_generation_defaults(
     from_gguf = is_gguf(folder)
     path = folder if from_gguf else folder / "generation_config.json"
     values = gguf_generation(GGUFFile(folder)) if from_gguf else read_json(path)
-    ids = values.get("eos_token_id")
-    if ids is None:
-        ids = _config_eos(read_json(folder / "config.json"))
-    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    known = [tokenizer_eos] if tokenizer_eos is not None else []
-    eos = tuple(dict.fromkeys(int(token_id) for token_id in known + listed))
+    ids = Fields(values, str(path)).integers("eos_token_id")
+    if values.get("eos_token_id") is None:
+        ids = _config_eos(folder / "config.json")
+    known = () if tokenizer_eos is None else (tokenizer_eos,)
+    eos = tuple(dict.fromkeys((*known, *ids)))
     sampling = {
         name: values[key]
         for key, name in SAMPLING_FIELDS.items()
@@ -61,15 +61,17 @@ def read_generation_defaults(
     return GenerationDefaults(eos, _checked(sampling, path))
 
 
-def _config_eos(config: dict[str, Any]) -> Any:
-    own = config.get("eos_token_id")
-    return own if own is not None else (config.get("text_config") or {}).get("eos_token_id")
+def _config_eos(path: Path) -> tuple[int, ...]:
+    fields = Fields(read_json(path), str(path))
+    inner = fields.inner("text_config")
+    own = fields if inner is None or fields.has("eos_token_id") else inner
+    return own.integers("eos_token_id")
 
 
 def _checked(sampling: dict[str, Any], path: Path) -> dict[str, Any]:
     try:
         SamplingParams(**sampling)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ModelError(
             f"{path} holds sampling defaults that do not work: {error} Correct the file, or switch"
             ' the defaults off with generation_config="none".'

@@ -5,11 +5,13 @@ say beside it. Two families: `gpt2` (bytes merged by a list of merges) and `llam
 characters merged by the score of what they give, and bytes for what is not in the vocabulary).
 """
 
+import math
 import re
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile
+from quire.base.gguf_config import NO_TOKEN
 from quire.render.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from quire.render.tokenizer_files import DEFAULT_TEMPLATE, WHOLE_TOKENIZER, TokenizerFiles
 
@@ -74,6 +76,7 @@ def gguf_generation(file: GGUFFile) -> dict[str, Any]:
     vocabulary = Vocabulary(file)
     names = [f"{KEY}.{name}" for name in STOP_IDS]
     ids = [file.integer(name) for name in names if name in file.metadata]
+    ids = [token_id for token_id in ids if token_id not in NO_TOKEN]
     ids += [i for i in vocabulary.of_kind(CONTROL) if vocabulary.texts[i] in STOP_TEXTS]
     found = {name: file.number(key) for name, key in SAMPLING_KEYS.items() if key in file.metadata}
     if "top_k" in found:
@@ -87,7 +90,10 @@ class Vocabulary:
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
         self.texts = file.texts(f"{KEY}.tokens")
-        self.kinds = [int(kind) for kind in file.numbers(f"{KEY}.token_type")]
+        kinds = file.numbers(f"{KEY}.token_type")
+        if not all(map(math.isfinite, kinds)):
+            raise ModelError(f"{file.path}: {KEY}.token_type holds numbers that are not whole.")
+        self.kinds = [int(kind) for kind in kinds]
         self.kinds = self.kinds or [NORMAL] * len(self.texts)
         if len(self.kinds) != len(self.texts):
             raise ModelError(

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire.base.config_fields import shown
 from quire.base.errors import ModelError, RequestError
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.render.gguf_tokenizer import gguf_tokenizer
@@ -157,8 +158,7 @@ def _mark_special(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> Non
     """Add the tokens that only tokenizer_config.json knows; mark the named ones as special."""
     from tokenizers import AddedToken
 
-    declared = files.config.get("added_tokens_decoder") or {}
-    for token_id, fields in sorted((int(key), value) for key, value in declared.items()):
+    for token_id, fields in _declared(files):
         known = backend.id_to_token(token_id) is not None
         if known or token_id != backend.get_vocab_size(with_added_tokens=True):
             continue
@@ -177,6 +177,23 @@ def _mark_special(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> Non
     for text in files.special_tokens:
         if text not in special and backend.token_to_id(text) is not None:
             backend.add_special_tokens([text])
+
+
+def _declared(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
+    """The tokens of tokenizer_config.json by id, in order. Raises ModelError."""
+    name = "added_tokens_decoder"
+    declared = files.config.get(name) or {}
+    found: list[tuple[int, dict[str, Any]]] = []
+    for key, value in declared.items() if isinstance(declared, dict) else [("", None)]:
+        text = value.get("content") if isinstance(value, dict) else None
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and isinstance(text, str)):
+            path = files.directory / "tokenizer_config.json"
+            raise ModelError(
+                f"{path}: {name} is not an object of token ids, each with an object that has a"
+                f" content, but for example {key!r}: {shown(value)}; fetch the file again."
+            )
+        found.append((int(key), value))
+    return sorted(found, key=lambda pair: pair[0])
 
 
 def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:

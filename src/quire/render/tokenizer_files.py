@@ -3,13 +3,13 @@
 In: a directory in the Hugging Face layout. Out: `TokenizerFiles`. Nothing is downloaded.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, is_gguf
+from quire.base.json_file import read_object
 
 NAMED_TOKENS = (
     "bos_token",
@@ -97,15 +97,7 @@ def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); fetch the file again.") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
-    return value
+    return read_object(path) if path.is_file() else {}
 
 
 def _no_tokenizer(folder: Path) -> str:

@@ -111,6 +111,20 @@ def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
     ]
 
 
+def _check_rows(
+    length: int, num_rows: int, block_size: int, num_groups: int, total_bytes: int
+) -> None:
+    """Each row has room for the token ids and block tables of a whole sequence, also where a window
+    lets it do with few blocks. Raises OutOfMemory."""
+    needed = 4 * num_rows * (length + num_groups * (length // block_size + 2))
+    if needed > total_bytes:
+        raise OutOfMemory(
+            f"the token ids of {num_rows} sequences of max_model_len={length:,} take"
+            f" {needed / MIB:,.0f} MiB, of {total_bytes / MIB:,.0f} MiB. Lower max_model_len or"
+            " max_num_seqs."
+        )
+
+
 def make_plan(
     config: EngineConfig,
     spec: ModelSpec,
@@ -134,6 +148,7 @@ def make_plan(
     if length == AUTO_LENGTH:
         length = longest_sequence(*pool, spec.max_position, *rows)
     num_blocks = size_pools(*pool, length, *rows)
+    _check_rows(length, rows[0], cache.block_size, len(spec.cache_groups), total_bytes)
     return MemoryPlan(
         total_bytes=total_bytes,
         weights_bytes=weights_bytes,

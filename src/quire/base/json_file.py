@@ -1,0 +1,42 @@
+"""Reads a model's JSON files, which anybody may have written: no size or nesting is trusted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ModelError
+
+MAX_JSON_BYTES, MAX_NESTING = 1 << 26, 32
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a file. Raises FileNotFoundError, and ModelError for what is none, for more
+    than 64 MiB, and for lists and objects within more than 31 others."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_JSON_BYTES + 1)
+        if len(text) > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+        value = json.loads(text)
+        _check_nesting(value, MAX_NESTING)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    except RecursionError as error:
+        raise ModelError(
+            f"{path} is nested too deeply, {MAX_NESTING} levels at most; fetch the file again."
+        ) from error
+    except ValueError as error:  # no JSON, other bytes than UTF-8, numbers of thousands of digits
+        raise ModelError(f"{path} is not valid JSON ({error}); fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _check_nesting(value: Any, levels: int) -> None:
+    if isinstance(value, dict | list):
+        if levels == 0:
+            raise RecursionError
+        for each in value.values() if isinstance(value, dict) else value:
+            _check_nesting(each, levels - 1)
