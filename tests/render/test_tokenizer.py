@@ -1,6 +1,8 @@
 """`Tokenizer` gives what transformers' fast tokenizer gives, from the same directory."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -145,3 +147,32 @@ def test_bad_words_with_and_without_space() -> None:
     assert set(bad_words_token_ids(["dog", " dog"], tok)) == expected
     the = bad_words_token_ids([" the"], tok)
     assert tuple(tok.encode("the")) in the
+
+
+@pytest.mark.parametrize("work", ["encode", "encode_batch", "decode"])
+def test_other_threads_go_on_while_a_long_text_is_worked_on(work: str) -> None:
+    """A call that held the interpreter's lock would let them have a turn or two in all."""
+    tok = tokenizer("byte_level")
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    calls = {
+        "encode": lambda: tok.encode(text),
+        "encode_batch": lambda: tok.encode_batch([text]),
+        "decode": lambda: tok.decode(token_ids),
+    }
+    token_ids = tok.encode(text) * 4
+    is_inside, is_over, turns = threading.Event(), threading.Event(), 0
+
+    def take_turns() -> None:
+        nonlocal turns
+        is_inside.wait()
+        while not is_over.is_set():
+            turns += 1
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    is_inside.set()
+    calls[work]()
+    is_over.set()
+    thread.join()
+    assert turns > 20

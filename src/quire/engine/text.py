@@ -8,6 +8,7 @@ from quire.engine.requests import RequestMaker
 from quire.models.source import TEXT_FILES, ModelSource, resolve_model
 from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
+from quire.render.template_pool import TemplatePool
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
 
@@ -34,7 +35,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     use_sampling = config.generation_config == "auto"
     defaults = read_generation_defaults(source.directory, eos, use_sampling)
     return TextSide(
-        Renderer(tokenizer, config.chat_template),
+        Renderer(tokenizer, config.chat_template, templates=TemplatePool()),
         tokenizer,
         RequestMaker(tokenizer, defaults, config.seed, maker_id),
     )

@@ -18,7 +18,7 @@ SPACE_MARK = "\u2581"
 TokenText = Callable[[int], str | None]
 
 
-def _byte_of_char() -> dict[str, int]:
+def byte_of_char() -> dict[str, int]:
     """The inverse of GPT-2's map from bytes to printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
@@ -70,7 +70,7 @@ def read_pieces(decoder: Any, token: TokenText) -> Pieces | None:
 
 
 def _byte_level(token: TokenText) -> Pieces:
-    byte_of = _byte_of_char()
+    byte_of = byte_of_char()
 
     def make(token_id: int) -> str | bytes:
         text = token(token_id) or ""

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.render.chat import ChatOptions, ChatTemplate, load_template
+from quire.render.chat import ChatOptions, load_template
+from quire.render.template_job import InThisProcess, TemplateJob, TemplateRunner
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
-MAX_KEPT_TEMPLATES = 8
 TOOL_TEMPLATE = "tool_use"
 
 
@@ -33,8 +33,9 @@ class RenderedPrompt:
 class Renderer:
     """tokenizer: None for a model without one, which takes token ids only.
 
-    template: used for every conversation in place of the model's own templates. now: the clock of
-    templates that tell the model the date.
+    template: used for every conversation in place of the model's own templates. templates: who runs
+    them; without it they run here, unbounded, which is for templates that are trusted. now: the
+    clock of those.
     """
 
     def __init__(
@@ -42,17 +43,25 @@ class Renderer:
         tokenizer: Tokenizer | None,
         template: str | None = None,
         now: Callable[[], datetime] = datetime.now,
+        templates: TemplateRunner | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self._now = now
         self._template = None if template is None else load_template(template)
-        self._compiled: dict[str, ChatTemplate] = {}
+        self._templates = templates or InThisProcess(now)
 
     @classmethod
     def from_directory(cls, path: str | Path, template: str | None = None) -> "Renderer":
         """For a model directory, with or without a tokenizer in it."""
         tokenizer = Tokenizer.from_directory(path) if has_tokenizer(path) else None
         return cls(tokenizer, template)
+
+    def prepare(self) -> None:
+        """Make ready for conversations, and for long texts, what would hold up the first of them.
+        To be called once, where they are likely to come."""
+        if self.tokenizer is not None:
+            self.tokenizer.bound  # noqa: B018  (kept from now on)
+        if self._template is not None or (self.tokenizer and self.tokenizer.chat_templates):
+            self._templates.prepare()
 
     def render_prompt(
         self, prompt: object, options: ChatOptions | None = None, template: str | None = None
@@ -77,7 +86,7 @@ class Renderer:
             return self._render_text(prompt, add_special_tokens)
         if isinstance(prompt, Mapping):
             return self._render_mapping(prompt, add_special_tokens)
-        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
+        if is_conversation(prompt):
             text = self.chat_text(prompt, options, template)
             return self._render_text(text, add_special_tokens=False)
         if isinstance(prompt, Sequence):
@@ -91,9 +100,21 @@ class Renderer:
         self, messages: object, options: ChatOptions | None = None, template: str | None = None
     ) -> str:
         """A conversation as text. template: a template's text or the name of one of the model's."""
+        return self._templates.render(self._job(messages, options, template))
+
+    async def chat_text_async(
+        self, messages: object, options: ChatOptions | None = None, template: str | None = None
+    ) -> str:
+        """The same without holding up an event loop."""
+        return await self._templates.render_async(self._job(messages, options, template))
+
+    def _job(
+        self, messages: object, options: ChatOptions | None, template: str | None
+    ) -> TemplateJob:
         options = options or ChatOptions()
         source = self._source(template, bool(options.tools))
-        return self._compile(source).render(messages, options)
+        variables = {} if self.tokenizer is None else self.tokenizer.named_tokens
+        return TemplateJob(source, variables, messages, options, source == template)
 
     def _render_mapping(self, prompt: Mapping[Any, Any], special: bool) -> RenderedPrompt:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -133,16 +154,11 @@ class Renderer:
             )
         return own
 
-    def _compile(self, source: str) -> ChatTemplate:
-        """The compiled template; the last few are kept."""
-        found = self._compiled.get(source)
-        if found is None:
-            variables = {} if self.tokenizer is None else self.tokenizer.named_tokens
-            found = ChatTemplate(source, variables, self._now)
-            if len(self._compiled) >= MAX_KEPT_TEMPLATES:
-                self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[source] = found
-        return found
+
+def is_conversation(prompt: object) -> bool:
+    """Whether a prompt is a list of messages."""
+    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    return is_list and bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _checked_ids(values: object) -> list[int]:

@@ -17,6 +17,7 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.render.gguf_tokenizer import gguf_tokenizer
 from quire.render.llama_tokenizer import build_as_llama, is_llama
 from quire.render.pieces import Pieces, read_pieces
+from quire.render.text_bound import TextBound, text_bound
 from quire.render.tokenizer_files import DEFAULT_TEMPLATE, TokenizerFiles, read_tokenizer_files
 
 if TYPE_CHECKING:
@@ -53,9 +54,14 @@ class Tokenizer:
         return cls(backend, files)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with begin and end of sequence as the model's files ask for."""
+        """Token ids of a text, with begin and end of sequence as the model's files ask for.
+
+        Other threads go on meanwhile: of the library's calls only those for batches let them.
+        """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                0
+            ].ids
         except (TypeError, UnicodeError) as error:
             raise RequestError(
                 f"the prompt cannot be tokenised ({error}); it must be a text of valid Unicode."
@@ -64,14 +70,22 @@ class Tokenizer:
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
         try:
-            many = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+            many = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError):
             return [self.encode(text, add_special_tokens) for text in texts]
         return [one.ids for one in many]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of all ids at once. Ids outside of the vocabulary give no text."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """The text of all ids at once. Ids outside of the vocabulary give no text. Other threads go
+        on meanwhile."""
+        return self._backend.decode_batch(
+            [list(token_ids)], skip_special_tokens=skip_special_tokens
+        )[0]
+
+    @cached_property
+    def bound(self) -> TextBound | None:
+        """What tells that a text is too long without tokenising it; None if nothing is certain."""
+        return text_bound(self._backend)
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it; None outside of the vocabulary."""

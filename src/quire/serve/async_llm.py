@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from math import inf
 from types import SimpleNamespace, TracebackType
 from typing import Any, cast
 
@@ -24,9 +25,11 @@ from quire.models.source import resolve_model
 from quire.render.chat import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
+from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.foreign import FOREIGN, ignore_foreign
+from quire.serve.lanes import Lanes
 from quire.serve.own_core import OwnCore
-from quire.serve.piece_reader import MAX_CHARS_ON_LOOP, Piece, PieceReader
+from quire.serve.piece_reader import Piece, PieceReader
 
 CONNECT_S = 1.0  # between two looks at whether the core is still there
 
@@ -92,6 +95,7 @@ class AsyncLLM:
         self._core = OwnCore(self._config, "warning")
         self._end = weakref.finalize(self, OwnCore.stop, self._core)  # also when the program ends
         self._loaded: TextSide | None = None
+        self._lanes = Lanes(inf, inf)  # prompts are the program's own: they wait
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: RemoteClient | None = None  # of that loop
         self._closing: asyncio.Task[None] | None = None
@@ -180,7 +184,7 @@ class AsyncLLM:
         self, pieces: AsyncIterable[Piece], make: MakeRequest
     ) -> AsyncGenerator[RequestOutput, None]:
         client = await self._connected()
-        async with PieceReader(pieces, self._text.renderer) as reader:
+        async with PieceReader(pieces, self._text.renderer, self._lanes) as reader:
             rendered = await reader.first()
             request = make(rendered, reader.cache_salt or "")
             request = structs.replace(request, is_open=not reader.is_complete)
@@ -206,11 +210,8 @@ class AsyncLLM:
     async def _render(
         self, prompt: Prompt | Messages, options: ChatOptions | None = None
     ) -> RenderedPrompt:
-        """Token ids and text; in a thread where that takes long."""
-        render = self._text.renderer.render
-        if _num_chars(prompt) <= MAX_CHARS_ON_LOOP:
-            return render(prompt, options)
-        return await asyncio.to_thread(render, prompt, options)
+        """Token ids and text; what takes long goes beside the event loop."""
+        return await AsyncRenderer(self._text.renderer, self._lanes).render(prompt, options)
 
     # ---- the engine --------------------------------------------------------------------------
 
@@ -369,14 +370,3 @@ def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
         return False
-
-
-def _num_chars(prompt: object) -> int:
-    """About how long the text of a prompt is; token ids take no time."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    if isinstance(prompt, Mapping):
-        return sum(map(_num_chars, prompt.values()))
-    if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], int):
-        return sum(map(_num_chars, prompt))
-    return 0

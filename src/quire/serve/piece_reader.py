@@ -13,12 +13,10 @@ from quire.base.errors import RequestError
 from quire.engine.remote import RemoteClient
 from quire.render.open_text import OpenText
 from quire.render.renderer import RenderedPrompt, Renderer
+from quire.serve.lanes import Lanes
 
 # A text, token ids, {"prompt": text} or {"prompt_token_ids": ids}.
 Piece = str | Sequence[int] | Mapping[str, Any]
-
-# Longer texts are tokenised in a thread: below this it takes about a millisecond.
-MAX_CHARS_ON_LOOP = 8192
 
 
 class PieceReader:
@@ -29,13 +27,14 @@ class PieceReader:
     cache_salt: of the first tokens; no later piece may bring another.
     """
 
-    def __init__(self, pieces: AsyncIterable[Piece], renderer: Renderer) -> None:
+    def __init__(self, pieces: AsyncIterable[Piece], renderer: Renderer, lanes: Lanes) -> None:
         tokenizer = renderer.tokenizer
         self.error: BaseException | None = None
         self.is_complete = False
         self.cache_salt: str | None = None
         self._pieces = pieces
         self._renderer = renderer
+        self._lanes = lanes
         self._open_text = None if tokenizer is None else OpenText(tokenizer)
         self._texts: list[str] | None = []  # None: of some piece only token ids are known
         self._token_ids: list[int] = []  # until the request is made of them
@@ -107,9 +106,8 @@ class PieceReader:
         if self._open_text is None:
             return self._renderer.render_prompt(text)  # raises: there is no tokenizer
         assert text is not None
-        if len(text) + self._open_text.num_held_chars <= MAX_CHARS_ON_LOOP:
-            return self._open_text.add(text)
-        return await asyncio.to_thread(self._open_text.add, text)
+        num_chars = len(text) + self._open_text.num_held_chars
+        return await self._lanes.run(num_chars, self._open_text.add, text)
 
     def _parts(self, piece: object) -> tuple[str | None, object | None]:
         """Text and token ids of a piece; the ids count where it has both."""

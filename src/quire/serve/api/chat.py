@@ -178,9 +178,10 @@ async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPromp
         template_kwargs=variables,
     )
     try:
-        prompt = await render_prompt(api, body.messages, options, body.chat_template)
+        is_cut = body.truncate_prompt_tokens is not None
+        prompt = await render_prompt(api, body.messages, options, body.chat_template, is_cut=is_cut)
         if body.add_special_tokens and prompt.text is not None:
-            prompt = await render_prompt(api, prompt.text)
+            prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
     except RequestError as error:
         shown = as_api_error(error)
         field = "tools" if shown.message.startswith("tools") else "messages"

@@ -24,7 +24,7 @@ from quire.serve.api.params import (
 )
 from quire.serve.api.protocol import MAX_PROMPTS, CompletionRequest
 from quire.serve.api.reading import BoundedRoute
-from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.rendering import check_model, decode, render_prompt
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -45,7 +45,7 @@ async def create_completion(
         for index, prompt in enumerate(prompts)
     ]
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
-    choices = [_choices(api, index, body, job, names) for index, job in enumerate(jobs)]
+    choices = [await _choices(api, index, body, job, names) for index, job in enumerate(jobs)]
     head = {
         "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,
     }  # fmt: skip
@@ -163,7 +163,8 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
 async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> RenderedPrompt:
     special = body.add_special_tokens is not False
     try:
-        rendered = await render_prompt(api, prompt, add_special_tokens=special)
+        is_cut = body.truncate_prompt_tokens is not None
+        rendered = await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
     except RequestError as error:
         raise bad_request(str(error), "prompt") from error
     return truncated(rendered, body, api.client.ready.max_model_len)
@@ -177,11 +178,11 @@ def _job(
     return make_job(api, body, prompt, params, job_id, tenant)
 
 
-def _choices(
+async def _choices(
     api: ApiContext, prompt_index: int, body: CompletionRequest, job: Job, names: TokenNames
 ) -> list[CompletionChoice]:
     """The choices of one prompt."""
-    n, echo = job.request.params.n, _echo(api, body, job)
+    n, echo = job.request.params.n, await _echo(api, body, job)
     tally = Tally(len(job.token_ids), tenant=job.request.tenant)
     return [
         CompletionChoice(prompt_index * n + index, body, job, echo, names, tally)
@@ -189,14 +190,13 @@ def _choices(
     ]
 
 
-def _echo(api: ApiContext, body: CompletionRequest, job: Job) -> str | None:
+async def _echo(api: ApiContext, body: CompletionRequest, job: Job) -> str | None:
     """The prompt's text if it is to be shown; without a tokenizer there is none."""
     if not body.echo:
         return None
     if job.prompt.text is not None:
         return job.prompt.text
-    tokenizer = api.renderer.tokenizer
-    return "" if tokenizer is None else tokenizer.decode(job.token_ids)
+    return "" if api.renderer.tokenizer is None else await decode(api, job.token_ids)
 
 
 def _wrong_prompt(kind: str) -> Exception:

@@ -1,7 +1,7 @@
 """What every handler of one API process shares: the way to the core, and the text side."""
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import fastapi
@@ -9,6 +9,8 @@ import fastapi
 from quire.base.config import ServerConfig
 from quire.engine.requests import RequestMaker
 from quire.render.renderer import Renderer
+from quire.serve.async_renderer import AsyncRenderer
+from quire.serve.lanes import Lanes
 
 if TYPE_CHECKING:
     from quire.engine.remote import AsyncClient
@@ -20,6 +22,7 @@ class ApiContext:
 
     draining: set when the process is asked to end: new work is refused, open work goes on.
     num_open: HTTP requests that generate and are being answered; the drain ends when it is 0.
+    lanes: threads for long texts.
     """
 
     client: "AsyncClient"
@@ -30,6 +33,11 @@ class ApiContext:
     started_s: int
     draining: bool = False
     num_open: int = 0
+    lanes: Lanes = field(default_factory=Lanes)
+
+    @property
+    def async_renderer(self) -> AsyncRenderer:
+        return AsyncRenderer(self.renderer, self.lanes)
 
 
 async def context(request: fastapi.Request) -> ApiContext:

@@ -1,6 +1,5 @@
 """One completion whose prompt comes in pieces; its first tokens make the request."""
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -22,13 +21,9 @@ from quire.serve.api.logprobs import TokenNames
 from quire.serve.api.neutral import Rule, check_neutral
 from quire.serve.api.params import completion_params, room_beside
 from quire.serve.api.protocol import CompletionRequest, StreamOptions
-from quire.serve.api.rendering import (
-    MAX_CHARS_ON_LOOP,
-    MAX_CHARS_PER_TOKEN,
-    check_model,
-    tokenizer_of,
-)
+from quire.serve.api.rendering import check_model, tokenizer_of
 
+MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
 ONE = "a prompt in pieces has one continuation; leave it out"
 RULES = {
     "n": Rule((1,), ONE),
@@ -62,6 +57,7 @@ class OpenRequest:
         self._params = self._make_params()
         self._tally = Tally(0)
         self._text: OpenText | None = None
+        self._at_least = 0  # tokens of all text so far
 
     async def take(self, prompt: object, is_last: bool, tenant: str) -> None:
         """The next piece: a text, a list of token ids, or None. Raises ApiError or QuireError; then
@@ -137,24 +133,29 @@ class OpenRequest:
             special = self.body.add_special_tokens is not False
             adds_special = special and not self._tally.num_prompt
             self._text = OpenText(tokenizer_of(self._api), adds_special)
-        most = MAX_CHARS_PER_TOKEN * self._max_model_len
-        if self._text.num_held_chars + len(piece) > most:
+        self._check_piece(piece)
+        return await self._in_time(self._text.add, piece)
+
+    def _check_piece(self, piece: str) -> None:
+        """Refuse what will certainly be too long before it is tokenised, or all of it held back."""
+        assert self._text is not None
+        bound = tokenizer_of(self._api).bound
+        self._at_least += 0 if bound is None else bound.at_least(piece)
+        is_held = self._text.num_held_chars + len(piece) > MAX_HELD_CHARS
+        if self._at_least > self._max_model_len or is_held:
             raise bad_request(
-                f"the prompt has more than {most} characters, too many for max_model_len ="
-                f" {self._max_model_len} tokens; shorten it.",
+                f"the prompt has too many characters for max_model_len = {self._max_model_len}"
+                " tokens; shorten it.",
                 "prompt",
                 code="context_length_exceeded",
             )
-        return await self._in_time(self._text.add, piece)
 
     async def _in_time(self, encode: Any, *piece: Any) -> list[int]:
         """Long texts are tokenised in a thread."""
         assert self._text is not None
         num_chars = self._text.num_held_chars + sum(map(len, piece))
-        if num_chars <= MAX_CHARS_ON_LOOP:
-            found: list[int] = encode(*piece)
-            return found
-        return await asyncio.to_thread(encode, *piece)
+        found: list[int] = await self._api.lanes.run(num_chars, encode, *piece)
+        return found
 
 
 def _body(fields: Json) -> CompletionRequest:

@@ -57,6 +57,7 @@ class ApiServer(uvicorn.Server):
 
 def main() -> int:
     """Serve until told to end."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time, in our threads
     options = _arguments()
     begin_child(options.log_level)
     sys.set_int_max_str_digits(MAX_DIGITS)
@@ -75,6 +76,7 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     loop.add_signal_handler(signal.SIGTERM, asked.set)
     loop.set_exception_handler(report)
     text = build_text_side(config.model, source, options.index)
+    text.renderer.prepare()
     client = RemoteClient(options.core, text.tokenizer)
     client.start()
     names = config.server.served_model_name or (source.name,)

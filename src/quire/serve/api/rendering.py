@@ -1,20 +1,15 @@
 """Prompts to token ids without holding up the event loop, and which model a request means."""
 
-import asyncio
-from collections.abc import Mapping, Sequence
-
 from quire.render.chat import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.invalid import shown
+from quire.serve.async_renderer import PromptTooLong
 
-# Longer prompts are tokenised in a thread: below this it takes about a millisecond.
-MAX_CHARS_ON_LOOP = 8192
-# A prompt that no tokenizer could bring under the model's length is refused unread.
-MAX_CHARS_PER_TOKEN = 256
-INT64 = 2**63
+# Where a prompt is cut or only counted, so many times max_model_len are tokenised.
+MAX_CUT = 16
 
 
 async def render_prompt(
@@ -23,47 +18,23 @@ async def render_prompt(
     options: ChatOptions | None = None,
     template: str | None = None,
     add_special_tokens: bool = True,
+    is_cut: bool = False,
 ) -> RenderedPrompt:
-    """`Renderer.render`, in a thread if the prompt is long. Raises RequestError or ApiError.
+    """Token ids and text of a prompt. Raises RequestError or ApiError.
 
-    The length in tokens is judged by `client.check`. template: see `checked_template`.
+    What certainly has more tokens than the model takes is refused before it is tokenised; the
+    length in tokens is judged by `client.check`. is_cut: only some of the tokens count, so that a
+    prompt may have MAX_CUT times as many. template: see `checked_template`.
     """
-    num_chars, with_what = size_of(prompt), ""
-    if options is not None:  # all of it passes through the template
-        with_what = ", with tools, documents and chat_template_kwargs,"
-        num_chars += size_of([options.tools, options.documents, options.template_kwargs])
-    most = MAX_CHARS_PER_TOKEN * context.client.ready.max_model_len
-    if num_chars > most:
-        raise bad_request(
-            f"the prompt{with_what} has more than {most} characters, too many for max_model_len ="
-            f" {context.client.ready.max_model_len} tokens; shorten it.",
-            "prompt" if options is None else "messages",
-            code="context_length_exceeded",
+    most = context.client.ready.max_model_len
+    own = checked_template(context, template)
+    try:
+        return await context.async_renderer.render(
+            prompt, options, own, add_special_tokens, most * MAX_CUT if is_cut else most
         )
-    arguments = (prompt, options, checked_template(context, template), add_special_tokens)
-    if num_chars <= MAX_CHARS_ON_LOOP:
-        return context.renderer.render(*arguments)
-    return await asyncio.to_thread(context.renderer.render, *arguments)
-
-
-def size_of(prompt: object) -> int:
-    """About how many characters a prompt has, the names in it included, at any nesting. Numbers of
-    usual size in lists count as one."""
-    total, rest = 0, [prompt]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, str):
-            total += len(value)
-        elif isinstance(value, Mapping):
-            total += sum(map(len, value)) + len(value)
-            rest.extend(value.values())
-        elif isinstance(value, Sequence):
-            total += len(value)
-            if set(map(type, value)) != {int} or max(map(abs, value)) > INT64:
-                rest.extend(value)
-        elif isinstance(value, int):
-            total += value.bit_length() // 3  # as a template writes it
-    return total
+    except PromptTooLong as error:
+        field = "prompt" if options is None else "messages"
+        raise bad_request(str(error), field, code="context_length_exceeded") from error
 
 
 def checked_template(context: ApiContext, template: str | None) -> str | None:
@@ -114,7 +85,4 @@ def tokenizer_of(context: ApiContext) -> Tokenizer:
 
 async def decode(context: ApiContext, token_ids: list[int]) -> str:
     """The text of token ids, in a thread if there are many."""
-    tokenizer = tokenizer_of(context)
-    if len(token_ids) <= MAX_CHARS_ON_LOOP:
-        return tokenizer.decode(token_ids)
-    return await asyncio.to_thread(tokenizer.decode, token_ids)
+    return await context.lanes.run(len(token_ids), tokenizer_of(context).decode, token_ids)

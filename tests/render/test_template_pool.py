@@ -1,0 +1,200 @@
+"""Templates that loop for ever or fill the memory end with an error, and others go on.
+
+The processes are real, and so are their limits; nothing here depends on how fast they are.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.base.errors import EngineBusy, RequestError
+from quire.render import template_pool
+from quire.render.chat import ChatOptions
+from quire.render.template_job import InThisProcess, TemplateJob, unpack
+from quire.render.template_pool import TemplatePool, TemplateProcess
+
+USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+FOR_EVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+TOO_MUCH_MEMORY = (
+    "{{ 'a' * 10**9 }}",
+    "{% set n = 10**9 %}{{ 'a' * n }}",
+    "{{ '%1000000000d' | format(1) }}",
+    "{{ 'a'.ljust(10**9) }}",
+    "{{ [0] * 10**9 }}",
+    "{% set x = namespace(s='ab') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}",
+    "{% set x = namespace(l=[1]) %}{% for i in range(60) %}{% set x.l = x.l + x.l %}{% endfor %}",
+    "{{ range(100000) | join('a' * 100000) }}",
+)
+REFUSED = {
+    "{{ range(10**9) }}": "Range too big",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}": "recurses without end",
+    "{{ raise_exception('roles must alternate') }}": "roles must alternate",
+    "{% for %}": "cannot be compiled",
+    "{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}": "more than 16777216 characters",
+}
+
+
+def job(source: str, content: Any = None, **more: Any) -> TemplateJob:
+    messages = [USER if content is None else {"role": "user", "content": content}]
+    return TemplateJob(source, {"bos_token": "<s>"}, messages, ChatOptions(), **more)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[TemplatePool]:
+    yield TemplatePool()
+
+
+def test_the_same_text_as_in_this_process(pool: TemplatePool) -> None:
+    options = ChatOptions(
+        add_generation_prompt=False,
+        tools=[{"type": "function", "function": {"name": "f", "x": [10**30, 1.5, None, True]}}],
+        documents=[{"title": "t"}],
+        template_kwargs={"deep": {"a": [1, {"b": "c"}]}},
+    )
+    source = (
+        PLAIN + "{{ tools }}{{ documents }}{{ deep }}{{ bos_token }}{{ add_generation_prompt }}"
+    )
+    asked = TemplateJob(source, {"bos_token": "<s>"}, [USER, USER], options)
+    assert pool.render(asked) == InThisProcess().render(asked)
+    assert asyncio.run(pool.render_async(asked)) == InThisProcess().render(asked)
+    other = TemplateJob(source, {"bos_token": "<t>"}, [USER, USER], options)
+    assert pool.render(other) == InThisProcess().render(other) != pool.render(asked)
+    assert pool.render(job(PLAIN, "x" * 3_000_000)) == "<|user|>" + "x" * 3_000_000
+
+
+def test_what_is_no_conversation_is_refused_as_before(pool: TemplatePool) -> None:
+    class Odd(dict[str, Any]):
+        pass
+
+    odd = TemplateJob(PLAIN, {}, [Odd(role="user", content="Hi")], ChatOptions())
+    assert unpack(odd.pack()).messages == [{"role": "user", "content": "Hi"}]
+    assert pool.render(odd) == "<|user|>Hi"
+    for messages, rule in (
+        ([], "non-empty list"),
+        (7, "non-empty list"),
+        ([{"content": "x"}], "needs a role"),
+        ([{"role": "user", "content": object()}], "holds a object"),
+    ):
+        asked = TemplateJob(PLAIN, {}, messages, ChatOptions())
+        for runner in (pool, InThisProcess()):
+            with pytest.raises(RequestError, match=rule):
+                runner.render(asked)
+
+
+@pytest.mark.parametrize("source", TOO_MUCH_MEMORY)
+def test_memory_is_bounded(pool: TemplatePool, source: str) -> None:
+    with pytest.raises(RequestError, match=r"memory|ended its process"):
+        pool.render(job(source))
+    assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
+
+
+@pytest.mark.parametrize("source", list(REFUSED))
+def test_what_the_sandbox_stops_is_said(pool: TemplatePool, source: str) -> None:
+    with pytest.raises(RequestError, match=REFUSED[source]):
+        pool.render(job(source))
+
+
+def test_processor_time_is_bounded_and_others_go_on() -> None:
+    """The other conversation is answered while the first one still runs."""
+    pool = TemplatePool(cpu_s=1.5)
+
+    async def both() -> None:
+        endless = asyncio.create_task(pool.render_async(job(FOR_EVER)))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            assert await pool.render_async(job(PLAIN, "Hi")) == "<|user|>Hi"
+        assert not endless.done()
+        with pytest.raises(RequestError, match=r"1\.5 s of processor time"):
+            await endless
+        assert await pool.render_async(job(PLAIN, "Hi")) == "<|user|>Hi"
+
+    asyncio.run(both())
+
+
+def test_foreign_templates_leave_a_process_to_the_others() -> None:
+    """However many of them loop for ever."""
+    pool = TemplatePool(max_processes=2)
+
+    async def crowd() -> None:
+        endless = [
+            asyncio.create_task(pool.render_async(job(FOR_EVER, is_foreign=True))) for _ in range(4)
+        ]
+        await asyncio.sleep(0)
+        assert await pool.render_async(job(PLAIN, "Hi")) == "<|user|>Hi"
+        assert not any(task.done() for task in endless)
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+        assert await pool.render_async(job(PLAIN, "Hi", is_foreign=True)) == "<|user|>Hi"
+
+    asyncio.run(crowd())
+
+
+def test_a_cancelled_conversation_answers_nobody_else() -> None:
+    pool = TemplatePool(max_processes=1)
+
+    async def go() -> None:
+        for turns in range(6):
+            task = asyncio.create_task(pool.render_async(job(PLAIN, "mine" * 100_000)))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert await pool.render_async(job(PLAIN, f"yours {turns}")) == f"<|user|>yours {turns}"
+
+    asyncio.run(go())
+
+
+def test_too_many_that_wait_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_pool, "MAX_WAITING", 2)
+    pool = TemplatePool(max_processes=1)
+
+    async def go() -> None:
+        tasks = [asyncio.create_task(pool.render_async(job(PLAIN, "Hi"))) for _ in range(4)]
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert found[:3] == ["<|user|>Hi"] * 3  # one at work and two that wait
+        assert isinstance(found[3], EngineBusy)
+
+    asyncio.run(go())
+
+
+def test_a_process_that_dies_is_replaced() -> None:
+    process = TemplateProcess()
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(OSError):
+        process.exchange(job(PLAIN).pack())
+    assert "ended its process" in process.why()
+
+
+def test_no_process_outlives_its_pool() -> None:
+    process = TemplateProcess()
+    pid = process.pid
+    process.exchange(job(PLAIN, "Hi").pack())
+    process.kill()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_process_ends_when_its_parent_has_gone() -> None:
+    """kill -9 of a server must leave nothing behind: its end of the socket closes."""
+    process = TemplateProcess()
+    process.exchange(job(PLAIN, "Hi").pack())
+    process._socket.close()
+    assert process._process.wait(30) == 0
+    process.kill()
+
+
+def test_added_latency() -> None:
+    """About 0.1 ms on an idle machine; here only that it is no start of a process."""
+    pool = TemplatePool()
+    pool.render(job(PLAIN, "Hi"))
+    start = time.perf_counter()
+    for _ in range(20):
+        pool.render(job(PLAIN, "Hi"))
+    assert time.perf_counter() - start < 20 * 0.1

@@ -1,0 +1,153 @@
+"""Long texts hold up nobody: others are answered while one is worked on."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.engine.build import Engine
+from quire.render.renderer import Renderer
+from quire.render.tokenizer import Tokenizer
+from quire.serve.api import rendering
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from quire.serve.lanes import MAX_CHARS_SHORT, Lanes
+from tests.serve.api.conftest import MODEL, MakeContext
+
+LONG = "abc " * (MAX_CHARS_SHORT // 4 + 1)
+USER = {"role": "user", "content": "Hello"}
+
+
+class Gate:
+    """Stands for a tokenizer that takes as long as somebody else wants: long texts wait."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.is_reached, self.is_open = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 1000:
+            self._wait()
+            text = text[:1000]
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        if len(token_ids) > 1000:
+            self._wait()
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    def _wait(self) -> None:
+        self.is_reached.set()
+        assert self.is_open.wait(60)
+
+
+@pytest.fixture
+def gated(make_context: MakeContext) -> tuple[ApiContext, Gate]:
+    context = make_context()
+    tokenizer = context.renderer.tokenizer
+    assert tokenizer is not None
+    gate = Gate(tokenizer)
+    context.renderer = Renderer(gate)  # type: ignore[arg-type]
+    return context, gate
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": LONG}),
+        ("/tokenize", {"messages": [USER | {"content": LONG}]}),
+        ("/detokenize", {"tokens": [5] * 300_000}),
+        ("/v1/completions", {"prompt": LONG, "max_tokens": 1, "truncate_prompt_tokens": 5}),
+        ("/v1/completions", {"prompt": [LONG, "Hi"], "max_tokens": 1, "truncate_prompt_tokens": 5}),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER | {"content": LONG}], "max_tokens": 1, "truncate_prompt_tokens": 5},
+        ),
+    ],
+)
+def test_others_are_answered_while_a_long_text_is_worked_on(
+    gated: tuple[ApiContext, Gate],
+    elsewhere: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    """The gate opens only when they have been: a text on the event loop would never end."""
+    context, gate = gated
+    monkeypatch.setattr(rendering, "MAX_CUT", 10**6)
+    with TestClient(create_app(context)) as api:
+        slow = elsewhere.submit(api.post, path, json={"model": MODEL} | body)
+        assert gate.is_reached.wait(60)
+        assert api.get("/health").status_code == 200
+        answer = api.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+        assert answer.status_code == 200
+        assert not slow.done()
+        gate.is_open.set()
+        assert slow.result(60).status_code == 200
+
+
+def test_more_than_it_takes_is_sent_away(
+    gated: tuple[ApiContext, Gate], elsewhere: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 503 and Retry-After, at once; short prompts are still served."""
+    context, gate = gated
+    monkeypatch.setattr(rendering, "MAX_CUT", 10**6)
+    context.lanes = Lanes(max_open_chars=len(LONG))
+    with TestClient(create_app(context)) as api:
+        slow = elsewhere.submit(api.post, "/tokenize", json={"prompt": LONG})
+        assert gate.is_reached.wait(60)
+        refused = api.post("/tokenize", json={"prompt": LONG})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_busy"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert api.post("/tokenize", json={"prompt": "Hi"}).status_code == 200
+        gate.is_open.set()
+        assert slow.result(60).status_code == 200
+        assert api.post("/tokenize", json={"prompt": LONG}).status_code == 200
+
+
+def test_what_is_certainly_too_long_is_not_tokenised(
+    gated: tuple[ApiContext, Gate], engine: Engine
+) -> None:
+    """Nor is what is not cut: the gate never opens."""
+    context, gate = gated
+    with TestClient(create_app(context)) as api:
+        for path, body in (
+            ("/v1/completions", {"prompt": LONG}),
+            ("/v1/completions", {"prompt": ["Hi", LONG]}),
+            ("/v1/prefixes", {"prompt": LONG}),
+            ("/v1/chat/completions", {"messages": [USER | {"content": LONG}]}),
+            ("/tokenize", {"prompt": "x" * 1_000_000}),
+        ):
+            answer = api.post(path, json=body)
+            assert answer.status_code == 400, path
+            error = answer.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert error["param"] in body
+            assert "tokens or more" in error["message"]
+    assert not gate.is_reached.is_set()
+
+
+def test_a_prompt_just_short_enough_is_served(api: TestClient, api_context: ApiContext) -> None:
+    """The longest token over and over: many characters, few tokens."""
+    tokenizer = api_context.renderer.tokenizer
+    assert tokenizer is not None
+    token = max((tokenizer.decode([i]) for i in range(tokenizer.vocab_size)), key=len)
+    text = token * 400
+    count = len(tokenizer.encode(text))
+    assert count < 512
+    answer = api.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["prompt_tokens"] == count

@@ -1,0 +1,76 @@
+"""Long texts beside an event loop: who waits for whom, and who is sent away."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from quire.base.errors import EngineBusy
+from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT, NUM_SHORT_THREADS, Lanes
+
+SHORT, LONG = MAX_CHARS_ON_LOOP + 1, MAX_CHARS_SHORT + 1
+
+
+def held(gate: threading.Event) -> Callable[[], int]:
+    def work() -> int:
+        assert gate.wait(30)
+        return threading.get_ident()
+
+    return work
+
+
+def test_small_work_needs_no_thread_and_waits_for_nobody() -> None:
+    async def go() -> None:
+        lanes, gate = Lanes(), threading.Event()
+        sizes = [LONG, LONG, *[SHORT] * (NUM_SHORT_THREADS + 1)]
+        blocked = [asyncio.create_task(lanes.run(size, held(gate))) for size in sizes]
+        await asyncio.sleep(0)
+        assert await lanes.run(MAX_CHARS_ON_LOOP, threading.get_ident) == threading.get_ident()
+        gate.set()
+        assert threading.get_ident() not in await asyncio.gather(*blocked)
+
+    asyncio.run(go())
+
+
+def test_short_texts_do_not_wait_behind_long_ones() -> None:
+    async def go() -> None:
+        lanes, gate = Lanes(), threading.Event()
+        blocked = [asyncio.create_task(lanes.run(LONG, held(gate))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert await lanes.run(SHORT, lambda: "done") == "done"
+        assert not any(task.done() for task in blocked)
+        gate.set()
+        assert len(set(await asyncio.gather(*blocked))) == 1  # one after the other
+
+    asyncio.run(go())
+
+
+def test_what_is_open_is_bounded_and_let_go() -> None:
+    async def go() -> None:
+        lanes, gate = Lanes(max_open_chars=3 * SHORT), threading.Event()
+        blocked = [asyncio.create_task(lanes.run(SHORT, held(gate))) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert (lanes.num_open, lanes.num_open_chars) == (3, 3 * SHORT)
+        with pytest.raises(EngineBusy, match="3 long prompts"):
+            await lanes.run(SHORT, threading.get_ident)
+        blocked[0].cancel()  # its work runs on, and its text is there as long
+        await asyncio.gather(blocked[0], return_exceptions=True)
+        with pytest.raises(EngineBusy):
+            await lanes.run(SHORT, threading.get_ident)
+        gate.set()
+        await asyncio.gather(*blocked, return_exceptions=True)
+        assert await lanes.run(SHORT, lambda: "again") == "again"
+        assert await Lanes(max_open_chars=1).run(LONG, lambda: "alone") == "alone"
+
+    asyncio.run(go())
+
+
+def test_errors_come_back() -> None:
+    async def go() -> None:
+        lanes = Lanes()
+        for size in (1, SHORT, LONG):
+            with pytest.raises(ZeroDivisionError):
+                await lanes.run(size, divmod, 1, 0)
+
+    asyncio.run(go())
