@@ -72,8 +72,8 @@ class _Rules:
 
     def __init__(self, backend: "tokenizers.Tokenizer") -> None:
         self._model = backend.model
-        self._normalizers = _parts(backend.normalizer, "normalizers")
-        self._cuts = _parts(backend.pre_tokenizer, "pretokenizers")
+        self._normalizers = flat_parts(backend.normalizer, "normalizers")
+        self._cuts = flat_parts(backend.pre_tokenizer, "pretokenizers")
         self._byte_of = byte_of_char()
         self._added = {t.content for t in backend.get_added_tokens_decoder().values()}
 
@@ -130,7 +130,7 @@ class _Rules:
         return written
 
 
-def _parts(part: Any, key: str) -> list[dict[str, Any]]:
+def flat_parts(part: Any, key: str) -> list[dict[str, Any]]:
     """A normalizer or pre-tokenizer as a list of simple ones."""
     if part is None:
         return []

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.config_fields import shown
 from quire.base.errors import ModelError, RequestError
 from quire.base.gguf import GGUFFile, is_gguf
+from quire.render.cuts import PART_CHARS, Cuts, read_cuts
 from quire.render.gguf_tokenizer import gguf_tokenizer
 from quire.render.llama_tokenizer import build_as_llama, is_llama
 from quire.render.pieces import Pieces, read_pieces
@@ -56,16 +57,36 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, with begin and end of sequence as the model's files ask for.
 
-        Other threads go on meanwhile: of the library's calls only those for batches let them.
+        Other threads go on meanwhile: of the library's calls only those for batches let them. A
+        long text is worked on in parts where that gives the same ids.
         """
+        if len(text) <= 2 * PART_CHARS or self._cuts is None:
+            return self._encode(text, add_special_tokens)
+        before, behind = self._around if add_special_tokens else ([], [])
+        token_ids = list(before)
+        for part in self._cuts.parts(text):
+            token_ids += self._encode(part, False)
+        return token_ids + behind
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
-                0
-            ].ids
+            [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise RequestError(
                 f"the prompt cannot be tokenised ({error}); it must be a text of valid Unicode."
             ) from error
+        return found.ids
+
+    @cached_property
+    def _cuts(self) -> Cuts | None:
+        return read_cuts(self._backend)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """What is put before a text, and behind it."""
+        whole, text = self._encode("a", True), self._encode("a", False)
+        start = next(i for i in range(len(whole)) if whole[i : i + len(text)] == text)
+        return whole[:start], whole[start + len(text) :]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of many texts, on several threads."""
