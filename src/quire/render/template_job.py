@@ -4,7 +4,7 @@
 all memory. `TemplatePool` (`template_pool.py`) does it in processes that can be ended.
 """
 
-import marshal
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -30,12 +30,11 @@ class TemplateJob:
     is_foreign: bool = False
 
     def pack(self) -> bytes:
-        """For `unpack` in another process of the same Python. Raises RequestError for what is not
-        plain data."""
+        """JSON, for `unpack` in another process. Raises RequestError for what is not plain data."""
         try:
-            return marshal.dumps(self._parts())
-        except ValueError:
-            return marshal.dumps(self._plain()._parts())
+            return _as_json(self._parts())
+        except (TypeError, ValueError, RecursionError):
+            return _as_json(self._plain()._parts())
 
     def _parts(self) -> tuple[Any, ...]:
         o = self.options
@@ -60,11 +59,15 @@ class TemplateJob:
 
 
 def unpack(data: bytes) -> TemplateJob:
-    source, variables, messages, begins, goes_on, tools, documents, form, kwargs = marshal.loads(
-        data
-    )
+    parts = json.loads(data.decode("utf-8", "surrogatepass"))
+    source, variables, messages, begins, goes_on, tools, documents, form, kwargs = parts
     options = ChatOptions(begins, goes_on, tools, documents, form, kwargs)
     return TemplateJob(source, variables, messages, options)
+
+
+def _as_json(value: object) -> bytes:
+    """Halves of surrogate pairs included; they may come from a client's JSON."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
 class TemplateRunner(Protocol):

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from quire.render.pieces import SPACE_MARK, byte_of_char
 
 if TYPE_CHECKING:
@@ -28,25 +26,30 @@ KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 @dataclass(frozen=True)
 class TextBound:
-    """longest: bytes of the longest token. weights: of each byte value. composes: whether texts are
-    brought into Unicode's composed form first."""
+    """longest: bytes of the longest token. groups: byte values by the length of the longest token
+    that they are part of. composes: whether texts are brought into composed form first.
+    """
 
     longest: int
-    weights: "np.ndarray[Any, np.dtype[np.float64]]"
+    groups: tuple[tuple[int, bytes], ...]
     composes: bool
 
     def at_least(self, text: str) -> int:
         """A number of tokens that the text has at least, without those put before and behind."""
         data = text.encode("utf-8", "surrogatepass")
         if self.composes and not text.isascii():
-            if not self.weights[ord(" ")]:
-                return 0
-            return len(data) // (COMPOSED_SHRINK * self.longest)
-        counts = np.zeros(256, np.int64)
+            return len(data) // (COMPOSED_SHRINK * self.longest) if self._all_weigh else 0
+        counts = [0] * len(self.groups)
         for start in range(0, len(data), PART_BYTES):
-            part = np.frombuffer(data, np.uint8, min(PART_BYTES, len(data) - start), start)
-            counts += np.bincount(part, minlength=256)
-        return int(counts @ self.weights * (1 - 1e-9))
+            part = data[start : start + PART_BYTES]
+            for index, (_, values) in enumerate(self.groups):
+                counts[index] += len(part) - len(part.translate(None, values))
+        weights = [n / length for n, (length, _) in zip(counts, self.groups, strict=True)]
+        return int(sum(weights) * (1 - 1e-9))
+
+    @property
+    def _all_weigh(self) -> bool:
+        return any(ord(" ") in values for _, values in self.groups)
 
 
 def text_bound(backend: "tokenizers.Tokenizer") -> TextBound | None:
@@ -56,15 +59,15 @@ def text_bound(backend: "tokenizers.Tokenizer") -> TextBound | None:
         return None
     tokens = [rules.bytes_of(token) for token in backend.get_vocab(with_added_tokens=True)]
     tokens.sort(key=len, reverse=True)
-    weights, seen = np.zeros(256), bytearray()
-    for token in tokens:
-        new = token.translate(None, seen)
-        if new:
-            weights[list(new)] = 1 / len(token)
-            seen += bytes(set(new))
+    groups, seen = dict[int, bytes](), bytearray()
     if any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values()):
-        weights[list(BLANKS)] = 0
-    return TextBound(len(tokens[0]), weights, rules.composes)
+        seen += BLANKS
+    for token in tokens:
+        new = bytes(set(token.translate(None, seen)))
+        if new:
+            groups[len(token)] = groups.get(len(token), b"") + new
+            seen += new
+    return TextBound(len(tokens[0]), tuple(groups.items()), rules.composes)
 
 
 class _Rules:
