@@ -187,6 +187,15 @@ def test_a_changed_checkpoint_is_read(
     assert len(files(cache)) == 2
 
 
+def test_another_config_has_an_entry_of_its_own(llama: Checkpoint, cache: WeightCache) -> None:
+    """Also where only a field differs that no weight depends on today."""
+    load(llama, cache)
+    path = llama.directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    load(llama, cache)
+    assert len(files(cache)) == 2
+
+
 def test_a_checkpoint_that_is_gone_is_told(llama: Checkpoint, cache: WeightCache) -> None:
     load(llama, cache)
     (llama.directory / "model.safetensors").unlink()
