@@ -16,7 +16,7 @@ def readable(api: TestClient) -> list[str]:
     paths = api.get(JSON_SCHEMA).json()["paths"]
     found = [path.replace("{name}", MODEL) for path in paths if "get" in paths[path]]
     assert {"/health", "/metrics", "/v1/models", "/v1/models/demo"} <= set(found)
-    return [*found, JSON_SCHEMA, "/v1/nothing"]
+    return [*found, JSON_SCHEMA, "/docs", "/v1/nothing"]
 
 
 def test_head_has_what_get_has(api: TestClient) -> None:
@@ -46,6 +46,7 @@ def test_a_connection_goes_on_after_head(server_url: str) -> None:
         ("TRACE", "/ping", "GET, HEAD, POST"),
         ("GET", "/v1/completions", "POST"),
         ("HEAD", "/v1/completions", "POST"),
+        ("DELETE", "/docs", "GET, HEAD"),
     ],
 )
 def test_what_is_not_possible_says_what_is(

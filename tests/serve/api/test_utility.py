@@ -213,5 +213,42 @@ def test_schema_lists_the_routes(api: TestClient) -> None:
         warnings.simplefilter("error")  # of names that two routes share
         paths = api.get("/openapi.json").json()["paths"]
     assert {"/v1/models", "/tokenize", "/detokenize", "/health", "/metrics"} <= set(paths)
-    for path in ("/docs", "/redoc"):
-        assert api.get(path).status_code == 404
+    assert api.get("/redoc").status_code == 404
+
+
+def test_a_page_shows_the_schema_and_needs_nothing_from_elsewhere(
+    make_context: MakeContext,
+) -> None:
+    """Without a key, which a browser does not have; the page asks for it."""
+    api = TestClient(create_app(make_context(api_key=("k",))))
+    page = api.get("/docs")
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert 'fetch("openapi.json"' in page.text
+    for word in ("http:", "https:", "src=", "url(", "@import"):
+        assert word not in page.text
+
+
+def test_the_document_says_what_is_answered(api: TestClient) -> None:
+    document = api.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert "Error" in schemas and "HTTPValidationError" not in schemas
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            statuses = set(operation["responses"])
+            assert "422" not in statuses
+            assert {"200", "503"} <= statuses, (method, path)
+            assert ({"400", "408", "413", "415"} <= statuses) == ("requestBody" in operation)
+            if path not in ("/health", "/ready", "/ping"):
+                described = operation["responses"]["200"]["content"]
+                assert all(content["schema"] for content in described.values()), (method, path)
+    assert "securitySchemes" not in document["components"]
+
+
+def test_the_document_says_who_needs_a_key(make_context: MakeContext) -> None:
+    api = TestClient(create_app(make_context(api_key=("k",))))
+    document = api.get("/openapi.json", headers={"Authorization": "Bearer k"}).json()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            is_public = path in ("/health", "/ready", "/ping")
+            assert ("401" in operation["responses"]) == ("security" in operation) == (not is_public)

@@ -71,12 +71,14 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
 
 @router.get("/v1/prefixes")
 async def list_prefixes(request: fastapi.Request, api: Api) -> dict[str, Any]:
+    """Those of the key that asks; without keys, all."""
     found = await api.client.prefixes(reader_of(request.scope, api.config.api_key))
     return {"object": "list", "data": [_as_json(prefix) for prefix in found]}
 
 
 @router.get("/v1/prefixes/{prefix_id}")
 async def show_prefix(prefix_id: str, request: fastapi.Request, api: Api) -> dict[str, Any]:
+    """One of them."""
     for prefix in await api.client.prefixes(reader_of(request.scope, api.config.api_key)):
         if prefix.id == prefix_id:
             return _as_json(prefix)

@@ -47,6 +47,29 @@ _PROMPT_SCHEMA = {
 }
 
 
+_MESSAGE_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "role": {"type": "string", "description": "such as system, user, assistant or tool"},
+        "content": {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+                {"type": "null"},
+            ]
+        },
+    },
+    "required": ["role"],
+}
+
+
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -80,7 +103,10 @@ BadWords = Annotated[
 ]
 LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-Messages = Annotated[Objects, Field(max_length=MAX_MESSAGES), at_most(MAX_MESSAGES)]
+Message = Annotated[dict[str, Any], WithJsonSchema(_MESSAGE_SCHEMA)]
+Messages = Annotated[
+    list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True), at_most(MAX_MESSAGES)
+]
 Tools = Annotated[Objects, Field(max_length=MAX_TOOLS), at_most(MAX_TOOLS)]
 Documents = Annotated[Objects, Field(max_length=MAX_DOCUMENTS), at_most(MAX_DOCUMENTS)]
 TemplateKwargs = Annotated[

@@ -4,18 +4,20 @@
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import fastapi
 import msgspec
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import quire
 from quire.render.chat import ChatOptions
 from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
+from quire.serve.api.document import document
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
 from quire.serve.api.reading import BoundedRoute
@@ -27,6 +29,15 @@ from quire.serve.api.rendering import (
 )
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+DOCS = Path(__file__).with_name("docs.html")
+# The page runs its own script, talks to this server, and nothing else.
+DOCS_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+}
 
 public = APIRouter()
 router = APIRouter(route_class=BoundedRoute)
@@ -72,11 +83,13 @@ async def ready(api: Api) -> Response:
 
 @public.get("/ping")
 async def ping(api: Api) -> Response:
+    """As /health."""
     return await health(api)
 
 
 @public.post("/ping")
 async def post_ping(api: Api) -> Response:
+    """As /health."""
     return await health(api)
 
 
@@ -88,11 +101,13 @@ async def load(api: Api) -> dict[str, int]:
 
 @router.get("/version")
 async def version() -> dict[str, str]:
+    """That of quire."""
     return {"version": quire.__version__}
 
 
 @router.get("/metrics")
 async def metrics(api: Api) -> Response:
+    """Numbers in the text format of Prometheus."""
     return PlainTextResponse(await api.client.metrics(), media_type=METRICS_TYPE)
 
 
@@ -114,16 +129,24 @@ async def show_request(request_id: str, request: fastapi.Request, api: Api) -> R
 @router.get("/openapi.json", include_in_schema=False)
 async def schema(request: fastapi.Request) -> Response:
     """What every route takes and gives."""
-    return JSONResponse(request.app.openapi())
+    return JSONResponse(document(request.app))
+
+
+@public.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """A page that shows the schema. It holds no secret, and a browser has no key to ask for it."""
+    return HTMLResponse(DOCS.read_bytes(), headers=DOCS_HEADERS)
 
 
 @router.get("/v1/models")
 async def list_models(api: Api) -> dict[str, Any]:
+    """The served model, once under each of its names."""
     return {"object": "list", "data": [_card(api, name) for name in api.model_names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, api: Api) -> dict[str, Any]:
+    """The served model, under one of its names."""
     return _card(api, check_model(api, name)) if name else await list_models(api)
 
 

@@ -1,0 +1,150 @@
+"""The server's OpenAPI document: FastAPI's, with the answers that are really given.
+
+FastAPI finds routes and bodies. What it says of errors is not so here (422 is never sent), and of
+answers it knows nothing, because most handlers write theirs themselves. Errors follow from what an
+operation takes, so that a new route cannot forget them; answers are listed here.
+"""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+Json = dict[str, Any]
+
+PUBLIC = ("/health", "/ready", "/ping")
+NOT_SENT = "422"
+ERROR = {"$ref": "#/components/schemas/Error"}
+
+ALWAYS = {"500": "an error inside the server", "503": "the engine is gone, busy or shutting down"}
+WITH_KEY = {"401": "no valid API key"}
+WITH_NAME = {"404": "there is nothing of this name"}
+WITH_BODY = {
+    "400": "the body, or a field of it, is wrong: `param` says which",
+    "404": "there is no such model",
+    "408": "the body did not come in, or `timeout_s` has passed",
+    "413": "the body is too large, or has too many values",
+    "415": "the body is no JSON by its Content-Type, or in an unknown Content-Encoding",
+}
+
+
+def document(app: FastAPI) -> Json:
+    """The document of an app's routes; made once."""
+    if app.openapi_schema is None:
+        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = found.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas["Error"] = ERROR_SCHEMA
+        needs_key = bool(app.state.context.config.api_key)
+        if needs_key:
+            found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, operations in found["paths"].items():
+            for method, operation in operations.items():
+                _describe(method, path, operation, needs_key and path not in PUBLIC)
+        app.openapi_schema = found
+    return app.openapi_schema
+
+
+def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
+    """Say what an operation answers."""
+    errors = dict(ALWAYS)
+    if needs_key:
+        errors |= WITH_KEY
+        operation["security"] = [{"key": []}]
+    if operation.get("parameters"):
+        errors |= WITH_NAME
+    if "requestBody" in operation:
+        errors |= WITH_BODY
+    responses = operation["responses"]
+    responses.pop(NOT_SENT, None)
+    if path in PUBLIC:
+        responses["200"] = {"description": "yes"}
+        responses["503"] = {"description": "no"}
+        return
+    found = ANSWERS.get((method, path))
+    if found is not None:
+        responses["200"] = {"description": "the answer", "content": found}
+    for status, description in sorted(errors.items()):
+        content = {"application/json": {"schema": ERROR}}
+        responses[status] = {"description": description, "content": content}
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+def _object(**fields: Any) -> Json:
+    """The schema of an object that has these fields, and perhaps others."""
+    properties = {name: _schema(kind) for name, kind in fields.items()}
+    return {"type": "object", "properties": properties, "required": list(fields)}
+
+
+def _schema(kind: Any) -> Json:
+    """kind: the name of a type, [kind] for a list, a value that it always has, or a schema."""
+    if isinstance(kind, list):
+        return {"type": "array", "items": _schema(kind[0])}
+    if isinstance(kind, dict):
+        return kind
+    names = kind.split(" or ")
+    if set(names) <= {"string", "integer", "number", "object", "null", "array", "boolean"}:
+        return {"type": names[0]} if len(names) == 1 else {"anyOf": [{"type": n} for n in names]}
+    return {"type": "string", "enum": names}
+
+
+def _json(schema: Json) -> Json:
+    return {"application/json": {"schema": schema}}
+
+
+_USAGE = _object(
+    prompt_tokens="integer", completion_tokens="integer", total_tokens="integer",
+    prompt_tokens_details=_object(cached_tokens="integer"),
+)  # fmt: skip
+_MESSAGE = _object(role="assistant", content="string or null", refusal="string or null")
+_CHOICE = _object(
+    index="integer", logprobs="object or null", finish_reason="string",
+    stop_reason="string or integer or null",
+)  # fmt: skip
+_TEXT_CHOICE = {"allOf": [_CHOICE, _object(text="string")]}
+_CHAT_CHOICE = {"allOf": [_CHOICE, _object(message=_MESSAGE)]}
+_HEAD = {"id": "string", "created": "integer", "model": "string"}
+_MODEL = _object(
+    id="string", object="model", created="integer", owned_by="string", root="string",
+    max_model_len="integer",
+)  # fmt: skip
+_MODELS = _object(object="list", data=[_MODEL])
+_PREFIX = _object(
+    id="string", object="prefix", status="ready or computing", num_tokens="integer",
+    num_blocks="integer", num_hits="integer", age_s="number", expires_in_s="number or null",
+)  # fmt: skip
+_EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+
+ERROR_SCHEMA = _object(
+    error=_object(
+        message="string", type="string", param="string or null", code="string or integer or null"
+    )
+)
+ANSWERS: dict[tuple[str, str], Json] = {
+    ("post", "/v1/completions"): _EVENTS
+    | _json(_object(**_HEAD, object="text_completion", choices=[_TEXT_CHOICE], usage=_USAGE)),
+    ("post", "/v1/chat/completions"): _EVENTS
+    | _json(_object(**_HEAD, object="chat.completion", choices=[_CHAT_CHOICE], usage=_USAGE)),
+    ("get", "/v1/models"): _json(_MODELS),
+    ("get", "/v1/models/{name}"): _json({"anyOf": [_MODEL, _MODELS]}),
+    ("post", "/v1/prefixes"): _json(_PREFIX),
+    ("get", "/v1/prefixes"): _json(_object(object="list", data=[_PREFIX])),
+    ("get", "/v1/prefixes/{prefix_id}"): _json(_PREFIX),
+    ("delete", "/v1/prefixes/{prefix_id}"): _json(
+        _object(id="string", object="prefix", deleted="boolean")
+    ),
+    ("get", "/v1/requests/{request_id}"): _json(_object(object="request.timeline or list")),
+    ("post", "/tokenize"): _json(
+        _object(
+            count="integer", max_model_len="integer", tokens=["integer"],
+            token_strs="array or null",
+        )
+    ),
+    ("post", "/detokenize"): _json(_object(prompt="string")),
+    ("get", "/load"): _json(_object(server_load="integer")),
+    ("get", "/version"): _json(_object(version="string")),
+    ("get", "/metrics"): {"text/plain": {"schema": {"type": "string"}}},
+}  # fmt: skip
