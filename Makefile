@@ -73,7 +73,7 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 	$(BIN)/python benchmarks/against_transformers.py --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
 	for name in prefix_sharing prefix_savings chat_turns kv_store sharing beam_search scheduler_steps messages \
-		async_scheduling block_pool block_tables live_slots swap tiers overload policies recording streaming import_time front_end startup; do \
+		async_scheduling block_pool block_tables live_slots swap tiers overload policies recording streaming import_time front_end startup worst_bodies; do \
 		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
 	$(BIN)/python benchmarks/linear.py --output-json $(RESULTS)/linear.json
 	$(BIN)/python -m benchmarks.attention > $(RESULTS)/attention.txt

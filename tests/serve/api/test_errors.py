@@ -87,6 +87,14 @@ def test_all_wrong_fields_are_named_and_the_first_is_param(api: TestClient) -> N
         assert part in error["message"]
 
 
+def test_a_wrong_name_in_an_object_is_told_as_one(api: TestClient) -> None:
+    body = '{"prompt": "a", "logit_bias": {"word": 1, "5": "x"}}'
+    error = error_of(post(api, body, "/v1/completions"))
+    assert error["param"] == "logit_bias.word"
+    assert 'logit_bias.word must be an integer, got "word".' in error["message"]
+    assert 'logit_bias[5] must be a number, got "x".' in error["message"]
+
+
 def test_a_list_of_many_wrong_values_stops_at_the_first(api: TestClient) -> None:
     error = error_of(post(api, json.dumps({"tokens": ["a"] * 1000}), "/detokenize"))
     assert error["message"] == 'tokens[0] must be an integer, got "a".'

@@ -10,6 +10,10 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from quire.serve.api.context import ApiContext
+from quire.serve.api.neutral import RULES
+from quire.serve.api.protocol import ONLY_NEUTRAL
+
 Json = dict[str, Any]
 
 PUBLIC = ("/health", "/ready", "/ping")
@@ -35,8 +39,14 @@ def document(app: FastAPI) -> Json:
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
         for name in ("HTTPValidationError", "ValidationError"):
             schemas.pop(name, None)
+        context: ApiContext = app.state.context
+        for schema in schemas.values():
+            _say_values(schema.get("properties", {}), context.model_names)
+        schemas["CompletionRequest"]["required"] = ["prompt"]
+        for name in ("PrefixBody", "TokenizeBody"):
+            schemas[name]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
         schemas["Error"] = ERROR_SCHEMA
-        needs_key = bool(app.state.context.config.api_key)
+        needs_key = bool(context.config.api_key)
         if needs_key:
             found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in found["paths"].items():
@@ -44,6 +54,15 @@ def document(app: FastAPI) -> Json:
                 _describe(method, path, operation, needs_key and path not in PUBLIC)
         app.openapi_schema = found
     return app.openapi_schema
+
+
+def _say_values(fields: Json, model_names: tuple[str, ...]) -> None:
+    """Say of fields that may have few values which these are."""
+    for name, field in fields.items():
+        if field.get("description") == ONLY_NEUTRAL:
+            field["enum"] = [None, *RULES[name].values]
+    if "model" in fields:
+        fields["model"] = {"enum": [*model_names, None]}
 
 
 def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:

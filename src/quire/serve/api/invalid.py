@@ -170,6 +170,8 @@ def _split(loc: Sequence[str | int]) -> tuple[list[str], str | None]:
     """
     names: list[str] = []
     for part in loc[1 : MAX_PATH + 1]:
+        if part == "[key]":  # the name of a field is wrong, and not its value
+            continue
         if isinstance(part, str) and (part in KINDS or "[" in part):
             return names, KINDS.get(part, _plain_kind(part))
         if isinstance(part, str) and part[:1].isupper():

@@ -34,13 +34,15 @@ MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 19
 MAX_NAME_CHARS = 256  # of an object's fields
 INT32 = 2**31
+ONLY_NEUTRAL = "only at its neutral value"
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-ONE_PROMPT_SCHEMA = {"anyOf": [{"type": "string"}, _TOKEN_IDS]}
+_TEXT = {"type": "string", "minLength": 1}
+ONE_PROMPT_SCHEMA = {"anyOf": [_TEXT, _TOKEN_IDS]}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        _TEXT,
+        {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_PROMPTS},
         _TOKEN_IDS,
         {"type": "array", "items": _TOKEN_IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
     ]
@@ -50,7 +52,11 @@ _PROMPT_SCHEMA = {
 _MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {
-        "role": {"type": "string", "description": "such as system, user, assistant or tool"},
+        "role": {
+            "type": "string",
+            "minLength": 1,
+            "description": "such as system, user, assistant or tool",
+        },
         "content": {
             "anyOf": [
                 {"type": "string"},
@@ -67,6 +73,7 @@ _MESSAGE_SCHEMA = {
         },
     },
     "required": ["role"],
+    "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
 
 
@@ -89,7 +96,7 @@ def at_most(most: int) -> BeforeValidator:
 
 
 Ignored = Annotated[Any, Field(default=None, description="accepted and ignored")]
-NeutralOnly = Annotated[Any, Field(default=None, description="only at its neutral value")]
+NeutralOnly = Annotated[Any, Field(default=None, description=ONLY_NEUTRAL)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     list[StopString],
