@@ -434,3 +434,19 @@ def test_a_bug_of_ours_is_told_without_its_text(
     with pytest.raises(WebSocketDisconnect) as closed:
         line.receive_json()
     assert closed.value.code == 1011
+
+
+def test_a_message_is_measured_before_it_is_read(line: WebSocketTestSession) -> None:
+    line.send_text('{"type": "start", "prompt": [%s1]}' % ("1," * (3 << 18)))
+    assert line.receive_json()["error"]["code"] == "too_many_values"
+    with pytest.raises(WebSocketDisconnect) as closed:
+        line.receive_json()
+    assert closed.value.code == 1008
+
+
+def test_a_field_with_a_long_name_is_not_compared_with_all_others(
+    line: WebSocketTestSession,
+) -> None:
+    line.send_text('{"type": "start", "%s": 1}' % ("a" * 100_000))
+    error = line.receive_json()["error"]
+    assert error["code"] == "name_too_long"

@@ -49,6 +49,8 @@ _PROMPT_SCHEMA = {
 }
 
 
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+_STOP_SCHEMA = {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]}
 _MESSAGE_SCHEMA = {
     "type": "object",
     "properties": {
@@ -103,6 +105,7 @@ StopStrings = Annotated[
     Field(max_length=MAX_STOPS, fail_fast=True),
     at_most(MAX_STOPS),
     BeforeValidator(_as_list),
+    WithJsonSchema(_STOP_SCHEMA),
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
 BadWords = Annotated[
