@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long check format bench bench-all bench-cpu gpu-check gpu-site clean
+.PHONY: help install serve chat doctor run test test-long mutate check format bench bench-all bench-cpu gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
 	$(BIN)/python -m pytest -q -n auto -m "not gpu"
+
+mutate: $(VENV)/.installed-test ## do the tests see small mistakes in scheduler, KV room and sampler? half an hour
+	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 check: $(VENV)/.installed-test ## linter, types, and the house's rules on size and imports
 	$(BIN)/ruff check .

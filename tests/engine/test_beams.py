@@ -12,6 +12,9 @@ from quire.base.errors import RequestError
 from quire.base.messages import BeamOutput, Request
 from quire.base.model_spec import load_spec
 from quire.base.sampling_params import SamplingParams
+from quire.scheduler.flight import Draft
+from quire.scheduler.preemption import preempt
+from quire.scheduler.scheduler import Scheduler
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import (
     checkpoint,
@@ -137,6 +140,42 @@ def test_preempted_beams_come_back(mode: str, caching: bool, depth: int) -> None
     assert searches.num_preempted, "the test is to preempt the group"
     searches.assert_as("r", reference_beams(PROMPT, 4, 14))
     searches.assert_exact("a", "b")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_beams_that_lose_their_rows_between_two_of_their_plans(
+    mode: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some have their candidates, or will not get them any more; others are yet to be planned. All
+    are asked for again, from the last token on, and those that were there are forgotten."""
+    serve, seen = Scheduler._serve_running, list[tuple[int, int]]()
+
+    def with_preemption(self: Scheduler, draft: Draft, *rest: Any) -> int:
+        leader = self.sequences.get("r")
+        if leader is not None and leader.row >= 0 and self._next_step_id == at:
+            group = leader.group
+            assert group is not None
+            rows = [(m, m.num_computed_tokens, m.num_known_tokens) for m in group.running]
+            num_there = len(group.candidates)
+            draft.drop_rows(preempt(self, leader, "test", rest[-1], draft))
+            draft.has_preempted = True
+            assert not group.candidates
+            for member, computed, known in rows if mode == "swap" and group.is_forked else ():
+                assert member.num_swapped_tokens == (known - 1 if computed == known else computed)
+            seen.append((num_there, sum(computed == known for _, computed, known in rows)))
+        return serve(self, draft, *rest)
+
+    monkeypatch.setattr(Scheduler, "_serve_running", with_preemption)
+    for at in range(3, 15, 2):  # noqa: B007
+        searches = Searches(
+            max_num_seqs=5, max_num_batched_tokens=3, pipeline_depth=depth, preemption_mode=mode
+        )
+        searches.search("r", 4, 7)
+        searches.finish()
+        searches.assert_as("r", reference_beams(PROMPT, 4, 7))
+    assert any(num_there for num_there, _ in seen), "no beam had its candidates"
+    assert any(num_done > num_there for num_there, num_done in seen) == (depth > 1)
 
 
 def test_width_one_is_greedy() -> None:

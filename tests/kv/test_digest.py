@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from quire.kv.digest import cache_fingerprint, extend_digests, root_digest
+from quire.kv.digest import cache_fingerprint, extend_by_one, extend_digests, root_digest
 
 
 def chain(tokens: list[int], root: bytes, size: int = 4) -> list[bytes]:
@@ -52,4 +52,14 @@ def test_digests_are_the_same_in_every_process() -> None:
     assert digest.hex() == PINNED
 
 
-PINNED = "611f6125e0a503288a9c9eab549bd0db8dfa485abe914241d4d6c1041417692a"
+PINNED = "52aa031bcbdca0391b847ab03beb3521eb3e0e086ae472160edf94a786e6de23"
+
+
+def test_many_are_extended_as_each_is_alone() -> None:
+    tokens = np.arange(3 * 8, dtype=np.int32).reshape(3, 8)
+    roots = [root_digest(name) for name in (b"a", b"b", b"c")]
+    alone = [chain(row.tolist(), root) for row, root in zip(tokens, roots, strict=True)]
+    together: list[list[bytes]] = [[], [], []]
+    for columns in (slice(0, 4), slice(4, 8)):
+        extend_by_one(together, roots, tokens[:, columns])
+    assert together == alone

@@ -1,6 +1,7 @@
 """Prefix hits over several cache groups, and growth that happens in all groups or in none."""
 
 import numpy as np
+import pytest
 
 from quire.base.model_spec import CacheGroup
 from quire.kv.digest import extend_digests
@@ -95,3 +96,32 @@ def test_admission_counts_cached_blocks_that_the_hit_wakes() -> None:
     assert kv.pools[0].num_free == 4
     assert kv.can_admit(16, hit, watermark_blocks=0, chunk=4)
     assert not kv.can_admit(16, hit, watermark_blocks=1, chunk=4)
+
+
+def test_what_was_freed_is_as_new() -> None:
+    """Also by the number of its blocks that the index knows: it may begin again."""
+    kv = KVManager((FULL, WINDOW), (10, 10), SIZE)
+    sequence = computed(kv, 18)
+    kv.free(sequence)
+    assert (sequence.num_tokens, sequence.capacity, sequence.num_indexed) == (0, 0, 0)
+    assert [(t.blocks, t.num_tokens, t.num_dropped) for t in sequence.tables] == [([], 0, 0)] * 2
+    assert kv.allocate_slots(sequence, 6) is not None
+    assert kv.index_blocks(sequence, digests_of(6), 1) == [sequence.tables[0].blocks[:1]] * 2
+    kv.check_invariants([sequence])
+
+
+@pytest.mark.parametrize("keep", [9, 10, 11])
+def test_a_block_that_is_written_again_loses_its_name_first(keep: int) -> None:
+    """Whoever began with it would read what is written next. Shared, it is copied and keeps it."""
+    kv = KVManager((FULL,), (10,), SIZE)
+    sequence = computed(kv, 12)
+    for is_shared in (True, False):
+        other = kv.fork(sequence) if is_shared else sequence
+        kv.truncate(other, keep)
+        assert kv.num_computed_blocks(digests_of(12), 13) == 3
+        done = kv.allocate_slots(other, 1)
+        assert done is not None and len(done[0].copies) == is_shared
+        assert kv.num_computed_blocks(digests_of(12), 13) == (3 if is_shared else 2)
+        if is_shared:
+            kv.free(other)
+        kv.check_invariants([sequence])

@@ -1,0 +1,130 @@
+"""Small things that may be wrong by one: whom a failed row takes along, what must stay free, rows of
+groups that never forked, and what is known of requests that lost their row."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from quire.base.config import SchedulerConfig
+from quire.base.errors import RequestError
+from quire.base.messages import Abort
+from quire.base.model_spec import CacheGroup
+from quire.kv.manager import KVManager
+from quire.scheduler import admission
+from quire.scheduler.failures import find_broken
+from quire.scheduler.preemption import preempt
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.device import make_request
+from tests.scheduler.test_admission import add, others, scheduler_of
+from tests.scheduler.test_history import TEXT, ask, step
+from tests.scheduler.test_history import add as add_text
+from tests.scheduler.test_history import scheduler_of as with_history
+from tests.scheduler.test_pins import ENDING, PREFIX, Bench
+
+FULL = CacheGroup("full", (0,), 1, 8)
+ALSO_FULL = CacheGroup("also full", (1,), 1, 8)
+
+
+def flight(rows: list[int], shared: list[tuple[int, list[list[int]], list[list[int]]]]) -> object:
+    lines = [(row, 0) for row in rows]
+    return SimpleNamespace(lines=lines, row_sequences=[f"of row {r}" for r in rows], shared=shared)
+
+
+def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None:
+    """Row 1 holds a block that row 0 was to compute; row 2 one of row 1; row 3 none of theirs."""
+    first = flight([0, 1, 3], [(0, [[]], [[5]]), (1, [[5]], [[6]]), (3, [[4]], [[7]])])
+    second = flight([2], [(2, [[6]], [[8]])])
+    found = find_broken([first, second], {0: "bad", 1: "worse"}, 1)  # type: ignore[list-item,dict-item]
+    assert found.failed == {(0, 0): ("of row 0", "bad")}
+    assert found.dependants == {(1, 0): "of row 1", (2, 0): "of row 2"}
+    assert found.blocks == [{5, 6, 8}]
+    assert (3, 0) not in found and (1, 0) in found
+
+
+def test_after_three_preemptions_all_must_be_able_to_reach_their_limits() -> None:
+    """a: 68 tokens, of which 8 are computed: 17 - 2 blocks. b: 65, and computed nothing yet: 17."""
+    scheduler = scheduler_of(100, pipeline_depth=9)
+    add(scheduler, "a", 8)
+    scheduler.schedule(0.0)
+    add(scheduler, "b", 5)
+    waiting = scheduler.sequences["b"]
+    assert admission.reserved_blocks(scheduler, waiting) == 1
+    waiting.num_preemptions = admission.MOST_PREEMPTIONS
+    assert admission.reserved_blocks(scheduler, waiting) == 15 + 17 - 5 // 4
+    waiting.num_preemptions -= 1
+    assert admission.reserved_blocks(scheduler, waiting) == 1
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_group_that_lost_its_rows_before_it_forked_gives_them_back_once(back: bool) -> None:
+    scheduler = scheduler_of(100, num_rows=6, pipeline_depth=1, long_prefill_token_threshold=4)
+    prompt = list(range(2, 22))
+    scheduler.add(make_request("three", prompt, max_tokens=5, n=3), 0.0)
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        scheduler.update(others(plan), 0.0)
+    group = scheduler.sequences["three"].group
+    assert group is not None and scheduler.num_free_rows == 3 and scheduler.num_unforked == 1
+    preempt(scheduler, group.members[0], "test", 0.0)
+    assert (scheduler.num_free_rows, scheduler.num_unforked) == (6, 0)
+    if back:
+        assert scheduler.schedule(0.0) is not None
+        assert (scheduler.num_free_rows, scheduler.num_unforked) == (3, 1)
+    scheduler.control(Abort("three"), 0.0)
+    assert (scheduler.num_free_rows, scheduler.num_unforked) == (6, 0)
+    assert sorted(scheduler._free_rows) == list(range(6))
+    scheduler.check_invariants()
+
+
+def test_every_cache_group_must_have_room() -> None:
+    kv = KVManager((FULL, ALSO_FULL), (40, 5), 4)
+    scheduler = Scheduler(kv, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64), 100)
+    with pytest.raises(RequestError, match="more KV blocks than the pool has"):
+        scheduler.add(make_request("large", list(range(20)), max_tokens=10), 0.0)
+    scheduler.add(make_request("small", list(range(16)), max_tokens=5), 0.0)
+
+
+def test_who_must_see_its_whole_prompt_reads_no_cache() -> None:
+    """It lacks all of its tokens then, though they are there."""
+    scheduler = with_history()
+    ask(scheduler, "a", TEXT[:22])
+    add_text(scheduler, "all", TEXT[:22], 0.0, prompt_logprobs=1)
+    assert scheduler.remaining(scheduler.sequences["all"]) == 22
+    add_text(scheduler, "hit", TEXT[:22], 0.0)
+    assert scheduler.remaining(scheduler.sequences["hit"]) == 2
+    unread, hit = step(scheduler, 0.0)
+    assert (unread.device, unread.miss) == (0, "unread")
+    assert hit.device == 20
+
+
+def test_what_a_request_had_computed_is_known_also_if_it_ended_without_a_row() -> None:
+    scheduler = with_history(num_blocks=12)
+    add_text(scheduler, "a", TEXT[:30], 1.0, max_tokens=9)
+    step(scheduler, 1.0)
+    preempt(scheduler, scheduler.sequences["a"], "test", 1.0)
+    scheduler.control(Abort("a"), 1.0)
+    ask(scheduler, "b", list(range(40)), now=5.0)
+    report = ask(scheduler, "c", TEXT[:30], now=7.5)
+    assert (report.miss, report.near_id, report.lost_s) == ("evicted", "a", 2.5)
+
+
+def test_a_pinned_prefix_counts_in_what_a_waiting_request_lacks() -> None:
+    bench = Bench()
+    bench.pin()
+    bench.add("more", PREFIX + ENDING)
+    waiting = bench.sequence("more")
+    assert bench.scheduler.remaining(waiting) == len(ENDING)
+    bench.core.control(Abort("more"))
+    bench.finish()
+
+
+def test_a_prefix_that_is_given_up_before_it_was_computed_takes_no_room() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    assert bench.scheduler.pins.room(0) == 24
+    bench.begin_pin("pin", PREFIX)
+    bench.step()
+    assert bench.scheduler.pins.room(0) == 24 - 3
+    bench.core.control(Abort("pin"))
+    bench.finish()
+    assert bench.scheduler.pins.room(0) == 24
