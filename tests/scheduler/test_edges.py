@@ -1,5 +1,6 @@
-"""Small things that may be wrong by one: whom a failed row takes along, what must stay free, rows of
-groups that never forked, and what is known of requests that lost their row."""
+"""Small things that may be wrong by one: whom a failed row takes along, what must stay free, rows
+of groups that never forked, and what is known of requests that lost their row.
+"""
 
 from types import SimpleNamespace
 
@@ -27,7 +28,8 @@ ALSO_FULL = CacheGroup("also full", (1,), 1, 8)
 
 def flight(rows: list[int], shared: list[tuple[int, list[list[int]], list[list[int]]]]) -> object:
     lines = [(row, 0) for row in rows]
-    return SimpleNamespace(lines=lines, row_sequences=[f"of row {r}" for r in rows], shared=shared)
+    owners, plan = [f"of row {row}" for row in rows], SimpleNamespace(moves=())
+    return SimpleNamespace(lines=lines, row_sequences=owners, shared=shared, plan=plan)
 
 
 def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None:
