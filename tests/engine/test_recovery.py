@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.base.clock import FakeClock
@@ -28,7 +29,8 @@ from tests.engine.bench import prompt
 from tests.serve.checkpoints import checkpoint, pool_bytes
 
 MAX_LEN = 48
-GUILTY = 1000  # the seed of a request that brings its fault with it
+GUILTY = 1000  # the seed of a request that brings its fault with it, to its prompt,
+GUILTY_LATER = 1001  # or to its second output token
 PLACES = ("begin", "tables", "forward", "after forward", "sampling", "result", "counters")
 MOVES = ("swap_out", "load", "copy")
 KINDS = (  # those that come least often first
@@ -55,6 +57,8 @@ class Faults:
         self.pins: set[int] = set()  # seeds of prefixes to pin
         self.num_raised = 0
         self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
+        self._prompt_lens: dict[int, int] = {}
+        self.moved: set[int] = set()  # seeds of those for whom there was a move of that kind
         self._now: str | None = None
         self._last_step, self._last_fault = -1, -2
         self._put_in()
@@ -92,8 +96,10 @@ class Faults:
     def run(self, plan: Plan) -> StepResult:
         for start in plan.started:
             self._seeds[start.row] = start.seed, start.params.prompt_logprobs is not None
+            self._prompt_lens[start.row] = start.num_prompt_tokens
         for fork in plan.forked:
             self._seeds[fork.child] = self._seeds[fork.parent]
+            self._prompt_lens[fork.child] = self._prompt_lens[fork.parent]
         self._now = self._choose(plan) if self.place is None else self._blamed(plan)
         try:
             result: StepResult = self.runner.run(plan)
@@ -106,8 +112,22 @@ class Faults:
         return result
 
     def _blamed(self, plan: Plan) -> str | None:
-        rows = plan.rows.tolist()
-        return self.place if any(self._seeds[row][0] == GUILTY for row in rows) else None
+        if self.place in MOVES:
+            self._note_moved(plan)
+            return self.place
+        ends = (plan.computed_bound + plan.num_tokens).tolist()
+        for row, end in zip(plan.rows.tolist(), ends, strict=True):
+            seed = self._seeds[row][0]
+            if seed == GUILTY or (seed == GUILTY_LATER and end > self._prompt_lens[row] + 1):
+                return self.place
+        return None
+
+    def _note_moved(self, plan: Plan) -> None:
+        writes = plan.block_writes
+        for move in plan.moves:
+            if move.kind == self.place:
+                here = np.isin(writes.block_id, move.destination) & (writes.group == move.group)
+                self.moved |= {self._seeds[row][0] for row in writes.row[here].tolist()}
 
     def _choose(self, plan: Plan) -> str | None:
         is_first, self._last_step = plan.step_id != self._last_step, plan.step_id
@@ -229,7 +249,7 @@ def run_program(engine: Engine, seed: int, has_guilty: bool) -> None:
         tokens = [*shared[: rng.choice([0, 7, 10, 14])], *prompt(100 * seed + i, rng.randint(2, 9))]
         kind = dict(kinds[i % len(kinds)])
         is_guilty = has_guilty and i in (2, 6)
-        number = GUILTY if is_guilty else 10 + i
+        number = (GUILTY_LATER if i == 2 else GUILTY) if is_guilty else 10 + i
         engine.add(request(f"r{i}", tokens, number, max_tokens=rng.randint(3, 12), **kind))
         for _ in range(rng.randint(0, 3)):
             engine.step()
@@ -260,6 +280,8 @@ def assert_same(engine: Engine, wanted: Engine, guilty: set[str]) -> None:
     assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools)), "blocks leak"
 
 
+SEEDS = {"pin": 1, "pieces": 2, "gone": 3, "late": 4, "after": 5}
+SEEDS |= {f"r{i}": 10 + i for i in range(10)}
 WANTED: dict[int, Engine] = {}
 
 
@@ -291,3 +313,25 @@ def test_a_fault_that_a_request_brings_costs_that_one(place: str) -> None:
         run_program(engine, depth, has_guilty=True)
         assert_same(engine, wanted(depth), {"r2", "r6"})
         assert engine.faults is not None and engine.faults.num_raised > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_memory_of_the_host_that_takes_nothing(depth: int) -> None:
+    """Whoever was to be swapped out computes again; the rows of that step are not to blame."""
+    engine = Engine(depth).start(Counter(), "swap_out")
+    run_program(engine, depth, has_guilty=False)
+    assert engine.faults is not None and engine.faults.num_raised > 0
+    assert_same(engine, wanted(depth), set())
+
+
+@pytest.mark.parametrize("place", ["load", "copy"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_move_that_fails_costs_those_whose_blocks_it_brings(depth: int, place: str) -> None:
+    engine = Engine(depth).start(Counter(), place)
+    run_program(engine, depth, has_guilty=False)
+    assert engine.faults is not None and engine.faults.num_raised > 0
+    failed = {name for name, ends in engine.ends.items() if "error" in ends}
+    assert failed and failed <= {
+        name for name, seed in SEEDS.items() if seed in engine.faults.moved
+    }
+    assert_same(engine, wanted(depth), failed)
