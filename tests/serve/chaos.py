@@ -80,12 +80,16 @@ class Chaos:
         for result in await asyncio.gather(*clients, return_exceptions=True):
             if isinstance(result, Exception):
                 self.wrong.append(f"a client failed: {result!r}")
-        await self._end(shared)
+        try:
+            await self._end(shared)
+        except (AssertionError, OSError) as error:
+            self.wrong.append(f"the end: {error}")
         return {
             "minutes": self._options.minutes, "seed": self._options.seed, "strikes": number,
             "outcomes": dict(sorted(self._counts.items())), "used": dict(self._used),
             "slowest_s": {k: round(v, 3) for k, v in self._slowest_s.items()},
             "rss_mb": self._rss_mb, "wrong": self.wrong,
+            "log": self.server.lines[-60:] if self.wrong else [],
         }  # fmt: skip
 
     # ---- servers -----------------------------------------------------------------------------
