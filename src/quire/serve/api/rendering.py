@@ -1,15 +1,18 @@
 """Prompts to token ids without holding up the event loop, and which model a request means."""
 
 from quire.render.chat import ChatOptions
-from quire.render.renderer import RenderedPrompt
+from quire.render.renderer import RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.invalid import shown
-from quire.serve.async_renderer import PromptTooLong
+from quire.serve.async_renderer import PromptTooLong, size_of
+from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
 
 # Where a prompt is cut or only counted, so many times max_model_len are tokenised.
 MAX_CUT = 16
+# What a chat template gets beside what it shows may be so long: it has to be gone through.
+MAX_CHARS_PER_TOKEN = 256
 
 
 async def render_prompt(
@@ -28,6 +31,8 @@ async def render_prompt(
     """
     most = context.client.ready.max_model_len
     own = checked_template(context, template)
+    if options is not None and is_conversation(prompt):
+        await _check_size(context, prompt, options)
     try:
         return await context.async_renderer.render(
             prompt, options, own, add_special_tokens, most * MAX_CUT if is_cut else most
@@ -35,6 +40,23 @@ async def render_prompt(
     except PromptTooLong as error:
         field = "prompt" if options is None else "messages"
         raise bad_request(str(error), field, code="context_length_exceeded") from error
+
+
+async def _check_size(context: ApiContext, messages: object, options: ChatOptions) -> None:
+    """Refuse a conversation that is far too long with all that the template gets. Raises
+    ApiError."""
+    given = [messages, options.tools, options.documents, options.template_kwargs]
+    if size_of(given, MAX_CHARS_ON_LOOP) <= MAX_CHARS_ON_LOOP:
+        return
+    most = MAX_CHARS_PER_TOKEN * context.client.ready.max_model_len
+    if await context.lanes.run(MAX_CHARS_SHORT, size_of, given, most) > most:
+        raise bad_request(
+            "the prompt, with tools, documents and chat_template_kwargs, has more than"
+            f" {most} characters, too many for max_model_len ="
+            f" {context.client.ready.max_model_len} tokens; shorten it.",
+            "messages",
+            code="context_length_exceeded",
+        )
 
 
 def checked_template(context: ApiContext, template: str | None) -> str | None:
