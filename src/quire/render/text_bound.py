@@ -9,6 +9,7 @@ then. Unicode's composed form (NFC) may shorten a text to a third.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from quire.render.pieces import SPACE_MARK, byte_of_char
 if TYPE_CHECKING:
     import tokenizers
 
-PART_BYTES = 1 << 18  # of a text, counted at once
+PART_CHARS = 1 << 16  # of a text, counted at once
 BLANKS = "".join(c for c in map(chr, range(0x3001)) if c.isspace() or c == "\u200b").encode()
 COMPOSED_SHRINK = 3
 KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
@@ -36,12 +37,11 @@ class TextBound:
 
     def at_least(self, text: str) -> int:
         """A number of tokens that the text has at least, without those put before and behind."""
-        data = text.encode("utf-8", "surrogatepass")
         if self.composes and not text.isascii():
-            return len(data) // (COMPOSED_SHRINK * self.longest) if self._all_weigh else 0
+            num_bytes = sum(map(len, _parts(text)))
+            return num_bytes // (COMPOSED_SHRINK * self.longest) if self._all_weigh else 0
         counts = [0] * len(self.groups)
-        for start in range(0, len(data), PART_BYTES):
-            part = data[start : start + PART_BYTES]
+        for part in _parts(text):
             for index, (_, values) in enumerate(self.groups):
                 counts[index] += len(part) - len(part.translate(None, values))
         weights = [n / length for n, (length, _) in zip(counts, self.groups, strict=True)]
@@ -50,6 +50,12 @@ class TextBound:
     @property
     def _all_weigh(self) -> bool:
         return any(ord(" ") in values for _, values in self.groups)
+
+
+def _parts(text: str) -> Iterator[bytes]:
+    """The bytes of a text, of which there is never a whole copy."""
+    for start in range(0, len(text), PART_CHARS):
+        yield text[start : start + PART_CHARS].encode("utf-8", "surrogatepass")
 
 
 def text_bound(backend: "tokenizers.Tokenizer") -> TextBound | None:

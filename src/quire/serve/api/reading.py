@@ -18,8 +18,8 @@ from fastapi.routing import APIRoute
 from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
 
 MAX_VALUES = 3 << 18
-MAX_CONTAINERS = 1 << 16
-MAX_TEXTS = 1 << 18  # with names of fields
+MAX_CONTAINERS = 1 << 15
+MAX_TEXTS = 1 << 17  # with names of fields
 MAX_EXPONENTS = 1 << 16  # the slowest numbers to read; true and false look like one
 MAX_WIDE_BYTES = 8 << 20  # one character beyond U+FFFF makes its text take 4 bytes for each
 MAX_FIELDS = 256
