@@ -47,7 +47,8 @@ TESTS = (
     "tests/engine/test_groups.py", "tests/engine/test_swap.py", "tests/engine/test_samples.py",
     "tests/engine/test_bisect.py", "tests/engine/test_core.py", "tests/engine/test_figure_9.py",
     "tests/engine/test_open_prompts.py", "tests/engine/test_queue_limit.py",
-    "tests/engine/test_timeline.py", "tests/engine/connectors/test_store.py",
+    "tests/engine/test_timeline.py", "tests/engine/test_metrics.py",
+    "tests/engine/connectors/test_store.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("equivalent.txt")
 LEAST = 0.9

@@ -8,13 +8,14 @@ import pytest
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.messages import Abort
+from quire.base.messages import Abort, MeasuredRates
 from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
 from quire.scheduler import admission
 from quire.scheduler.failures import find_broken
 from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.swap import swap_is_cheaper
 from tests.scheduler.device import make_request
 from tests.scheduler.test_admission import add, others, scheduler_of
 from tests.scheduler.test_history import TEXT, ask, step
@@ -130,3 +131,33 @@ def test_a_prefix_that_is_given_up_before_it_was_computed_takes_no_room() -> Non
     bench.core.control(Abort("pin"))
     bench.finish()
     assert bench.scheduler.pins.room(0) == 24
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "is_cheaper"), [(1500, False), (1600, False), (1601, True)]
+)
+def test_swapping_against_computing_again(bytes_per_s: float, is_cheaper: bool) -> None:
+    """Three samples of 30 tokens share a prompt of 20: 50 tokens to compute, in 0.5 s; or 4 blocks
+    of 100 bytes there and back."""
+    member = SimpleNamespace(blocks=None, num_computed_tokens=30, num_prompt_tokens=20)
+    scheduler = SimpleNamespace(
+        preemption_mode="auto",
+        rates=MeasuredRates(prefill_tokens_per_s=100.0, copy_bytes_per_s=bytes_per_s),
+        kv=SimpleNamespace(num_distinct=lambda blocks: [4], block_bytes=[100]),
+    )
+    found = swap_is_cheaper(scheduler, [member] * 3)  # type: ignore[arg-type,list-item]
+    assert found is is_cheaper
+    for mode in ("swap", "recompute"):
+        scheduler.preemption_mode = mode
+        assert swap_is_cheaper(scheduler, [member] * 3) is (mode == "swap")  # type: ignore[arg-type,list-item]
+
+
+def test_what_a_step_copied_out_is_there_with_its_result() -> None:
+    kv = KVManager((FULL,), (4,), 4, host_limits=[4])
+    tier = kv.tier
+    assert tier is not None
+    for step_id, name in ((3, b"x"), (5, b"y")):
+        tier._fresh = [(0, name)]
+        tier.end_plan(step_id)
+    settled = [tier.settle(step_id) for step_id in range(2, 7)]
+    assert settled == [[], [(0, b"x")], [], [(0, b"y")], []]

@@ -1,0 +1,163 @@
+"""What is told of requests on their way in, and when and how they end."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from quire.base.config import SchedulerConfig
+from quire.base.errors import ConfigError
+from quire.base.events import Finished, Preempted, Queued
+from quire.base.messages import Abort
+from quire.base.plan import Candidates, StepResult
+from quire.scheduler import policies
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.preemption import preempt
+from quire.scheduler.results import StepOutputs
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import NUM_STOP_IDS
+from quire.tools.dry_run import dry_run
+from tests.scheduler.device import make_request
+from tests.scheduler.test_pins import Bench
+
+MANY = tuple(range(20, 20 + NUM_STOP_IDS + 4))
+
+
+def scheduler_of(caching: bool = True) -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, pipeline_depth=1)
+    return dry_run(40, 4, config, 100, enable_prefix_caching=caching)[0]
+
+
+def step(scheduler: Scheduler, token: int, **more: object) -> StepOutputs:
+    """Everybody samples this token."""
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    num = len(plan.sample_rows)
+    tokens = np.full((num, 1), token, np.int32)
+    result = StepResult(plan.step_id, tokens, np.ones(num, np.int32), **more)  # type: ignore[arg-type]
+    return scheduler.update(result, 0.0)
+
+
+def ending_of(
+    stops: tuple[int, ...], tokens: list[int], **params: object
+) -> tuple[str, int | None]:
+    """How a request ends whose tokens are these, and that it does so with the last of them."""
+    scheduler = scheduler_of()
+    request = make_request("r", [1, 2, 3], stops=stops, **({"max_tokens": 9} | params))
+    request = msgspec.structs.replace(request, eos_token_ids=stops[:1])
+    scheduler.add(request, 0.0)
+    for token in tokens[:-1]:
+        assert not step(scheduler, token).endings, token
+    (ending,) = step(scheduler, tokens[-1]).endings.values()
+    scheduler.check_invariants()
+    [finished] = [event for event in scheduler.events if isinstance(event, Finished)]
+    assert (finished.reason, finished.num_output_tokens) == (ending.reason, len(tokens))
+    return ending.reason, ending.stop_reason
+
+
+@pytest.mark.parametrize("stops", [(7, 8, 9), (*MANY, 7, 8, 9)])
+def test_how_a_request_ends(stops: tuple[int, ...]) -> None:
+    """Few stop tokens are compared in arrays, many one by one."""
+    eos, named = stops[0], stops[-1]
+    assert ending_of(stops, [1, 2, eos]) == ("stop", None)
+    assert ending_of(stops, [1, 2, 3, named]) == ("stop", named)
+    assert ending_of(stops, [1, 2, 3, 4], max_tokens=4) == ("length", None)
+    assert ending_of(stops, [named, eos, named], min_tokens=3) == ("stop", named)
+    assert ending_of(stops, [1, named], max_tokens=2) == ("stop", named)
+
+
+def test_long_lists_of_one_request_are_not_another_s() -> None:
+    scheduler = scheduler_of()
+    for name, stops in (("many", MANY), ("few", (7,)), ("more", tuple(n + 40 for n in MANY))):
+        scheduler.add(make_request(name, [1, 2, 3], stops=stops, max_tokens=9), 0.0)
+    assert not step(scheduler, 5).endings
+    assert len(step(scheduler, MANY[-1]).endings) == 1
+    assert set(scheduler.sequences) == {"few", "more"}
+    assert len(step(scheduler, MANY[-1] + 40).endings) == 1
+    assert (set(scheduler.sequences), scheduler.num_long_stop_lists) == ({"few"}, 0)
+
+
+def test_what_is_told_of_one_that_comes_in() -> None:
+    scheduler = scheduler_of()
+    request = make_request("r", [1, 2, 3], max_tokens=5, tenant="mine")
+    request = msgspec.structs.replace(request, received_s=0.5)
+    scheduler.add(request, 2.0)
+    assert scheduler.events == [Queued(2.0, "r", 3, 5, 0.5, "mine")]
+
+
+def test_what_is_told_of_one_that_gives_way() -> None:
+    scheduler = scheduler_of()
+    scheduler.add(make_request("r", list(range(9)), max_tokens=9), 0.0)
+    step(scheduler, 5)
+    step(scheduler, 5)
+    rows = preempt(scheduler, scheduler.sequences["r"], "other", 3.0)
+    assert rows == {0}
+    assert scheduler.events[-1] == Preempted(3.0, "r", "other", 10, False)
+
+
+def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
+    """Also of positions that are computed a second time."""
+    scheduler = scheduler_of(caching=False)
+    scheduler.add(make_request("r", list(range(40)), max_tokens=2, prompt_logprobs=0), 0.0)
+    every = [Candidates(np.array([i]), np.array([0.0]), 1) for i in range(40)]
+    sequence, told, num = scheduler.sequences["r"], list[Candidates](), 0
+    while len(told) < 40:
+        plan = scheduler.schedule(0.0)
+        assert plan is not None
+        start, end = int(plan.computed_bound[0]), int(plan.computed_bound[0] + plan.num_tokens[0])
+        num += end - start
+        size = len(plan.sample_rows)
+        result = StepResult(
+            plan.step_id,
+            np.full((size, 1), 5, np.int32),
+            np.ones(size, np.int32),
+            prompt_candidates={int(plan.rows[0]): every[start:end]},
+        )
+        outputs = scheduler.update(result, 0.0)
+        assert sequence in outputs.others
+        told += outputs.prompt_candidates[sequence.arrival]
+        if end == 32 and num == 32:
+            preempt(scheduler, sequence, "other", 0.0)
+    assert told == every
+    assert num == 40 + 32, "nothing was computed a second time"
+
+
+def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
+    request = make_request("r", [1, 2, 3])
+    cached, uncached = scheduler_of(), scheduler_of(caching=False)
+    plain = cached.root(request, 1, 0)
+    assert cached.root(request, 3, 0) == cached.root(request, 3, 5) == plain
+    roots = {uncached.root(request, 3, arrival) for arrival in range(3)}
+    assert len(roots) == 3 and plain not in roots
+    assert uncached.root(request, 1, 0) == uncached.root(request, 1, 5)
+
+
+def test_a_tenant_is_absent_after_its_last_request() -> None:
+    scheduler = scheduler_of()
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, [1, 2, 3], tenant="mine"), 0.0)
+    tenants = scheduler.queue.tenants
+    scheduler.control(Abort("a"), 0.0)
+    assert tenants._present == {"mine"} and not tenants._absent
+    scheduler.control(Abort("b"), 0.0)
+    assert not tenants._present and list(tenants._absent) == ["mine"]
+
+
+def test_a_pin_whose_time_is_over_takes_no_room_from_who_comes_then() -> None:
+    bench = Bench(num_blocks=6)
+    bench.pin(pin_s=5.0)
+    bench.clock.advance(6.0)
+    bench.scheduler.add(make_request("all", list(range(15)), max_tokens=9), bench.clock.now())
+    assert "pin" not in bench.pins and bench.scheduler.pins.room(0) == 6
+
+
+class NotEmpty(Fifo):
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_policy_of_another_package_must_be_empty_when_it_is_made(monkeypatch) -> None:
+    monkeypatch.setattr(policies, "load_plugin", lambda kind, name, known: Fifo)
+    assert policies.make_policy("theirs") is Fifo
+    monkeypatch.setattr(policies, "load_plugin", lambda kind, name, known: NotEmpty)
+    with pytest.raises(ConfigError, match="is not empty when it is made"):
+        policies.make_policy("theirs")
