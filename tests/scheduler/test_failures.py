@@ -1,0 +1,72 @@
+"""Whom a failed row takes along, over host memory and over forks: on plans made by hand."""
+
+from typing import Any
+
+import numpy as np
+
+from quire.base.plan import Move, Plan, RowFork
+from quire.scheduler.failures import find_broken
+from quire.scheduler.flight import Flight
+from quire.scheduler.results import Ending
+
+FAILS = {0: Ending("error", error="it failed")}
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def flight(step: int, rows: list[int], shared: list[Any], moves: tuple[Move, ...] = ()) -> Flight:
+    plan = Plan(step, rows=ints(*rows), sample_rows=ints(*rows), moves=moves)
+    owners = np.array([f"sequence of row {row}" for row in rows], object)
+    epochs = np.zeros(len(rows), np.int64)
+    return Flight(plan, epochs, owners, epochs, owners, shared)
+
+
+def swap(source: int, destination: int) -> Move:
+    return Move("swap_out", 0, ints(source), ints(destination))
+
+
+def load(source: int, destination: int) -> Move:
+    return Move("load", 0, ints(source), ints(destination))
+
+
+def test_what_a_failed_row_computed_breaks_whoever_loads_it_from_the_host() -> None:
+    """Block 5 goes out to host block 2 and comes back as block 7; 8 and 9 have nothing to do
+    with it."""
+    flights = [
+        flight(1, [0, 1], [(0, [[]], [[5]]), (1, [[8]], [[9]])]),
+        flight(2, [1], [], (swap(5, 2), swap(9, 3))),
+        flight(3, [2, 3], [(2, [[7]], [[]]), (3, [[6]], [[]])], (load(2, 7), load(3, 6))),
+    ]
+    broken = find_broken(flights, FAILS, 1)
+    assert set(broken.failed) == {(0, 0)} and set(broken.dependants) == {(2, 0)}
+    assert broken.host == [{2}]
+
+
+def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
+    """Also where no row has failed; a later swap to the same host block makes it good again."""
+    flights = [
+        flight(1, [0], [], (swap(5, 2), swap(6, 3))),
+        flight(2, [1], [(1, [[7]], [[]])], (load(2, 7),)),
+        flight(3, [2], [(2, [[8]], [[]])], (swap(4, 3), load(3, 8))),
+    ]
+    broken = find_broken(flights, {}, 1, has_lost_swaps=True)
+    assert not broken.failed and set(broken.dependants) == {(1, 0)}
+    assert broken.host == [{2}]
+    assert not find_broken(flights, {}, 1).dependants
+
+
+def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
+    """The child samples from its parent's logits, whatever it shares with whom."""
+    plan = Plan(
+        4,
+        rows=ints(0, 1),
+        sample_rows=ints(0, 1, 2, 3),
+        sources=ints(0, 1, 0, 1),
+        forked=(RowFork(0, 2, 1), RowFork(1, 3, 1)),
+    )
+    owners, epochs = np.array(["a", "b", "c", "d"], object), np.zeros(4, np.int64)
+    mine = Flight(plan, epochs, owners, epochs, owners, [])
+    mine.leave_out({(0, 0)})
+    assert mine.left_out == {0, 2}
