@@ -9,6 +9,8 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
 from quire.engine.build import make_scheduler
 from quire.engine.core import EngineCore
-from quire.engine.executor import InProcessExecutor
+from quire.engine.executor import Executor, InProcessExecutor
 from quire.models.source import resolve_model
-from quire.runner.build import build_runner
+from quire.runner.build import BuiltRunner, build_runner
 from tests.engine.bench import prompt
 from tests.serve.checkpoints import checkpoint, pool_bytes
 
@@ -43,6 +45,28 @@ class StepFault(Exception):
     pass
 
 
+Point = tuple[Any, str, str, bool]  # an object, its method, the place, whether after it
+
+
+def cpu_points(runner: Any) -> list[Point]:
+    return [
+        (runner.rows, "_write_tables", "tables", True),
+        (runner, "_score_prompts", "after forward", False),
+        (runner.sampler, "sample", "sampling", False),
+        (runner, "_to_host", "result", True),
+        (runner.rows, "advance", "counters", False),
+    ]
+
+
+def gpu_points(runner: Any) -> list[Point]:
+    """Behind `choose` come the log-probabilities, then the counters, and nothing after these."""
+    return [
+        (runner.rows, "_add_rest", "tables", True),
+        (runner, "_end", "after forward", False),
+        (runner.sampler, "choose", "sampling", True),
+    ]
+
+
 class Faults:
     """A runner that raises at one place of a step.
 
@@ -55,6 +79,7 @@ class Faults:
         self.table = table
         self.place = place
         self.pins: set[int] = set()  # seeds of prefixes to pin
+        self.places = PLACES[:5] if runner.launches else PLACES
         self.num_raised = 0
         self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
         self._prompt_lens: dict[int, int] = {}
@@ -65,19 +90,15 @@ class Faults:
 
     def _put_in(self) -> None:
         runner = self.runner
-        places: list[tuple[Any, str, str, bool]] = [
+        points: list[Point] = [
             (runner, "_start_and_release", "begin", False),
-            (runner.rows, "_write_tables", "tables", True),
             (runner.backend, "prepare", "forward", False),
-            (runner, "_score_prompts", "after forward", False),
-            (runner.sampler, "sample", "sampling", False),
-            (runner, "_to_host", "result", True),
-            (runner.rows, "advance", "counters", False),
             (runner.backend, "swap_out", "swap_out", True),
             (runner.backend, "load", "load", True),
             (runner.backend, "copy_blocks", "copy", True),
         ]
-        for owner, name, place, is_after in places:
+        points += gpu_points(runner) if runner.launches else cpu_points(runner)
+        for owner, name, place, is_after in points:
             setattr(owner, name, self._with_fault(getattr(owner, name), place, is_after))
 
     def _with_fault(
@@ -94,6 +115,16 @@ class Faults:
         return carry_out
 
     def run(self, plan: Plan) -> StepResult:
+        result: StepResult = self._do(self.runner.run, plan)
+        return result
+
+    def launch(self, plan: Plan) -> Any:
+        return self._do(self.runner.launch, plan)
+
+    def idle(self) -> bool:
+        return False
+
+    def _do(self, carry_out: Callable[[Plan], Any], plan: Plan) -> Any:
         for start in plan.started:
             self._seeds[start.row] = start.seed, start.params.prompt_logprobs is not None
             self._prompt_lens[start.row] = start.num_prompt_tokens
@@ -102,14 +133,13 @@ class Faults:
             self._prompt_lens[fork.child] = self._prompt_lens[fork.parent]
         self._now = self._choose(plan) if self.place is None else self._blamed(plan)
         try:
-            result: StepResult = self.runner.run(plan)
+            return carry_out(plan)
         except StepFault as fault:
             for kind in self.kinds_of(plan):
                 self.table[kind, str(fault)] += 1
             raise
         finally:
             self._now = None
-        return result
 
     def _blamed(self, plan: Plan) -> str | None:
         if self.place in MOVES:
@@ -137,8 +167,8 @@ class Faults:
         cells = [
             (self.table[kind, place], KINDS.index(kind), i, place)
             for kind in self.kinds_of(plan)
-            for i, place in enumerate((*PLACES, *MOVES))
-            if place in PLACES or place in moves
+            for i, place in enumerate((*self.places, *MOVES))
+            if place in self.places or place in moves
         ]
         least = min(cells)
         if least[0] and plan.step_id < self._last_fault + 2:
@@ -189,14 +219,19 @@ class Engine:
         self.beams: dict[str, list[list[int]]] = {}
         self.ends: dict[str, set[str]] = {}
 
-    def start(self, table: Counter[Cell] | None = None, place: str | None = None) -> "Engine":
+    def start(
+        self,
+        table: Counter[Cell] | None = None,
+        place: str | None = None,
+        make_executor: Callable[[BuiltRunner], Executor] = InProcessExecutor,
+    ) -> "Engine":
         built = self.built
         if table is not None:
             self.faults = Faults(built.runner, table, place)
             built = dataclasses.replace(built, runner=self.faults)  # type: ignore[arg-type]
         limits = RequestLimits(97, MAX_LEN, 20, 1 << 20)
         scheduler = make_scheduler(built, self.source)
-        self.core = EngineCore(scheduler, InProcessExecutor(built), FakeClock(), limits)
+        self.core = EngineCore(scheduler, make_executor(built), FakeClock(), limits)
         return self
 
     def add(self, request: Request) -> None:
@@ -282,37 +317,62 @@ def assert_same(engine: Engine, wanted: Engine, guilty: set[str]) -> None:
 
 SEEDS = {"pin": 1, "pieces": 2, "gone": 3, "late": 4, "after": 5}
 SEEDS |= {f"r{i}": 10 + i for i in range(10)}
-WANTED: dict[int, Engine] = {}
 
 
+@cache
 def wanted(seed: int) -> Engine:
     """The same program without faults, in a large pool."""
-    if seed not in WANTED:
-        WANTED[seed] = Engine(1, 200, kv_host_gb=0.0).start()
-        run_program(WANTED[seed], seed, has_guilty=False)
-    return WANTED[seed]
+    engine = Engine(1, 200, kv_host_gb=0.0).start()
+    run_program(engine, seed, has_guilty=False)
+    return engine
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_fault_by_chance_costs_nobody(depth: int) -> None:
+    """Programs until there was a fault in every kind of step at every place."""
     table: Counter[Cell] = Counter()
-    for seed in range(7):
+    for seed in range(12):
         engine = Engine(depth).start(table)
         run_program(engine, seed, has_guilty=False)
         assert_same(engine, wanted(seed), set())
+        if not empty_cells(table):
+            break
+    assert not empty_cells(table), "never tried"
+
+
+def empty_cells(table: Counter[Cell]) -> list[Cell]:
     rows = [(kind, place) for kind in KINDS for place in PLACES]
     own = [(place, place) for place in MOVES]
-    empty = [cell for cell in rows + own if not table[cell]]
-    assert not empty, "never tried"
+    return [cell for cell in rows + own if not table[cell]]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_more_faults_by_chance(depth: int) -> None:
+    for seed in range(20, 60):
+        engine = Engine(depth, num_blocks=14 + seed % 5).start(Counter())
+        run_program(engine, seed, has_guilty=False)
+        assert_same(engine, wanted(seed), set())
+
+
+@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((3, 2, 1)), strict=False)))
+def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) -> None:
+    run_guilty(place, depth, depth)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_fault_that_a_request_brings_costs_that_one(place: str) -> None:
-    for depth in (1, 2, 3):
-        engine = Engine(depth).start(Counter(), place)
-        run_program(engine, depth, has_guilty=True)
-        assert_same(engine, wanted(depth), {"r2", "r6"})
-        assert engine.faults is not None and engine.faults.num_raised > 0
+def test_more_faults_that_requests_bring(place: str, depth: int) -> None:
+    for seed in range(20, 30):
+        run_guilty(place, depth, seed)
+
+
+def run_guilty(place: str, depth: int, seed: int) -> None:
+    engine = Engine(depth).start(Counter(), place)
+    run_program(engine, seed, has_guilty=True)
+    assert_same(engine, wanted(seed), {"r2", "r6"})
+    assert engine.faults is not None and engine.faults.num_raised > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
