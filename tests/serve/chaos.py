@@ -28,7 +28,9 @@ from quire.tools.http_client import HttpClient, HttpError
 from tests.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases
 from tests.serve.processes import Server, is_running, kill, wait_until
 
-VICTIMS = ("core", "api", "supervisor", "core while it loads", "api", "hung core")
+# A supervisor gives up a core that dies four times in two minutes: there are others in between.
+VICTIMS = ("core", "api", "supervisor", "core while it loads", "api", "supervisor", "hung core",
+           "api")  # fmt: skip
 PERIOD_S = 18.0  # between two kills
 CALM_S = 60.0  # for everything to be let go
 SAMPLED = ("num_preemptions_total", "kv_blocks_loaded_total", "kv_blocks_fetched_total",
@@ -246,6 +248,9 @@ class Chaos:
         self.server.children = _children(self.server)
         self._rss_mb.append(_rss_mb(self.server))
         self._counts["calm"] += 1
+        done = sum(number for name, number in self._counts.items() if name.startswith("ok"))
+        print(f"calm {self._counts['calm']}: {done} answers, {len(self.wrong)} wrong",
+              file=sys.stderr, flush=True)  # fmt: skip
         self._open.set()
 
     async def _until_quiet(self) -> None:
