@@ -8,11 +8,13 @@ import pytest
 
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
+from quire.base.events import Preempted
 from quire.base.messages import Abort, MeasuredRates
 from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
 from quire.scheduler import admission
 from quire.scheduler.failures import find_broken
+from quire.scheduler.flight import Draft
 from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.swap import swap_is_cheaper
@@ -161,3 +163,36 @@ def test_what_a_step_copied_out_is_there_with_its_result() -> None:
         tier.end_plan(step_id)
     settled = [tier.settle(step_id) for step_id in range(2, 7)]
     assert settled == [[], [(0, b"x")], [], [(0, b"y")], []]
+
+
+def test_what_is_not_worth_swapping_is_computed_again() -> None:
+    """A group before it forks, and a prefix that is to be pinned."""
+    bench = Bench(preemption_mode="swap", max_num_batched_tokens=4)
+    bench.add("three", list(range(20)), n=3)
+    bench.step()
+    bench.begin_pin("pin", [*PREFIX, *range(20, 40)])
+    bench.step()
+    for name in ("three", "pin"):
+        sequence = bench.scheduler.sequences[name]
+        if sequence.row < 0:
+            assert name == "pin"
+            bench.core.control(Abort("three"))
+            bench.step()
+        assert sequence.row >= 0
+        preempt(bench.scheduler, sequence, "other", 0.0, Draft(99))
+        event = bench.scheduler.events[-1]
+        assert isinstance(event, Preempted) and not event.swapped and event.num_lost_tokens > 0
+        assert sequence.host_blocks is None
+
+
+def test_what_a_scored_prompt_may_take_from_the_cache() -> None:
+    """What was scored; all that is known, once every position but the first is."""
+    scheduler = with_history()
+    add_text(scheduler, "r", TEXT[:10], 0.0, prompt_logprobs=1)
+    sequence = scheduler.sequences["r"]
+    assert sequence.num_readable_tokens == 0
+    sequence.num_preemptions = 1
+    found = []
+    for sequence.num_prompt_logprobs in (0, 5, 8, 9, 10):
+        found.append(sequence.num_readable_tokens)
+    assert found == [0, 5, 8, 10, 10]
