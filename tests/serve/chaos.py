@@ -26,7 +26,7 @@ from typing import Any
 from quire.serve.launch import remove_abandoned_sockets
 from quire.tools.http_client import HttpClient, HttpError
 from tests.serve.chaos_cases import WORDS, Answer, Asker, Case, Cut, Wrong, make_cases
-from tests.serve.processes import Server, is_running, kill, wait_until
+from tests.serve.processes import Server, children_of, is_running, kill, wait_until
 
 # A supervisor gives up a core that dies four times in two minutes: there are others in between.
 VICTIMS = ("core", "api", "supervisor", "core while it loads", "api", "supervisor", "hung core",
@@ -202,16 +202,21 @@ class Chaos:
         server.children = _children(server)
         if victim == "supervisor":
             self._open.clear()  # what is asked of nobody tells nothing
+            family = _family(server)
             kill(server.process.pid)
             await asyncio.to_thread(server.process.wait, 20)
-            gone = lambda: not any(map(is_running, server.children))  # noqa: E731
+            gone = lambda: not any(map(is_running, family))  # noqa: E731
             await asyncio.to_thread(wait_until, gone, "the children have died", 10)
             if server.get("/health") != 0:
                 self.wrong.append("somebody listens after the supervisor's death")
             await self._start()
             self._open.set()
         elif victim == "api":
-            await self._replaced(self._rng.choice(server.api), signal.SIGKILL)
+            victim_pid = self._rng.choice(server.api)
+            family = set(children_of(victim_pid))
+            await self._replaced(victim_pid, signal.SIGKILL)
+            gone = lambda: not any(map(is_running, family))  # noqa: E731
+            await asyncio.to_thread(wait_until, gone, "its children have died", 10)
         else:
             is_hung = victim == "hung core"
             await self._replaced(server.core, signal.SIGSTOP if is_hung else signal.SIGKILL)
@@ -267,10 +272,11 @@ class Chaos:
     async def _end(self, shared: set[str]) -> None:
         server = self.server
         server.children = _children(server)
+        family = _family(server)
         status = await asyncio.to_thread(server.stop)
         if status != 0:
             self.wrong.append(f"the server ended with status {status}")
-        if any(map(is_running, server.children)):
+        if any(map(is_running, family)):
             self.wrong.append("a process is left behind")
         for home in self._folder.glob("quire-*"):  # of supervisors that were killed: not that young
             for path in (home / "core.sock", home):
@@ -286,8 +292,6 @@ class Chaos:
 
 
 def _children(server: Server) -> dict[int, str]:
-    from tests.serve.processes import children_of
-
     found: dict[int, str] = {}
 
     def complete() -> bool:
@@ -297,6 +301,12 @@ def _children(server: Server) -> dict[int, str]:
 
     wait_until(complete, "all three processes are there", 60)
     return found
+
+
+def _family(server: Server) -> set[int]:
+    """The supervisor's children, and theirs."""
+    children = set(children_of(server.process.pid))
+    return children.union(*(children_of(pid) for pid in children))
 
 
 def _rss_mb(server: Server) -> dict[str, float]:
