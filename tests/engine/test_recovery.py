@@ -285,7 +285,15 @@ def run_program(engine: Engine, seed: int, has_guilty: bool) -> None:
         kind = dict(kinds[i % len(kinds)])
         is_guilty = has_guilty and i in (2, 6)
         number = (GUILTY_LATER if i == 2 else GUILTY) if is_guilty else 10 + i
-        engine.add(request(f"r{i}", tokens, number, max_tokens=rng.randint(3, 12), **kind))
+        engine.add(
+            request(
+                f"r{i}",
+                tokens,
+                number,
+                max_tokens=min(rng.randint(3, 12), 31 - len(tokens)),
+                **kind,
+            )
+        )
         for _ in range(rng.randint(0, 3)):
             engine.step()
         if i in (1, 2, 3, 4, 5):
