@@ -22,7 +22,7 @@ TOKENS = random_tokens(40)
 WINDOW = {"sliding_window": 6, "max_window_layers": 1}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
-ABSENT = object()
+ABSENT = "absent"
 
 # variant, changes of its config, whether they make a difference
 SAME: list[tuple[str, dict[str, Any], bool]] = [

@@ -90,12 +90,15 @@ class DeviceRows:
         if len(plan.sample_rows):
             rows_N, lengths = self._index(plan.sample_rows), self._index(lengths_N)
             self.tokens_RM[rows_N, lengths] = token_ids_N.int()
-        rows, num_tokens = plan.rows, plan.num_tokens
-        if forks := plan.new_forks:  # they have computed what their parents had before the step
-            place = {row: i for i, row in enumerate(rows.tolist())}
+        rows, parents, num_tokens = plan.rows, plan.rows, plan.num_tokens
+        if forks := plan.new_forks:  # they have computed what their parents have
+            place = {row: i for i, row in enumerate(plan.rows.tolist())}
+            places = [place[fork.parent] for fork in forks]
             rows = np.append(rows, [fork.child for fork in forks])
-            num_tokens = np.append(num_tokens, num_tokens[[place[f.parent] for f in forks]])
-        self.computed_R[self._index(rows)] += self._index(num_tokens)  # all at once, or none
+            parents = np.append(parents, parents[places])
+            num_tokens = np.append(num_tokens, num_tokens[places])
+        computed = self.computed_R[self._index(parents)] + self._index(num_tokens)
+        self.computed_R[self._index(rows)] = computed  # all at once, or none
 
     def _copy_row(self, parent: int, child: int) -> None:
         self.tokens_RM[child] = self.tokens_RM[parent]
