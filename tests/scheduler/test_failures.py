@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.base.plan import Move, Plan, RowFork
+from quire.base.plan import Move, Plan, RowFork, RowStart
+from quire.base.sampling_params import SamplingParams
 from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
 from quire.scheduler.results import Ending
@@ -16,11 +17,19 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
 
 
-def flight(step: int, rows: list[int], shared: list[Any], moves: tuple[Move, ...] = ()) -> Flight:
-    plan = Plan(step, rows=ints(*rows), sample_rows=ints(*rows), moves=moves)
-    owners = np.array([f"sequence of row {row}" for row in rows], object)
-    epochs = np.zeros(len(rows), np.int64)
-    return Flight(plan, epochs, owners, epochs, owners, shared)
+def flight(
+    step: int,
+    rows: list[int],
+    shared: list[Any],
+    moves: tuple[Move, ...] = (),
+    started: list[int] | None = None,
+) -> Flight:
+    starts = tuple(RowStart(row, ints(1, 2, 3), 2, 3, SamplingParams(), 0) for row in started or [])
+    plan = Plan(step, rows=ints(*rows), sample_rows=ints(*rows), moves=moves, started=starts)
+    lines = rows + [row for row in started or [] if row not in rows]
+    owners = np.array([f"sequence of row {row}" for row in lines], object)
+    epochs = np.zeros(len(lines), np.int64)
+    return Flight(plan, epochs, owners, epochs[: len(rows)], owners[: len(rows)], shared)
 
 
 def swap(source: int, destination: int) -> Move:
@@ -55,6 +64,20 @@ def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
     assert not broken.failed and set(broken.dependants) == {(1, 0)}
     assert broken.host == [{2}]
     assert not find_broken(flights, {}, 1).dependants
+
+
+def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() -> None:
+    """Rows 1 and 2 of a group come back, with tokens for one of them; so does 3, from elsewhere."""
+    shared = [(1, [[7]], [[]]), (2, [[8]], [[]]), (3, [[9]], [[]])]
+    moves = (load(2, 7), load(3, 8), load(4, 9))
+    flights = [
+        flight(1, [0], [], (swap(5, 2), swap(6, 3))),
+        flight(2, [0, 1], shared, moves, started=[1, 2, 3]),
+    ]
+    broken = find_broken(flights, {}, 1, has_lost_swaps=True)
+    assert broken.dependants == {(1, 0): "sequence of row 1", (2, 0): "sequence of row 2"}
+    flights[1].leave_out(broken.dependants)
+    assert flights[1].left_out == {1, 2}
 
 
 def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:

@@ -50,7 +50,7 @@ class Driver:
 
     def __init__(self, num_blocks: int, is_lazy: bool = False, **settings: Any) -> None:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4} | settings
-        kv = KVManager(FULL, (num_blocks,), 4)
+        kv = self.kv = KVManager(FULL, (num_blocks,), 4)
         self.device = Unlucky(FULL, (num_blocks,), 4)
         self.scheduler = Scheduler(kv, SchedulerConfig(**settings), MAX_LEN, watermark=0.0)
         self.clock = FakeClock()
@@ -104,11 +104,13 @@ def test_a_piece_in_a_plan_that_loses_its_rows_reaches_the_device(is_lazy: bool)
     assert driver.output["streamed", 0] == expected_tokens(whole, MAX_LEN)
 
 
-def test_rows_that_start_in_a_step_that_fails_once() -> None:
-    """A group comes back from swap space with more members than the budget has tokens."""
+GROUP = make_request("group", list(range(20, 26)), max_tokens=10, n=3, seed=2)
+
+
+def swapped_out_group() -> Driver:
+    """A group that comes back from swap space with more members than the budget has tokens."""
     driver = Driver(18, max_num_batched_tokens=2, preemption_mode="swap")
-    group = make_request("group", list(range(20, 26)), max_tokens=10, n=3, seed=2)
-    driver.core.add(group)
+    driver.core.add(GROUP)
     scheduler = driver.scheduler
     while scheduler.num_running != 3:
         driver.core.plan()
@@ -117,10 +119,27 @@ def test_rows_that_start_in_a_step_that_fails_once() -> None:
     preempt(scheduler, scheduler.running()[0], "test", 0.0, draft)
     scheduler._swaps = draft.swaps
     assert scheduler.num_running == 0 and draft.swaps
+    return driver
+
+
+def test_rows_that_start_in_a_step_that_fails_once() -> None:
+    driver = swapped_out_group()
     driver.finish()
     assert driver.device.num_failed == 1
     for index in range(3):
-        assert driver.output["group", index] == expected_tokens(group, MAX_LEN)
+        assert driver.output["group", index] == expected_tokens(GROUP, MAX_LEN)
+
+
+def test_rows_that_only_start_in_a_step_that_their_request_makes_fail() -> None:
+    """Of the group that comes back two members compute; they fail, and the third with them."""
+    driver = swapped_out_group()
+    driver.device.curses[2] = Curse(5, raises=True)
+    other = make_request("other", [1, 2, 3], max_tokens=4, temperature=0.0, seed=3)
+    driver.core.add(other)
+    driver.finish()
+    assert driver.device.num_failed == 1
+    assert driver.output["other", 0] == expected_tokens(other, MAX_LEN)
+    assert all(pool.num_used == 0 for pool in (*driver.kv.pools, *driver.kv.host_pools))
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -115,6 +115,14 @@ class Plan:
         return tuple(fork for fork in self.forked if fork.child in new)
 
     @property
+    def idle_rows(self) -> list[int]:
+        """Rows that start with it and compute nothing yet."""
+        if not self.started:
+            return []
+        busy = set(self.rows.tolist())
+        return [start.row for start in self.started if start.row not in busy]
+
+    @property
     def sample_sources(self) -> Int32:
         """[N] the scheduled rows whose logits the sampling rows use."""
         return self.sources if len(self.sources) else self.sample_rows

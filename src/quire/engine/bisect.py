@@ -154,7 +154,7 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
     if len(rows) == len(plan.rows):
         return plan
     kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
-    row_set = set(rows.tolist()) | (idle_rows(plan) - gone)
+    row_set = set(rows.tolist()) | (set(plan.idle_rows) - gone)
     new = plan.new_forks
     forked = tuple(f for f in plan.forked if f not in new or f.parent in row_set)
     return dataclasses.replace(
@@ -169,11 +169,6 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
         started=tuple(start for start in plan.started if start.row in row_set),
         block_writes=_writes_of(plan.block_writes, row_set | {fork.child for fork in forked}),
     )
-
-
-def idle_rows(plan: Plan) -> set[int]:
-    """Rows that start with a plan and compute nothing in it."""
-    return {start.row for start in plan.started} - set(plan.rows.tolist())
 
 
 def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
@@ -256,7 +251,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
 
 def _rows_alone(plan: Plan) -> Plan:
     """The plan without what it does beside its rows."""
-    nothing, idle = np.empty(0, np.int32), idle_rows(plan)
+    nothing, idle = np.empty(0, np.int32), set(plan.idle_rows)
     written = set(plan.block_writes.row.tolist()) - idle
     return dataclasses.replace(
         plan,

@@ -21,10 +21,11 @@ Line = tuple[int, int]  # a row and its epoch: one sequence's stay there
 class Flight:
     """What the scheduler remembers of a plan until its result is in.
 
-    row_epochs and row_sequences: of plan.rows when planned, then of the rows forked from them, and
-    whose they were; epochs and sequences: the same of plan.sample_rows. shared: row, blocks that it
-    found in the index (or that its parent held) and blocks that it entered there with this plan, in
-    the order of planning. left_out: rows of sequences that an earlier plan's result ended or sent
+    row_epochs and row_sequences: of plan.rows when planned, then of the rows forked from them, then
+    of plan.idle_rows, and whose they were; epochs and sequences: the same of plan.sample_rows.
+    shared: row, blocks that it found in the index (or that its parent held, or that came back from
+    host memory) and blocks that it entered in the index with this plan, in the order of planning.
+    left_out: rows of sequences that an earlier plan's result ended or sent
     back; what this plan gives them is void.
     """
 
@@ -38,9 +39,10 @@ class Flight:
 
     @property
     def lines(self) -> list[Line]:
-        """Of plan.rows, and of the rows that sample as forks of them. (Forked beams are among
-        plan.rows, or compute nothing yet.)"""
-        rows = self.plan.rows.tolist() + [fork.child for fork in self.plan.new_forks]
+        """Of plan.rows, of the rows that sample as forks of them, and of those that only start.
+        (Forked beams are among plan.rows, or compute nothing yet.)"""
+        forked = [fork.child for fork in self.plan.new_forks]
+        rows = self.plan.rows.tolist() + forked + self.plan.idle_rows
         return list(zip(rows, self.row_epochs.tolist(), strict=True))
 
     def leave_out(self, lines: Collection[Line]) -> None:
@@ -105,6 +107,7 @@ class Draft:
         that somebody else may get."""
         self.writes = [write for write in self.writes if write[1] not in rows]
         self.copies = [copy for copy in self.copies if copy[1] not in rows]
+        self.shared = [held for held in self.shared if held[0] not in rows]
 
     def add_adopted(self, sequence: Sequence, num_blocks: int) -> None:
         """Block-table entries of a prefix hit."""

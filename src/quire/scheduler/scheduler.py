@@ -384,7 +384,7 @@ class Scheduler:
         )
         self._released, self.forked, self.host_tokens = [], [], []
         self._next_step_id += 1
-        lines = np.concatenate([rows, forked])
+        lines = np.concatenate([rows, forked, np.array(plan.idle_rows, np.int32)])
         row_epochs, row_sequences = table.epoch[lines], table.sequences[lines]
         epochs, sequences = row_epochs, row_sequences
         if len(samples) < len(lines):
