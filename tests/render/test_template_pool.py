@@ -172,6 +172,40 @@ def test_a_process_that_dies_is_replaced() -> None:
     assert "ended its process" in process.why()
 
 
+def test_a_process_that_died_at_rest_fails_no_conversation() -> None:
+    """The kernel may end it when memory is short; the next conversation is not to blame."""
+    pool = TemplatePool(max_processes=1)
+
+    def end_it() -> None:
+        [process] = pool._idle
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
+    end_it()
+    assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
+    end_it()
+    assert asyncio.run(pool.render_async(job(PLAIN, "Hi"))) == "<|user|>Hi"
+
+
+def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses no processor time, so the kernel does not end it."""
+    pool = TemplatePool(max_processes=1)
+    assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
+    monkeypatch.setattr(template_pool, "ANSWER_S", 0.1)
+
+    async def go() -> None:
+        [process] = pool._idle
+        os.kill(process.pid, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            with pytest.raises(RequestError, match=r"did not answer for 0\.1 s"):
+                await pool.render_async(job(PLAIN, "x" * 3_000_000))  # no room for it on the way
+        monkeypatch.undo()
+        assert await pool.render_async(job(PLAIN, "Hi")) == "<|user|>Hi"
+
+    asyncio.run(go())
+
+
 def test_no_process_outlives_its_pool() -> None:
     process = TemplateProcess()
     pid = process.pid

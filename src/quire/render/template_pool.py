@@ -55,6 +55,10 @@ class TemplateProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def exchange(self, job: bytes) -> tuple[bytes, str]:
         """Kind and text of the answer. Raises ConnectionError if the process has ended."""
         self._socket.settimeout(ANSWER_S)
@@ -72,7 +76,8 @@ class TemplateProcess:
         """The same. Nothing may be asked of the process any more if it is cancelled."""
         loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
-        late = loop.call_later(ANSWER_S, self.kill)
+        # Not closed, which would leave the loop waiting for a descriptor that is no more.
+        late = loop.call_later(ANSWER_S, self._socket.shutdown, socket.SHUT_RDWR)
         try:
             await loop.sock_sendall(self._socket, LENGTH.pack(len(job)) + job)
             reading = _answer()
@@ -151,7 +156,7 @@ class TemplatePool:
         place = self._ask(heavy)
         if not place.done():
             self._grow_after(place)
-        process = place.result()
+        process = _living(place.result())
         try:
             process = process or TemplateProcess(self._cpu_s)
         except BaseException:
@@ -171,7 +176,7 @@ class TemplatePool:
         data = job.pack()
         heavy = _is_heavy(job, data)
         place = self._ask(heavy)
-        process = place.result() if place.done() else await self._wait(place, heavy)
+        process = _living(place.result() if place.done() else await self._wait(place, heavy))
         try:
             process = process or await asyncio.to_thread(TemplateProcess, self._cpu_s)
         except BaseException:
@@ -243,7 +248,9 @@ class TemplatePool:
         try:
             return await asyncio.wrap_future(place)
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it was given out just now
+            with self._lock:  # which is held while a place is given out
+                is_given = place.done() and not place.cancelled()
+            if is_given:
                 self._give_back(place.result(), heavy)
             raise
         finally:
@@ -271,6 +278,14 @@ class TemplatePool:
         process.kill()
         self._give_back(None, heavy)
         return RequestError(f"the chat template {why}; send less, or give another chat_template.")
+
+
+def _living(process: TemplateProcess | None) -> TemplateProcess | None:
+    """None for one that was ended from outside while it waited: another is to be started."""
+    if process is not None and process.has_ended:
+        process.kill()
+        return None
+    return process
 
 
 def _is_heavy(job: TemplateJob, data: bytes) -> bool:
