@@ -15,6 +15,7 @@ import pytest
 from quire.base.events import Event, Preempted
 from quire.base.messages import Request, SequenceOutput, Unpin
 from quire.base.sampling_params import SamplingParams
+from quire.scheduler.preemption import preempt
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.serve.checkpoints import checkpoint, pool_bytes, reference_logits
 
@@ -127,6 +128,22 @@ def test_whatever_takes_their_rows(folder: Path, depth: int, mode: str) -> None:
         begun_again += len(bench.begun_again & scored)
     if (mode, depth) != ("faults", 1):
         assert begun_again > 0, "nobody lost its row amid its prompt"
+
+
+@pytest.mark.parametrize("num_scored", [9, 18, 27])
+def test_a_pinned_prefix_whose_windows_have_moved_on(num_scored: int) -> None:
+    """A row comes back amid the prefix: the pin holds the windows of its last token alone."""
+    bench, tokens = Scores(checkpoint("mistral"), 40), prompt(3, 32)
+    bench.pin(tokens[:30])
+    bench.add("scored", tokens, 4, **SCORED)
+    scheduler = bench.core.scheduler
+    sequence = scheduler.sequences["scored"]
+    while sequence.num_prompt_logprobs < num_scored:
+        bench.step()
+    preempt(scheduler, sequence, "test", 0.0)
+    while bench.core.has_work:
+        bench.step()
+    assert_scored(bench, "scored")
 
 
 def test_asking_for_the_cache_does_not_shift_them(folder: Path) -> None:

@@ -424,23 +424,23 @@ class KVManager:
 
     def _last_missing(self, g: int, digests: Sequence[bytes], length: int, has: Has) -> int | None:
         """Of the blocks that a token after `length` blocks sees, the last that is not cached."""
-        for i in range(length - 1, self.first_seen(g, length) - 1, -1):
+        for i in range(length - 1, self.first_seen(g, length * self.block_size) - 1, -1):
             if not has(g, digests[i]):
                 return i
         return None
 
-    def first_seen(self, g: int, length: int) -> int:
-        """First logical block that the token after `length` full blocks attends to."""
+    def first_seen(self, g: int, num_tokens: int) -> int:
+        """First logical block that the token after so many tokens attends to."""
         window = self.groups[g].window
         if window is None:
             return 0
-        return max(0, length * self.block_size - window + 1) // self.block_size
+        return max(0, num_tokens - window + 1) // self.block_size
 
     def _hit_blocks(
         self, g: int, digests: Sequence[bytes], length: int
     ) -> tuple[list[int], dict[int, int]]:
         """The blocks of a hit, and where in host memory those are that have to be loaded."""
-        first = self.first_seen(g, length)
+        first = self.first_seen(g, length * self.block_size)
         blocks, host = [NULL] * first, {}
         for i in range(first, length):
             found = self.pools[g].lookup(digests[i])

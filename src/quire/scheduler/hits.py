@@ -72,6 +72,6 @@ def remaining(scheduler: "Scheduler", sequence: Sequence) -> int:
         sequence.found_tokens, sequence.found_at = num_tokens, kv.num_index_changes
     if sequence.pinned_at != pins.num_changes:  # which is seldom
         pin = pins.find(sequence)
-        sequence.pinned_tokens = 0 if pin is None else pin.num_usable(sequence)
+        sequence.pinned_tokens = 0 if pin is None else pins.num_usable(pin, sequence)
         sequence.pinned_at = pins.num_changes
     return sequence.num_known_tokens - max(sequence.found_tokens, sequence.pinned_tokens)

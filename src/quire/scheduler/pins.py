@@ -60,11 +60,6 @@ class Pin:
     def num_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
 
-    def num_usable(self, sequence: Sequence) -> int:
-        """Tokens of it that a sequence need not compute: one must be left."""
-        readable = sequence.num_readable_tokens
-        return min(self.num_tokens, sequence.num_known_tokens - 1, readable)
-
 
 class Pins:
     """All pinned prefixes of a scheduler, by request id."""
@@ -227,8 +222,23 @@ class Pins:
     # ---- hits --------------------------------------------------------------------------------
 
     def find(self, sequence: Sequence) -> Pin | None:
-        """The longest pinned prefix that a sequence may fork."""
-        return next(self._fitting(sequence), None) if self._ready else None
+        """The longest pinned prefix that a sequence may fork, and that is of use to it."""
+        if not self._ready:
+            return None
+        return next(
+            (pin for pin in self._fitting(sequence) if self.num_usable(pin, sequence)), None
+        )
+
+    def num_usable(self, pin: Pin, sequence: Sequence) -> int:
+        """Tokens of a pin that a sequence need not compute: one must be left. None of one that has
+        given up what the next token would see: its windows are those of its own end."""
+        readable = min(sequence.num_known_tokens - 1, sequence.num_readable_tokens)
+        num_tokens, kv = min(pin.num_tokens, readable), self._scheduler.kv
+        tables = () if pin.blocks is None else pin.blocks.tables
+        is_there = all(
+            table.num_dropped <= kv.first_seen(g, num_tokens) for g, table in enumerate(tables)
+        )
+        return num_tokens if is_there else 0
 
     def _fitting(self, sequence: Sequence) -> Iterator[Pin]:
         """All that a sequence may fork, longest first."""
@@ -240,9 +250,9 @@ class Pins:
     def hit(self, sequence: Sequence) -> KVBlocks | None:
         """The blocks of that prefix, of which the last one may be full in part."""
         pin = self.find(sequence)
-        if pin is None or pin.blocks is None or pin.num_usable(sequence) == 0:
+        if pin is None or pin.blocks is None:
             return None
-        num_tokens = pin.num_usable(sequence)
+        num_tokens = self.num_usable(pin, sequence)
         num_blocks = -(-num_tokens // self._scheduler.kv.block_size)
         blocks = tuple(table.blocks[:num_blocks] for table in pin.blocks.tables)
         return KVBlocks(num_tokens, blocks, is_pinned=True)
@@ -254,7 +264,7 @@ class Pins:
             pin.num_hits += 1
             pin.num_own_hits += sequence.request.tenant == pin.request.tenant
             self.num_hits += 1
-            self.num_hit_tokens += pin.num_usable(sequence)
+            self.num_hit_tokens += self.num_usable(pin, sequence)
 
     def _digest(self, sequence: Sequence, num_tokens: int) -> bytes:
         """Of the first tokens of a sequence, as if they were one block."""
@@ -288,7 +298,7 @@ class Pins:
         """Full blocks, by group, that a sequence would share with a pinned prefix for as long as it
         is there: not those that a window leaves behind."""
         pin, kv = self.find(sequence), self._scheduler.kv
-        num_blocks = 0 if pin is None else pin.num_usable(sequence) // kv.block_size
+        num_blocks = 0 if pin is None else self.num_usable(pin, sequence) // kv.block_size
         return [num_blocks if group.window is None else 0 for group in kv.groups]
 
     def fits_alone(self, sequence: Sequence, limit: int, num: int) -> bool:

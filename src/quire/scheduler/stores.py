@@ -147,7 +147,7 @@ class Stores:
             (g, digests[i])
             for i in range(there)
             for g in range(len(kv.groups))
-            if i >= kv.first_seen(g, there) and not kv.is_cached(g, digests[i])
+            if i >= kv.first_seen(g, there * kv.block_size) and not kv.is_cached(g, digests[i])
         ]
         num_new = (there - here) * kv.block_size
         for store in range(self.num_stores):
