@@ -124,3 +124,20 @@ def test_what_is_refused_in_a_batch_stops_all_of_it(
     assert answer.status_code == 400
     assert "99999" in answer.json()["error"]["message"]
     assert api_context.client.num_generated == 0
+
+
+def test_long_lists_are_not_multiplied_by_many_prompts(
+    api: TestClient, api_context: ApiContext
+) -> None:
+    """2 MB of ids for 256 prompts held up everybody for 12 seconds."""
+    ids, words = list(range(900)) * 582, ["x" * 512] * 200
+    for field, value, num_prompts in (("allowed_token_ids", ids, 2), ("bad_words", words, 2)):
+        prompts = ["Hi"] * num_prompts
+        answer = api.post("/v1/completions", json={"prompt": prompts, field: value})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert f"{num_prompts} prompts" in error["message"]
+    assert api_context.client.num_generated == 0
+    for field, value, num_prompts in (("allowed_token_ids", ids, 1), ("bad_words", ["no"], 256)):
+        body = {"prompt": ["Hi"] * num_prompts, field: value, "max_tokens": 1}
+        assert api.post("/v1/completions", json=body).status_code == 200

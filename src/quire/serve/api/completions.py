@@ -22,7 +22,13 @@ from quire.serve.api.params import (
     room_beside,
     truncated,
 )
-from quire.serve.api.protocol import MAX_PROMPTS, CompletionRequest
+from quire.serve.api.protocol import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_PROMPTS,
+    MAX_WORD_CHARS,
+    CompletionRequest,
+)
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, decode, render_prompt
 
@@ -38,7 +44,9 @@ async def create_completion(
     check_neutral(body)
     check_stream_options(body)
     answer_id = new_id("cmpl")
-    prompts = [await _render(api, body, prompt) for prompt in split_prompts(body.prompt)]
+    given = split_prompts(body.prompt)
+    check_shared(body, len(given))
+    prompts = [await _render(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)
     jobs = [
         _job(api, body, prompt, f"{answer_id}-{index}", tenant)
@@ -74,6 +82,23 @@ def split_prompts(value: object) -> list[object]:
         if not isinstance(item, str | list):
             raise _wrong_prompt(f"a list with {type(item).__name__}")
     return list(value)
+
+
+def check_shared(body: CompletionRequest, num_prompts: int) -> None:
+    """Raise ApiError for long lists that many prompts share: the engine's request of each prompt
+    holds them once more. All together they may be as long as those of one prompt."""
+    num_chars = sum(map(len, body.bad_words or ()))
+    num_ids = len(body.allowed_token_ids or ())
+    for name, size, most, kind in (
+        ("bad_words", num_chars, MAX_BAD_WORDS * MAX_WORD_CHARS, "characters"),
+        ("allowed_token_ids", num_ids, MAX_ALLOWED_TOKENS, "ids"),
+    ):
+        if size * num_prompts > most:
+            raise bad_request(
+                f"{name} has {size} {kind}, for each of {num_prompts} prompts; at most {most} are"
+                " possible in all. Send fewer prompts in one request.",
+                name,
+            )
 
 
 class CompletionChoice:
