@@ -17,10 +17,14 @@ WAIT_S = 60.0
 
 
 class Server:
-    """A running server with the demo model. lines: what it wrote to standard error so far."""
+    """A running server with the demo model. lines: what it wrote to standard error so far.
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "quire.cli.main", "serve", "--port", "0", *arguments]
+    before: Python for its first process to run before quire is imported, such as shorter waits.
+    """
+
+    def __init__(self, *arguments: str, before: str = "") -> None:
+        program = f"{before}\nimport sys; from quire.cli.main import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "serve", "--port", "0", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.lines: list[str] = []
         self._news = threading.Condition()

@@ -25,9 +25,9 @@ def server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[Server]:
+def started(*arguments: str, before: str = "") -> Iterator[Server]:
     """A server of one test's own; nothing of it is left behind."""
-    server = Server(*arguments)
+    server = Server(*arguments, before=before)
     try:
         yield server
     finally:
