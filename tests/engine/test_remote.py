@@ -11,14 +11,16 @@ import pytest
 
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
-from quire.base.errors import EngineDead, RequestError
+from quire.base.errors import EngineBusy, EngineDead, RequestError
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine import remote
 from quire.engine.build import build_core
 from quire.engine.core import EngineCore
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.remote import RemoteClient
+from quire.engine.wire import core_codec
 from quire.models.source import resolve_model
 from tests.render.tiny import tokenizer
 from tests.serve.checkpoints import checkpoint, reference_tokens
@@ -85,6 +87,43 @@ async def until_idle(core: EngineCore) -> None:
     """Until the core's thread has let go of everything; the test's timeout is the limit."""
     while core.has_work:
         await asyncio.sleep(0.001)
+
+
+def test_a_core_that_takes_nothing_in_is_sent_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is refused leaves nothing behind, not even an abort on its way."""
+    monkeypatch.setattr(remote, "MOST_UNSENT_BYTES", 100_000)
+    ready = Ready(0, 97, 1 << 20, 20, 4, {"model": "tiny"}, "memory")
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(core_codec().encode(ready))
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        server = await asyncio.start_unix_server(greet, tmp_path / "core.sock")
+        client = await RemoteClient.connect(tmp_path / "core.sock", None)
+        assert client._writer is not None
+        transport, waiting = client._writer.transport, []
+        while transport.get_write_buffer_size() <= 100_000:
+            prompt = [1] * 50_000
+            waiting.append(
+                asyncio.create_task(token_ids(client.generate(request(f"r{len(waiting)}", prompt))))
+            )
+            await asyncio.sleep(0)
+        num_bytes = transport.get_write_buffer_size()
+        for _ in range(20):
+            with pytest.raises(EngineBusy, match="has not taken in"):
+                await token_ids(client.generate(request("refused")))
+        assert transport.get_write_buffer_size() == num_bytes
+        assert client.num_unfinished == len(waiting)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await client.close()
+        server.close()
+
+    asyncio.run(run())
 
 
 def test_two_clients_get_what_they_asked_for(served: Served) -> None:

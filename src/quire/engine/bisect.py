@@ -27,8 +27,6 @@ from quire.base.plan import BlockWrites, Int32, Move, Plan, StepResult
 if TYPE_CHECKING:
     from quire.engine.executor import Executor
 
-STEP_FAILED = "the step failed"  # how the error of a guilty row begins
-
 Part = tuple[Plan, StepResult]
 Place = tuple[str, int, int]  # the kind of a move, cache group, block
 FILLING = ("load", "copy")
@@ -82,7 +80,7 @@ class _Bisection:
         elif self._do_rest_alone():
             self.run(first, last)  # it may have been that
         else:
-            self.errors[int(self.plan.rows[first])] = f"{STEP_FAILED}: {error}"
+            self.errors[int(self.plan.rows[first])] = f"the step failed: {error}"
 
     def halve(self, first: int, last: int) -> None:
         if last > first:

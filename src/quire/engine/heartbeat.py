@@ -2,8 +2,8 @@
 
 Sixteen bytes in a file of the private directory, mapped by the core, who writes, and by whoever
 watches it: when the present step must be over, or at rest the next look at what has come (seconds
-of the monotonic clock, which all processes of a machine share; 0.0 says nothing), and how many
-steps there were.
+of the monotonic clock, which all processes of a machine share; 0.0 before the first step), and how
+many steps there were.
 """
 
 import mmap
@@ -48,10 +48,6 @@ class Heartbeat:
     def wait(self, now_s: float, wait_s: float) -> None:
         """No step is under way: the core waits for so long at most, then sees to what has come."""
         FIELDS.pack_into(self._memory, 0, now_s + wait_s + LEAST_S, self._num_steps)
-
-    def rest(self) -> None:
-        """Nothing is promised."""
-        FIELDS.pack_into(self._memory, 0, 0.0, self._num_steps)
 
 
 class BeatingExecutor:

@@ -203,6 +203,7 @@ class RemoteClient:
         self, request: Request, prompt_text: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         self.check(request)
+        self._check_room()
         now, request_id = self._clock.now(), request.request_id
         if not request.received_s:
             request = msgspec.structs.replace(request, received_s=now)
@@ -212,7 +213,6 @@ class RemoteClient:
         finished = False
         limit = self._limit(request)
         try:
-            self._check_room()
             self._send(request)
             while not finished:
                 output = await box.take()
