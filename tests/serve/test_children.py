@@ -1,6 +1,21 @@
 """How often a process is started again, and after which pauses."""
 
-from quire.serve.children import MAX_RESTARTS, RESTART_WINDOW_S, Restarts
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from quire.serve.children import MAX_RESTARTS, RESTART_WINDOW_S, Child, Process, Restarts
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Process]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield process
+        process.kill()
 
 
 def test_pauses_grow_until_it_is_given_up() -> None:
@@ -15,3 +30,19 @@ def test_deaths_of_long_ago_do_not_count() -> None:
     for i in range(20):
         assert restarts.pause_s(i * RESTART_WINDOW_S / MAX_RESTARTS) is not None
     assert restarts.pause_s(20 * RESTART_WINDOW_S) == 0.0
+
+
+def test_a_process_that_cannot_be_watched_is_not_left_behind(
+    sleeper: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one is started in its place; two of them must not serve at once."""
+
+    def none_left(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    child = Child("a child", lambda: sleeper, may_restart=True)
+    with pytest.raises(OSError, match="Too many open files"):
+        child.start()
+    assert sleeper.returncode is not None
+    assert not child.is_running

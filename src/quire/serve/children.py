@@ -54,7 +54,12 @@ class Child:
         self.due_s = None
         self.was_killed = False
         self._process = self._start()
-        self.pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self.pidfd = os.pidfd_open(self._process.pid)
+        except OSError:  # nobody would see to it
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def plan_restart(self, now_s: float) -> float | None:
         """It has died: have it started again. Returns the pause, None if it is given up."""
