@@ -1,5 +1,6 @@
 """Long texts hold up nobody: others are answered while one is worked on."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -152,3 +153,22 @@ def test_a_prompt_just_short_enough_is_served(api: TestClient, api_context: ApiC
     answer = api.post("/v1/completions", json={"prompt": text, "max_tokens": 1})
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["prompt_tokens"] == count
+
+
+def test_others_have_their_turn_between_many_short_prompts(make_context: MakeContext) -> None:
+    """Each of them is worked on at once, but 256 of them are as long as a long one."""
+    context = make_context()
+    tokenizer, turns, seen = context.renderer.tokenizer, list[int](), list[int]()
+    assert tokenizer is not None
+
+    class Watched(Gate):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            seen.append(len(turns))
+            asyncio.get_running_loop().call_soon(turns.append, 1)
+            return super().encode(text, add_special_tokens)
+
+    context.renderer = Renderer(Watched(tokenizer))  # type: ignore[arg-type]
+    with TestClient(create_app(context)) as api:
+        body = {"prompt": ["Hi"] * 4, "max_tokens": 1}
+        assert api.post("/v1/completions", json=body).status_code == 200
+    assert seen == [0, 1, 2, 3]

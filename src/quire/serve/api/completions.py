@@ -1,5 +1,6 @@
 """POST /v1/completions: prompts as texts or token ids, continued."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 
@@ -46,7 +47,7 @@ async def create_completion(
     answer_id = new_id("cmpl")
     given = split_prompts(body.prompt)
     check_shared(body, len(given))
-    prompts = [await _render(api, body, prompt) for prompt in given]
+    prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)
     jobs = [
         _job(api, body, prompt, f"{answer_id}-{index}", tenant)
@@ -183,6 +184,15 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
     reason = completion.finish_reason
     reason = "length" if reason == "stop" else reason
     return CompletionOutput(completion.index, "", [], None, None, reason)
+
+
+async def _rendered_in_turn(
+    api: ApiContext, body: CompletionRequest, prompt: object
+) -> RenderedPrompt:
+    """Others have theirs between two prompts: short ones are tokenised on the event loop."""
+    rendered = await _render(api, body, prompt)
+    await asyncio.sleep(0)
+    return rendered
 
 
 async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> RenderedPrompt:
