@@ -51,7 +51,7 @@ test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
 	$(BIN)/python -m pytest -q -n auto -m "not gpu"
 
-mutate: $(VENV)/.installed-test ## do the tests see small mistakes in scheduler, KV room and sampler? half an hour
+mutate: $(VENV)/.installed-test ## do the tests see small mistakes in scheduler, KV room and sampler? ten minutes
 	$(BIN)/python -m tests.mutation.run $(ARGS)
 
 check: $(VENV)/.installed-test ## linter, types, and the house's rules on size and imports
