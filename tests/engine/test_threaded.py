@@ -234,8 +234,9 @@ def test_a_step_that_hangs_is_seen(tmp_path: Path, gated: tuple[Gated, ThreadedE
     assert reader.is_stuck(clock.now() + 120.0)
     inner.gate.release()
     executor.next_result()
-    beat.rest()
-    assert not reader.is_stuck(1e9)
+    beat.wait(clock.now(), 1.0)  # at rest it promises its next look
+    assert not reader.is_stuck(clock.now() + 10.9)
+    assert reader.is_stuck(clock.now() + 11.1)
 
 
 def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
