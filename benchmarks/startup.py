@@ -155,7 +155,7 @@ def idle_share(options: argparse.Namespace) -> dict[str, Any]:
 def wheel_bytes() -> int:
     """Of a wheel built in a directory of its own."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps"]
         places = [f"--config-settings=build-dir={directory}/build", "-w", directory, str(ROOT)]
         subprocess.run([*command, "-q", "--disable-pip-version-check", *places], check=True)
         (wheel,) = Path(directory).glob("*.whl")
