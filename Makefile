@@ -66,19 +66,19 @@ format: $(VENV)/.installed-test ## let ruff lay out the code
 
 bench: $(VENV)/.installed ## throughput and the scheduler's speed on this machine; minutes
 	$(BIN)/quire bench throughput --model shape:qwen3-0.6b
-	$(BIN)/python benchmarks/scheduler_steps.py --rows 256 1024
-	$(BIN)/python benchmarks/block_pool.py
+	$(BIN)/python -m benchmarks.scheduler_steps --rows 256 1024
+	$(BIN)/python -m benchmarks.block_pool
 
 bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/results
 	$(BIN)/quire bench throughput --model shape:qwen3-0.6b --rounds 3 --output-json $(RESULTS)/throughput.json
-	$(BIN)/python benchmarks/against_transformers.py --dtype bfloat16 \
+	$(BIN)/python -m benchmarks.against_transformers --dtype bfloat16 \
 		--output-json $(RESULTS)/against_transformers_bfloat16.json
-	$(BIN)/python benchmarks/against_transformers.py --dtype float32 \
+	$(BIN)/python -m benchmarks.against_transformers --dtype float32 \
 		--output-json $(RESULTS)/against_transformers_float32.json
-	for name in prefix_sharing prefix_savings chat_turns kv_store sharing beam_search scheduler_steps messages \
-		async_scheduling block_pool block_tables live_slots swap tiers overload policies recording streaming import_time front_end startup worst_bodies; do \
-		$(BIN)/python benchmarks/$$name.py --output-json $(RESULTS)/$$name.json || exit 1; done
-	$(BIN)/python benchmarks/linear.py --output-json $(RESULTS)/linear.json
+	for name in prefix_sharing prefix_savings sharing beam_search scheduler_steps async_scheduling \
+		block_pool block_tables live_slots policies recording import_time front_end startup worst_bodies; do \
+		$(BIN)/python -m benchmarks.$$name --output-json $(RESULTS)/$$name.json || exit 1; done
+	$(BIN)/python -m benchmarks.linear --output-json $(RESULTS)/linear.json
 	$(BIN)/python -m benchmarks.attention > $(RESULTS)/attention.txt
 	$(BIN)/python -m benchmarks.accuracy --output-json $(RESULTS)/accuracy.json
 

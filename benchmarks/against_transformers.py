@@ -1,6 +1,6 @@
 """The same 16 requests of 128 + 64 tokens, by transformers' `generate` and by quire.
 
-    python benchmarks/against_transformers.py --dtype bfloat16
+    python -m benchmarks.against_transformers --dtype bfloat16
 
 One process, alternating rounds, medians. Both load one checkpoint of random weights, made for this
 in a temporary directory. transformers gets its best case: one static batch of equal lengths, so no

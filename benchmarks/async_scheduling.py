@@ -1,6 +1,6 @@
 """How long a device waits for the host while all rows decode: by pipeline depth and step time.
 
-    python benchmarks/async_scheduling.py
+    python -m benchmarks.async_scheduling
 
 The device is virtual (tools/virtual_device.py): a step starts at the end of the one before it, or
 when it is handed over, if that is later, and takes 1 or 5 ms. Everything else is the engine's own.
@@ -30,6 +30,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
+from benchmarks.virtual.virtual_device import VirtualDevice
 from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Ready, Request, StepMessage
@@ -40,9 +42,7 @@ from quire.engine.core import EngineCore
 from quire.engine.news import News, StepReader
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.wire import Frames, client_codec
-from quire.tools.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
-from quire.tools.virtual_device import VirtualDevice
 from quire.tools.workloads import random_prompts
 
 PROMPT_LEN, BLOCK_SIZE = 128, 16

@@ -1,6 +1,6 @@
 """Beam search by transformers' `generate(num_beams=...)` and by quire, on the same checkpoint.
 
-    python benchmarks/beam_search.py [--models demo shape:qwen3-0.6b]
+    python -m benchmarks.beam_search [--models demo shape:qwen3-0.6b]
 
 One process, alternating rounds, medians; 64 random prompt tokens, 64 output tokens, 4 beams, which
 are all returned; batches of one prompt and of four. transformers has its default (dynamic) cache

@@ -1,6 +1,6 @@
 """Time to allocate and free one block, against the size of the pool: it must not grow with it.
 
-    python benchmarks/block_pool.py
+    python -m benchmarks.block_pool
 
 Half of the pool is held throughout. `plain`: take a block, give it back. `indexed`: take one, name
 it as prefix caching does, give it back; the other half of the pool waits in the LRU queue, so

@@ -1,6 +1,6 @@
 """Time of what decoding methods do with block tables: fork, append, truncate, free (P 5.2).
 
-    python benchmarks/block_tables.py
+    python -m benchmarks.block_tables
 
 Nanoseconds per block, for tables of 16 to 4,096 blocks: it must not grow with the table.
 `append`: one more block at a time. `fork`: a second table over the same blocks. `release`: free

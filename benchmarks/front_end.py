@@ -1,6 +1,6 @@
 """What the HTTP front end adds to a request and to a token, at 1 and at 64 open streams.
 
-    python benchmarks/front_end.py
+    python -m benchmarks.front_end
 
 A client's times alone cannot tell: most of them is the model's. Nor can a second run without HTTP,
 because gaps between tokens hide a delay that is the same for all, and two runs never meet the same
@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from servers import free_port, running
 
+from benchmarks.servers import free_port, running
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import Request, StepMessage
 from quire.engine.news import StepReader
@@ -216,7 +216,8 @@ def main() -> int:
     print(f"{facts['cores']} cores; {facts['date']}, commit {facts['commit']}", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         trace, port = Path(directory) / "trace.json", options.port or free_port()
-        command = [sys.executable, __file__, "--trace", str(trace), "--port", str(port)]
+        command = [sys.executable, "-m", "benchmarks.front_end", "--trace", str(trace)]
+        command += ["--port", str(port)]
         with running([*command, "--model", options.model]):
             met = asyncio.run(measure(f"http://127.0.0.1:{port}", options))
         passed = json.loads(trace.read_text(encoding="utf-8"))

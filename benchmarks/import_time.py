@@ -1,6 +1,6 @@
 """Time to import quire, and from the start of Python to the demo model's first token.
 
-    python benchmarks/import_time.py
+    python -m benchmarks.import_time
 
 Each in fresh interpreters, alternating with bare ones that do nothing, whose time is the limit.
 """

@@ -1,6 +1,6 @@
 """Host time of a decoding step on a GPU, without a GPU: planning, packing, taking the result.
 
-    python benchmarks/launching.py
+    python -m benchmarks.launching
 
 The device takes what it is told and does nothing, so what is timed is all of the host's work but
 the calls into CUDA: some ten for a recorded step (a kernel that takes the slot, the graph, events,
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.runner.gpu.rows import GpuRows
 from quire.runner.gpu.runner import GpuRunner
 from quire.runner.gpu.sampler import GpuSampler
-from quire.tools.dry_run import dry_request, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 MAX_LEN, BLOCK_SIZE, VOCAB = 8192, 16, 151_936

@@ -1,6 +1,6 @@
 """Which share of the slots in held blocks holds live tokens (P fig. 2: 96.3 % on ShareGPT).
 
-    python benchmarks/live_slots.py
+    python -m benchmarks.live_slots
 
 Requests with lengths as in P fig. 11 wait at all times, and the pool is full, so that sequences are
 preempted now and then. A slot is live if its token's keys and values are in it after the step; held
@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 

@@ -1,6 +1,6 @@
 """Scheduling policies beside each other: who waits how long for the first token.
 
-    python benchmarks/policies.py
+    python -m benchmarks.policies
 
 Virtual time: a scheduler without a model, and steps that take what a formula says for Llama-3.1-8B
 on an H200 (tools/simulate.py). `wait`: from arrival to the first token. `hits`: share of the prompt
@@ -23,12 +23,20 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
+from benchmarks.virtual.simulate import (
+    LLAMA_8B,
+    OTHER,
+    Arrival,
+    Run,
+    Served,
+    simulate,
+    simulated_request,
+)
 from quire.base.config import SchedulerConfig
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.dry_run import VOCAB_SIZE, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
-from quire.tools.simulate import LLAMA_8B, OTHER, Arrival, Run, Served, simulate, simulated_request
 
 POLICIES = ("fifo", "srtf", "two-level")
 BLOCK_SIZE, MAX_LEN, BUDGET = 16, 131_072, 8192

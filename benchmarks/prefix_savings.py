@@ -1,6 +1,6 @@
 """How much KV memory requests save that share a prefix, against the formula of text H.
 
-    python benchmarks/prefix_savings.py
+    python -m benchmarks.prefix_savings
 
 Text H ("Memory savings in production"), for N requests of `total` tokens, of which `own` are not
 shared:
@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
-from quire.tools.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
 from quire.tools.workloads import shared_prefix_prompts
 

@@ -1,6 +1,6 @@
 """Requests that arrive together and share a prefix: how much time it saves to compute it once.
 
-    python benchmarks/prefix_sharing.py
+    python -m benchmarks.prefix_sharing
 
 16 requests of 512 shared and 32 own prompt tokens, 32 tokens out, at once, with a cold cache;
 against the same engine without prefix caching, and against one that has the shared tokens pinned

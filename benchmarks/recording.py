@@ -1,6 +1,6 @@
 """What recording costs: schedule() + update() with and without it, step by step in turn.
 
-    python benchmarks/recording.py
+    python -m benchmarks.recording
 
 One scheduler, in turn for a few steps by way of the recorder and for a few past it (two schedulers
 differ by more than what is looked for, by where their arrays lie). `steady`: all rows decode; their
@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
 from quire.engine.record import Doors, Recorder
 from quire.scheduler.scheduler import Digester, Scheduler
-from quire.tools.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 BLOCK_SIZE = 16

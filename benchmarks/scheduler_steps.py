@@ -1,7 +1,7 @@
 """Host time of one scheduler step, without a model.
 
-    python benchmarks/scheduler_steps.py
-    python benchmarks/scheduler_steps.py --vllm DIRECTORY/bin/python
+    python -m benchmarks.scheduler_steps
+    python -m benchmarks.scheduler_steps --vllm DIRECTORY/bin/python
 
 An executor without a model answers with random tokens. Timed apart: `add` of the requests that came
 since the last step, schedule(), update(), the conversion of its result to messages
@@ -45,15 +45,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scheduler_loads import BLOCK_SIZE, Arrival, Load
-
+from benchmarks.scheduler_loads import BLOCK_SIZE, Arrival, Load
+from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
 from quire.engine.news import news_of
 from quire.engine.output import OutputProcessor
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.dry_run import RandomExecutor, dry_request, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 ELSEWHERE = "vLLM 0.32 CPU wheel on another machine, 2-core EPYC Milan"
@@ -184,10 +183,11 @@ def vllm_process(python: Path | None) -> Iterator[tuple[str, Ask] | None]:
     if python is None:
         yield None
         return
-    script = Path(__file__).with_name("scheduler_vllm.py")
+    command = [str(python), "-m", "benchmarks.scheduler_vllm"]
+    root = Path(__file__).parents[1]
     try:
         process = subprocess.Popen(
-            [str(python), str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=root
         )
     except OSError as error:
         raise ConfigError(f"--vllm {python} cannot be started: {error.strerror}.") from error
@@ -197,7 +197,7 @@ def vllm_process(python: Path | None) -> Iterator[tuple[str, Ask] | None]:
     def answer() -> Any:
         line = stdout.readline()
         if not line:
-            raise ConfigError(f"--vllm {python}: {script.name} ended; its error stands above.")
+            raise ConfigError(f"--vllm {python}: scheduler_vllm.py ended; its error stands above.")
         return json.loads(line)
 
     def ask(load: Load) -> Times:

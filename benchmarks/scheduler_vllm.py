@@ -23,7 +23,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import vllm  # noqa: E402
-from scheduler_loads import BLOCK_SIZE, VOCAB_SIZE, Arrival, Load  # noqa: E402
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig  # noqa: E402
 from vllm.envs import enable_envs_cache  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
@@ -38,6 +37,8 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from benchmarks.scheduler_loads import BLOCK_SIZE, VOCAB_SIZE, Arrival, Load  # noqa: E402
 
 MODEL = {  # the smallest that vLLM takes; nothing of it is computed
     "architectures": ["Qwen3ForCausalLM"],

@@ -1,6 +1,6 @@
 """How many KV blocks parallel samples and beams save by sharing them (P fig. 15).
 
-    python benchmarks/sharing.py [--model ""]
+    python -m benchmarks.sharing [--model ""]
 
 The paper's figure: blocks saved by sharing, over the blocks that there would be if every sequence
 held its own; both added up over the steps, which is their mean with many requests at once. Lengths
@@ -29,25 +29,24 @@ ends, and for 128 tokens. Its `sure` is measured along greedy answers.
 """
 
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.virtual.branching import BranchingExecutor, group_request
+from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
+from demo_model import curriculum
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.sampling_params import SamplingParams
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.serve.llm import LLM
-from quire.tools.branching import BranchingExecutor, group_request
-from quire.tools.dry_run import VOCAB_SIZE, dry_run
 from quire.tools.report import benchmark_parser, print_head, write_report
 from quire.tools.workloads import ALPACA, SHAREGPT, Workload
 
@@ -225,9 +224,6 @@ def beams(options: Any) -> list[Measured]:
 
 def demo_prompts(num_prompts: int) -> list[list[dict[str, str]]]:
     """Held-out conversations without their answers."""
-    sys.path.append(str(Path(__file__).parents[1]))
-    from demo_model import curriculum
-
     rng = random.Random(0)
     kinds = [DEMO_KINDS[i % len(DEMO_KINDS)] for i in range(num_prompts)]
     return [curriculum.one(kind, rng, test=True).messages[:-1] for kind in kinds]

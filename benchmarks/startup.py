@@ -1,6 +1,6 @@
 """From `quire serve` to the first token of a chat; idle processor time; wheel and dependencies.
 
-    python benchmarks/startup.py
+    python -m benchmarks.startup
 
 Start-up: from starting the command in a fresh interpreter, until the first text of a streamed chat
 has arrived; the client asks again every 10 ms until the server listens. The first round, which
@@ -27,8 +27,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from servers import free_port, running
-
+from benchmarks.servers import free_port, running
 from quire.tools.http_client import HttpClient, HttpError
 from quire.tools.report import benchmark_parser, plain_facts, write_report
 

@@ -1,6 +1,6 @@
 """What the worst bodies of the largest permitted size cost an API process: CPU time and memory.
 
-    python benchmarks/worst_bodies.py
+    python -m benchmarks.worst_bodies
 
 Each body is sent to the app as a server does it, in pieces of 64 KiB, in a process of its own, with
 the demo model's tokenizer and no engine: what is fine is refused where the engine would begin, or

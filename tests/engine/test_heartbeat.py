@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.plan import Plan
 from quire.engine.heartbeat import LEAST_S, BeatingExecutor, Heartbeat, HeartbeatReader, StuckWatch
-from quire.tools.dry_run import dry_run
 
 
 def test_a_step_that_does_not_end_is_stuck_after_ten_seconds(tmp_path: Path) -> None:

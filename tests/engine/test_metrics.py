@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import CacheConfig, SchedulerConfig
 from quire.base.events import (
@@ -20,7 +21,6 @@ from quire.base.events import (
 )
 from quire.base.messages import Abort
 from quire.engine.metrics import EngineMetrics, Timeline
-from quire.tools.dry_run import dry_request, dry_run
 
 MAX_LEN = 1000
 Series = dict[tuple[str, str], float]

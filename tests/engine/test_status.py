@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import CacheConfig, SchedulerConfig
 from quire.base.events import Admitted, Finished, Planned, Preempted, Queued, Stepped
 from quire.engine.metrics import EngineMetrics
 from quire.engine.status import StatusLine
-from quire.tools.dry_run import dry_request, dry_run
 
 
 @pytest.fixture

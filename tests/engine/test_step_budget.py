@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig, config_from_flat
 from quire.base.messages import Abort, MeasuredRates
@@ -22,7 +23,6 @@ from quire.ops.formats import variants
 from quire.runner.budget import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_tokens, first_budget
 from quire.runner.derive import derive_config
 from quire.serve.llm import LLM
-from quire.tools.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.tools.replay import replay_all
 from tests.ops.figures import keep_figures, own_figures
 from tests.runner.test_memory import shape

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError
@@ -21,7 +22,6 @@ from quire.engine.executor import failed_step
 from quire.engine.heartbeat import BeatingExecutor, Heartbeat, HeartbeatReader
 from quire.engine.pacing import LEAD_S, SHARE, Pacing
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
-from quire.tools.dry_run import RandomExecutor, dry_request, dry_run
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.serve.checkpoints import checkpoint
 

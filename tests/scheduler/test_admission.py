@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from benchmarks.virtual.branching import BranchingExecutor, group_request
+from benchmarks.virtual.dry_run import dry_run
+from benchmarks.virtual.simulate import OTHER, STOP, Arrival, StepTime, simulate, simulated_request
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.messages import Abort
@@ -10,9 +13,6 @@ from quire.base.plan import Plan, StepResult
 from quire.scheduler import admission
 from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
-from quire.tools.branching import BranchingExecutor, group_request
-from quire.tools.dry_run import dry_run
-from quire.tools.simulate import OTHER, STOP, Arrival, StepTime, simulate, simulated_request
 from quire.tools.workloads import Lengths, Workload
 from tests.scheduler.device import make_request
 

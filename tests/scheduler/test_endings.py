@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.virtual.dry_run import dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
 from quire.base.events import Finished, Preempted, Queued
@@ -15,7 +16,6 @@ from quire.scheduler.preemption import preempt
 from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import NUM_STOP_IDS
-from quire.tools.dry_run import dry_run
 from tests.scheduler.device import make_request
 from tests.scheduler.test_pins import Bench
 

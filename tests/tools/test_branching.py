@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.virtual.branching import BranchingExecutor, group_request, random_logprobs
+from benchmarks.virtual.dry_run import dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.plan import Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.tools.branching import BranchingExecutor, group_request, random_logprobs
-from quire.tools.dry_run import dry_run
 
 
 @pytest.mark.parametrize("sureness", [0.3, 0.6, 0.9])

@@ -1,7 +1,7 @@
 """The scheduler without a model."""
 
+from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
-from quire.tools.dry_run import dry_request, dry_run
 
 
 def test_dry_run_serves_requests_to_their_ends() -> None:

@@ -13,7 +13,7 @@ from benchmarks.prefix_savings import (
     dividing_size,
     measure,
 )
-from quire.tools.dry_run import VOCAB_SIZE
+from benchmarks.virtual.dry_run import VOCAB_SIZE
 from quire.tools.workloads import shared_prefix_prompts
 
 SMALL = Scenario("small", shared=120, own=60, num_requests=7, told=0.0)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from benchmarks.virtual.dry_run import dry_run
+from benchmarks.virtual.simulate import Arrival, StepTime, simulate, simulated_request
 from quire.base.config import SchedulerConfig
-from quire.tools.dry_run import dry_run
-from quire.tools.simulate import Arrival, StepTime, simulate, simulated_request
 
 
 def test_times_are_those_of_the_formula() -> None:

@@ -6,8 +6,8 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks.virtual.virtual_device import VirtualDevice
 from quire.base.plan import Plan
-from quire.tools.virtual_device import VirtualDevice
 
 
 def test_steps_follow_each_other_and_waiting_is_counted() -> None:

@@ -13,8 +13,8 @@ from queue import SimpleQueue
 
 import numpy as np
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE
 from quire.base.plan import Plan, StepResult
-from quire.tools.dry_run import VOCAB_SIZE
 
 
 class VirtualDevice:

@@ -21,10 +21,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor
 from quire.base.messages import Request
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
-from quire.tools.dry_run import VOCAB_SIZE, RandomExecutor
 
 NUM_DRAWN = 64  # tokens whose probabilities are drawn; of the others, the expected sum
 Float64 = npt.NDArray[np.float64]

@@ -1,0 +1,1 @@
+"""Schedulers without a model: executors of random tokens, in virtual and in real time."""
