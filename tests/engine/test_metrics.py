@@ -20,16 +20,31 @@ from quire.base.events import (
     Stepped,
 )
 from quire.base.messages import Abort
-from quire.engine.metrics import EngineMetrics, Timeline
+from quire.engine.exposition import Exposition
+from quire.engine.metrics import EngineMetrics, RequestTimes
+from quire.scheduler.scheduler import Scheduler
 
 MAX_LEN = 1000
 Series = dict[tuple[str, str], float]
 
 
-def new_metrics(num_rows: int = 4, caching: bool = True, name: str = "tiny") -> EngineMetrics:
-    config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=64)
-    scheduler, _ = dry_run(100, 4, config, MAX_LEN, caching)
-    return EngineMetrics(scheduler, name, CacheConfig(enable_prefix_caching=caching), MAX_LEN)
+def new_metrics(caching: bool = True) -> EngineMetrics:
+    return EngineMetrics(num_rows=4, max_model_len=MAX_LEN, counts_hits=caching)
+
+
+def idle_scheduler() -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    return dry_run(100, 4, config, MAX_LEN, True)[0]
+
+
+def text_of(
+    metrics: EngineMetrics,
+    scheduler: Scheduler | None = None,
+    name: str = "tiny",
+    caching: bool = True,
+) -> str:
+    cache = CacheConfig(enable_prefix_caching=caching)
+    return Exposition(metrics, scheduler or idle_scheduler(), name, cache).text()
 
 
 def feed(metrics: EngineMetrics, *events: Event) -> None:
@@ -41,10 +56,10 @@ def stepped(at_s: float, step_id: int, rows: list[int], num_tokens: int = 1) -> 
     return Stepped(at_s, step_id, np.asarray(rows, np.int32), num_tokens, 0.01)
 
 
-def scrape(metrics: EngineMetrics) -> Series:
+def scrape(metrics: EngineMetrics, scheduler: Scheduler | None = None) -> Series:
     """Values by the name without its prefix and the labels that are not the engine's."""
     series: Series = {}
-    for family in text_string_to_metric_families(metrics.text()):
+    for family in text_string_to_metric_families(text_of(metrics, scheduler)):
         for sample in family.samples:
             own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
             key = sample.name.removeprefix("quire:"), ",".join(sorted(own.values()))
@@ -222,7 +237,7 @@ def test_requests_that_did_not_run_to_their_end(reason: str) -> None:
 def test_names_types_and_labels() -> None:
     metrics = new_metrics()
     one_request(metrics)
-    types = {f.name: f.type for f in text_string_to_metric_families(metrics.text())}
+    types = {f.name: f.type for f in text_string_to_metric_families(text_of(metrics))}
     ours = {k.removeprefix("quire:"): v for k, v in types.items() if k.startswith("quire:")}
     by_type = defaultdict(set)
     for name, kind in ours.items():
@@ -250,7 +265,7 @@ def test_names_types_and_labels() -> None:
     assert len(by_type["histogram"]) == 13
     assert ours.keys() == set().union(*by_type.values())
     assert all(name.startswith(("quire:", "process_")) for name in types)
-    for family in text_string_to_metric_families(metrics.text()):
+    for family in text_string_to_metric_families(text_of(metrics)):
         for sample in family.samples:
             assert family.type != "counter" or sample.name.endswith("_total")
             assert not sample.name.endswith("_created")
@@ -259,7 +274,7 @@ def test_names_types_and_labels() -> None:
 
 
 def test_settings_of_the_cache_are_labels() -> None:
-    for family in text_string_to_metric_families(new_metrics(caching=False).text()):
+    for family in text_string_to_metric_families(text_of(new_metrics(), caching=False)):
         if family.name == "quire:cache_config_info":
             (sample,) = family.samples
     assert sample.value == 1
@@ -271,7 +286,7 @@ def test_settings_of_the_cache_are_labels() -> None:
 
 def test_the_models_name_is_escaped() -> None:
     name = 'a "quoted" \\ name\nof {two} lines, ü'
-    text = new_metrics(name=name).text()
+    text = text_of(new_metrics(), name=name)
     families = list(text_string_to_metric_families(text))
     samples = [s for f in families if f.name.startswith("quire:") for s in f.samples]
     assert samples and all(s.labels["model_name"] == name for s in samples)
@@ -288,7 +303,7 @@ class Bench:
             max_num_seqs=num_rows, max_num_batched_tokens=32, pipeline_depth=depth
         )
         self.scheduler, self.executor = dry_run(num_blocks, 4, config, MAX_LEN, True)
-        self.metrics = EngineMetrics(self.scheduler, "tiny", CacheConfig(), MAX_LEN)
+        self.metrics = EngineMetrics(num_rows, MAX_LEN, counts_hits=True)
         self.clock = FakeClock(100.0)
         self.rng = np.random.default_rng(depth)
         self.queued_s: dict[str, float] = {}
@@ -330,7 +345,7 @@ def test_a_busy_scheduler(depth: int) -> None:
         bench.add(f"r{i}", line[: 4 * (i % 8)] + own, int(bench.rng.integers(1, 30)))
         bench.step()
     bench.finish()
-    series, tokens_s = scrape(bench.metrics), bench.tokens_s
+    series, tokens_s = scrape(bench.metrics, bench.scheduler), bench.tokens_s
     assert series["num_preemptions_total", ""] > 0, "the case has become too easy"
     assert series["prefix_cache_hits_total", ""] > 0
     assert len(tokens_s) == 40 and series["request_success_total", "length"] == 40
@@ -352,20 +367,20 @@ def test_gauges_show_the_scheduler_as_it_is() -> None:
     for i in range(5):
         bench.add(f"r{i}", [i] * 9, 4)
     bench.step()
-    series = scrape(bench.metrics)
+    series = scrape(bench.metrics, bench.scheduler)
     assert series["num_requests_running", ""] == 2
     assert series["num_requests_waiting", ""] == 3
     assert series["num_requests_waiting_by_reason", "capacity"] == 3
     assert series["kv_cache_usage_perc", ""] == pytest.approx(6 / 20)
     bench.finish()
-    series = scrape(bench.metrics)
+    series = scrape(bench.metrics, bench.scheduler)
     assert series["num_requests_running", ""] == 0
     assert series["kv_cache_usage_perc", ""] == 0
 
 
 def num_timelines() -> int:
     gc.collect()
-    return sum(isinstance(item, Timeline) for item in gc.get_objects())
+    return sum(isinstance(item, RequestTimes) for item in gc.get_objects())
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:
@@ -379,10 +394,10 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
         if i % 2:
             bench.step()
     bench.finish()
-    series = scrape(bench.metrics)
+    series = scrape(bench.metrics, bench.scheduler)
     ended = {reason: series["request_success_total", reason] for reason in ("length", "abort")}
     assert sum(ended.values()) == 1000 and ended["abort"] > 100
-    assert bench.metrics.timelines == {} and num_timelines() == before
+    assert bench.metrics.open == {} and num_timelines() == before
 
 
 def test_idle_time_is_that_between_requests() -> None:

@@ -4,17 +4,21 @@ import numpy as np
 import pytest
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
-from quire.base.config import CacheConfig, SchedulerConfig
+from quire.base.config import SchedulerConfig
 from quire.base.events import Admitted, Finished, Planned, Preempted, Queued, Stepped
 from quire.engine.metrics import EngineMetrics
 from quire.engine.status import StatusLine
+from quire.scheduler.scheduler import Scheduler
+
+
+def new_scheduler() -> Scheduler:
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    return dry_run(20, 4, config, 1000, True)[0]
 
 
 @pytest.fixture
 def metrics() -> EngineMetrics:
-    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
-    scheduler, _ = dry_run(20, 4, config, 1000, True)
-    return EngineMetrics(scheduler, "tiny", CacheConfig(), 1000)
+    return EngineMetrics(4, 1000, counts_hits=True)
 
 
 class Engine:
@@ -22,7 +26,7 @@ class Engine:
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self.metrics = metrics
-        self.status = StatusLine(metrics)
+        self.status = StatusLine(metrics, new_scheduler())
         self.step_id = 0
 
     def begin(self, at_s: float, num_prompt: int = 40, num_cached: int = 0) -> None:
@@ -63,10 +67,10 @@ def test_rates_are_those_since_the_last_line(metrics: EngineMetrics) -> None:
 
 
 def test_running_waiting_and_the_pool_are_those_of_now(metrics: EngineMetrics) -> None:
-    scheduler = metrics.scheduler
+    scheduler = new_scheduler()
     for i in range(6):
         scheduler.add(dry_request(f"r{i}", [i] * 9, 4), 0.0)
-    status = StatusLine(metrics)
+    status = StatusLine(metrics, scheduler)
     assert status.line(0.0) is None
     assert scheduler.schedule(0.0) is not None
     line = status.line(10.0)

@@ -11,7 +11,7 @@ import pytest
 
 from quire.base.config import CacheConfig
 from quire.base.errors import ConfigError
-from quire.engine.exposition import to_text
+from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics
 from quire.ops.native import core
 from tests.serve.checkpoints import checkpoint, pool_bytes
@@ -111,10 +111,12 @@ def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None
         expected = found(llm.generate(prompts, PARAMS, use_tqdm=False))
     with open_llm("qwen3", **together) as llm:
         outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
-        stores = llm.engine.client.core.scheduler.stores
+        scheduler = llm.engine.client.core.scheduler
+        stores = scheduler.stores
         assert stores is not None
         assert (stores.num_fetched, stores.num_kept) == (10, 0)
-        text = to_text(EngineMetrics(stores.scheduler, "tiny", CacheConfig(), 64))
+        metrics = EngineMetrics(scheduler.table.num_rows, 64, counts_hits=True)
+        text = Exposition(metrics, scheduler, "tiny", CacheConfig()).text()
     for name, number in (("fetched", 10), ("loaded", 10), ("kept", 0), ("offloaded", 0)):
         assert re.search(rf"quire:kv_blocks_{name}_total{{[^}}]*}} {number}.0", text), name
     assert found(outputs) == expected

@@ -16,132 +16,107 @@ from prometheus_client.metrics_core import (
 )
 from prometheus_client.registry import Collector
 
+from quire.base.config import CacheConfig
 from quire.engine.metrics import HISTOGRAMS, EngineMetrics
+from quire.scheduler.scheduler import Scheduler
 
 PREFIX = "quire:"
 ENGINE = "0"
 LABELS = ("model_name", "engine")
 
 
-def to_text(metrics: EngineMetrics) -> str:
-    """All metrics. Reads the scheduler's counters as they are now."""
-    registry = CollectorRegistry()
-    registry.register(EngineCollector(metrics))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry).decode()
+class Exposition(Collector):
+    """Makes metric families of what events counted and of what the scheduler holds right now."""
 
-
-class EngineCollector(Collector):
-    """Makes metric families from the numbers of an `EngineMetrics`."""
-
-    def __init__(self, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, metrics: EngineMetrics, scheduler: Scheduler, model_name: str, cache: CacheConfig
+    ) -> None:
         self._metrics = metrics
-        self._values = (metrics.model_name, ENGINE)
+        self._scheduler = scheduler
+        self._cache = cache
+        self._values = (model_name, ENGINE)
+
+    def text(self) -> str:
+        """Return all metrics as they are now."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        return generate_latest(registry).decode()
 
     def describe(self) -> list[Metric]:
-        """Nothing: the registry holds no other names to collide with."""
+        """Return nothing: the registry holds no other names to collide with."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._histograms()
+        yield from self._of_scheduler(self._scheduler)
+        yield from self._of_events(self._metrics)
+        yield from self._histograms(self._metrics)
 
-    def _gauges(self) -> Iterator[Metric]:
-        scheduler = self._metrics.scheduler
-        waiting = scheduler.num_waiting
-        yield self._gauge(
-            "num_requests_running", "Requests that hold a row.", scheduler.num_running
-        )
-        yield self._gauge("num_requests_waiting", "Requests that wait for a row.", waiting)
-        yield self._gauge(
+    def _of_scheduler(self, scheduler: Scheduler) -> Iterator[Metric]:
+        """Yield what the scheduler says; the only place here that reads it."""
+        waiting, kv, pins = scheduler.num_waiting, scheduler.kv, scheduler.pins
+        tier, stores = kv.tier, scheduler.stores
+        gauge, counter = self._gauge, self._counter
+        yield gauge("num_requests_running", "Requests that hold a row.", scheduler.num_running)
+        yield gauge("num_requests_waiting", "Requests that wait for a row.", waiting)
+        yield gauge(
             "num_requests_waiting_by_reason",
             "Waiting requests by what they wait for (capacity: rows, blocks, tokens of a step).",
             waiting,
             reason="capacity",
         )
-        yield self._gauge(
+        yield gauge(
             "kv_cache_usage_perc",
             "Share of the KV blocks that running sequences hold, from 0 to 1.",
-            scheduler.kv.usage,
+            kv.usage,
         )
-        pins = scheduler.pins
-        yield self._gauge("pinned_prefixes", "Prefixes that are pinned.", len(pins.by_id))
-        yield self._gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
-        yield self._gauge(
-            "cache_config_info", "Settings of the KV cache, as labels.", 1, **self._cache_labels()
-        )
-
-    def _cache_labels(self) -> dict[str, str]:
-        cache, pools = self._metrics.cache, self._metrics.scheduler.kv.pools
-        settings = {f.name: str(getattr(cache, f.name)) for f in dataclasses.fields(cache)}
-        return settings | {"num_gpu_blocks": str(max(pool.num_blocks for pool in pools))}
-
-    def _counters(self) -> Iterator[Metric]:
-        metrics = self._metrics
-        yield self._counter(
-            "prompt_tokens", "Prompt tokens, counted at the first token.", metrics.num_prompt_tokens
-        )
-        yield self._counter("generation_tokens", "Tokens written.", metrics.num_generation_tokens)
-        yield self._counter(
-            "prompt_tokens_cached",
-            "Those of the prompt tokens that were in the prefix cache.",
-            metrics.num_prompt_tokens_cached,
-        )
-        yield self._counter(
-            "prefix_cache_queries",
-            "Prompt tokens of admitted requests, looked up in the prefix cache.",
-            metrics.num_prefix_queries,
-        )
-        yield self._counter(
-            "prefix_cache_hits", "Those of them that it had.", metrics.num_prefix_hits
-        )
-        yield from self._tier_counters()
-        pins = metrics.scheduler.pins
-        yield self._counter(
-            "pinned_prefix_hits", "Requests that began with a pinned prefix.", pins.num_hits
-        )
-        yield self._counter(
-            "pinned_prefix_hit_tokens",
-            "Prompt tokens that they did not compute.",
-            pins.num_hit_tokens,
-        )
-        yield self._counter(
-            "num_preemptions", "Times that a request lost its row.", metrics.num_preemptions
-        )
-        yield self._endings()
-
-    def _tier_counters(self) -> Iterator[Metric]:
-        """Blocks that moved between device, host memory and stores."""
-        scheduler = self._metrics.scheduler
-        tier, stores = scheduler.kv.tier, scheduler.stores
+        yield gauge("pinned_prefixes", "Prefixes that are pinned.", len(pins.by_id))
+        yield gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
+        yield self._cache_info(max(pool.num_blocks for pool in kv.pools))
+        help = "Requests that began with a pinned prefix."
+        yield counter("pinned_prefix_hits", help, pins.num_hits)
+        help = "Prompt tokens that they did not compute."
+        yield counter("pinned_prefix_hit_tokens", help, pins.num_hit_tokens)
         if tier is not None:
-            yield self._counter(
-                "kv_blocks_offloaded", "Evicted blocks copied to host memory.", tier.num_offloaded
-            )
-            yield self._counter(
-                "kv_blocks_loaded", "Blocks that host memory gave back as hits.", tier.num_loaded
-            )
+            help = "Evicted blocks copied to host memory."
+            yield counter("kv_blocks_offloaded", help, tier.num_offloaded)
+            help = "Blocks that host memory gave back as hits."
+            yield counter("kv_blocks_loaded", help, tier.num_loaded)
         if stores is not None:
-            yield self._counter(
-                "kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched
-            )
-            yield self._counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
+            yield counter("kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched)
+            yield counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
 
-    def _endings(self) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "request_success",
-            "Requests that ended, by how.",
-            labels=(*LABELS, "finished_reason"),
-        )
-        for reason, number in self._metrics.num_finished.items():
+    def _cache_info(self, num_blocks: int) -> Metric:
+        cache = self._cache
+        settings = {f.name: str(getattr(cache, f.name)) for f in dataclasses.fields(cache)}
+        settings["num_gpu_blocks"] = str(num_blocks)
+        help = "Settings of the KV cache, as labels."
+        return self._gauge("cache_config_info", help, 1, **settings)
+
+    def _of_events(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        for name, help, number in (
+            ("prompt_tokens", "Prompt tokens, counted at the first token.",
+             metrics.num_prompt_tokens),
+            ("generation_tokens", "Tokens written.", metrics.num_generation_tokens),
+            ("prompt_tokens_cached", "Those of the prompt tokens that were in the prefix cache.",
+             metrics.num_prompt_tokens_cached),
+            ("prefix_cache_queries",
+             "Prompt tokens of admitted requests, looked up in the prefix cache.",
+             metrics.num_prefix_queries),
+            ("prefix_cache_hits", "Those of them that it had.", metrics.num_prefix_hits),
+            ("num_preemptions", "Times that a request lost its row.", metrics.num_preemptions),
+        ):  # fmt: skip
+            yield self._counter(name, help, number)
+        labels = (*LABELS, "finished_reason")
+        help = "Requests that ended, by how."
+        family = CounterMetricFamily(PREFIX + "request_success", help, labels=labels)
+        for reason, number in metrics.num_finished.items():
             family.add_metric((*self._values, reason), number)
-        return family
+        yield family
 
-    def _histograms(self) -> Iterator[Metric]:
-        for name, histogram in self._metrics.histograms.items():
-            _, help = HISTOGRAMS[name]
-            family = HistogramMetricFamily(PREFIX + name, help, labels=LABELS)
+    def _histograms(self, metrics: EngineMetrics) -> Iterator[Metric]:
+        for name, histogram in metrics.histograms.items():
+            family = HistogramMetricFamily(PREFIX + name, HISTOGRAMS[name][1], labels=LABELS)
             bounds = [*(repr(bound) for bound in histogram.bounds), "+Inf"]
             buckets = list(zip(bounds, histogram.cumulative(), strict=True))
             family.add_metric(self._values, buckets, histogram.total)

@@ -5,8 +5,7 @@ first row, the time to the first token with that token. What describes a whole r
 when it ends by itself (`stop`, `length`): the times of an aborted one say when its client left.
 
 Per step and token there is only array arithmetic, on the time of each row's last token. Rows pass
-from request to request; what must outlast that is in a request's `Timeline`, which is dropped when
-the request ends.
+from request to request; what must outlast that is in `RequestTimes`, dropped when the request ends.
 """
 
 import math
@@ -16,7 +15,6 @@ from types import MappingProxyType
 
 import numpy as np
 
-from quire.base.config import CacheConfig
 from quire.base.events import (
     Admitted,
     Appended,
@@ -35,7 +33,6 @@ from quire.engine.histogram import (
     Histogram,
     tokens_up_to,
 )
-from quire.scheduler.scheduler import Scheduler
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "timeout", "pinned")
 TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
@@ -62,7 +59,7 @@ HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
 
 
 @dataclass(slots=True, eq=False)
-class Timeline:
+class RequestTimes:
     """What is known of a request that has not ended. Times in seconds, NaN: not yet.
 
     last_token_s: while the request holds `row`, the time is in `EngineMetrics.last_token_s[row]`.
@@ -82,19 +79,16 @@ class Timeline:
 
 
 class EngineMetrics:
-    """Subscriber of a core's events. `text` gives all of it to Prometheus.
+    """Counts what a core's events tell; `Exposition` gives it to Prometheus.
 
+    counts_hits: there is a prefix cache, in which every admitted prompt is looked up.
     num_computed_prompt_tokens: tokens computed for the first token of a request, or after a
     preemption again: the rate at which prompts are worked on, also in the middle of a long one.
     idle_s: time without any request between the first and the last one.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, model_name: str, cache: CacheConfig, max_model_len: int
-    ) -> None:
-        self.scheduler = scheduler
-        self.model_name = model_name
-        self.cache = cache
+    def __init__(self, num_rows: int, max_model_len: int, counts_hits: bool) -> None:
+        self._counts_hits = counts_hits
         self.num_prompt_tokens = 0
         self.num_prompt_tokens_cached = 0
         self.num_generation_tokens = 0
@@ -108,10 +102,9 @@ class EngineMetrics:
         self.histograms = {
             name: Histogram(bounds or tokens) for name, (bounds, _) in HISTOGRAMS.items()
         }
-        num_rows = scheduler.table.num_rows
-        self.timelines: dict[str, Timeline] = {}
+        self.open: dict[str, RequestTimes] = {}
         self._idle_since_s = math.nan
-        self._owners: list[Timeline | None] = [None] * num_rows
+        self._owners: list[RequestTimes | None] = [None] * num_rows
         self._last_token_s = np.full(num_rows, math.nan)
         self._since_step = np.zeros(num_rows, np.int64)  # first plan with the row's owner in it
         self._next_step_id = 0
@@ -133,14 +126,6 @@ class EngineMetrics:
             case Finished():
                 self._finish(event)
 
-    def text(self) -> str:
-        """All metrics, in Prometheus' text format."""
-        from quire.engine.exposition import to_text  # the offline engine does without the package
-
-        return to_text(self)
-
-    # ---- events ------------------------------------------------------------------------------
-
     def _step(self, event: Stepped) -> None:
         """Rows without a last token have got their first one; for the others an interval ends."""
         rows, now = event.rows, event.at_s
@@ -158,19 +143,19 @@ class EngineMetrics:
         self.num_computed_prompt_tokens += event.num_tokens - len(last_token_s)
 
     def _take_first_token(self, row: int, now: float) -> None:
-        timeline = self._owners[row]
-        if timeline is None:
+        times = self._owners[row]
+        if times is None:
             return
-        timeline.first_token_s = now
-        self.num_prompt_tokens += timeline.num_prompt_tokens
-        self.num_prompt_tokens_cached += timeline.num_cached_tokens
-        self._observe_s("time_to_first_token_seconds", timeline.received_s, now)
-        self._observe_s("request_prefill_time_seconds", timeline.admitted_s, now)
+        times.first_token_s = now
+        self.num_prompt_tokens += times.num_prompt_tokens
+        self.num_prompt_tokens_cached += times.num_cached_tokens
+        self._observe_s("time_to_first_token_seconds", times.received_s, now)
+        self._observe_s("request_prefill_time_seconds", times.admitted_s, now)
 
     def _queue(self, event: Queued) -> None:
-        if not self.timelines and not math.isnan(self._idle_since_s):
+        if not self.open and not math.isnan(self._idle_since_s):
             self.idle_s += max(0.0, event.at_s - self._idle_since_s)
-        self.timelines[event.request_id] = Timeline(
+        self.open[event.request_id] = RequestTimes(
             num_prompt_tokens=event.num_prompt_tokens,
             max_tokens=event.max_tokens,
             received_s=event.received_s or event.at_s,
@@ -178,17 +163,17 @@ class EngineMetrics:
         )
 
     def _append(self, event: Appended) -> None:
-        timeline = self.timelines.get(event.request_id)
-        if timeline is not None:
-            timeline.num_prompt_tokens += event.num_tokens
+        times = self.open.get(event.request_id)
+        if times is not None:
+            times.num_prompt_tokens += event.num_tokens
 
     def _admit(self, event: Admitted) -> None:
         """A request takes over a row, and with it the place where its last token's time is kept.
 
         Its former row may still be its own, be another one's, or be this very one.
         """
-        timeline, row = self.timelines.get(event.request_id), event.row
-        if timeline is None:
+        times, row = self.open.get(event.request_id), event.row
+        if times is None:
             return
         if event.index > 0:  # the request's times are those of its first sequence
             self._give_up_row(self._owners[row])
@@ -196,53 +181,53 @@ class EngineMetrics:
             self._since_step[row] = self._next_step_id
             return
         self._give_up_row(self._owners[row])
-        self._give_up_row(timeline)
-        self._owners[row], timeline.row = timeline, row
-        self._last_token_s[row] = timeline.last_token_s
+        self._give_up_row(times)
+        self._owners[row], times.row = times, row
+        self._last_token_s[row] = times.last_token_s
         self._since_step[row] = self._next_step_id
-        if math.isnan(timeline.admitted_s):
-            timeline.admitted_s = event.at_s
-            timeline.num_cached_tokens = event.num_cached_tokens
-            self._observe_s("request_queue_time_seconds", timeline.queued_s, event.at_s)
-            if self.cache.enable_prefix_caching:
-                self.num_prefix_queries += timeline.num_prompt_tokens
+        if math.isnan(times.admitted_s):
+            times.admitted_s = event.at_s
+            times.num_cached_tokens = event.num_cached_tokens
+            self._observe_s("request_queue_time_seconds", times.queued_s, event.at_s)
+            if self._counts_hits:
+                self.num_prefix_queries += times.num_prompt_tokens
                 self.num_prefix_hits += event.num_cached_tokens
 
-    def _give_up_row(self, timeline: Timeline | None) -> None:
+    def _give_up_row(self, times: RequestTimes | None) -> None:
         """Keep what the row's arrays hold of a request. Its tokens may come in until here, long
         after it lost the row: those of plans that were in flight."""
-        if timeline is not None and timeline.row >= 0:
-            timeline.last_token_s = float(self._last_token_s[timeline.row])
-            self._owners[timeline.row] = None
-            timeline.row = -1
+        if times is not None and times.row >= 0:
+            times.last_token_s = float(self._last_token_s[times.row])
+            self._owners[times.row] = None
+            times.row = -1
 
     def _preempt(self, event: Preempted) -> None:
         self.num_preemptions += 1
-        if (timeline := self.timelines.get(event.request_id)) is not None:
-            timeline.num_preemptions += 1
+        if (times := self.open.get(event.request_id)) is not None:
+            times.num_preemptions += 1
 
     def _finish(self, event: Finished) -> None:
         self.num_finished[event.reason] = self.num_finished.get(event.reason, 0) + 1
-        timeline = self.timelines.pop(event.request_id, None)
-        if timeline is None:
+        times = self.open.pop(event.request_id, None)
+        if times is None:
             return
-        self._give_up_row(timeline)
-        if not self.timelines:
+        self._give_up_row(times)
+        if not self.open:
             self._idle_since_s = event.at_s
         if event.reason in ("stop", "length"):
-            self._observe_request(timeline, event)
+            self._observe_request(times, event)
 
-    def _observe_request(self, timeline: Timeline, event: Finished) -> None:
+    def _observe_request(self, times: RequestTimes, event: Finished) -> None:
         """Count a request that has run to its end."""
-        first_s, last_s = timeline.first_token_s, timeline.last_token_s
+        first_s, last_s = times.first_token_s, times.last_token_s
         num_tokens, histograms = event.num_output_tokens, self.histograms
-        histograms["request_prompt_tokens"].observe(timeline.num_prompt_tokens)
+        histograms["request_prompt_tokens"].observe(times.num_prompt_tokens)
         histograms["request_generation_tokens"].observe(num_tokens)
-        histograms["request_num_preemptions"].observe(timeline.num_preemptions)
-        if timeline.max_tokens is not None:
-            histograms["request_params_max_tokens"].observe(timeline.max_tokens)
-        self._observe_s("e2e_request_latency_seconds", timeline.received_s, event.at_s)
-        self._observe_s("request_inference_time_seconds", timeline.admitted_s, last_s)
+        histograms["request_num_preemptions"].observe(times.num_preemptions)
+        if times.max_tokens is not None:
+            histograms["request_params_max_tokens"].observe(times.max_tokens)
+        self._observe_s("e2e_request_latency_seconds", times.received_s, event.at_s)
+        self._observe_s("request_inference_time_seconds", times.admitted_s, last_s)
         self._observe_s("request_decode_time_seconds", first_s, last_s)
         if num_tokens > 1:
             mean_s = (last_s - first_s) / max(1.0, num_tokens / event.num_sequences - 1)

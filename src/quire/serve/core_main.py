@@ -5,7 +5,6 @@ that it inherits. Exit status: 0 asked to stop, 3 could not start, 1 the core ca
 """
 
 import argparse
-import importlib
 import logging
 import signal
 import socket
@@ -19,6 +18,7 @@ from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
 from quire.engine.build import BuiltCore, build_core
+from quire.engine.exposition import Exposition
 from quire.engine.heartbeat import BeatingExecutor, Heartbeat
 from quire.engine.metrics import EngineMetrics
 from quire.engine.prefix_file import pin_configured
@@ -70,14 +70,15 @@ def main() -> int:
 def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> CoreServer:
     config, clock = built.config, MonotonicClock()
     length = config.model.max_model_len or 0
-    importlib.import_module("quire.engine.exposition")  # now, not while requests wait
-    metrics = EngineMetrics(built.core.scheduler, name, config.cache, length)
+    scheduler, cache = built.core.scheduler, config.cache
+    metrics = EngineMetrics(scheduler.table.num_rows, length, cache.enable_prefix_caching)
+    exposition = Exposition(metrics, scheduler, name, cache)
     built.core.subscribe(metrics)
-    timelines = Timelines.of(built.core.scheduler)
+    timelines = Timelines.of(scheduler)
     built.core.subscribe(timelines)
     status = None
     if not config.disable_log_stats:
-        status = StatusLine(metrics)
+        status = StatusLine(metrics, scheduler)
     ready = Ready(
         client_id=0,
         vocab_size=built.spec.vocab_size,
@@ -90,7 +91,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     heartbeat = Heartbeat(options.home / "heartbeat", _expected_step_s(built))
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
-    reports = CoreReports(metrics.text, status, heartbeat, timelines.text)
+    reports = CoreReports(exposition.text, status, heartbeat, timelines.text)
     return CoreServer(built.core, listener, ready, reports, clock)
 
 

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.messages import PinnedPrefix, Unpin
 from quire.engine.build import Engine, build_engine
+from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
@@ -204,10 +205,11 @@ def test_a_prefix_has_the_tokens_that_tokenize_gives(api: TestClient, body: Any)
 def test_metrics_count(api: TestClient, small: Engine) -> None:
     """Hits since the engine began; what is pinned as of now."""
     core, config = small.client.core, small.config
-    metrics = EngineMetrics(core.scheduler, MODEL, config.cache, 512)
+    metrics = EngineMetrics(core.scheduler.table.num_rows, 512, counts_hits=True)
+    exposition = Exposition(metrics, core.scheduler, MODEL, config.cache)
 
     def numbers() -> list[float]:
-        families = text_string_to_metric_families(metrics.text())
+        families = text_string_to_metric_families(exposition.text())
         samples = [sample for family in families for sample in family.samples]
         found = {sample.name: sample.value for sample in samples}
         names = ["prefixes", "kv_blocks", "prefix_hits_total", "prefix_hit_tokens_total"]
