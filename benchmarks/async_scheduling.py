@@ -11,10 +11,10 @@ its client in one thread, as `LLM` has them, up to the `RequestOutput`s; without
 1 hands over a step when the one before it has come back; from depth 2 on the next one is already
 there.
 
-Host time per step, by part: schedule, update, messages (engine/news.py), send (encoding and the
-socket) or client (`OutputProcessor`); medians, in milliseconds. CPU is all of the thread's time in
-a step. Of several rounds the one counts in which the device waited least: whatever else runs on the
-machine can only add to it.
+Host time per step, by part: schedule, update, send (encoding and the socket) or client
+(`OutputProcessor`); medians, in milliseconds. CPU is all of the thread's time in a step. Of several
+rounds the one counts in which the device waited least: whatever else runs on the machine can only
+add to it.
 """
 
 import gc
@@ -34,12 +34,11 @@ from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from benchmarks.virtual.virtual_device import VirtualDevice
 from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
-from quire.base.messages import Ready, Request, StepMessage
+from quire.base.messages import Ready, Request
+from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
-from quire.engine import core as core_module
 from quire.engine.client import InProcessClient
 from quire.engine.core import EngineCore
-from quire.engine.news import News, StepReader
 from quire.engine.process import CoreReports, CoreServer
 from quire.engine.wire import Frames, client_codec
 from quire.tools.report import benchmark_parser, print_head, write_report
@@ -77,7 +76,7 @@ class Parts:
 @contextmanager
 def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
     """Times the core's parts as long as the block runs."""
-    scheduler, news_of = core.scheduler, core_module.news_of
+    scheduler = core.scheduler
     schedule = scheduler.schedule
 
     def plan(now: float) -> Any:
@@ -89,11 +88,9 @@ def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
 
     scheduler.schedule = plan  # type: ignore[method-assign]
     scheduler.update = parts.timed("update", scheduler.update)  # type: ignore[method-assign]
-    core_module.news_of = parts.timed("messages", news_of)
     try:
         yield
     finally:
-        core_module.news_of = news_of
         del scheduler.schedule, scheduler.update
 
 
@@ -128,8 +125,8 @@ class Counted:
         self.idle = self.cpu_ms = 0.0
         self.parts = Parts()
 
-    def __call__(self, news: Any) -> None:
-        if not news:
+    def __call__(self, outputs: StepOutputs) -> None:
+        if not outputs:
             return
         self.num_taken += 1
         device = self.device
@@ -169,10 +166,10 @@ def run_client(num_rows: int, depth: int, step_s: float, num_steps: int) -> Coun
     outputs.process = counted.parts.timed("client", outputs.process)  # type: ignore[method-assign]
     step = core.step
 
-    def counted_step() -> list[Any]:
-        messages = step()
-        counted(messages)
-        return messages
+    def counted_step() -> StepOutputs:
+        given = step()
+        counted(given)
+        return given
 
     core.step = counted_step  # type: ignore[method-assign]
     for request in make_requests(num_rows, core.limits.max_model_len):
@@ -195,10 +192,10 @@ def run_server(num_rows: int, depth: int, step_s: float, num_steps: int) -> Coun
         counted = Counted(core, num_steps, server.stop)
         send = counted.parts.timed("send", server._send)
 
-        def counted_send(news: News) -> None:
-            if news:
-                send(news)
-            counted(news)
+        def counted_send(outputs: StepOutputs) -> None:
+            if outputs:
+                send(outputs)
+            counted(outputs)
 
         server._send = counted_send  # type: ignore[method-assign]
         arguments = (Path(home) / "core", num_rows, core.limits.max_model_len)
@@ -213,7 +210,7 @@ def run_server(num_rows: int, depth: int, step_s: float, num_steps: int) -> Coun
 
 def be_client(path: Path, num_rows: int, max_len: int) -> None:
     """Send the requests, then take in what comes, until the core is gone."""
-    codec, frames, steps = client_codec(), Frames(), StepReader()
+    codec, frames, reader = client_codec(), Frames(), StepReader()
     with on_core(-1), socket.socket(socket.AF_UNIX) as core:
         core.connect(str(path))
         core.sendall(b"".join(codec.encode(r) for r in make_requests(num_rows, max_len)))
@@ -221,8 +218,8 @@ def be_client(path: Path, num_rows: int, max_len: int) -> None:
         while data := core.recv(1 << 18):
             for body in frames.feed(data):
                 message = codec.decode(body)
-                if isinstance(message, StepMessage):
-                    num_tokens += len(steps.read(message))
+                if isinstance(message, StepOutputs):
+                    num_tokens += len(reader.tokens(message))
 
 
 RUNS = {"server": run_server, "client": run_client}
@@ -234,7 +231,7 @@ def print_line(result: dict[str, Any]) -> None:
     print(
         f"{result['path']:>7} {result['rows']:6,} {result['step_ms']:5.0f} {result['depth']:6}"
         f" {result['idle']:8.1%} {AIM if result['depth'] > 1 else float('nan'):6.0%}"
-        f" {parts['schedule']:9.3f} {parts['update']:7.3f} {parts['messages']:9.3f}"
+        f" {parts['schedule']:9.3f} {parts['update']:7.3f}"
         f" {last:12.3f} {result['cpu_ms']:10.3f}",
         flush=True,
     )
@@ -250,10 +247,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of counted steps, per run")
     options = parser.parse_args()
     print_head("share of the time that a virtual device waits for the host; all rows decode")
-    print(
-        "   path   rows    ms  depth     idle    aim  schedule  update  messages  send/client"
-        "   CPU/step"
-    )
+    print("   path   rows    ms  depth     idle    aim  schedule  update  send/client   CPU/step")
     results = []
     for path in options.paths:
         for num_rows in options.rows:

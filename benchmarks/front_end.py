@@ -36,8 +36,8 @@ import numpy as np
 
 from benchmarks.servers import free_port, running
 from quire.base.config import ServerConfig, config_from_flat
-from quire.base.messages import Request, StepMessage
-from quire.engine.news import StepReader
+from quire.base.messages import Request
+from quire.base.step_outputs import StepOutputs, StepReader
 from quire.engine.wire import Frames, client_codec, core_codec
 from quire.serve.launch import CoreSocket
 from quire.serve.supervisor import Supervisor, bind
@@ -99,13 +99,15 @@ class Relay(CoreSocket):
                     name = "{} {}".format(*message.prompt_token_ids[:2])
                     names[message.request_id] = name
                     found[name] = Passed(at_s)
-        out, frames, steps = client_codec(), Frames(), StepReader()
+        out, frames, reader = client_codec(), Frames(), StepReader()
         for at_s, data in self._passed[1]:
             for message in map(out.decode, frames.feed(data)):
-                if isinstance(message, StepMessage):
-                    for output in steps.read(message):
-                        times = found[names[output.request_id]].tokens_s
-                        times.extend([at_s] * len(output.token_ids))
+                if isinstance(message, StepOutputs):
+                    for name, _ in reader.tokens(message):
+                        found[names[name.request_id]].tokens_s.append(at_s)
+                    for update in message.details:
+                        times = found[names[update.request_id]].tokens_s
+                        times.extend([at_s] * len(update.token_ids))
         return found
 
 

@@ -4,9 +4,8 @@
     python -m benchmarks.scheduler_steps --vllm DIRECTORY/bin/python
 
 An executor without a model answers with random tokens. Timed apart: `add` of the requests that came
-since the last step, schedule(), update(), the conversion of its result to messages
-(engine/core.py), and the client's side that takes the messages in. Three loads, prompts of 128
-random tokens, so that nothing is found in the prefix cache:
+since the last step, schedule(), update(), and the client's side that takes its outputs in. Three
+loads, prompts of 128 random tokens, so that nothing is found in the prefix cache:
 
 steady    All rows decode, one token each per step. `aligned`: all prompts have 128 tokens, so that
           all rows enter a new block in the same steps, which the median does not see but the mean
@@ -20,7 +19,7 @@ waiting   256 rows, one end and one arrival in every step, and requests that wai
 --vllm: the Python of an environment with vLLM 0.32. Its scheduler gets the same loads in a process
 of its own (scheduler_vllm.py), in turns with ours, round by round. Its update_from_output() makes
 its messages as well, and its requests are hashed when they are made, ours when they are scheduled;
-so the ratio is of sums: its add + schedule + update to our add + schedule + update + messages.
+so the ratio is of sums: add + schedule + update.
 To make such an environment (no triton, nothing for a GPU; only what the scheduler imports):
 
     python3.11 -m venv DIRECTORY
@@ -49,7 +48,6 @@ from benchmarks.scheduler_loads import BLOCK_SIZE, Arrival, Load
 from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
-from quire.engine.news import news_of
 from quire.engine.output import OutputProcessor
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
@@ -63,9 +61,9 @@ ELSEWHERE_MS = {  # (running, prefix caching): medians of schedule, update; prom
     (1024, False): (10.81, 4.30),
 }
 AIM_MS = {256: 0.2, 1024: 0.6, 4096: 2.4}  # schedule + update in steady decode
-PARTS = ("add", "schedule", "update", "messages", "client")
+PARTS = ("add", "schedule", "update", "client")
 BOTH = ("schedule", "update")
-OURS = ("add", "schedule", "update", "messages")  # what all of vLLM's three parts do
+OURS = ("add", "schedule", "update")  # what all of vLLM's three parts do
 THEIRS = ("add", "schedule", "update")
 CHURN = 0.02  # share of the rows that end in every step, at least one
 POLICIES = ("fifo", "srtf", "two-level")
@@ -162,16 +160,14 @@ def _step(
     resulted = clock()
     outputs = scheduler.update(result, 0.0)
     updated = clock()
-    messages = news_of(outputs).messages()
-    sent = clock()
-    client.process(messages, 0.0)
+    client.process(outputs, 0.0)
     taken = clock()
     scheduler.events.clear()
     if times is not None:
-        spans = added - began, planned - added, updated - resulted, sent - updated, taken - sent
+        spans = added - began, planned - added, updated - resulted, taken - updated
         for part, span in zip(PARTS, spans, strict=True):
             times.parts[part].append(span * 1e3)
-    return len(outputs.endings)
+    return len(outputs.finished)
 
 
 # ---- vLLM's, in another process ------------------------------------------------------------------
@@ -226,7 +222,7 @@ def in_turns(load: Load, rounds: int, vllm: Ask | None) -> tuple[Times, Times | 
 
 def steady(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
     print("\n# steady decode: medians, and median and mean of schedule + update")
-    print("  rows cach  prompts  schedule    update  messages    client       s+u      mean   aim")
+    print("  rows cach  prompts  schedule    update    client       s+u      mean   aim")
     for rows in options.rows:
         for caching in (True, False):
             for spread in (False, True):
@@ -247,7 +243,7 @@ def steady(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, 
 
 def churn(options: argparse.Namespace, vllm: Ask | None) -> Iterator[dict[str, Any]]:
     print("\n# churn: as many end and arrive in every step; medians; prefix caching on")
-    print("  rows ends       add  schedule    update  messages    client       s+u      mean")
+    print("  rows ends       add  schedule    update    client       s+u      mean")
     for rows in options.rows:
         load = Load(rows, options.steps, num_ends=max(1, round(CHURN * rows)))
         ours, theirs = in_turns(load, options.rounds, vllm)

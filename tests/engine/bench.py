@@ -9,9 +9,10 @@ import torch
 
 from quire.base.clock import FakeClock
 from quire.base.config import config_from_flat
-from quire.base.messages import Request, SequenceOutput
+from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.build import make_scheduler
 from quire.engine.core import EngineCore
@@ -19,6 +20,7 @@ from quire.engine.executor import InProcessExecutor
 from quire.models.source import resolve_model
 from quire.runner.build import build_runner
 from tests.serve.checkpoints import reference_tokens
+from tests.updates import read, reason_of
 
 POISON = 96
 VOCAB = 97
@@ -102,8 +104,9 @@ class Bench:
         self.folder = folder
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
-        self.last: dict[str, SequenceOutput] = {}
-        self.history: dict[str, list[SequenceOutput]] = {}
+        self.reader = StepReader()
+        self.last: dict[str, SequenceUpdate] = {}
+        self.history: dict[str, list[SequenceUpdate]] = {}
 
     def add(self, name: str, prompt: list[int], num_tokens: int = 6, **more: Any) -> None:
         params = SamplingParams(**({"temperature": 0, "max_tokens": num_tokens} | more))
@@ -111,11 +114,11 @@ class Bench:
         self.core.add(request)
         self.requests[name], self.tokens[name], self.history[name] = request, [], []
 
-    def step(self) -> list[SequenceOutput]:
-        outputs = self.core.step()
+    def step(self) -> list[SequenceUpdate]:
+        outputs = read(self.reader, self.core.step())
         for output in outputs:
             name = output.request_id
-            assert name not in self.last or self.last[name].finish_reason is None, "after the end"
+            assert name not in self.last or self.last[name].finish is None, "after the end"
             self.tokens[name] += output.token_ids
             self.last[name] = output
             self.history[name].append(output)
@@ -131,7 +134,7 @@ class Bench:
         assert all(pool.num_used == 0 for pool in self.core.scheduler.kv.pools), "blocks leak"
 
     def failed(self) -> set[str]:
-        return {name for name, last in self.last.items() if last.finish_reason == "error"}
+        return {name for name, last in self.last.items() if reason_of(last) == "error"}
 
     def assert_exact(self, *names: str) -> None:
         for name in names:
@@ -140,7 +143,7 @@ class Bench:
                 self.folder, request.prompt_token_ids, request.params.max_tokens or 0
             )
             assert self.tokens[name] == wanted, name
-            assert self.last[name].finish_reason == "length"
+            assert reason_of(self.last[name]) == "length"
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.messages import BeamOutput, Request
+from quire.base.messages import Request
 from quire.base.model_spec import load_spec
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import BeamOutput
 from quire.scheduler.flight import Draft
 from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
@@ -24,6 +25,7 @@ from tests.serve.checkpoints import (
     reference_tokens,
     twins_checkpoint,
 )
+from tests.updates import error_of, read
 
 PROMPT = (7, 3, 9, 1, 12, 44, 5, 80, 23, 61)
 OTHERS = ([5, 6, 7], [90, 2, 2, 8, 41], [*PROMPT[:8], 50])
@@ -52,7 +54,7 @@ class Searches(Bench):
         self.core.add(Request(name, list(prompt), params, 0, stops, eos_token_ids=stops))
 
     def step(self) -> list[Any]:
-        outputs = self.core.step()
+        outputs = read(self.reader, self.core.step())
         for output in outputs:
             if output.beams is not None:
                 assert output.request_id not in self.beams
@@ -62,7 +64,7 @@ class Searches(Bench):
                 self.tokens[output.request_id] += output.token_ids
                 self.last[output.request_id] = output
             else:
-                assert output.error is not None, "a beam search sends its results at the end only"
+                assert error_of(output), "a beam search sends its results at the end only"
                 self.last[output.request_id] = output
         self.core.scheduler.check_invariants()
         return outputs
@@ -338,7 +340,7 @@ def test_a_guilty_search_fails_alone() -> None:
     searches.search("bad", 3, 8, (1, 2, 96, 4, 5))
     searches.search("r", 2, 8)
     searches.finish()
-    assert searches.last["bad"].error is not None and "bad" not in searches.beams
+    assert error_of(searches.last["bad"]) and "bad" not in searches.beams
     searches.assert_as("r", reference_beams(PROMPT, 2, 8))
 
 

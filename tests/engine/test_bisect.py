@@ -21,6 +21,7 @@ from quire.engine.bisect import bisect_step, combine, leave_out, restrict
 from quire.engine.executor import failed_step
 from tests.engine.bench import POISON, VOCAB, Bench, prompt, with_poison
 from tests.serve.checkpoints import pool_bytes, reference_tokens, write_checkpoint
+from tests.updates import error_of
 
 GREEDY_TOKENS = 6
 
@@ -59,7 +60,7 @@ def finish_and_go_on(bench: Bench, guilty: set[str]) -> None:
     bench.finish()
     assert bench.failed() == guilty
     for name in guilty:
-        assert "is too much" in (bench.last[name].error or "")
+        assert "is too much" in error_of(bench.last[name])
     innocent = bench.requests.keys() - guilty
     bench.assert_exact(*innocent)
     for name in innocent:
@@ -155,7 +156,7 @@ def test_in_a_later_chunk_of_a_prompt(folder: Path, depth: int) -> None:
     bench.add("guilty", with_poison(prompt(41, 40), 14))
     bench.add("after", prompt(42, 25))
     finish_and_go_on(bench, {"guilty"})
-    assert bench.last["guilty"].error and bench.tokens["guilty"] == []
+    assert error_of(bench.last["guilty"]) and bench.tokens["guilty"] == []
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])

@@ -14,6 +14,7 @@ from quire.base.messages import Abort
 from quire.base.plan import Plan
 from tests.engine.bench import MAX_LEN, POISON, VOCAB, Bench, prompt, with_poison
 from tests.serve.checkpoints import checkpoint, write_checkpoint
+from tests.updates import error_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_a_step_that_raises_fails_one_request_only(folder: Path, depth: int, whe
     bench.finish()
     assert bench.failed() == {"poisoned"}
     last = bench.last["poisoned"]
-    assert last.error == "the step failed: RuntimeError: made to fail"
+    assert error_of(last) == "the step failed: RuntimeError: made to fail"
     assert last.token_ids == []
     bench.assert_exact("before", *(f"later {i}" for i in range(4)))
 
@@ -224,7 +225,7 @@ def test_a_row_of_nan_logits_fails_alone(nan_folder: Path, depth: int, backend: 
     bench.finish()
     assert bench.failed() == {"r1", "r5"}
     for name in bench.failed():
-        assert "not finite" in (bench.last[name].error or "")
+        assert "not finite" in error_of(bench.last[name])
         assert bench.tokens[name] == []
     bench.assert_exact(*(set(names) - bench.failed()))
 
@@ -237,7 +238,7 @@ def test_blocks_of_a_failed_row_are_no_prefix_hits(folder: Path, depth: int) -> 
     bench.add("failed", line)
     bench.add("beside", prompt(51, 17))
     bench.finish()
-    assert bench.failed() == {"failed"} and bench.last["failed"].error == "bad row"
+    assert bench.failed() == {"failed"} and error_of(bench.last["failed"]) == "bad row"
     bench.add("again", line)
     bench.add("beside again", prompt(51, 17))
     bench.finish()

@@ -125,11 +125,11 @@ class Figure:
 
     def finish(self) -> list[tuple[int, ...]]:
         """The beams that come out."""
-        while not (messages := self.core.step()):
+        while not (updates := self.core.step().details):
             self.core.scheduler.check_invariants()
-        [message] = messages
-        assert not self.core.has_work and message.beams is not None
-        return [tuple(beam.token_ids) for beam in message.beams]
+        [update] = updates
+        assert not self.core.has_work and update.beams is not None
+        return [tuple(beam.token_ids) for beam in update.beams]
 
 
 def test_figure_9_candidates_share_blocks_as_a_tree() -> None:

@@ -10,6 +10,7 @@ from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.updates import read
 
 PROMPT = [7, 3, 9, 1, 12, 44, 5, 80, 23, 61]  # two full blocks of four, and half of one
 OTHERS = {"a": [5, 6, 7], "b": [90, 2, 2, 8, 41], "c": PROMPT[:8] + [50]}
@@ -33,13 +34,13 @@ class Groups(Bench):
         self.core.add(Request(name, prompt, params, seed=11))
 
     def step(self) -> list[Any]:
-        outputs = self.core.step()
+        outputs = read(self.reader, self.core.step())
         for output in outputs:
             key = output.request_id, output.index
             assert key not in self.endings, "news after the end"
             self.samples.setdefault(key, []).extend(output.token_ids)
-            if output.finish_reason is not None:
-                self.endings[key] = output.finish_reason
+            if output.finish is not None:
+                self.endings[key] = output.finish.reason
         self.core.scheduler.check_invariants()
         return outputs
 

@@ -20,9 +20,11 @@ from quire.base.events import (
     Stepped,
 )
 from quire.base.messages import Abort
+from quire.base.step_outputs import StepReader
 from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics, RequestTimes
 from quire.scheduler.scheduler import Scheduler
+from tests.updates import read
 
 MAX_LEN = 1000
 Series = dict[tuple[str, str], float]
@@ -309,6 +311,7 @@ class Bench:
         self.queued_s: dict[str, float] = {}
         self.tokens_s: dict[str, list[float]] = defaultdict(list)
         self.num_planned: list[int] = []
+        self.reader = StepReader()
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
         self.scheduler.add(dry_request(name, prompt, max_tokens), self.clock.now())
@@ -322,8 +325,8 @@ class Bench:
         if self.scheduler.flights:
             self.clock.advance(float(self.rng.uniform(0.001, 0.1)))
             outputs = self.scheduler.update(self.executor.next_result(), self.clock.now())
-            for sequence in outputs.sequences:
-                self.tokens_s[sequence.request.request_id].append(self.clock.now())
+            for update in read(self.reader, outputs):
+                self.tokens_s[update.request_id] += [self.clock.now()] * len(update.token_ids)
         self.publish()
 
     def publish(self) -> None:

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from quire.base.errors import RequestError
-from quire.base.messages import Abort, Request, SequenceOutput
+from quire.base.errors import STEP_FAILED, RequestError
+from quire.base.messages import Abort, Request
 from quire.base.outputs import Logprob, RequestOutput
 from quire.base.plan import Candidates
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
 from quire.engine.output import OutputProcessor
 from quire.render.tokenizer import Tokenizer
 from tests.render.tiny import tokenizer
@@ -28,11 +29,12 @@ class Client:
         self.aborts: list[Abort] = []
 
     def step(
-        self, token_ids: list[int], finish: str | None = None, **more: object
+        self, token_ids: list[int], finish: Finish | str | None = None, **more: object
     ) -> RequestOutput | None:
         self.now_s += 1
-        output = SequenceOutput("a", token_ids, finish, **more)  # type: ignore[arg-type]
-        ready, aborts = self.processor.process([output], self.now_s)
+        end = Finish(finish) if isinstance(finish, str) else finish
+        update = SequenceUpdate("a", 0, token_ids, end, **more)  # type: ignore[arg-type]
+        ready, aborts = self.processor.process(StepOutputs(details=[update]), self.now_s)
         self.aborts += aborts
         return ready[0] if ready else None
 
@@ -82,7 +84,7 @@ def test_eos_and_stop_tokens(include: bool) -> None:
     assert (done.token_ids, done.text, done.stop_reason) == ([*dog, EOS], " dog", None)
     client = Client(params)
     stop_id = TOK.encode("!")[0]
-    output = client.step([*dog, stop_id], "stop", stop_reason=stop_id)
+    output = client.step([*dog, stop_id], Finish("stop", stop_id))
     assert output is not None
     done = output.outputs[0]
     assert (done.text, done.stop_reason) == (" dog!" if include else " dog", stop_id)
@@ -226,10 +228,11 @@ def test_abort_error_and_unknown_requests() -> None:
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a ST", "abort")
     assert client.step([1]) is None and client.aborts == []
     client = Client(SamplingParams(output_kind=FINAL))
-    failed = client.step([], error="the step failed")
+    failure = Failure(STEP_FAILED, "the step failed")
+    failed = client.step([], Finish("error", error=failure))
     assert failed is not None and failed.finished
     done = failed.outputs[0]
-    assert (done.finish_reason, done.stop_reason) == ("error", "the step failed")
+    assert (done.finish_reason, done.stop_reason, done.error) == ("error", None, failure)
     assert client.aborts == []
 
 

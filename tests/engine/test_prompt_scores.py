@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from quire.base.events import Event, Preempted
-from quire.base.messages import Request, SequenceOutput, Unpin
+from quire.base.messages import Request, Unpin
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import SequenceUpdate
 from quire.scheduler.preemption import preempt
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.serve.checkpoints import checkpoint, pool_bytes, reference_logits
+from tests.updates import read
 
 SCORED = {"prompt_logprobs": 0, "ignore_eos": True}
 
@@ -67,9 +69,9 @@ class Scores(Bench):
         scored = len(scores(self, name)[0]) if name in self.history else 0
         return 0 < scored < len(self.requests[name].prompt_token_ids) - 1
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> list[SequenceUpdate]:
         """There are several sequences of a name, which end one by one."""
-        outputs = self.core.step()
+        outputs = read(self.reader, self.core.step())
         for output in outputs:
             self.last[output.request_id] = output
             self.history[output.request_id].append(output)

@@ -18,9 +18,10 @@ import pytest
 
 from quire.base.clock import FakeClock
 from quire.base.config import config_from_flat
-from quire.base.messages import Abort, Append, Request, SequenceOutput, Unpin
+from quire.base.messages import Abort, Append, Request, Unpin
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.build import make_scheduler
 from quire.engine.core import EngineCore
@@ -29,6 +30,7 @@ from quire.models.source import resolve_model
 from quire.runner.build import BuiltRunner, build_runner
 from tests.engine.bench import prompt
 from tests.serve.checkpoints import checkpoint, pool_bytes
+from tests.updates import read
 
 MAX_LEN = 48
 GUILTY = 1000  # the seed of a request that brings its fault with it, to its prompt,
@@ -218,6 +220,7 @@ class Engine:
         self.scores: dict[str, list[float]] = {}
         self.beams: dict[str, list[list[int]]] = {}
         self.ends: dict[str, set[str]] = {}
+        self.reader = StepReader()
 
     def start(
         self,
@@ -241,10 +244,10 @@ class Engine:
         self.ends[request.request_id] = set()
 
     def step(self) -> None:
-        self.take(self.core.step())
+        self.take(read(self.reader, self.core.step()))
         self.core.scheduler.check_invariants()
 
-    def take(self, outputs: list[SequenceOutput]) -> None:
+    def take(self, outputs: list[SequenceUpdate]) -> None:
         for output in outputs:
             name = output.request_id
             mine = self.tokens.setdefault((name, output.index), [])
@@ -253,8 +256,8 @@ class Engine:
             found += [float(c.logprobs[0]) for c in output.prompt_candidates or []]
             if output.beams is not None:
                 self.beams[name] = [beam.token_ids for beam in output.beams]
-            if output.finish_reason is not None:
-                self.ends[name].add(output.finish_reason)
+            if output.finish is not None:
+                self.ends[name].add(output.finish.reason)
 
     def finish(self) -> None:
         for _ in range(2000):

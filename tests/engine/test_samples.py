@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from quire.base.messages import Abort, Request, SequenceOutput
+from quire.base.errors import STEP_FAILED
+from quire.base.messages import Abort, Request
 from quire.base.outputs import RequestOutput
 from quire.base.plan import Candidates
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
 from quire.engine.mailbox import merged
 from quire.engine.output import OutputProcessor
 from quire.engine.requests import RequestMaker
@@ -18,16 +20,18 @@ TOK = tokenizer("byte_level")
 PROMPT = TOK.encode("Hello")
 DOG, CAT, FOX = (TOK.encode(word) for word in (" dog", " cat", " fox"))
 STOP = TOK.encode("!")
+BROKEN = Finish("error", error=Failure(STEP_FAILED, "broken"))
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 def part(
-    index: int, token_ids: list[int], finish: str | None = None, **more: object
-) -> SequenceOutput:
-    return SequenceOutput("a", token_ids, finish, index=index, **more)  # type: ignore[arg-type]
+    index: int, token_ids: list[int], finish: Finish | str | None = None, **more: object
+) -> SequenceUpdate:
+    end = Finish(finish) if isinstance(finish, str) else finish
+    return SequenceUpdate("a", index, token_ids, end, **more)  # type: ignore[arg-type]
 
 
-def scored(index: int, logprob: float, finish: str | None = None) -> SequenceOutput:
+def scored(index: int, logprob: float, finish: str | None = None) -> SequenceUpdate:
     """One token with its log-probability; the token names the sample."""
     candidates = Candidates(np.array([index], np.int32), np.array([logprob], np.float32), 3)
     return part(index, [index], finish, candidates=[candidates])
@@ -45,14 +49,14 @@ class Client:
         self.now_s = 1.0
         self.aborts: list[Abort] = []
 
-    def step(self, *parts: SequenceOutput) -> RequestOutput | None:
+    def step(self, *parts: SequenceUpdate) -> RequestOutput | None:
         self.now_s += 1
-        ready, aborts = self.processor.process(parts, self.now_s)
+        ready, aborts = self.processor.process(StepOutputs(details=[*parts]), self.now_s)
         self.aborts += aborts
         assert len(ready) <= 1, "one output per request and step"
         return ready[0] if ready else None
 
-    def last(self, *parts: SequenceOutput) -> RequestOutput:
+    def last(self, *parts: SequenceUpdate) -> RequestOutput:
         output = self.step(*parts)
         assert output is not None and output.finished
         assert "a" not in self.processor and len(self.processor) == 0
@@ -71,7 +75,7 @@ def test_cumulative_outputs_hold_all_samples() -> None:
     assert texts(output) == {0: " dog", 1: " cat dog", 2: " fox"}
     assert output is not None and not output.finished
     assert [o.finish_reason for o in output.outputs] == [None, "length", None]
-    output = client.last(part(0, CAT, "length"), part(2, STOP, "stop", stop_reason=STOP[0]))
+    output = client.last(part(0, CAT, "length"), part(2, STOP, Finish("stop", STOP[0])))
     assert texts(output) == {0: " dog cat", 1: " cat dog", 2: " fox"}
     assert [o.finish_reason for o in output.outputs] == ["length", "length", "stop"]
     assert [o.token_ids for o in output.outputs] == [DOG + CAT, CAT + DOG, FOX + STOP]
@@ -171,21 +175,22 @@ def test_the_core_is_asked_for_the_logprobs_that_best_of_needs() -> None:
 def test_an_error_ends_all_samples(kind: RequestOutputKind) -> None:
     client = Client(n=3, output_kind=kind)
     client.step(part(0, DOG), part(1, CAT, "length"))
-    output = client.last(part(0, [], "error", error="broken"), part(2, [], "error", error="broken"))
-    ends = {o.index: (o.finish_reason, o.stop_reason) for o in output.outputs}
-    wanted = {0: ("error", "broken"), 1: ("length", None), 2: ("error", "broken")}
+    output = client.last(part(0, [], BROKEN), part(2, [], BROKEN))
+    ends = {o.index: (o.finish_reason, o.stop_reason, o.error) for o in output.outputs}
+    broken = "error", None, BROKEN.error
+    wanted = {0: broken, 1: ("length", None, None), 2: broken}
     if kind is DELTA:
         del wanted[1]  # was told before
     assert ends == wanted
-    assert client.step(part(2, [], "error", error="broken")) is None and client.aborts == []
+    assert client.step(part(2, [], BROKEN)) is None and client.aborts == []
 
 
 def test_after_an_error_nothing_is_the_best() -> None:
     client = Client(n=1, best_of=3)
     client.step(scored(0, -0.1, "length"), scored(1, -2.0))
-    output = client.last(part(2, [], "error", error="broken"))
+    output = client.last(part(2, [], BROKEN))
     [shown] = output.outputs
-    assert (shown.finish_reason, shown.stop_reason) == ("error", "broken")
+    assert (shown.finish_reason, shown.error) == ("error", BROKEN.error)
 
 
 def test_an_abort_ends_all_with_what_they_have() -> None:

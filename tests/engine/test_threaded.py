@@ -260,7 +260,7 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     inner.gate.release()
     assert rung.acquire(timeout=WAIT_S)
     assert core.rest_s() == 0.0
-    assert len(core.advance().messages()) == 1
+    assert len(core.advance().rows) == 1
     pause = core.rest_s()
     assert pause == pytest.approx(SHARE / 2 - LEAD_S)  # half as many tokens as the step before
     assert not core.advance() and len(scheduler.flights) == 1

@@ -12,11 +12,18 @@ from quire.base.messages import (
     Refused,
     Request,
     ResetPrefixCache,
-    SequenceOutput,
-    StepMessage,
 )
 from quire.base.plan import Candidates
+from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import (
+    BeamOutput,
+    Failure,
+    Finish,
+    RowName,
+    SequenceUpdate,
+    StepOutputs,
+)
 from quire.engine.wire import LENGTH, MAX_MESSAGE_BYTES, Frames, client_codec, core_codec
 
 PARAMS = SamplingParams(
@@ -32,13 +39,6 @@ TO_CORE = [
 ]
 FROM_CORE = [
     Ready(1, 100, 64, 20, 4, {"model": "demo", "max_num_seqs": 4, "kv": None}, "memory"),
-    StepMessage(
-        [
-            SequenceOutput("r1", [5]),
-            SequenceOutput("r1", [6], index=1),
-            SequenceOutput("r2", [], "error", error="no"),
-        ],
-    ),
     Refused("r3", "too long"),
     Metrics(4, "# HELP"),
 ]
@@ -57,14 +57,37 @@ def test_messages_survive_any_cut(step: int) -> None:
         assert received == messages
 
 
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+def test_outputs_survive_any_cut(step: int) -> None:
+    """Both parts: tokens in columns, and what some sequences have to tell beside."""
+    rows, token_ids = np.array([3, 0], np.int32), np.array([2**31 - 1, 6], np.int32)
+    names = [RowName(3, "r1", 0, 16), RowName(0, "r1", 1, 0)]
+    broken = Finish("error", error=Failure("step_failed", "no"))
+    details = [
+        SequenceUpdate("r1", token_ids=[5], finish=Finish("stop", 5), num_cached_tokens=16),
+        SequenceUpdate("r1", 1, finish=Finish("stop", "end"), prefix=PrefixReport(16)),
+        SequenceUpdate("r2", finish=broken, num_preemptions=2),
+        SequenceUpdate("r3", beams=[BeamOutput([1, 2], -0.5, -1.0, Finish("length"))]),
+    ]
+    stream = core_codec().encode(StepOutputs(rows, token_ids, names, details))
+    frames, received = Frames(), []
+    for at in range(0, len(stream), step):
+        received += [client_codec().decode(b) for b in frames.feed(stream[at : at + step])]
+    [got] = received
+    assert isinstance(got, StepOutputs)
+    assert (got.names, got.details) == (names, details)
+    for mine, sent in ((got.rows, rows), (got.token_ids, token_ids)):
+        assert mine.dtype == np.int32 and mine.tobytes() == sent.tobytes()
+
+
 def test_candidates_keep_bits_and_dtypes() -> None:
     logprobs = np.array([-0.1, -np.inf, -3.4028235e38], np.float32)
     candidates = Candidates(np.array([5, 0, 2**31 - 1], np.int32), logprobs, 17)
-    sent = StepMessage([SequenceOutput("r", [5], candidates=[candidates])])
+    sent = StepOutputs(details=[SequenceUpdate("r", token_ids=[5], candidates=[candidates])])
     body = core_codec().encode(sent)[LENGTH.size :]
     received = client_codec().decode(body)
-    assert isinstance(received, StepMessage) and received.outputs[0].candidates is not None
-    [got] = received.outputs[0].candidates
+    assert isinstance(received, StepOutputs) and received.details[0].candidates is not None
+    [got] = received.details[0].candidates
     assert got.rank == 17
     assert got.token_ids.dtype == np.int32 and got.logprobs.dtype == np.float32
     assert got.token_ids.tobytes() == candidates.token_ids.tobytes()

@@ -10,10 +10,10 @@ from quire.base.errors import ConfigError
 from quire.base.events import Finished, Preempted, Queued
 from quire.base.messages import Abort
 from quire.base.plan import Candidates, StepResult
+from quire.base.step_outputs import StepOutputs
 from quire.scheduler import policies
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.preemption import preempt
-from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import NUM_STOP_IDS
 from tests.scheduler.device import make_request
@@ -46,11 +46,12 @@ def ending_of(
     request = msgspec.structs.replace(request, eos_token_ids=stops[:1])
     scheduler.add(request, 0.0)
     for token in tokens[:-1]:
-        assert not step(scheduler, token).endings, token
-    (ending,) = step(scheduler, tokens[-1]).endings.values()
+        assert not step(scheduler, token).finished, token
+    [(_, ending)] = step(scheduler, tokens[-1]).finished
     scheduler.check_invariants()
     [finished] = [event for event in scheduler.events if isinstance(event, Finished)]
     assert (finished.reason, finished.num_output_tokens) == (ending.reason, len(tokens))
+    assert ending.stop_reason is None or isinstance(ending.stop_reason, int)
     return ending.reason, ending.stop_reason
 
 
@@ -69,10 +70,10 @@ def test_long_lists_of_one_request_are_not_another_s() -> None:
     scheduler = scheduler_of()
     for name, stops in (("many", MANY), ("few", (7,)), ("more", tuple(n + 40 for n in MANY))):
         scheduler.add(make_request(name, [1, 2, 3], stops=stops, max_tokens=9), 0.0)
-    assert not step(scheduler, 5).endings
-    assert len(step(scheduler, MANY[-1]).endings) == 1
+    assert not step(scheduler, 5).finished
+    assert len(step(scheduler, MANY[-1]).finished) == 1
     assert set(scheduler.sequences) == {"few", "more"}
-    assert len(step(scheduler, MANY[-1] + 40).endings) == 1
+    assert len(step(scheduler, MANY[-1] + 40).finished) == 1
     assert (set(scheduler.sequences), scheduler.num_long_stop_lists) == ({"few"}, 0)
 
 
@@ -112,9 +113,9 @@ def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
             np.ones(size, np.int32),
             prompt_candidates={int(plan.rows[0]): every[start:end]},
         )
-        outputs = scheduler.update(result, 0.0)
-        assert sequence in outputs.others
-        told += outputs.prompt_candidates[sequence.arrival]
+        [update] = scheduler.update(result, 0.0).details
+        assert update.prompt_candidates is not None
+        told += update.prompt_candidates
         if end == 32 and num == 32:
             preempt(scheduler, sequence, "other", 0.0)
     assert told == every

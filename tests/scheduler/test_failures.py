@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from quire.base.errors import STEP_FAILED
 from quire.base.plan import Move, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
-from quire.scheduler.results import Ending
 
-FAILS = {0: Ending("error", error="it failed")}
+FAILS = {0: Finish("error", error=Failure(STEP_FAILED, "it failed"))}
 
 
 def ints(*values: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.messages import Append, Request
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
+from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
@@ -25,6 +26,7 @@ from tests.scheduler.device import (
     expected_tokens,
     make_request,
 )
+from tests.updates import read
 
 FULL = (CacheGroup("full", (0,), 1, 8),)
 MAX_LEN = 100
@@ -57,13 +59,13 @@ class Driver:
         limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
         executor: Any = FakeExecutor(self.device, is_lazy)
         self.core = EngineCore(self.scheduler, executor, self.clock, limits)
+        self.reader = StepReader()
         self.output: dict[tuple[str, int], list[int]] = {}
 
     def take(self) -> None:
-        outputs = self.core.take()
-        for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
-            name = sequence.request.request_id, sequence.index
-            self.output.setdefault(name, []).append(token)
+        for update in read(self.reader, self.core.take()):
+            name = update.request_id, update.index
+            self.output.setdefault(name, []).extend(update.token_ids)
 
     def finish(self) -> None:
         for _ in range(2000):

@@ -14,6 +14,7 @@ from quire.base.events import Preempted
 from quire.base.messages import Request, Unpin
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Move, Plan
+from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
@@ -23,6 +24,7 @@ from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import Curse, FakeDevice, FakeExecutor, expected_tokens, make_request
+from tests.updates import read
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
@@ -54,6 +56,7 @@ class Bench:
         self.plans: list[Plan] = []
         self.output: dict[str, dict[int, list[int]]] = {}
         self.reason: dict[str, str] = {}
+        self.reader = StepReader()
         self.num_preempted = 0
         self.core.subscribe(self._hear)
 
@@ -91,11 +94,10 @@ class Bench:
         if plan is not None:
             self.plans.append(plan)
         outputs = self.core.take() if self.scheduler.flights else self.core.take_late()
-        for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
-            self.output[sequence.request.request_id][sequence.index].append(token)
-        for sequence in [*outputs.sequences, *outputs.others]:
-            if ending := outputs.endings.get(sequence.arrival):
-                self.reason[sequence.request.request_id] = ending.reason
+        for update in read(self.reader, outputs):
+            self.output[update.request_id][update.index] += update.token_ids
+        for update, finish in outputs.finished:
+            self.reason[update.request_id] = finish.reason
         self.core.publish()
         self.scheduler.check_invariants()
 

@@ -15,6 +15,7 @@ from quire.scheduler.srtf import Srtf
 from quire.scheduler.tenants import Tenants
 from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import make_request
+from tests.updates import error_of
 
 BLOCK, MAX_LEN = 4, 512
 
@@ -283,12 +284,12 @@ def test_late_requests_end_with_an_error_and_free_their_blocks() -> None:
     plan = scheduler.schedule(2.0)
     assert plan is not None and "runs" not in scheduler.sequences
     outputs = scheduler.update(answer(plan), 2.0)
-    [(sequence, ending)] = [(s, outputs.endings[s.arrival]) for s in outputs.others]
-    assert (sequence.request.request_id, ending.reason) == ("runs", "timeout")
-    assert "timeout_s=2" in ending.error and "1 output token" in ending.error
+    [(update, finish)] = outputs.finished
+    assert (update.request_id, finish.reason) == ("runs", "timeout")
+    assert "timeout_s=2" in error_of(update) and "1 output token" in error_of(update)
     scheduler.check_invariants()
     plan = scheduler.schedule(3.0)
-    late = [s.request.request_id for s in scheduler.update(answer(plan), 3.0).others]  # type: ignore[arg-type]
+    late = [told.request_id for told, _ in scheduler.update(answer(plan), 3.0).finished]  # type: ignore[arg-type]
     assert sorted(late) == ["n", "waits"] and list(scheduler.sequences) == ["free"]
 
 
@@ -297,7 +298,7 @@ def test_lateness_is_told_when_nothing_runs() -> None:
     add(scheduler, "late", 4, now=1.0, timeout_s=0.5)
     assert scheduler.schedule(1.5) is None and scheduler.has_work
     outputs = scheduler.take_late()
-    assert [outputs.endings[s.arrival].reason for s in outputs.others] == ["timeout"]
+    assert [finish.reason for _, finish in outputs.finished] == ["timeout"]
     assert not scheduler.has_work and scheduler.kv.pools[0].num_used == 0
 
 

@@ -21,6 +21,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Finished, Stepped
 from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
 from quire.base.model_spec import CacheGroup
+from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.tiers import (
     Answer,
     Fetch,
@@ -38,7 +39,6 @@ from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.scheduler.fifo import Fifo
-from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.srtf import Srtf
 from quire.scheduler.two_level import TwoLevel
@@ -50,6 +50,7 @@ from tests.scheduler.device import (
     expected_tokens,
     make_request,
 )
+from tests.updates import read
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
@@ -175,6 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.ended: set[tuple[str, int]] = set()
         self.reason: dict[str, str] = {}
         self.num_resets = 0
+        self.reader = StepReader()
 
     @rule(
         seed=st.integers(0, 3),
@@ -431,17 +433,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert self.reason[name] == ("stop" if hit_stop else "length")
 
     def _take(self, outputs: StepOutputs) -> None:
-        self._check_events(len(outputs.sequences))
-        for sequence, token in zip(outputs.sequences, outputs.token_ids.tolist(), strict=True):
-            name = sequence.request.request_id, sequence.index
-            assert name not in self.ended, "a token after the end"
-            self.output[name].append(token)
-        for sequence in [*outputs.sequences, *outputs.others]:
-            if ending := outputs.endings.get(sequence.arrival):
-                name = sequence.request.request_id
-                self.ended.add((name, sequence.index))
-                if self.reason.get(name) != "error":
-                    self.reason[name] = ending.reason
+        updates = read(self.reader, outputs)
+        self._check_events(sum(len(update.token_ids) for update in updates))
+        for update in updates:
+            name = update.request_id, update.index
+            assert name not in self.ended or not update.token_ids, "a token after the end"
+            self.output[name] += update.token_ids
+        for update, finish in outputs.finished:
+            self.ended.add((update.request_id, update.index))
+            if self.reason.get(update.request_id) != "error":
+                self.reason[update.request_id] = finish.reason
 
     def _check_events(self, num_tokens: int) -> None:
         """The step comes before what it ended, with the rows that got a token."""

@@ -8,12 +8,12 @@ from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Abort, Request, ResetPrefixCache
 from quire.base.plan import Plan
+from quire.base.step_outputs import SequenceUpdate, StepReader
 from quire.base.tiers import Fetch, Fetched, Keep, LookedUp, LookUp, Order, Remove
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
-from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import (
     GARBAGE,
@@ -24,6 +24,7 @@ from tests.scheduler.device import (
     make_request,
 )
 from tests.scheduler.test_scheduler_machine import BLOCK, FULL, MAX_LEN, FakeStores
+from tests.updates import error_of, read
 
 PROMPT = list(range(1, 21))  # five blocks
 OTHER = list(range(21, 41))
@@ -46,6 +47,7 @@ class Lab:
         executor = FakeExecutor(self.device, is_lazy=False)
         limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
         self.core = EngineCore(self.scheduler, executor, FakeClock(), limits)  # type: ignore[arg-type]
+        self.reader = StepReader()
         self.num_requests = 0
 
     def orders(self) -> list[Order]:
@@ -64,8 +66,9 @@ class Lab:
         while (answer := self.stores.answer(0, fails=False)) is not None:
             self.core.control(answer)
 
-    def step(self) -> StepOutputs | None:
-        found = None if self.core.plan() is None else self.core.take()
+    def step(self) -> list[SequenceUpdate]:
+        planned = self.core.plan() is not None
+        found = read(self.reader, self.core.take()) if planned else []
         self.scheduler.check_invariants()
         return found
 
@@ -74,14 +77,10 @@ class Lab:
         tokens: list[int] = []
         for _ in range(30):
             self.answer()
-            outputs = self.step()
-            if outputs is None:
-                continue
-            tokens += outputs.token_ids.tolist()
-            for sequence in [*outputs.sequences, *outputs.others]:
-                ending = outputs.endings.get(sequence.arrival)
-                if ending is not None:
-                    return ending.error or tokens
+            for update in self.step():
+                tokens += update.token_ids
+                if update.finish is not None:
+                    return error_of(update) or tokens
         raise AssertionError(f"{request.request_id} starves")
 
     def generate(self, prompt: list[int], num: int = 2) -> list[int] | str:
@@ -257,8 +256,8 @@ def test_what_is_on_its_way_when_a_request_fails_is_not_taken_in() -> None:
         lab.core.control(LookedUp(0, order.request_id, [True] * len(order.names), order.ticket))
     [fetch] = lab.orders()
     assert isinstance(fetch, Fetch)
-    outputs = [out for _ in range(4) if (out := lab.step()) is not None]
-    assert any("garbage" in str(out.endings) for out in outputs)
+    updates = [update for _ in range(4) for update in lab.step()]
+    assert any("garbage" in error_of(update) for update in updates)
     failed = [order for order in lab.orders() if isinstance(order, Remove)]
     assert len(failed) == 1 and len(failed[0].names) == 5
     lab.core.control(Fetched(0, fetch.ticket, [True] * len(fetch.items), 1, 0.1))

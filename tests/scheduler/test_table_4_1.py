@@ -158,7 +158,7 @@ def test_a_prompt_that_grows_too_long_ends_with_an_error() -> None:
     step(scheduler)
     scheduler.control(Append("a", [1] * 20), 0.0)
     outputs = scheduler.take_late()
-    assert [outputs.endings[s.arrival].reason for s in outputs.others] == ["error"]
+    assert [finish.reason for _, finish in outputs.finished] == ["error"]
     assert not scheduler.has_work or scheduler.schedule(0.0) is None
 
 

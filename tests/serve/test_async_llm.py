@@ -252,7 +252,7 @@ def test_late_work_ends_with_timeout(llm: AsyncLLM) -> None:
         output = await last(llm.generate(FOX, params(100), timeout_s=1e-6))
         [completion] = output.outputs
         assert completion.finish_reason == "timeout"
-        assert "timeout_s=1e-06" in str(completion.stop_reason)
+        assert "timeout_s=1e-06" in completion.error.message
         await idle(llm)
 
     run(program)

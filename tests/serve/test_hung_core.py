@@ -46,7 +46,7 @@ def test_a_time_limit_ends_a_request_that_the_core_does_not_answer(tmp_path: Pat
             [output] = [output async for output in client.generate(request)]
             assert 0.2 < time.monotonic() - began < 0.2 + LATE_S + 2
             assert output.finished and output.outputs[0].finish_reason == "timeout"
-            assert "timeout_s=0.2" in str(output.outputs[0].stop_reason)
+            assert "timeout_s=0.2" in output.outputs[0].error.message
             assert client.num_unfinished == 0
             await client.close()
 

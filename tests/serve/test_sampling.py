@@ -388,7 +388,8 @@ def test_nothing_left_to_choose_fails_one_request(ids_llm: LLM) -> None:
     good = SamplingParams(temperature=0, max_tokens=6)
     outputs = ids_llm.generate([line(6), line(7)], [wrong, good])
     done = outputs[0].outputs[0]
-    assert done.finish_reason == "error" and "leave no token" in str(done.stop_reason)
+    assert done.finish_reason == "error" and done.error is not None
+    assert "leave no token" in done.error.message
     assert tokens(outputs)[1] == reference_tokens(checkpoint("llama"), line(7), 6)
 
 

@@ -59,11 +59,13 @@ def test_groups_run_to_their_ends(beams: bool) -> None:
         branching.submit(plan)
         outputs = scheduler.update(branching.next_result(), 0.0)
         scheduler.check_invariants()
-        num_endings += len(outputs.endings)
-        for _, hypotheses in outputs.hypotheses:
-            assert [len(h.token_ids) for h in hypotheses] == [20] * 4
-            assert len({h.token_ids for h in hypotheses}) == 4, "the beams are to differ"
-            num_hypotheses += 1
+        for update, _ in outputs.finished:
+            num_endings += update.beams is None
+            num_hypotheses += update.beams is not None
+            if update.beams is not None:
+                assert [len(beam.token_ids) for beam in update.beams] == [20] * 4
+                texts = {tuple(beam.token_ids) for beam in update.beams}
+                assert len(texts) == 4, "the beams are to differ"
     assert (num_hypotheses, num_endings) == ((3, 0) if beams else (0, 12))
     # Two full blocks of the prompt, by four sequences of two groups; beams share more than that.
     assert max(saved) > 12 if beams else saved[-1] in (6, 12)

@@ -13,6 +13,6 @@ def test_dry_run_serves_requests_to_their_ends() -> None:
     while (plan := scheduler.schedule(0.0)) is not None:
         executor.submit(plan)
         outputs = scheduler.update(executor.next_result(), 0.0)
-        ended += [ending.reason for ending in outputs.endings.values()]
+        ended += [finish.reason for _, finish in outputs.finished]
         scheduler.check_invariants()
     assert ended == ["length"] * 5

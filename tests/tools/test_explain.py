@@ -11,6 +11,7 @@ from quire.engine.timeline import Timeline, as_data, in_words
 from quire.tools.explain import timelines_of
 from tests.engine.bench import prompt
 from tests.engine.recordings import Run
+from tests.updates import reason_of
 
 
 def line_of(directory: Path, request_id: str) -> Timeline:
@@ -30,19 +31,20 @@ def test_of_a_beam_search(tmp_path: Path, stops: tuple[int, ...], more: dict[str
     told = None
     while told is None:
         run.clock.advance(0.001)
-        for output in run.core.step():
+        for output in run.core.step().details:
             told = output if output.request_id == "beams" and output.beams else told
     finished_s = run.clock.now()
     run.finish()
     assert told.beams is not None
     line = line_of(tmp_path, "beams")
     lengths = [len(beam.token_ids) for beam in told.beams]
-    assert line.reason == told.finish_reason == told.beams[0].finish_reason
+    reason = reason_of(told)
+    assert line.reason == reason == told.beams[0].finish.reason
     assert (line.num_output_tokens, line.num_sequences) == (sum(lengths), len(told.beams))
     assert len(told.beams) == how["n"]
     assert line.first_token_s == line.finished_s == pytest.approx(finished_s)
     assert as_data(line, 4)["output_tokens"] == sum(lengths)
-    assert f"({told.finish_reason}) with {sum(lengths)} output token" in in_words(line, 4)[-1]
+    assert f"({reason}) with {sum(lengths)} output token" in in_words(line, 4)[-1]
     if not stops:
         assert (line.reason, lengths) == ("length", [9] * how["n"])
     if len(stops) == 30:

@@ -16,9 +16,10 @@ QuireError
 Every message says what was wrong, the value, and what to do.
 """
 
-# How programs tell why a request ended with an error (`SequenceOutput.error_code`).
+# How programs tell why a request failed (`Failure.code`).
 STEP_FAILED = "step_failed"  # a step of the engine failed on it
 REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
+TIMED_OUT = "timed_out"  # it took longer than its timeout_s
 
 
 class QuireError(Exception):

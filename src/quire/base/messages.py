@@ -1,6 +1,6 @@
 """Messages between client and core. Typed, bounded, encoded as msgpack; never pickled.
 
-Every message names its client and its core, so that many clients can speak to many cores.
+Whose a message is follows from the connection that it comes over: one client's to one core.
 """
 
 import secrets
@@ -8,9 +8,8 @@ from typing import Any
 
 import msgspec
 
-from quire.base.plan import Candidates, Int32
-from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import StepOutputs
 from quire.base.tiers import Answer
 
 
@@ -101,64 +100,6 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
 Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | Answer
 
 
-class BeamOutput(msgspec.Struct, frozen=True, gc=False):
-    """One result of a beam search; they come best first. score: what they are ordered by."""
-
-    token_ids: list[int]
-    score: float
-    cumulative_logprob: float
-    finish_reason: str
-    stop_reason: int | None = None
-
-
-class SequenceOutput(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What one step gave one sequence of a request. index: which of the request's n it is.
-
-    error: what went wrong; finish_reason is then `error`, or `timeout` if the time was up.
-    error_code: why, for programs (base/errors.py).
-    beams: all results of a beam search, with which the request has ended. prefix: what of the
-    prompt was cached, once.
-
-    One is made per request and step, and none can be part of a cycle: the garbage collector need
-    not look at them (a quarter less time to make them, and fewer collections).
-    """
-
-    request_id: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    candidates: list[Candidates] | None = None
-    prompt_candidates: list[Candidates] | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    error: str | None = None
-    index: int = 0
-    beams: list[BeamOutput] | None = None
-    prefix: PrefixReport | None = None
-    error_code: str | None = None
-
-
-class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):
-    """Which sequence of a request is in a row, from this message of a connection on."""
-
-    row: int
-    request_id: str
-    index: int
-    num_cached_tokens: int
-
-
-class NewTokens(msgspec.Struct, frozen=True, array_like=True):
-    """One token each for sequences that have nothing else to tell, as parallel arrays int32.
-
-    A sequence goes by its row. names: those that the connection has not been told, or not since
-    somebody else was in their row; of the others it is 8 bytes a token.
-    """
-
-    rows: Int32
-    token_ids: Int32
-    names: list[RowName]
-
-
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):
     """Client to core: send the metrics, in Prometheus' text format. Answered by `Metrics`."""
 
@@ -217,14 +158,6 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     memory: str
 
 
-class StepMessage(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
-    """Core to client: what one step gave this client's requests. The news of each sequence are in
-    one of the two parts, except for its prefix report. `engine/news.py` reads and writes them."""
-
-    outputs: list[SequenceOutput] = []
-    tokens: NewTokens | None = None
-
-
 class Refused(msgspec.Struct, frozen=True, tag=True):
     """Core to client: a request that was not queued, and why. is_busy: only because of others."""
 
@@ -254,4 +187,4 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
     prefixes: list[PinnedPrefix]
 
 
-FromCore = Ready | StepMessage | Refused | Metrics | TimelineText | Prefixes
+FromCore = Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes

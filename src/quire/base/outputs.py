@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire.base.prefix import PrefixReport
+from quire.base.step_outputs import Failure
 
 
 @dataclass(slots=True)
@@ -25,9 +26,9 @@ class CompletionOutput:
 
     finish_reason: stop, length, abort, error, timeout or pinned; None: it goes on.
     index: its place among the n of its request.
-    stop_reason: the stop string or stop token id that ended it; None for end of sequence. After an
-    error, and when the time was up, what happened. error_code: after an error why, for programs:
-    step_failed (the engine's fault) or request_failed.
+    stop_reason: the stop string or stop token id that ended it; None for end of sequence. error:
+    after an error, and when the time was up, what happened, and for programs its code: step_failed
+    (the engine's fault), request_failed or timed_out.
     """
 
     index: int
@@ -37,7 +38,7 @@ class CompletionOutput:
     logprobs: SampleLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    error_code: str | None = None
+    error: Failure | None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
             print(output.outputs[0].text, end="", flush=True)
         print()
         final = output.outputs[0]
-        if final.finish_reason == "error":
-            print(f"quire: {final.stop_reason}", file=sys.stderr)
+        if final.error is not None:
+            print(f"quire: {final.error.message}", file=sys.stderr)
             return 1
         if final.finish_reason == "length":
             logger.info("[the answer was cut at its longest length]")

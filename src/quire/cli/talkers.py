@@ -51,8 +51,8 @@ class ModelTalker:
         with closing(self._llm.stream(messages, self._params)) as outputs:  # type: ignore[type-var]
             for output in outputs:
                 (part,) = output.outputs
-                if part.finish_reason == "error":
-                    raise EngineError(str(part.stop_reason))
+                if part.error is not None:
+                    raise EngineError(part.error.message)
                 yield Piece(part.text, part.finish_reason)
                 if is_enough():
                     return

@@ -21,20 +21,18 @@ from quire.base.messages import (
     MeasuredRates,
     PinnedPrefix,
     Request,
-    SequenceOutput,
     Unpin,
 )
 from quire.base.plan import Plan, StepResult
+from quire.base.step_outputs import StepOutputs
 from quire.base.tiers import KEEP_AT_END_S
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
 from quire.engine.connectors.connections import Connections
 from quire.engine.executor import Executor
-from quire.engine.news import News, news_of
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
 from quire.engine.step_budget import StepBudget
-from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
@@ -140,12 +138,12 @@ class EngineCore:
         self.doors.control(message, self._clock.now())
         self._send_orders()
 
-    def step(self) -> list[SequenceOutput]:
+    def step(self) -> StepOutputs:
         """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
         is nothing to do. Raises EngineError, then and ever after, if the core cannot go on."""
-        return self._go_on(waits=True).messages()
+        return self._go_on(waits=True)
 
-    def advance(self) -> News:
+    def advance(self) -> StepOutputs:
         """What is to be done now: plan if it is time for that, take a result if it is there.
         Raises EngineError as `step` does."""
         return self._go_on(waits=False)
@@ -181,7 +179,7 @@ class EngineCore:
         submitted = self._submitted
         return bool(submitted) and (len(submitted[0].rows) == 0 or self.executor.is_ready())
 
-    def _go_on(self, waits: bool) -> News:
+    def _go_on(self, waits: bool) -> StepOutputs:
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
@@ -189,13 +187,13 @@ class EngineCore:
             while waits or self._is_due():
                 if self.plan() is None and not self._is_fetching(waits):
                     break
-            news = News()
+            outputs = StepOutputs()
             if not self.scheduler.flights:
-                news = news_of(self.take_late())
+                outputs = self.take_late()
             elif waits or self._is_answered:
-                news = news_of(self.take())
+                outputs = self.take()
                 if not waits and self._submitted and self._is_due():
-                    self.plan()  # before the news go out: steps are short
+                    self.plan()  # before the outputs go out: steps are short
         except EngineError as error:
             self._death = str(error)
             raise
@@ -203,7 +201,7 @@ class EngineCore:
             self._death = f"{type(error).__name__}: {error}"
             raise EngineError(f"the engine cannot go on: {self._death}") from error
         self.publish()
-        return news
+        return outputs
 
     def _is_fetching(self, waits: bool) -> bool:
         """Wait for a store, if nothing else is to be done and the caller has the time."""
@@ -364,10 +362,9 @@ class EngineCore:
     def _update(self, result: StepResult) -> StepOutputs:
         outputs = self.doors.update(result, self._clock.now())
         self._send_orders()
-        for sequence in outputs.others:
-            ending = outputs.endings.get(sequence.arrival)
-            if ending is not None and ending.reason == "error":
-                logger.error("request %s failed: %s", sequence.request.request_id, ending.error)
+        for update, finish in outputs.finished:
+            if finish.reason == "error" and finish.error is not None:
+                logger.error("request %s failed: %s", update.request_id, finish.error.message)
         return outputs
 
     def publish(self) -> None:

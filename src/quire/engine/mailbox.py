@@ -82,5 +82,5 @@ def _joined(parts: list[CompletionOutput]) -> CompletionOutput:
         logprobs,
         last.finish_reason,
         last.stop_reason,
-        last.error_code,
+        last.error,
     )

@@ -1,22 +1,31 @@
 """The client's side of a request: what the core's steps gave, to what the user gets.
 
-In: `SequenceOutput`s, in order. Out: `RequestOutput`s, and `Abort`s for sequences that a stop
+In: `StepOutputs`, in order. Out: `RequestOutput`s, and `Abort`s for sequences that a stop
 string ended, which only this side can see; what the core still sends for those is dropped.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.base.errors import RequestError
-from quire.base.messages import Abort, BeamOutput, Request, SequenceOutput
+from quire.base.messages import Abort, Request
 from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.base.step_outputs import (
+    BeamOutput,
+    Finish,
+    RowName,
+    SequenceUpdate,
+    StepOutputs,
+    StepReader,
+)
 from quire.engine.logprobs import PromptLogprobCollector
 from quire.engine.sample import Sample
 from quire.render.token_stream import open_stream
 from quire.render.tokenizer import Tokenizer
 
 FAILED = ("error", "timeout")
+ABORTED = Finish("abort")
 
 Processed = tuple[list[RequestOutput], list[Abort]]
 
@@ -26,6 +35,7 @@ class OutputProcessor:
 
     def __init__(self) -> None:
         self._requests: dict[str, _OpenRequest] = {}
+        self._reader = StepReader()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -46,28 +56,27 @@ class OutputProcessor:
             raise RequestError(f"request id {name!r} is in use; give each request its own.")
         self._requests[name] = _OpenRequest(request, prompt_text, tokenizer, arrival_s)
 
-    def process(self, outputs: Iterable[SequenceOutput], now_s: float) -> Processed:
-        """Take in what a step gave. Outputs of requests that are not followed are dropped.
+    def process(self, outputs: StepOutputs, now_s: float) -> Processed:
+        """Take in what a step gave. What it gave requests that are not followed is dropped.
 
-        A request gives one output per step, also if several of its sequences have news.
+        A request gives one output per step, also if several of its sequences got something.
         """
-        ready: list[RequestOutput] = []
         aborts: list[Abort] = []
-        groups: dict[str, _OpenRequest] = {}
-        for output in outputs:
-            request = self._requests.get(output.request_id)
-            if request is None:
-                continue
-            abort = request.take(output, now_s)
-            if abort is not None:
-                aborts.append(abort)
+        touched: dict[_OpenRequest, None] = {}
+        for name, token_id in self._reader.tokens(outputs):
+            request = self._requests.get(name.request_id)
+            if request is not None:
+                aborts += request.take_token(name, token_id, now_s)
+                touched[request] = None
+        for update in outputs.details:
+            request = self._requests.get(update.request_id)
+            if request is not None:
+                aborts += request.take(update, now_s)
+                touched[request] = None
+        for request in touched:
             if request.num_open == 0:
-                del self._requests[output.request_id]
-            if request.only is None:
-                groups[output.request_id] = request
-            elif request.is_due():
-                ready.append(request.output())
-        ready += [request.output() for request in groups.values() if request.is_due()]
+                del self._requests[request.request_id]
+        ready = [request.output() for request in touched if request.is_due()]
         return ready, aborts
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool) -> None:
@@ -85,15 +94,14 @@ class OutputProcessor:
         self,
         request_ids: Iterable[str],
         now_s: float,
-        finish_reason: str = "abort",
-        stop_reason: str | None = None,
+        finish: Finish = ABORTED,
     ) -> list[RequestOutput]:
         """Finish requests on this side, with what they have. The core is told by the caller."""
         ready = []
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
-                request.finish(finish_reason, stop_reason, now_s)
+                request.finish(finish, now_s)
                 ready.append(request.output())
         return ready
 
@@ -137,6 +145,10 @@ class _OpenRequest:
         self.only = self._samples[0] if self.num_open == 1 else None
 
     @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self._prompt_token_ids)
 
@@ -148,69 +160,71 @@ class _OpenRequest:
             self.only = Sample(0, prompt, self._params, self._tokenizer, hides)
             self._samples = [self.only]
 
-    def take(self, output: SequenceOutput, now_s: float) -> Abort | None:
+    def take_token(self, name: RowName, token_id: int, now_s: float) -> Sequence[Abort]:
+        """Take in the token of a sequence that got nothing else; as `take`."""
+        sample = self.only or self._samples[name.index]
+        if sample.finish is not None:
+            return ()
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = name.num_cached_tokens
+        if self._metrics.first_token_s is None:
+            self._metrics.first_token_s = now_s
+        sample.take([token_id])
+        return () if sample.finish is None else self._end(sample, now_s)
+
+    def take(self, update: SequenceUpdate, now_s: float) -> Sequence[Abort]:
         """Take in what one step gave one sequence; the abort of one that a stop string ended."""
-        if output.beams is not None:
-            self._take_beams(output, output.beams, now_s)
-            return None
-        sample = self.only
-        if sample is None:
-            sample = self._samples[output.index]
-            if sample.finish_reason is not None:  # by a stop string, which the core hears of later
-                return None
-        if output.prompt_candidates and self._prompt_logprobs is not None:
-            self._prompt_logprobs.extend(output.prompt_candidates)
-        metrics = self._metrics
-        if output.num_preemptions:
-            sample.num_preemptions = output.num_preemptions
+        sample = self.only or self._samples[update.index]
+        if sample.finish is not None:  # by a stop string, which the core hears of later
+            return ()
+        if update.prompt_candidates and self._prompt_logprobs is not None:
+            self._prompt_logprobs.extend(update.prompt_candidates)
+        metrics, finish = self._metrics, update.finish
+        if update.num_preemptions:
+            sample.num_preemptions = update.num_preemptions
             metrics.num_preemptions = sum([s.num_preemptions for s in self._samples])
         if self._num_cached_tokens is None:
-            self._num_cached_tokens = output.num_cached_tokens
-        self._prefix = output.prefix or self._prefix
-        if output.token_ids and metrics.first_token_s is None:
+            self._num_cached_tokens = update.num_cached_tokens
+        self._prefix = update.prefix or self._prefix
+        if update.beams is not None:
+            self._take_beams(update.beams, now_s)
+            return ()
+        if update.token_ids and metrics.first_token_s is None:
             metrics.first_token_s = now_s
-        if output.error is not None:
-            reason = "timeout" if output.finish_reason == "timeout" else "error"
-            self.finish(reason, output.error, now_s, output.error_code)
-            return None
-        sample.take(output)
-        if sample.finish_reason is None:
-            return None
+        if finish is not None and finish.error is not None:
+            self.finish(finish, now_s)
+            return ()
+        sample.take(update.token_ids, finish, update.candidates)
+        return () if sample.finish is None else self._end(sample, now_s)
+
+    def _end(self, sample: Sample, now_s: float) -> Sequence[Abort]:
+        """A sample has ended; the abort of one that goes on in the core."""
         self.num_open -= 1
         if self.num_open == 0:
-            metrics.finished_s = now_s
+            self._metrics.finished_s = now_s
         if not sample.was_stopped:
-            return None
+            return ()
         index = -1 if self.only is not None else sample.index
-        return Abort(self._request.request_id, "stop", index)
+        return (Abort(self.request_id, "stop", index),)
 
-    def _take_beams(self, output: SequenceOutput, beams: list[BeamOutput], now_s: float) -> None:
+    def _take_beams(self, beams: list[BeamOutput], now_s: float) -> None:
         """All results of a beam search, best first: as many samples, each in one piece."""
         self._samples = self._samples[: len(beams)]
         self.only = None
         for sample, beam in zip(self._samples, beams, strict=True):
-            sample.take(
-                SequenceOutput(
-                    output.request_id, beam.token_ids, beam.finish_reason, beam.stop_reason
-                )
-            )
+            sample.take(beam.token_ids, beam.finish)
             sample.cumulative_logprob = beam.cumulative_logprob
         self.num_open = 0
-        self._num_cached_tokens, self._prefix = output.num_cached_tokens, output.prefix
-        metrics = self._metrics
-        metrics.num_preemptions = output.num_preemptions
-        metrics.first_token_s = metrics.finished_s = now_s
+        self._metrics.first_token_s = self._metrics.finished_s = now_s
 
-    def finish(
-        self, reason: str, stop_reason: str | None, now_s: float, error_code: str | None = None
-    ) -> None:
+    def finish(self, finish: Finish, now_s: float) -> None:
         """All samples that go on end with what they have.
 
         After a failure those of best_of all end with it: the best of them would not be the best.
         """
         for sample in self._samples:
-            if sample.finish_reason is None or (self._params.is_ranked and reason in FAILED):
-                sample.finish(reason, stop_reason, error_code)
+            if sample.finish is None or (self._params.is_ranked and finish.reason in FAILED):
+                sample.end(finish)
         self.num_open = 0
         self._metrics.finished_s = now_s
 
@@ -233,7 +247,7 @@ class _OpenRequest:
             self._prompt_logprobs = None  # sent once
         only = self.only
         return RequestOutput(
-            self._request.request_id,
+            self.request_id,
             self._prompt,
             self._prompt_token_ids,
             prompt_logprobs,

@@ -96,6 +96,7 @@ def _request(entry: Entry, text: TextSide, name: str) -> Request:
 def _compute(core: EngineCore) -> None:
     """Nothing else is there at the start."""
     while core.has_work:
-        for output in core.step():
-            if output.finish_reason not in (None, "pinned"):
-                raise RequestError(f"it could not be computed: {output.error}")
+        for _, finish in core.step().finished:
+            if finish.reason != "pinned":
+                why = finish.reason if finish.error is None else finish.error.message
+                raise RequestError(f"it could not be computed: {why}")

@@ -33,10 +33,11 @@ from quire.base.messages import (
     TimelineText,
     ToCore,
 )
+from quire.base.step_outputs import StepOutputs
 from quire.base.tiers import KEEP_AT_END_S
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Heartbeat
-from quire.engine.news import News, StepWriter
+from quire.engine.step_routing import StepRouter
 from quire.engine.wire import NO_RESOURCES, CoreConnection, core_codec
 
 logger = logging.getLogger("quire")
@@ -78,7 +79,7 @@ class CoreServer:
         self._codec = core_codec()
         self._clients: dict[int, CoreConnection] = {}
         self._owners: dict[str, int] = {}  # request id -> client
-        self._writer = StepWriter(ready.max_num_seqs, self._owners.get)
+        self._router = StepRouter(ready.max_num_seqs, self._owners.get)
         self._num_clients = 0
         self._stopping = False
         self._accept_again_s: float | None = None
@@ -135,12 +136,11 @@ class CoreServer:
 
     # ---- messages out ------------------------------------------------------------------------
 
-    def _send(self, news: News) -> None:
-        """One message per client that has news."""
-        messages = self._writer.write(news)
-        for output in news.outputs:  # all sequences of a request may have ended in this step
-            if output.finish_reason is not None:
-                self._forget(output.request_id)
+    def _send(self, outputs: StepOutputs) -> None:
+        """One message per client for whom there is something."""
+        messages = self._router.split(outputs)
+        for update, _ in outputs.finished:  # all sequences of a request may have ended in this step
+            self._forget(update.request_id)
         for client_id, message in messages.items():
             client = self._clients.get(client_id)
             if client is not None:

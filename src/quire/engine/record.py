@@ -26,6 +26,7 @@ from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
 from quire.base.messages import Control, Request
 from quire.base.plan import Plan, StepResult
+from quire.base.step_outputs import StepOutputs
 from quire.engine.calls import (
     ADD,
     CONTROL,
@@ -45,7 +46,6 @@ from quire.engine.frames import FORMAT
 from quire.engine.recording import RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
 from quire.scheduler.crossing import Digester
-from quire.scheduler.results import StepOutputs
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.snapshot import Deferred, dump, encode

@@ -17,6 +17,7 @@ import msgspec
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import (
     STEP_FAILED,
+    TIMED_OUT,
     EngineBusy,
     EngineDead,
     EngineError,
@@ -37,17 +38,16 @@ from quire.base.messages import (
     Refused,
     Request,
     ResetPrefixCache,
-    StepMessage,
     TimelineText,
     ToCore,
     Unpin,
 )
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
+from quire.base.step_outputs import Failure, Finish, StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.mailbox import Mailbox
-from quire.engine.news import StepReader
-from quire.engine.output import OutputProcessor
+from quire.engine.output import ABORTED, OutputProcessor
 from quire.engine.wire import LENGTH, body_length, client_codec
 from quire.render.tokenizer import Tokenizer
 
@@ -117,18 +117,19 @@ async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
     """Send a request to pin, and wait until it is computed. Raises RequestError as `generate`
     does, and if the prefix was not pinned; StepFailed if a step failed on it."""
     outputs = cast(AsyncGenerator[RequestOutput, None], client.generate(request))
-    reason, why, code = None, None, None
+    reason, error = None, None
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             [done] = output.outputs
-            reason, why, code = done.finish_reason, done.stop_reason, done.error_code
-    if code == STEP_FAILED:
-        raise StepFailed(f"{request.request_id}: {why}")
+            reason, error = done.finish_reason, done.error
+    if error is not None and error.code == STEP_FAILED:
+        raise StepFailed(f"{request.request_id}: {error.message}")
     mine = await client.prefixes(request.tenant)
     found = [prefix for prefix in mine if prefix.id == request.request_id]
     if reason == "abort":
         raise RequestError("the prefix was not pinned: it was removed while it was computed.")
     if reason != "pinned":
+        why = reason if error is None else error.message
         raise RequestError(f"the prefix was not pinned: {why}")
     if not found:
         raise RequestError("the prefix was pinned, but its ttl_s is over already; raise it.")
@@ -144,7 +145,6 @@ class RemoteClient:
         self._clock = clock or MonotonicClock()
         self._codec = client_codec()
         self._outputs = OutputProcessor()
-        self._steps = StepReader()  # of the present connection
         self._boxes: dict[str, Mailbox] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._num_asked = 0
@@ -229,11 +229,11 @@ class RemoteClient:
     def abort(self, request_id: str) -> None:
         """End a request: its reader gets what there is, with finish_reason `abort`. An id that is
         not open is ignored."""
-        self._finish(request_id, "abort", None)
+        self._finish(request_id, ABORTED)
 
-    def _finish(self, request_id: str, reason: str, why: str | None) -> None:
+    def _finish(self, request_id: str, finish: Finish) -> None:
         """End a request, here and in the core."""
-        for output in self._outputs.abort([request_id], self._clock.now(), reason, why):
+        for output in self._outputs.abort([request_id], self._clock.now(), finish):
             self._boxes[request_id].put(output)
             if self._is_alive:
                 self._send(Abort(request_id))
@@ -253,7 +253,7 @@ class RemoteClient:
             " and the engine, which is busy or stuck, has not dropped it yet; raise timeout_s, or"
             " try again when the server is less busy."
         )
-        self._finish(request.request_id, "timeout", why)
+        self._finish(request.request_id, Finish("timeout", error=Failure(TIMED_OUT, why)))
 
     def _check_room(self) -> None:
         """Raise EngineBusy if the core has not taken in what it was sent for a long time."""
@@ -362,7 +362,6 @@ class RemoteClient:
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
         """Take messages until the stream ends."""
-        self._steps = StepReader()
         try:
             while True:
                 head = await reader.readexactly(LENGTH.size)
@@ -383,7 +382,7 @@ class RemoteClient:
         self._changed.set()
 
     def _take(self, message: FromCore) -> None:
-        if isinstance(message, StepMessage):
+        if isinstance(message, StepOutputs):
             self._take_step(message)
         elif isinstance(message, Refused):
             box = self._boxes.get(message.request_id)
@@ -401,9 +400,9 @@ class RemoteClient:
             self._is_alive = True
             self._changed.set()
 
-    def _take_step(self, message: StepMessage) -> None:
-        outputs, aborts = self._outputs.process(self._steps.read(message), self._clock.now())
-        for output in outputs:
+    def _take_step(self, outputs: StepOutputs) -> None:
+        ready, aborts = self._outputs.process(outputs, self._clock.now())
+        for output in ready:
             self._boxes[output.request_id].put(output)
         for abort in aborts:
             self._send(abort)

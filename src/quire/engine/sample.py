@@ -3,10 +3,10 @@
 The token that ended a sequence is among its token ids, but not in its text.
 """
 
-from quire.base.messages import SequenceOutput
 from quire.base.outputs import CompletionOutput, Logprob
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import Finish
 from quire.engine.logprobs import logprobs_of
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.tokenizer import Tokenizer
@@ -15,14 +15,13 @@ from quire.render.tokenizer import Tokenizer
 class Sample:
     """Its output so far, and how much of it the user has seen.
 
-    num_sent: tokens that the user has. finish_reason: None while it goes on. was_stopped: a stop
+    num_sent: tokens that the user has. finish: None while it goes on. was_stopped: a stop
     string ended it, which the core does not know.
     """
 
     __slots__ = (
-        "_detokenizer", "_error_code", "_hides_logprobs", "_is_end_sent", "_logprobs", "_params",
-        "_stop_reason", "_text", "cumulative_logprob", "finish_reason", "index", "num_preemptions",
-        "num_sent", "token_ids", "was_stopped",
+        "_detokenizer", "_is_end_sent", "_logprobs", "_params", "_text", "cumulative_logprob",
+        "finish", "index", "num_preemptions", "num_sent", "token_ids", "was_stopped",
     )  # fmt: skip
 
     def __init__(
@@ -37,15 +36,12 @@ class Sample:
         self.token_ids: list[int] = []
         self.num_sent = 0
         self.num_preemptions = 0
-        self.finish_reason: str | None = None
+        self.finish: Finish | None = None
         self.was_stopped = False
         self.cumulative_logprob: float | None = None
         self._params = params
-        self._stop_reason: int | str | None = None
-        self._error_code: str | None = None
         self._is_end_sent = False
         self._text: list[str] = []  # in pieces; those that were sent are joined or dropped
-        self._hides_logprobs = hides_logprobs
         self._logprobs: list[dict[int, Logprob]] | None = None
         if params.logprobs is not None:
             self.cumulative_logprob = 0.0
@@ -57,17 +53,22 @@ class Sample:
     @property
     def has_news(self) -> bool:
         """Whether there is something that the user has not seen."""
-        if self.finish_reason is not None and not self._is_end_sent:
+        if self.finish is not None and not self._is_end_sent:
             return True
         return len(self.token_ids) > self.num_sent
 
-    def take(self, output: SequenceOutput) -> None:
+    def take(
+        self,
+        token_ids: list[int],
+        finish: Finish | None = None,
+        candidates: list[Candidates] | None = None,
+    ) -> None:
         """Take in one step's tokens, one by one: a stop string may end the text at any of them."""
-        detokenizer, reason, candidates = self._detokenizer, output.finish_reason, output.candidates
-        hidden = -1
-        if reason == "stop" and not self._params.include_stop_str_in_output:
-            hidden = len(output.token_ids) - 1
-        for place, token_id in enumerate(output.token_ids):
+        detokenizer, hidden = self._detokenizer, -1
+        is_stop = finish is not None and finish.reason == "stop"
+        if is_stop and not self._params.include_stop_str_in_output:
+            hidden = len(token_ids) - 1
+        for place, token_id in enumerate(token_ids):
             if candidates is not None:
                 self._take_candidates(candidates[place])
             self.token_ids.append(token_id)
@@ -77,26 +78,24 @@ class Sample:
             if text:
                 self._text.append(text)
             if detokenizer.stop_string is not None:
-                self.was_stopped = reason is None
-                self.finish("stop", detokenizer.stop_string)
+                self.was_stopped = finish is None
+                self.end(Finish("stop", detokenizer.stop_string))
                 return
-        if reason is not None:
-            self.finish(reason, output.stop_reason)
+        if finish is not None:
+            self.end(finish)
 
-    def finish(
-        self, reason: str, stop_reason: int | str | None, error_code: str | None = None
-    ) -> None:
-        """It ends with what it has. stop_reason: the message, if the reason is `error`."""
-        if self._detokenizer is not None and self.finish_reason is None:
+    def end(self, finish: Finish) -> None:
+        """It ends with what it has."""
+        if self._detokenizer is not None and self.finish is None:
             self._text.append(self._detokenizer.flush())
-        self.finish_reason, self._stop_reason = reason, stop_reason
-        self._error_code = error_code
+        self.finish = finish
 
     def completion(self, delta: bool) -> CompletionOutput:
         """What the user gets now: everything so far, or what is new."""
         start = self.num_sent if delta else 0
         self.num_sent = len(self.token_ids)
-        self._is_end_sent = self.finish_reason is not None
+        finish = self.finish
+        self._is_end_sent = finish is not None
         text = "".join(self._text)
         self._text = [] if delta else [text]
         return CompletionOutput(
@@ -105,9 +104,9 @@ class Sample:
             self.token_ids[start:],
             self.cumulative_logprob,
             None if self._logprobs is None else self._logprobs[start:],
-            self.finish_reason,
-            self._stop_reason,
-            self._error_code,
+            None if finish is None else finish.reason,
+            None if finish is None else finish.stop_reason,
+            None if finish is None else finish.error,
         )
 
     def _take_candidates(self, candidates: Candidates) -> None:

@@ -20,7 +20,7 @@ from quire.scheduler.sequence import Sequence
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from quire.scheduler.results import StepOutputs
+    from quire.scheduler.outputs import OutputsBuilder
     from quire.scheduler.scheduler import Scheduler
 
 
@@ -29,7 +29,11 @@ def is_beam(sequence: Sequence) -> bool:
 
 
 def take_beams(
-    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: "StepOutputs", now: float
+    scheduler: "Scheduler",
+    flight: Flight,
+    result: StepResult,
+    outputs: "OutputsBuilder",
+    now: float,
 ) -> "npt.NDArray[np.bool_]":
     """Take the candidates of rows that are beams; which of the sampling rows are not."""
     others = np.ones(len(flight.sequences), bool)
@@ -50,7 +54,7 @@ def take_beams(
     return others
 
 
-def _advance(scheduler: "Scheduler", group: Group, outputs: "StepOutputs", now: float) -> None:
+def _advance(scheduler: "Scheduler", group: Group, outputs: "OutputsBuilder", now: float) -> None:
     """All beams have their candidates: choose, and put the next beams on rows; or end."""
     search, order = group.search, group.order
     assert search is not None
@@ -62,7 +66,7 @@ def _advance(scheduler: "Scheduler", group: Group, outputs: "StepOutputs", now: 
         _place(scheduler, group, alive, now)
         return
     told = group.results
-    outputs.hypotheses.append((order[0], told))
+    outputs.finish_search(order[0], told)
     for member in group.unfinished:
         scheduler.finish(member, told[0].finish_reason, now)
 

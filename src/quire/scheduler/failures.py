@@ -12,14 +12,11 @@ has got another owner meanwhile counts for the former one: somebody may go back 
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from quire.base.plan import Plan
+from quire.base.step_outputs import Finish
 from quire.scheduler.flight import Blocks, Flight, Line
 from quire.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from quire.scheduler.results import Ending
 
 
 @dataclass(slots=True)
@@ -30,7 +27,7 @@ class Broken:
 
     blocks: list[set[int]]
     host: list[set[int]]
-    failed: dict[Line, tuple[Sequence, "Ending"]] = field(default_factory=dict)
+    failed: dict[Line, tuple[Sequence, Finish]] = field(default_factory=dict)
     dependants: dict[Line, Sequence] = field(default_factory=dict)
 
     def __contains__(self, line: Line) -> bool:
@@ -39,7 +36,7 @@ class Broken:
 
 def find_broken(
     flights: Iterable[Flight],
-    errors: dict[int, "Ending"],
+    errors: dict[int, Finish],
     num_groups: int,
     has_lost_swaps: bool = False,
 ) -> Broken:

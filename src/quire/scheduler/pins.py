@@ -26,10 +26,10 @@ import numpy.typing as npt
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.messages import PinnedPrefix, Request
+from quire.base.step_outputs import Finish
 from quire.kv.digest import root_digest
 from quire.kv.manager import KVBlocks, SequenceBlocks
 from quire.scheduler.preemption import preempt
-from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Int32, Sequence
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class Pins:
         if pin is None or tenant not in (None, pin.request.tenant):
             return
         if pin.sequence is not None:
-            self._scheduler.late.append((pin.sequence, Ending("abort")))  # somebody waits for it
+            self._scheduler.late.append((pin.sequence, Finish("abort")))  # somebody waits for it
             self._scheduler.finish(pin.sequence, "abort", now)
             return
         self._give_up(pin)

@@ -4,7 +4,6 @@ The common case, every sampling row still belongs to the sequence that it was pl
 arithmetic. A sequence preempted or ended meanwhile is told apart by its row's epoch.
 """
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,68 +11,28 @@ import numpy.typing as npt
 
 from quire.base.errors import REQUEST_FAILED, STEP_FAILED
 from quire.base.events import Stepped
-from quire.base.plan import Candidates, StepResult
-from quire.scheduler.beam_rows import take_beams
-from quire.scheduler.beams import Hypothesis
+from quire.base.plan import StepResult
+from quire.base.step_outputs import Failure, Finish
+from quire.scheduler.beam_rows import is_beam, take_beams
 from quire.scheduler.failures import Broken, find_broken
 from quire.scheduler.flight import Flight
+from quire.scheduler.outputs import OutputsBuilder
 from quire.scheduler.preemption import preempt
-from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Int64, Sequence
+from quire.scheduler.sequence import NUM_STOP_IDS, Int32, Sequence
 from quire.scheduler.swap import forget
 
 if TYPE_CHECKING:
     from quire.scheduler.scheduler import Scheduler
 
 
-@dataclass(slots=True)
-class Ending:
-    """How a sequence ended. stop_reason: the stop token, unless it was end of sequence. code: of an
-    error (base/errors.py)."""
-
-    reason: str
-    stop_reason: int | None = None
-    error: str | None = None
-    code: str | None = None
-
-
-@dataclass(slots=True)
-class StepOutputs:
-    """New tokens of a step, as parallel arrays, and what only some sequences have.
-
-    rows: of the sequences, -1 for one that has lost its row since; arrivals: their arrival numbers,
-    by which the dictionaries are keyed.
-    """
-
-    sequences: npt.NDArray[np.object_]
-    token_ids: Int32
-    rows: Int32
-    arrivals: Int64
-    endings: dict[int, Ending] = field(default_factory=dict)
-    candidates: dict[int, Candidates] = field(default_factory=dict)
-    prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
-    others: list[Sequence] = field(default_factory=list)  # ended or with news, but without a token
-    hypotheses: list[tuple[Sequence, list[Hypothesis]]] = field(default_factory=list)
-    reports: list[Sequence] = field(default_factory=list)  # admitted since the last step
-
-    @property
-    def plain(self) -> bool:
-        """Whether there are only tokens: nobody ended, nobody has logprobs or other news."""
-        news = self.endings or self.candidates or self.prompt_candidates or self.others
-        return not (news or self.hypotheses)
-
-    @classmethod
-    def empty(cls) -> "StepOutputs":
-        ints = np.empty(0, np.int32)
-        return cls(np.empty(0, object), ints, ints, np.empty(0, np.int64))
-
-
 def take_result(
     scheduler: "Scheduler", flight: Flight, result: StepResult, now: float
-) -> StepOutputs:
+) -> OutputsBuilder:
     """Apply a result to the scheduler's state; returns what to tell the clients."""
     assert result.step_id == flight.plan.step_id, "results must come in the order of plans"
     table, rows = scheduler.table, flight.plan.sample_rows
-    outputs = StepOutputs.empty()
+    outputs = OutputsBuilder()
+    _name_rows(flight, outputs)
     first_event = len(scheduler.events)
     if result.row_errors or result.lost_swaps:
         _take_errors(scheduler, flight, result, outputs, now)
@@ -86,20 +45,15 @@ def take_result(
         epochs, sequences = epochs[kept], sequences[kept]
     live = table.epoch[rows] == epochs
     got_token = rows
-    outputs.rows, outputs.arrivals = rows, table.arrival[rows]
     if not live.all():
-        order = np.ones(len(rows), bool)
-        order[~live] = [
+        is_taken = np.ones(len(rows), bool)
+        is_taken[~live] = [
             _take_late(scheduler, s, int(t), r in flight.left_out, outputs, now)
             for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
         ]
-        outputs.sequences, outputs.token_ids = sequences[order], token_ids[order]
-        outputs.rows = np.where(live, rows, -1)[order]
-        outputs.arrivals = np.array([s.arrival for s in outputs.sequences], np.int64)
-        got_token = rows[order]
+        got_token = rows[is_taken]
         rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
-    else:
-        outputs.sequences, outputs.token_ids = sequences, token_ids
+    outputs.set_tokens(rows, table.arrival[rows], token_ids)
     if len(beams):
         got_token = np.concatenate([got_token, beams])
     known = table.known[rows]
@@ -114,25 +68,37 @@ def take_result(
     num_tokens = flight.plan.num_scheduled_tokens
     stepped = Stepped(now, result.step_id, got_token, num_tokens, result.duration_s)
     scheduler.events.insert(first_event, stepped)  # before the endings that came with it
-    for row, candidates in result.candidates.items():
-        if row in flight.left_out:
-            continue
-        at = np.flatnonzero(flight.plan.sample_rows == row)
-        outputs.candidates[flight.sequences[at[0]].arrival] = candidates
+    if result.candidates:
+        sampled = dict(zip(flight.plan.sample_rows.tolist(), flight.sequences, strict=True))
+        for row, candidates in result.candidates.items():
+            if row not in flight.left_out:
+                outputs.set_candidates(sampled[row], candidates)
     return outputs
 
 
+def _name_rows(flight: Flight, outputs: OutputsBuilder) -> None:
+    """Tell who is in the rows that were taken with this plan, before the first token there."""
+    plan = flight.plan
+    if not plan.started and not plan.forked:
+        return
+    holders = {row: s for (row, _), s in zip(flight.lines, flight.row_sequences, strict=True)}
+    taken = [start.row for start in plan.started] + [fork.child for fork in plan.forked]
+    for row in taken:
+        if row in holders and not is_beam(holders[row]):
+            outputs.name_row(row, holders[row])
+
+
 def _end(
-    scheduler: "Scheduler", sequence: Sequence, token_id: int, outputs: StepOutputs, now: float
+    scheduler: "Scheduler", sequence: Sequence, token_id: int, outputs: OutputsBuilder, now: float
 ) -> None:
     """The sequence's last known token ends it: as a stop token, or by length."""
     if sequence.stops_at(token_id):
         is_eos = token_id in sequence.request.eos_token_ids
-        ending = Ending("stop", None if is_eos else token_id)
+        finish = Finish("stop", None if is_eos else token_id)
     else:
-        ending = Ending("length")
-    outputs.endings[sequence.arrival] = ending
-    scheduler.finish(sequence, ending.reason, now)
+        finish = Finish("length")
+    outputs.finish(sequence, finish)
+    scheduler.finish(sequence, finish.reason, now)
 
 
 def _take_late(
@@ -140,7 +106,7 @@ def _take_late(
     sequence: Sequence,
     token_id: int,
     is_void: bool,
-    outputs: StepOutputs,
+    outputs: OutputsBuilder,
     now: float,
 ) -> bool:
     """A token for a sequence that lost its row: kept if it was preempted, dropped if it ended or
@@ -152,6 +118,7 @@ def _take_late(
         forget(scheduler, sequence)
         return False
     sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
+    outputs.update_of(sequence).token_ids.append(token_id)
     if sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit:
         _end(scheduler, sequence, token_id, outputs, now)
     return True
@@ -161,7 +128,7 @@ def _check_long_stop_lists(
     scheduler: "Scheduler",
     sequences: npt.NDArray[np.object_],
     token_ids: Int32,
-    outputs: StepOutputs,
+    outputs: OutputsBuilder,
     now: float,
 ) -> None:
     """Sequences with more stop ids than the row holds are checked one by one."""
@@ -174,12 +141,12 @@ def _check_long_stop_lists(
 
 
 def _take_errors(
-    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs, now: float
+    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: OutputsBuilder, now: float
 ) -> None:
     """Sequences whose rows failed end with an error, also if they lost the row meanwhile; those
     that share what such a row was to compute go back to the queue."""
     errors = {
-        row: Ending("error", error=message, code=_code_of(row, result))
+        row: Finish("error", error=Failure(_code_of(row, result), message))
         for row, message in result.row_errors.items()
         if row not in flight.left_out
     }
@@ -190,16 +157,16 @@ def _take_errors(
     scheduler.kv.unindex_blocks(broken.blocks)
     if scheduler.kv.tier is not None:
         scheduler.kv.tier.forget_unsettled()
-    for sequence, ending in list(broken.failed.values()):  # a request fails as a whole
+    for sequence, finish in list(broken.failed.values()):  # a request fails as a whole
         for member in scheduler.members(sequence):
             line = member.row, int(scheduler.table.epoch[member.row])
             if member.row >= 0:
-                broken.failed.setdefault(line, (member, ending))
+                broken.failed.setdefault(line, (member, finish))
     for later in flights:
         later.leave_out(broken.failed.keys() | broken.dependants.keys())
-    for sequence, ending in list(broken.failed.values()):
+    for sequence, finish in list(broken.failed.values()):
         for member in scheduler.members(sequence):
-            _fail(scheduler, member, ending, outputs, now)
+            _fail(scheduler, member, finish, outputs, now)
     if scheduler.stores is not None:
         scheduler.stores.remove(_digests_of(scheduler, broken))
     failed = [sequence for sequence, _ in broken.failed.values()]
@@ -241,7 +208,7 @@ def _code_of(row: int, result: StepResult) -> str:
 
 
 def _fail(
-    scheduler: "Scheduler", sequence: Sequence, ending: Ending, outputs: StepOutputs, now: float
+    scheduler: "Scheduler", sequence: Sequence, finish: Finish, outputs: OutputsBuilder, now: float
 ) -> None:
     """End with an error. All that the index has of the sequence's tokens goes, and all that stores
     have of them: an error that shows in a sampled token may have come with any of them. It may have
@@ -249,14 +216,13 @@ def _fail(
     another one computed that was never sampled."""
     if sequence.finish_reason is not None:
         return
-    outputs.endings[sequence.arrival] = ending
-    outputs.others.append(sequence)
+    outputs.finish(sequence, finish)
     scheduler.kv.forget(sequence.digests)
     scheduler.finish(sequence, "error", now)
 
 
 def _take_prompt_candidates(
-    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: StepOutputs
+    scheduler: "Scheduler", flight: Flight, result: StepResult, outputs: OutputsBuilder
 ) -> None:
     """Hand out each prompt position's logprobs once, also if it was computed again, and also to a
     sequence that has lost its row meanwhile: it goes on behind what it has computed."""
@@ -271,5 +237,4 @@ def _take_prompt_candidates(
         fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
         sequence.num_prompt_logprobs += len(fresh)
         sequence.found_at = sequence.pinned_at = -1  # it may find more now
-        outputs.prompt_candidates[sequence.arrival] = fresh
-        outputs.others.append(sequence)
+        outputs.update_of(sequence).prompt_candidates = fresh

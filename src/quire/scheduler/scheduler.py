@@ -21,6 +21,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Admitted, Event, Finished, Planned, PrefixFound, Queued
 from quire.base.messages import Append, Control, MeasuredRates, Request, ResetPrefixCache, Unpin
 from quire.base.plan import HostTokens, Move, Plan, RowFork, RowStart, StepResult
+from quire.base.step_outputs import Finish, StepOutputs
 from quire.base.tiers import Answer
 from quire.base.validation import check_open, check_pin
 from quire.kv.digest import root_digest
@@ -35,12 +36,13 @@ from quire.scheduler.groups import Group, fork_members, give_rows_back, num_told
 from quire.scheduler.history import History
 from quire.scheduler.hits import remaining
 from quire.scheduler.invariants import check_invariants
+from quire.scheduler.outputs import OutputsBuilder
 from quire.scheduler.pins import Pins
 from quire.scheduler.policy import MakePolicy
 from quire.scheduler.preemption import grow
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.reset import reset_cache
-from quire.scheduler.results import Ending, StepOutputs, take_result
+from quire.scheduler.results import take_result
 from quire.scheduler.sequence import NEVER, NUM_STOP_IDS, Int32, Int64, RowTable, Sequence
 from quire.scheduler.stores import Stores
 from quire.scheduler.streaming import append, has_something_to_compute
@@ -98,7 +100,7 @@ class Scheduler:
         self.num_planned_tokens = 0
         self.long_prefill_threshold = config.long_prefill_token_threshold
         self.time_limits = TimeLimits()
-        self.late: list[tuple[Sequence, Ending]] = []  # dropped since the last outputs
+        self.late: list[tuple[Sequence, Finish]] = []  # dropped since the last outputs
         self.pins = Pins(self)
         self.history = History(self)
         self.stores = Stores(self, num_stores) if num_stores else None
@@ -432,10 +434,11 @@ class Scheduler:
         """Take the result of the oldest plan in flight: pending tokens become known."""
         assert result.error is None, "a step that failed is to be repeated row by row first"
         outputs = take_result(self, self.flights.popleft(), result, now)
-        outputs.reports, self._admitted = self._admitted, []
+        for sequence in self._admitted:
+            outputs.update_of(sequence).prefix = sequence.report
+        self._admitted = []
         for sequence in self.pins.settle(now):
-            outputs.endings[sequence.arrival] = Ending("pinned")
-            outputs.others.append(sequence)
+            outputs.finish(sequence, Finish("pinned"))
             self.finish(sequence, "pinned", now)
         # After it: a step with an error may have copied nothing out.
         settled = [] if self.kv.tier is None else self.kv.tier.settle(result.step_id)
@@ -443,14 +446,13 @@ class Scheduler:
             self.stores.keep(settled)
         return self.take_late(outputs)
 
-    def take_late(self, outputs: StepOutputs | None = None) -> StepOutputs:
+    def take_late(self, outputs: OutputsBuilder | None = None) -> StepOutputs:
         """Hand out, with these outputs or alone, what requests that were dropped are told."""
-        outputs = outputs or StepOutputs.empty()
-        for sequence, ending in self.late:
-            outputs.endings[sequence.arrival] = ending
-            outputs.others.append(sequence)
+        outputs = outputs or OutputsBuilder()
+        for sequence, finish in self.late:
+            outputs.finish(sequence, finish)
         self.late = []
-        return outputs
+        return outputs.build()
 
     # ---- rows --------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from quire.base.errors import REQUEST_FAILED
 from quire.base.events import Appended
 from quire.base.messages import Append
 from quire.base.plan import HostTokens
+from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.flight import Draft
 from quire.scheduler.preemption import preempt
-from quire.scheduler.results import Ending
 from quire.scheduler.sequence import Sequence
 from quire.scheduler.two_level import PATIENCE
 
@@ -46,7 +46,8 @@ def append(scheduler: "Scheduler", message: Append, now: float) -> None:
             f" {scheduler.max_model_len}); send less, lower max_tokens, or enlarge"
             " kv_cache_memory_bytes."
         )
-        scheduler.late.append((sequence, Ending("error", error=error, code=REQUEST_FAILED)))
+        finish = Finish("error", error=Failure(REQUEST_FAILED, error))
+        scheduler.late.append((sequence, finish))
         scheduler.finish(sequence, "error", now)
         return
     sequence.num_prompt_tokens, sequence.limit = num_prompt, limit

@@ -3,7 +3,8 @@
 import heapq
 from typing import TYPE_CHECKING
 
-from quire.scheduler.results import Ending
+from quire.base.errors import TIMED_OUT
+from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class TimeLimits:
                 f" ({now - began:.3f} s, {num_tokens} output tokens); raise timeout_s, lower"
                 " max_tokens, or try again when the server is less busy."
             )
+            finish = Finish("timeout", error=Failure(TIMED_OUT, message))
             for member in members:
                 if member.finish_reason is None:
-                    scheduler.late.append((member, Ending("timeout", error=message)))
+                    scheduler.late.append((member, finish))
                     scheduler.finish(member, "timeout", now)

@@ -162,8 +162,10 @@ class LLM:
         done = self._finished([request], [rendered], bar)[request.request_id]
         [pinned] = done.outputs
         if pinned.finish_reason != "pinned":
-            kind = StepFailed if pinned.error_code == STEP_FAILED else RequestError
-            raise kind(f"the prefix was not pinned: {pinned.stop_reason}")
+            error = pinned.error
+            kind = StepFailed if error and error.code == STEP_FAILED else RequestError
+            why = pinned.finish_reason if error is None else error.message
+            raise kind(f"the prefix was not pinned: {why}")
         for prefix in self.pinned_prefixes():
             if prefix.id == request.request_id:
                 return prefix

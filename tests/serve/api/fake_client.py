@@ -8,10 +8,11 @@ from any thread.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from quire.base.errors import EngineDead
+from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind
+from quire.base.step_outputs import Failure
 from quire.engine import mailbox
 from quire.engine.build import Engine
 from quire.engine.timeline import Timelines
@@ -178,8 +179,8 @@ class FakeClient:
     def _fail_all(self, message: str, reason: str, code: str | None) -> None:
         for output in self.engine.client.abort(list(self._mail)):
             output.outputs[0].finish_reason = reason
-            output.outputs[0].stop_reason = message
-            output.outputs[0].error_code = code
+            why = TIMED_OUT if reason == "timeout" else REQUEST_FAILED
+            output.outputs[0].error = Failure(code or why, message)
             self._post(output.request_id, output)
 
 

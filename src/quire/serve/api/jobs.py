@@ -9,10 +9,11 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
-from quire.base.errors import REQUEST_FAILED, STEP_FAILED, StepFailed
+from quire.base.errors import REQUEST_FAILED, STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Request
-from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import Failure
 from quire.engine.remote import AsyncClient
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.context import ApiContext
@@ -64,10 +65,8 @@ async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, N
     async with aclosing(outputs):
         async for index, output in outputs:
             for completion in output.outputs:
-                if completion.finish_reason == "error":
-                    raise _failure(completion, jobs[index])
-                if completion.finish_reason == "timeout":
-                    raise too_late(str(completion.stop_reason))
+                if completion.error is not None:
+                    raise _failed(completion.error, jobs[index])
             yield index, output
 
 
@@ -125,9 +124,11 @@ async def _pump(
         await queue.put((index, error))
 
 
-def _failure(completion: CompletionOutput, job: Job) -> Exception:
+def _failed(failure: Failure, job: Job) -> Exception:
     """Why a request failed. After a failed step a client is not told what a library said; the log
     has it."""
-    if completion.error_code == STEP_FAILED:
-        return StepFailed(f"{job.request.request_id}: {completion.stop_reason}")
-    return bad_request(f"the request failed: {completion.stop_reason}", code=REQUEST_FAILED)
+    if failure.code == TIMED_OUT:
+        return too_late(failure.message)
+    if failure.code == STEP_FAILED:
+        return StepFailed(f"{job.request.request_id}: {failure.message}")
+    return bad_request(f"the request failed: {failure.message}", code=REQUEST_FAILED)

@@ -1,0 +1,83 @@
+"""What a step gives, while its result is taken."""
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.messages import Request
+from quire.base.plan import Candidates
+from quire.base.step_outputs import BeamOutput, Finish, RowName, SequenceUpdate, StepOutputs
+from quire.scheduler.beams import Hypothesis
+from quire.scheduler.sequence import Int32, Int64, Sequence
+
+
+class OutputsBuilder:
+    """Gathers tokens in columns, and an update for each sequence that has more to tell."""
+
+    def __init__(self) -> None:
+        self._rows = self._token_ids = np.empty(0, np.int32)
+        self._arrivals: Int64 = np.empty(0, np.int64)
+        self._names: list[RowName] = []
+        self._updates: dict[int, SequenceUpdate] = {}  # by arrival
+        self._candidates: dict[int, tuple[Sequence, Candidates]] = {}  # by arrival
+
+    def update_of(self, sequence: Sequence) -> SequenceUpdate:
+        """The update of a sequence that has more to tell than a token."""
+        found = self._updates.get(sequence.arrival)
+        if found is None:
+            found = self._updates[sequence.arrival] = SequenceUpdate(
+                sequence.request.request_id,
+                sequence.index,
+                num_cached_tokens=max(0, sequence.num_cached_tokens),
+                num_preemptions=sequence.num_preemptions,
+            )
+        return found
+
+    def set_tokens(self, rows: Int32, arrivals: Int64, token_ids: Int32) -> None:
+        """One token each for sequences that hold these rows."""
+        self._rows, self._arrivals, self._token_ids = rows, arrivals, token_ids
+
+    def name_row(self, row: int, sequence: Sequence) -> None:
+        """Tell who has taken a row with this step."""
+        num_cached = max(0, sequence.num_cached_tokens)
+        self._names.append(RowName(row, sequence.request.request_id, sequence.index, num_cached))
+
+    def set_candidates(self, sequence: Sequence, candidates: Candidates) -> None:
+        """Log-probabilities of the token that the sequence gets, if it gets one."""
+        self._candidates[sequence.arrival] = sequence, candidates
+
+    def finish(self, sequence: Sequence, finish: Finish) -> None:
+        self.update_of(sequence).finish = finish
+
+    def finish_search(self, leader: Sequence, hypotheses: list[Hypothesis]) -> None:
+        """All results of a beam search, with which its request ends."""
+        update = self.update_of(leader)
+        update.beams = [_beam(leader.request, hypothesis) for hypothesis in hypotheses]
+        update.finish = update.beams[0].finish
+        update.prefix = leader.report
+
+    def build(self) -> StepOutputs:
+        rows, token_ids, arrivals = self._rows, self._token_ids, self._arrivals
+        if self._candidates:
+            with_token = {arrival for arrival, told in self._updates.items() if told.token_ids}
+            with_token.update(arrivals.tolist())
+            for arrival, (sequence, candidates) in self._candidates.items():
+                if arrival in with_token:
+                    self.update_of(sequence).candidates = [candidates]
+        if self._updates:
+            has_more: npt.NDArray[np.bool_] = np.isin(arrivals, list(self._updates))
+            moved = zip(arrivals[has_more].tolist(), token_ids[has_more].tolist(), strict=True)
+            for arrival, token_id in moved:
+                self._updates[arrival].token_ids.append(token_id)
+            rows, token_ids = rows[~has_more], token_ids[~has_more]
+        return StepOutputs(rows, token_ids, self._names, list(self._updates.values()))
+
+
+def _beam(request: Request, hypothesis: Hypothesis) -> BeamOutput:
+    last = hypothesis.token_ids[-1]
+    is_named = hypothesis.is_stop and last not in request.eos_token_ids
+    return BeamOutput(
+        list(hypothesis.token_ids),
+        hypothesis.score,
+        hypothesis.cumulative_logprob,
+        Finish(hypothesis.finish_reason, last if is_named else None),
+    )

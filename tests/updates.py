@@ -1,0 +1,25 @@
+"""What a core's steps gave, sequence by sequence."""
+
+from quire.base.step_outputs import SequenceUpdate, StepOutputs, StepReader
+
+
+def read(reader: StepReader, outputs: StepOutputs) -> list[SequenceUpdate]:
+    """One update for each sequence that got something, also if that is a token alone."""
+    plain = [
+        SequenceUpdate(
+            name.request_id, name.index, [token], num_cached_tokens=name.num_cached_tokens
+        )
+        for name, token in reader.tokens(outputs)
+    ]
+    return plain + outputs.details
+
+
+def reason_of(update: SequenceUpdate) -> str | None:
+    """Why a sequence ended; None: it goes on."""
+    return None if update.finish is None else update.finish.reason
+
+
+def error_of(update: SequenceUpdate) -> str:
+    """What went wrong; empty if nothing did."""
+    error = None if update.finish is None else update.finish.error
+    return "" if error is None else error.message
