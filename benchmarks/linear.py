@@ -75,7 +75,7 @@ def copies(kind: Kind, shape: tuple[int, int], variant: str) -> list[Any]:
         return [reorder(weight, TYPICAL_TOKENS) for _ in range(count)]
     first = pack(weight, kind.quantization, variant)
     count = max(1, WORKING_SET_BYTES // first.nbytes)
-    more = [PackedWeight(first.data.clone(), first.format, first.numbers) for _ in range(count - 1)]
+    more = [PackedWeight(first.data.clone(), first.layout) for _ in range(count - 1)]
     return [first, *more]
 
 

@@ -73,7 +73,7 @@ struct Isa {
 }  // namespace
 }  // namespace quire
 
-#include "attention_tiles.h"
+#include "attention_tiles.inc.h"
 
 namespace quire {
 const AttentionKernels kAttentionAvx2 = kKernels;

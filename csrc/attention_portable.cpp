@@ -59,7 +59,7 @@ struct Isa {
 }  // namespace
 }  // namespace quire
 
-#include "attention_tiles.h"
+#include "attention_tiles.inc.h"
 
 namespace quire {
 const AttentionKernels kAttentionPortable = kKernels;

@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 7;
+constexpr int kInterfaceVersion = 8;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -89,44 +89,29 @@ void choose(Address ids, Address logits, Address temperatures, Address top_k, Ad
                   num_threads);
 }
 
-// addresses: tables, query_starts, context_lens; numbers: AttentionStep's (attention.h), in its order.
-void plan_prepare(quire::AttentionPlan& plan, std::array<Address, 3> addresses,
-                  std::array<int64_t, 7> numbers, int num_threads, bool split, bool cascade) {
-    const auto [tables, query_starts, context_lens] = addresses;
-    const auto [table_stride, num_rows, block_size, window, kv_heads, group, head_dim] = numbers;
+void plan_prepare(quire::AttentionPlan& plan, Address tables, int64_t table_stride,
+                  Address query_starts, Address context_lens, int64_t num_rows, int64_t block_size,
+                  int64_t window, int64_t kv_heads, int64_t group, int64_t head_dim,
+                  int num_threads, bool split, bool cascade) {
     plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
                   as<const int32_t*>(context_lens), num_rows, block_size, window, kv_heads, group,
                   head_dim},
                  num_threads, {split, cascade});
 }
 
-// One layer's keys and values: two addresses, and KvLayer's numbers in its order.
-quire::KvLayer kv_layer(const std::array<Address, 2>& addresses,
-                        const std::array<int64_t, 5>& numbers) {
-    const auto [format, heads, num_blocks, block_size, head_dim] = numbers;
-    return {static_cast<quire::KvFormat>(format), heads, num_blocks, block_size, head_dim,
-            as<uint8_t*>(addresses[0]), as<uint8_t*>(addresses[1])};
+void make_kv_layer(quire::KvLayer* at, int format, int64_t heads, int64_t num_blocks,
+                   int64_t block_size, int64_t head_dim, Address keys, Address values) {
+    new (at) quire::KvLayer{static_cast<quire::KvFormat>(format), heads, num_blocks, block_size,
+                            head_dim, as<uint8_t*>(keys), as<uint8_t*>(values)};
 }
 
-// Address, element type (linear.h) and token stride.
-using HeadRowNumbers = std::array<int64_t, 3>;
-
-quire::HeadRows head_rows(const HeadRowNumbers& numbers) {
-    return {static_cast<quire::Element>(numbers[1]), numbers[2],
-            as<void*>(static_cast<Address>(numbers[0]))};
+void make_head_rows(quire::HeadRows* at, Address data, int element, int64_t stride) {
+    new (at) quire::HeadRows{static_cast<quire::Element>(element), stride, as<void*>(data)};
 }
 
-void paged_attention(const quire::AttentionPlan& plan, std::array<Address, 2> kv,
-                     std::array<int64_t, 5> kv_numbers, HeadRowNumbers q, HeadRowNumbers out,
-                     float scale, int num_threads, int variant) {
-    quire::paged_attention(plan, kv_layer(kv, kv_numbers), head_rows(q), head_rows(out),
-                           scale, num_threads, variant);
-}
-
-void store_kv(std::array<Address, 2> kv, std::array<int64_t, 5> kv_numbers, HeadRowNumbers k,
-              HeadRowNumbers v, Address slots, int64_t count, int num_threads) {
-    quire::store_kv(kv_layer(kv, kv_numbers), head_rows(k), head_rows(v),
-                    as<ConstInts>(slots), count, num_threads);
+void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::HeadRows& v,
+              Address slots, int64_t count, int num_threads) {
+    quire::store_kv(kv, k, v, as<ConstInts>(slots), count, num_threads);
 }
 
 std::vector<std::string> attention_variants() {
@@ -137,17 +122,15 @@ std::vector<std::string> attention_variants() {
     return names;
 }
 
-// A packed weight as numbers: format, variant, outputs, inputs, group (linear.h).
-using PackedNumbers = std::array<int64_t, 5>;
-
-quire::PackedWeight packed_weight(const PackedNumbers& numbers, Address data) {
-    const auto [format, variant, outputs, inputs, group] = numbers;
-    return {static_cast<quire::WeightFormat>(format), static_cast<int>(variant), outputs, inputs,
-            group, as<const uint8_t*>(data)};
+void make_packed_weight(quire::PackedWeight* at, int format, int variant, int64_t outputs,
+                        int64_t inputs, int64_t group, Address data) {
+    new (at) quire::PackedWeight{static_cast<quire::WeightFormat>(format), variant, outputs, inputs,
+                                 group, as<const uint8_t*>(data)};
 }
 
-quire::Matrix matrix(Address data, int element, int64_t rows, int64_t columns, int64_t stride) {
-    return {static_cast<quire::Element>(element), rows, columns, stride, as<const void*>(data)};
+quire::MutableMatrix matrix(Address data, int element, int64_t rows, int64_t columns,
+                            int64_t stride) {
+    return {static_cast<quire::Element>(element), rows, columns, stride, as<void*>(data)};
 }
 
 std::vector<std::string> linear_variants() {
@@ -158,33 +141,26 @@ std::vector<std::string> linear_variants() {
     return names;
 }
 
-int64_t linear_bytes(PackedNumbers numbers) {
-    return quire::packed_bytes(packed_weight(numbers, 0));
-}
-
-void linear_pack(Address data, PackedNumbers numbers, Address weight, int element, bool search,
-                 int num_threads) {
-    const quire::PackedWeight packed = packed_weight(numbers, data);
+void linear_pack(Address data, const quire::PackedWeight& packed, Address weight, int element,
+                 bool search, int num_threads) {
     const auto from = matrix(weight, element, packed.outputs, packed.inputs, packed.inputs);
     quire::pack_weight(as<uint8_t*>(data), packed, from, search, num_threads);
 }
 
-void linear_pack_blocks(Address data, PackedNumbers numbers, Address blocks, int num_threads) {
-    quire::pack_blocks(as<uint8_t*>(data), packed_weight(numbers, data), as<const uint8_t*>(blocks),
-                       num_threads);
+void linear_pack_blocks(Address data, const quire::PackedWeight& packed, Address blocks,
+                        int num_threads) {
+    quire::pack_blocks(as<uint8_t*>(data), packed, as<const uint8_t*>(blocks), num_threads);
 }
 
-void linear_unpack_rows(Address out, int element, Address ids, int64_t count, PackedNumbers numbers,
-                        Address data) {
-    const quire::PackedWeight packed = packed_weight(numbers, data);
+void linear_unpack_rows(Address out, int element, Address ids, int64_t count,
+                        const quire::PackedWeight& packed) {
     quire::unpack_rows(matrix(out, element, count, packed.inputs, packed.inputs), packed,
                        as<ConstInts>(ids));
 }
 
 // x: rows x inputs of an element type, with a stride between rows; bias may be 0.
 void linear(Address out, Address x, Address bias, int element, int64_t rows, int64_t x_stride,
-            PackedNumbers numbers, Address data, int num_threads) {
-    const quire::PackedWeight packed = packed_weight(numbers, data);
+            const quire::PackedWeight& packed, int num_threads) {
     quire::linear(matrix(out, element, rows, packed.outputs, packed.outputs), packed,
                   matrix(x, element, rows, packed.inputs, x_stride), as<const void*>(bias),
                   num_threads);
@@ -192,10 +168,8 @@ void linear(Address out, Address x, Address bias, int element, int64_t rows, int
 
 // Bytes that a row of float32 takes once it is prepared for products with this weight; 0 if it is
 // read as it is.
-int64_t linear_operand_bytes(PackedNumbers numbers) {
-    const quire::PackedWeight packed = packed_weight(numbers, 0);
-    const auto x = matrix(0, static_cast<int>(quire::Element::kFloat32), 1, packed.inputs,
-                          packed.inputs);
+int64_t linear_operand_bytes(const quire::PackedWeight& packed) {
+    const quire::Matrix x{quire::Element::kFloat32, 1, packed.inputs, packed.inputs, nullptr};
     return quire::linear_kernels(packed.variant).operand_bytes(packed, x);
 }
 
@@ -205,26 +179,38 @@ double linear_peak(int format, int variant, int num_threads) {
 
 // --- programs (program.h) ---
 
-using Numbers = std::vector<int64_t>;
-
-void make_program(quire::Program* at, Numbers widths, Numbers places, int64_t arena_width,
-                  int attention_variant) {
+void make_program(quire::Program* at, std::vector<int64_t> widths, std::vector<int64_t> places,
+                  int64_t arena_width, int attention_variant) {
     new (at) quire::Program(std::move(widths), std::move(places), arena_width, attention_variant);
 }
 
-void add_layer(quire::Program& program, size_t group, std::array<Address, 2> kv,
-               std::array<int64_t, 5> kv_numbers) {
-    program.add_layer({group, kv_layer(kv, kv_numbers)});
+void add_layer(quire::Program& program, size_t group, const quire::KvLayer& kv) {
+    program.add_layer({group, kv});
 }
 
-// views: buffer and offset of up to four.
-void add_instruction(quire::Program& program, int kind, std::array<int64_t, 8> views,
-                     std::array<int64_t, 2> sizes, std::array<Address, 2> addresses, int64_t layer,
-                     double number, PackedNumbers weight, Address data, bool begins_phase) {
-    quire::Instruction instruction{
-        static_cast<quire::Kind>(kind), {}, sizes, {}, layer, number, packed_weight(weight, data)};
-    for (size_t i = 0; i < 4; ++i) instruction.views[i] = {views[2 * i], views[2 * i + 1]};
-    for (size_t i = 0; i < 2; ++i) instruction.addresses[i] = as<const void*>(addresses[i]);
+// views: buffer and offset of up to four. What a kind does not read may be anything.
+void add_instruction(quire::Program& program, bool begins_phase, int kind,
+                     const std::vector<std::pair<int64_t, int64_t>>& views, int64_t heads,
+                     int64_t size, int64_t stride, int64_t layer, int input, int element,
+                     Address table, Address frequencies, Address weight, Address bias, double scale,
+                     double eps, const quire::PackedWeight& packed) {
+    quire::Instruction instruction{static_cast<quire::Kind>(kind)};
+    for (size_t i = 0; i < views.size(); ++i) {
+        instruction.views.at(i) = {views[i].first, views[i].second};
+    }
+    instruction.heads = heads;
+    instruction.size = size;
+    instruction.stride = stride;
+    instruction.layer = layer;
+    instruction.input = static_cast<quire::Input>(input);
+    instruction.element = static_cast<quire::Element>(element);
+    instruction.table = as<const void*>(table);
+    instruction.frequencies = as<const double*>(frequencies);
+    instruction.weight = as<ConstFloats>(weight);
+    instruction.bias = as<ConstFloats>(bias);
+    instruction.scale = scale;
+    instruction.eps = static_cast<float>(eps);
+    instruction.packed = packed;
     program.add(instruction, begins_phase);
 }
 
@@ -237,23 +223,22 @@ void run_program(quire::Program& program, int64_t rows, Address ids, Address pos
     program.run(std::move(step), num_threads);
 }
 
-// out: memory of the 64-bit results (ids, positions, slots of each group) and of the 32-bit ones
-// (query starts, context lengths, table of each group), one after the other. in: tokens, computed,
-// rows, number of tokens of each. tables: address and row stride.
-void gather_step(std::array<Address, 2> out, std::array<Address, 4> in,
-                 std::array<int64_t, 5> numbers,
-                 std::vector<std::pair<Address, int64_t>> tables) {
-    const auto [tokens, computed, rows, num_tokens] = in;
-    const auto [token_stride, block_size, num_rows, total, longest] = numbers;
-    auto* wide = as<Ints>(out[0]);
-    auto* narrow = as<int32_t*>(out[1]);
+// wide: memory of the 64-bit results (ids, positions, slots of each group); narrow: of the 32-bit ones
+// (query starts, context lengths, table of each group), one after the other. tables: address and row
+// stride. total: tokens of the step; longest: blocks of a row.
+void gather_step(Address wide, Address narrow, Address tokens, int64_t token_stride,
+                 Address computed, Address rows, Address num_tokens, int64_t num_rows,
+                 const std::vector<std::pair<Address, int64_t>>& tables, int64_t block_size,
+                 int64_t total, int64_t longest) {
+    auto* ids = as<Ints>(wide);
+    auto* starts = as<int32_t*>(narrow);
     std::vector<quire::GroupTables> groups;
     for (const auto& [table, stride] : tables) {
         const auto g = static_cast<int64_t>(groups.size());
-        groups.push_back({as<const int32_t*>(table), stride, wide + (2 + g) * total,
-                          narrow + 2 * num_rows + 1 + g * num_rows * longest, longest});
+        groups.push_back({as<const int32_t*>(table), stride, ids + (2 + g) * total,
+                          starts + 2 * num_rows + 1 + g * num_rows * longest, longest});
     }
-    quire::gather_step({wide, wide + total, narrow, narrow + num_rows + 1}, groups,
+    quire::gather_step({ids, ids + total, starts, starts + num_rows + 1}, groups,
                        {as<const int32_t*>(tokens), token_stride, as<ConstInts>(computed),
                         block_size},
                        as<const int32_t*>(rows), as<const int32_t*>(num_tokens), num_rows);
@@ -262,16 +247,25 @@ void gather_step(std::array<Address, 2> out, std::array<Address, 4> in,
 }  // namespace
 
 NB_MODULE(_core, m) {
+    using namespace nb::literals;
     using Unlocked = nb::call_guard<nb::gil_scoped_release>;
     m.def("version", [] { return kInterfaceVersion; });
     using Plan = quire::AttentionPlan;
     nb::class_<Plan>(m, "AttentionPlan")
         .def(nb::init<>())
-        .def("prepare", &plan_prepare)
+        .def("prepare", &plan_prepare, nb::kw_only(), "tables"_a, "table_stride"_a,
+             "query_starts"_a, "context_lens"_a, "num_rows"_a, "block_size"_a, "window"_a,
+             "kv_heads"_a, "group"_a, "head_dim"_a, "num_threads"_a, "split"_a, "cascade"_a)
         .def_prop_ro("num_items", [](const Plan& plan) { return plan.items().size(); })
         .def_prop_ro("num_merges", [](const Plan& plan) { return plan.merges().size(); });
     m.def("attention_variants", &attention_variants);
-    m.def("paged_attention", &paged_attention, Unlocked());
+    nb::class_<quire::KvLayer>(m, "KvLayer")
+        .def("__init__", &make_kv_layer, nb::kw_only(), "format"_a, "heads"_a, "num_blocks"_a,
+             "block_size"_a, "head_dim"_a, "keys"_a, "values"_a)
+        .def_ro("heads", &quire::KvLayer::heads);
+    nb::class_<quire::HeadRows>(m, "HeadRows")
+        .def("__init__", &make_head_rows, nb::kw_only(), "data"_a, "element"_a, "stride"_a);
+    m.def("paged_attention", &quire::paged_attention, Unlocked());
     m.def("store_kv", &store_kv, Unlocked());
     m.def("philox_words", &philox_words);
     m.def("philox_uniform", &philox_uniform, Unlocked());
@@ -281,9 +275,14 @@ NB_MODULE(_core, m) {
     m.def("log_sum_exp", &log_sum_exp, Unlocked());
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
-    m.def("gather_step", &gather_step);
+    m.def("gather_step", &gather_step, nb::kw_only(), "wide"_a, "narrow"_a, "tokens"_a,
+          "token_stride"_a, "computed"_a, "rows"_a, "num_tokens"_a, "num_rows"_a, "tables"_a,
+          "block_size"_a, "total"_a, "longest"_a);
+    nb::class_<quire::PackedWeight>(m, "PackedWeight")
+        .def("__init__", &make_packed_weight, nb::kw_only(), "format"_a, "variant"_a, "outputs"_a,
+             "inputs"_a, "group"_a, "data"_a);
     m.def("linear_variants", &linear_variants);
-    m.def("linear_bytes", &linear_bytes);
+    m.def("linear_bytes", &quire::packed_bytes);
     m.def("linear_pack", &linear_pack, Unlocked());
     m.def("linear_pack_blocks", &linear_pack_blocks, Unlocked());
     m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());
@@ -293,6 +292,8 @@ NB_MODULE(_core, m) {
     nb::class_<quire::Program>(m, "Program")
         .def("__init__", &make_program)
         .def("add_layer", &add_layer)
-        .def("add", &add_instruction)
+        .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
+             "heads"_a, "size"_a, "stride"_a, "layer"_a, "input"_a, "element"_a, "table"_a,
+             "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "eps"_a, "packed"_a)
         .def("run", &run_program, Unlocked());
 }

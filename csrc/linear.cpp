@@ -52,16 +52,16 @@ class OperandMemory {
         auto* scales = reinterpret_cast<float*>(begin + rows * stride);
         operand_ = {rows, stride, begin, scales, reinterpret_cast<int32_t*>(scales + numbers)};
     }
-    const Operand& operand() const { return operand_; }
+    const MutableOperand& operand() const { return operand_; }
 
    private:
     std::unique_ptr<uint8_t[]> memory_;
-    Operand operand_;
+    MutableOperand operand_;
 };
 
 }  // namespace
 
-void multiply(const Matrix& out, const PackedWeight& weight, const Operand& operand,
+void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operand& operand,
               const void* bias, int num_threads) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
     const int64_t panels = (weight.outputs + kernels.panel - 1) / kernels.panel;
@@ -72,18 +72,18 @@ void multiply(const Matrix& out, const PackedWeight& weight, const Operand& oper
     });
 }
 
-void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
+void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
             int num_threads) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
     const int64_t row_bytes = kernels.operand_bytes(weight, x);
     if (row_bytes == 0) {
         const int64_t size = x.element == Element::kFloat32 ? 4 : 2;
-        auto* values = static_cast<uint8_t*>(const_cast<void*>(x.data));
+        const auto* values = static_cast<const uint8_t*>(x.data);
         const Operand operand{x.rows, x.stride * size, values, nullptr, nullptr};
         return multiply(out, weight, operand, bias, num_threads);
     }
     const OperandMemory memory(row_bytes, x.rows, weight.is_quantised() ? weight.groups() : 0);
-    const Operand& operand = memory.operand();
+    const MutableOperand& operand = memory.operand();
     const int threads = x.rows * x.columns < kAloneElements ? 1 : num_threads;
     parallel_for(x.rows, threads, [&](int64_t begin, int64_t end) {
         kernels.prepare(operand, weight, x, begin, end);

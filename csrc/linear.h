@@ -39,7 +39,7 @@ struct PackedWeight {
     }
 };
 
-// Activations or results: [T, K] or [T, N], contiguous within a row.
+// Activations [T, K], contiguous within a row.
 struct Matrix {
     Element element;
     int64_t rows;
@@ -48,15 +48,37 @@ struct Matrix {
     const void* data;
 };
 
+// Results [T, N], which are written.
+struct MutableMatrix {
+    Element element;
+    int64_t rows;
+    int64_t columns;
+    int64_t stride;
+    void* data;
+
+    operator Matrix() const { return {element, rows, columns, stride, data}; }
+};
+
 // Activations as the multiplication reads them. values: float32, bfloat16 or int8, `stride` bytes
 // between rows. Of int8: scales[T, groups], and sums[T, groups], minus what the offset of the stored
 // weights adds to the products of a group.
 struct Operand {
     int64_t rows;
     int64_t stride;
+    const uint8_t* values;
+    const float* scales;
+    const int32_t* sums;
+};
+
+// An operand that is being prepared.
+struct MutableOperand {
+    int64_t rows;
+    int64_t stride;
     uint8_t* values;
     float* scales;
     int32_t* sums;
+
+    operator Operand() const { return {rows, stride, values, scales, sums}; }
 };
 
 // One variant's code. A packed weight of one variant is read by that variant alone.
@@ -68,10 +90,10 @@ struct LinearKernels {
     int64_t (*operand_bytes)(const PackedWeight& weight, const Matrix& x);
     // Rows [begin, end) of x become rows of the operand. int8 are rounded to nearest; each group's
     // largest magnitude is 127.
-    void (*prepare)(const Operand& operand, const PackedWeight& weight, const Matrix& x,
+    void (*prepare)(const MutableOperand& operand, const PackedWeight& weight, const Matrix& x,
                     int64_t begin, int64_t end);
     // All rows of the outputs of panels [begin, end). bias: [N] of out's element, or null.
-    void (*multiply)(const Matrix& out, const void* bias, const PackedWeight& weight,
+    void (*multiply)(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
                      const Operand& operand, int64_t begin, int64_t end);
     // Steps of a tile whose weights and activations are in the first cache; returns the operations
     // of each. How fast they are is what `multiply` can reach.
@@ -98,14 +120,14 @@ void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* block
                  int num_threads);
 
 // out[i] = row ids[i] of the weight, with the values that it has after packing.
-void unpack_rows(const Matrix& out, const PackedWeight& weight, const int64_t* ids);
+void unpack_rows(const MutableMatrix& out, const PackedWeight& weight, const int64_t* ids);
 
 // out[T, N] = the operand's rows times W^T, plus bias ([N] of out's element, or null).
-void multiply(const Matrix& out, const PackedWeight& weight, const Operand& operand,
+void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operand& operand,
               const void* bias, int num_threads);
 
 // out[T, N] = x[T, K] W^T + bias, in x's element.
-void linear(const Matrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
+void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,
             int num_threads);
 
 // Operations per second of `repeat`, all threads together.

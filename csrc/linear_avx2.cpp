@@ -69,7 +69,7 @@ struct Isa {
 }  // namespace
 }  // namespace quire
 
-#include "linear_tiles.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 const LinearKernels kLinearAvx2 = kKernels;

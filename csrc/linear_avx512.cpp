@@ -10,8 +10,8 @@
 #include <immintrin.h>
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")
-#include "linear_avx512.h"
-#include "linear_tiles.h"
+#include "linear_avx512.inc.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 const LinearKernels kLinearAvx512 = kKernels;

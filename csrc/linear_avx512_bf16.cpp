@@ -11,8 +11,8 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #define QUIRE_BFLOAT16_DOTS
-#include "linear_avx512.h"
-#include "linear_tiles.h"
+#include "linear_avx512.inc.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 const LinearKernels kLinearAvx512Bf16 = kKernels;

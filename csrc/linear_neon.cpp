@@ -3,8 +3,8 @@
 
 #ifdef QUIRE_ARM_VARIANTS
 #define QUIRE_NEON_NAME "neon"
-#include "linear_neon.h"
-#include "linear_tiles.h"
+#include "linear_neon.inc.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 const LinearKernels kLinearNeon = kKernels;

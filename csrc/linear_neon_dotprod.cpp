@@ -15,8 +15,8 @@
 #endif
 #define QUIRE_BYTE_DOTS
 #define QUIRE_NEON_NAME "neon_dotprod"
-#include "linear_neon.h"
-#include "linear_tiles.h"
+#include "linear_neon.inc.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 const LinearKernels kLinearNeonDotprod = kKernels;

@@ -17,8 +17,8 @@
 #define QUIRE_BYTE_DOTS
 #define QUIRE_BFLOAT16_DOTS
 #define QUIRE_NEON_NAME "neon_i8mm"
-#include "linear_neon.h"
-#include "linear_neon_pairs.h"
+#include "linear_neon.inc.h"
+#include "linear_neon_pairs.inc.h"
 
 namespace quire {
 namespace {
@@ -32,7 +32,7 @@ PanelFunction pairs_function(const PackedWeight& weight, int64_t rows) {
     return weight.group % 16 == 0 ? quantised_pairs_panel<Int4Pairs> : nullptr;
 }
 
-void multiply_pairs(const Matrix& out, const void* bias, const PackedWeight& weight,
+void multiply_pairs(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
                     const Operand& x, int64_t begin, int64_t end) {
     const PanelFunction panel_of = pairs_function(weight, x.rows);
     if (panel_of == nullptr) return multiply(out, bias, weight, x, begin, end);

@@ -295,17 +295,16 @@ void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* block
                 });
 }
 
-void unpack_rows(const Matrix& out, const PackedWeight& weight, const int64_t* ids) {
+void unpack_rows(const MutableMatrix& out, const PackedWeight& weight, const int64_t* ids) {
     for (int64_t i = 0; i < out.rows; ++i) {
-        void* row = const_cast<void*>(out.data);
         switch (out.element) {
             case Element::kFloat32:
-                unpack_row(static_cast<float*>(row) + i * out.stride, weight, ids[i]);
+                unpack_row(static_cast<float*>(out.data) + i * out.stride, weight, ids[i]);
                 break;
             case Element::kBfloat16:
-                unpack_row(static_cast<Bfloat16*>(row) + i * out.stride, weight, ids[i]);
+                unpack_row(static_cast<Bfloat16*>(out.data) + i * out.stride, weight, ids[i]);
                 break;
-            default: unpack_row(static_cast<Float16*>(row) + i * out.stride, weight, ids[i]);
+            default: unpack_row(static_cast<Float16*>(out.data) + i * out.stride, weight, ids[i]);
         }
     }
 }

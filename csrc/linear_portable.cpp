@@ -58,7 +58,7 @@ struct Isa {
 }  // namespace
 }  // namespace quire
 
-#include "linear_tiles.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 const LinearKernels kLinearPortable = kKernels;

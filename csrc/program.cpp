@@ -16,8 +16,6 @@ constexpr int64_t kPartsPerThread = 4;
 
 bool is_shared_work(Kind kind) { return kind == Kind::kMultiply || kind == Kind::kAttend; }
 
-const float* floats(const void* address) { return static_cast<const float*>(address); }
-
 }  // namespace
 
 Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,
@@ -55,7 +53,7 @@ float* Program::row(const View& view, int64_t row) const {
     return begin + row * widths_[buffer] + view.offset;
 }
 
-Matrix Program::matrix(const View& view, int64_t columns) const {
+MutableMatrix Program::matrix(const View& view, int64_t columns) const {
     const int64_t stride = widths_[static_cast<size_t>(view.buffer)];
     return {Element::kFloat32, step_.rows, columns, stride, row(view, 0)};
 }
@@ -65,10 +63,10 @@ HeadRows Program::heads(const View& view) const {
 }
 
 // An operand's buffer holds the values of all rows, then the scales, then the sums; or it is x itself.
-Operand Program::operand(const Instruction& instruction) const {
-    const PackedWeight& weight = instruction.weight;
+MutableOperand Program::operand(const Instruction& instruction) const {
+    const PackedWeight& weight = instruction.packed;
     const View& view = instruction.views[instruction.kind == Kind::kPrepare ? 0 : 1];
-    const int64_t rows = step_.rows, stride = instruction.sizes[0];
+    const int64_t rows = step_.rows, stride = instruction.stride;
     const int64_t groups = weight.is_quantised() ? weight.groups() : 0;
     auto* values = reinterpret_cast<uint8_t*>(row(view, 0));
     auto* scales = reinterpret_cast<float*>(values + rows * stride);
@@ -78,13 +76,13 @@ Operand Program::operand(const Instruction& instruction) const {
 void Program::run_phase(const Phase& phase, int num_threads) {
     const Instruction& first = instructions_[phase.begin];
     if (first.kind == Kind::kMultiply) {
-        const Matrix out = matrix(first.views[0], first.weight.outputs);
-        return multiply(out, first.weight, operand(first), first.addresses[0], num_threads);
+        const MutableMatrix out = matrix(first.views[0], first.packed.outputs);
+        return multiply(out, first.packed, operand(first), first.bias, num_threads);
     }
     if (first.kind == Kind::kAttend) {
         const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];
         return paged_attention(*step_.groups[cache.group].plan, cache.kv, heads(first.views[1]),
-                               heads(first.views[0]), static_cast<float>(first.number),
+                               heads(first.views[0]), static_cast<float>(first.scale),
                                num_threads, attention_variant_);
     }
     const int64_t rows = step_.rows;
@@ -99,8 +97,8 @@ void Program::run_phase(const Phase& phase, int num_threads) {
 void Program::run_rows(const Instruction& instruction, int64_t begin, int64_t end) {
     const auto& views = instruction.views;
     if (instruction.kind == Kind::kPrepare) {
-        const PackedWeight& weight = instruction.weight;
-        const Matrix x = matrix(views[1], weight.inputs);
+        const PackedWeight& weight = instruction.packed;
+        const MutableMatrix x = matrix(views[1], weight.inputs);
         linear_kernels(weight.variant).prepare(operand(instruction), weight, x, begin, end);
     } else if (instruction.kind == Kind::kStore) {
         const LayerCache& cache = layers_[static_cast<size_t>(instruction.layer)];
@@ -111,36 +109,30 @@ void Program::run_rows(const Instruction& instruction, int64_t begin, int64_t en
     }
 }
 
-void Program::run_row(const Instruction& instruction, int64_t r) {
-    const auto& [kind, views, sizes, addresses, layer, number, weight] = instruction;
-    float* out = row(views[0], r);
-    const float* x = row(views[1], r);
-    const auto eps = static_cast<float>(number);
-    switch (kind) {
+void Program::run_row(const Instruction& i, int64_t r) {
+    float* out = row(i.views[0], r);
+    const float* x = row(i.views[1], r);
+    switch (i.kind) {
         case Kind::kEmbedding: {
-            const int64_t id = (sizes[1] == 0 ? step_.ids : step_.positions)[r];
-            return look_up_row(out, static_cast<Element>(layer), addresses[0], id, sizes[0]);
+            const int64_t id = (i.input == Input::kIds ? step_.ids : step_.positions)[r];
+            return look_up_row(out, i.element, i.table, id, i.size);
         }
         case Kind::kPackedRows:
-            return unpack_rows({Element::kFloat32, 1, weight.inputs, weight.inputs, out}, weight,
-                               step_.ids + r);
+            return unpack_rows({Element::kFloat32, 1, i.packed.inputs, i.packed.inputs, out},
+                               i.packed, step_.ids + r);
         case Kind::kRotaryFactors:
-            return rotary_factors(out, step_.positions[r],
-                                  static_cast<const double*>(addresses[0]), sizes[0], number);
-        case Kind::kRmsNorm:
-            return rms_norm_row(out, x, floats(addresses[0]), sizes[0], sizes[1], eps);
+            return rotary_factors(out, step_.positions[r], i.frequencies, i.size, i.scale);
+        case Kind::kRmsNorm: return rms_norm_row(out, x, i.weight, i.heads, i.size, i.eps);
         case Kind::kAddRmsNorm:
-            return add_rms_norm_row(out, row(views[1], r), row(views[2], r), row(views[3], r),
-                                    floats(addresses[0]), sizes[1], eps);
-        case Kind::kLayerNorm:
-            return layer_norm_row(out, x, floats(addresses[0]), floats(addresses[1]), sizes[1],
-                                  eps);
-        case Kind::kRotary: return rotary_row(out, x, row(views[2], r), sizes[0], sizes[1]);
-        case Kind::kSiluMul: return silu_mul_row(out, x, sizes[1]);
-        case Kind::kGelu: return gelu_row(out, x, sizes[1]);
-        case Kind::kGeluTanh: return gelu_tanh_row(out, x, sizes[1]);
-        case Kind::kRelu: return relu_row(out, x, sizes[1]);
-        case Kind::kAdd: return add_row(out, x, row(views[2], r), sizes[1]);
+            return add_rms_norm_row(out, row(i.views[1], r), row(i.views[2], r),
+                                    row(i.views[3], r), i.weight, i.size, i.eps);
+        case Kind::kLayerNorm: return layer_norm_row(out, x, i.weight, i.bias, i.size, i.eps);
+        case Kind::kRotary: return rotary_row(out, x, row(i.views[2], r), i.heads, i.size);
+        case Kind::kSiluMul: return silu_mul_row(out, x, i.size);
+        case Kind::kGelu: return gelu_row(out, x, i.size);
+        case Kind::kGeluTanh: return gelu_tanh_row(out, x, i.size);
+        case Kind::kRelu: return relu_row(out, x, i.size);
+        case Kind::kAdd: return add_row(out, x, row(i.views[2], r), i.size);
         default: return;
     }
 }

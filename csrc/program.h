@@ -16,24 +16,27 @@
 
 namespace quire {
 
+// Of each kind its views, then the further fields that it reads.
 enum class Kind : int {
-    kEmbedding,     // out = rows of a table; index: which input holds the ids
-    kPackedRows,    // the same of a packed weight
-    kRotaryFactors, // out = factors of positions; address 0: frequencies, number: scale
-    kRmsNorm,       // out, x; address 0: weight; sizes: heads, size; number: eps
-    kAddRmsNorm,    // out, total, x, y in views 0, 1, 2, 3
-    kLayerNorm,     // out, x; addresses: weight, bias
-    kRotary,        // out, x, factors; sizes: heads, size
-    kSiluMul,       // out, x; sizes: size of out
+    kEmbedding,     // out; table, element, size, input
+    kPackedRows,    // out; packed: rows of a packed table, by the ids
+    kRotaryFactors, // out; frequencies, size, scale: of the positions
+    kRmsNorm,       // out, x; weight, heads, size, eps
+    kAddRmsNorm,    // out, total, x, y; weight, size, eps
+    kLayerNorm,     // out, x; weight, bias (or null both), size, eps
+    kRotary,        // out, x, factors; heads, size
+    kSiluMul,       // out, x; size: of out
     kGelu,
     kGeluTanh,
     kRelu,
-    kAdd,           // out, x, y
-    kStore,         // keys and values into blocks: views k, v; layer
-    kPrepare,       // operand, x: activations as the product with `weight` reads them
-    kMultiply,      // out, operand; address 0: bias or null
-    kAttend,        // out, q; layer; number: scale
+    kAdd,           // out, x, y; size
+    kStore,         // k, v; layer: into its blocks
+    kPrepare,       // operand, x; packed, stride: activations as the product reads them
+    kMultiply,      // out, operand; packed, stride, bias (or null)
+    kAttend,        // out, q; layer, scale
 };
+
+enum class Input : int { kIds, kPositions };
 
 // Some columns of a buffer, from `offset` on.
 struct View {
@@ -43,12 +46,20 @@ struct View {
 
 struct Instruction {
     Kind kind;
-    std::array<View, 4> views;
-    std::array<int64_t, 2> sizes;
-    std::array<const void*, 2> addresses;
-    int64_t layer;  // or which input, or element type of a table
-    double number;
-    PackedWeight weight;
+    std::array<View, 4> views{};
+    int64_t heads = 1;
+    int64_t size = 0;    // of a row, or of one of its heads
+    int64_t stride = 0;  // bytes between the rows of an operand
+    int64_t layer = 0;
+    Input input = Input::kIds;
+    Element element = Element::kFloat32;  // of the table
+    const void* table = nullptr;
+    const double* frequencies = nullptr;
+    const float* weight = nullptr;
+    const float* bias = nullptr;
+    double scale = 1;
+    float eps = 0;
+    PackedWeight packed{};
 };
 
 // Keys and values of a layer, and which of the step's cache groups they belong to.
@@ -90,12 +101,12 @@ class Program {
     };
 
     float* row(const View& view, int64_t row) const;
-    Operand operand(const Instruction& instruction) const;
-    Matrix matrix(const View& view, int64_t columns) const;
+    MutableOperand operand(const Instruction& instruction) const;
+    MutableMatrix matrix(const View& view, int64_t columns) const;
     HeadRows heads(const View& view) const;
     void run_phase(const Phase& phase, int num_threads);
     void run_rows(const Instruction& instruction, int64_t begin, int64_t end);
-    void run_row(const Instruction& instruction, int64_t row);
+    void run_row(const Instruction& i, int64_t r);
     void reserve(int64_t rows);
 
     std::vector<int64_t> widths_, places_;

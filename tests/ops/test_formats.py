@@ -17,6 +17,7 @@ from quire.ops.formats import (
     variants,
 )
 from quire.ops.native import core
+from quire.ops.native_types import WeightLayout
 
 SHAPES = [(1, 1), (1, 8), (3, 31), (16, 32), (17, 33), (63, 64), (64, 65), (65, 127)]
 SHAPES += [(100, 200), (97, 4097), (257, 1), (1000, 36)]
@@ -35,9 +36,9 @@ def test_bytes_are_the_cores(index: int, format: str) -> None:
     for (outputs, inputs), size in itertools.product(SHAPES, sizes):
         chosen = Quantization(format, size) if is_quantised else None
         group = chosen.group_of(inputs) if chosen is not None else 1
-        numbers = (FORMATS.index(format), index, outputs, inputs, group)
+        layout = WeightLayout(FORMATS.index(format), index, outputs, inputs, group)
         got = packed_bytes((outputs, inputs), format, chosen, panel_of(variant))
-        assert got == module.linear_bytes(numbers), (outputs, inputs, size)
+        assert got == module.linear_bytes(layout.at(0, module)), (outputs, inputs, size)
 
 
 def test_all_formats_have_words() -> None:

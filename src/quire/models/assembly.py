@@ -14,6 +14,7 @@ from torch import nn
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import WeightFormats
 from quire.models.layers import Layer, Place, Source
+from quire.models.model import Model
 from quire.models.packing import Stored, pack_modules
 from quire.models.registry import model_class
 from quire.ops.formats import Quantization
@@ -33,7 +34,7 @@ class EmptyPlace(Place):
         return nn.Parameter(values, requires_grad=False)
 
 
-def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
     """The model with parameters that have no memory. Raises ModelError for an unknown type."""
     return model_class(spec.model_type)(spec, EmptyPlace(dtype, device)).eval()
 
@@ -86,7 +87,7 @@ class Assembly:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         device: torch.device,
         formats: WeightFormats,
         stored: Stored = MappingProxyType({}),
@@ -131,7 +132,7 @@ class Assembly:
             unit.sources.clear()
             self._pack(unit)
 
-    def finish(self) -> nn.Module:
+    def finish(self) -> Model:
         """The model, once nothing is missing; with memory for what no tensor fills."""
         assert not self.missing
         for unit in self._units:

@@ -13,13 +13,14 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.models.layers import Embedding, Layer, Source
+from quire.models.model import Model
 from quire.ops.memory import forget_pages
 
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 1024
 
 
-def check_contents(files: Iterable[Path], model: nn.Module) -> None:
+def check_contents(files: Iterable[Path], model: Model) -> None:
     """Raise ModelError for a tensor that stands in two files, or under two names in one, for one of
     another shape or kind than the model's, and for a head that is not what it is tied to."""
     wanted = {source.name: source for source in _sources(model)}
@@ -78,7 +79,7 @@ def _twice(name: str, first: tuple[Path, str], second: Path) -> str:
     )
 
 
-def _tied_table(model: nn.Module) -> str:
+def _tied_table(model: Model) -> str:
     """The name of the embedding's table where the head is tied to it, or nothing."""
     for layer in model.modules():
         if isinstance(layer, Embedding) and layer.weight is model.head.weight:

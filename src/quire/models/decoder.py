@@ -22,6 +22,7 @@ from quire.models.layers import (
     Place,
     RMSNorm,
 )
+from quire.models.model import Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary
 from quire.ops.attention.base import AttentionBackend, RotaryWriter
@@ -127,10 +128,9 @@ class DecoderLayer(nn.Module):
         return self.mlp(x_TD), residual_TD
 
 
-class Decoder(nn.Module):
+class Decoder(Model):
     """A whole model of this family."""
 
-    # Checkpoints of the bare decoder leave this out of their tensors' names.
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
 
@@ -155,11 +155,7 @@ class Decoder(nn.Module):
         inputs_embeds_TD: torch.Tensor | None = None,
         intermediate_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [T, D] after the last norm; ids int64 or int32, positions int64.
-
-        inputs_embeds replaces the embedded ids, intermediate the stream that enters the first
-        layer here (the output of an earlier part of the model).
-        """
+        """See Model."""
         x_TD = intermediate_TD if intermediate_TD is not None else inputs_embeds_TD
         if x_TD is None:
             x_TD = self.embedding(input_ids_T)
@@ -169,8 +165,3 @@ class Decoder(nn.Module):
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
         hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
         return hidden_TD
-
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in the model's dtype."""
-        logits_RV: torch.Tensor = self.head(hidden_RD)
-        return logits_RV

@@ -7,11 +7,14 @@ A GPU multiplies the weights of all experts at once, so they stand in one tensor
 each expert has linear layers of its own, which are packed, quantised and planned like all others.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 
 from quire.base.model_options import ExpertOptions
 from quire.models.layers import Layer, Linear, Place, Source
+from quire.ops.linear import Weight
 from quire.ops.moe import moe_experts, moe_route
 
 
@@ -43,9 +46,7 @@ class ExpertList(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
     ) -> torch.Tensor:
-        gate_up = [layer.weight for layer in self.gate_up]
-        down = [layer.weight for layer in self.down]
-        return moe_experts(x_TD, ids_TC, weights_TC, gate_up, down)
+        return moe_experts(x_TD, ids_TC, weights_TC, _weights(self.gate_up), _weights(self.down))
 
 
 class StackedExperts(Layer):
@@ -97,6 +98,10 @@ class SparseMLP(nn.Module):
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
     """The form that a device multiplies."""
     return StackedExperts if device.type == "cuda" else ExpertList
+
+
+def _weights(layers: nn.ModuleList) -> list[Weight]:
+    return [cast(Linear, layer).weight for layer in layers]
 
 
 def _expert_names(name: str, options: ExpertOptions) -> list[str]:

@@ -8,7 +8,6 @@ from torch import nn
 
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import (
-    Attention,
     Embedding,
     LayerNorm,
     Linear,
@@ -16,6 +15,7 @@ from quire.models.layers import (
     Place,
     activation,
 )
+from quire.models.model import PositionedAttention, PositionedModel
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
@@ -24,24 +24,13 @@ def _linear(name: str, inputs: int, outputs: int, place: Place) -> Linear:
     return Linear([name], inputs, [outputs], place, bias=True, transposed=True)
 
 
-class GPT2Attention(nn.Module):
-    """Queries, keys and values, attention and the output projection."""
-
-    def __init__(self, spec: ModelSpec, layer: int, name: str, place: Place) -> None:
-        super().__init__()
-        size = spec.hidden_size
-        self._shape = (-1, 3, spec.num_heads, spec.head_dim)
-        self.qkv = _linear(f"{name}.c_attn", size, 3 * size, place)
-        self.output = _linear(f"{name}.c_proj", size, size, place)
-        scale = spec.head_dim**-0.5 if spec.gpt2.scales_attention else 1.0
-        if spec.gpt2.scales_by_layer:
-            scale /= layer + 1
-        self.attention = Attention(layer, scale)
-
-    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        q_TNH, k_TNH, v_TNH = self.qkv(x_TD).view(self._shape).unbind(1)
-        out: torch.Tensor = self.output(self.attention(q_TNH, k_TNH, v_TNH, backend))
-        return out
+def _attention(spec: ModelSpec, layer: int, name: str, place: Place) -> PositionedAttention:
+    size, scale = spec.hidden_size, spec.head_dim**-0.5 if spec.gpt2.scales_attention else 1.0
+    if spec.gpt2.scales_by_layer:
+        scale /= layer + 1
+    qkv = _linear(f"{name}.c_attn", size, 3 * size, place)
+    output = _linear(f"{name}.c_proj", size, size, place)
+    return PositionedAttention(spec, layer, qkv, output, scale)
 
 
 class GPT2Layer(nn.Module):
@@ -51,7 +40,7 @@ class GPT2Layer(nn.Module):
         super().__init__()
         size, inner, name = spec.hidden_size, spec.intermediate_size, f"transformer.h.{layer}"
         self.attention_norm = LayerNorm(f"{name}.ln_1", size, eps, place)
-        self.attention = GPT2Attention(spec, layer, f"{name}.attn", place)
+        self.attention = _attention(spec, layer, f"{name}.attn", place)
         self.mlp_norm = LayerNorm(f"{name}.ln_2", size, eps, place)
         self.up = _linear(f"{name}.mlp.c_fc", size, inner, place)
         self.down = _linear(f"{name}.mlp.c_proj", inner, size, place)
@@ -63,7 +52,7 @@ class GPT2Layer(nn.Module):
         return add(x_TD, self.down(inner_TF))
 
 
-class GPT2(nn.Module):
+class GPT2(PositionedModel):
     """A whole GPT-2 model."""
 
     base_prefix = "transformer."
@@ -80,26 +69,3 @@ class GPT2(nn.Module):
         self.norm = LayerNorm("transformer.ln_f", size, eps, place)
         tied = self.embedding if spec.tie_embeddings else None
         self.head = LMHead("lm_head", spec.vocab_size, size, place, tied)
-
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        attention: AttentionBackend,
-        inputs_embeds_TD: torch.Tensor | None = None,
-        intermediate_TD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As Decoder.forward."""
-        x_TD = intermediate_TD
-        if x_TD is None:
-            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
-            x_TD = add(x_TD, self.positions(positions_T))
-        for layer in self.layers:
-            x_TD = layer(x_TD, attention)
-        hidden_TD: torch.Tensor = self.norm(x_TD)
-        return hidden_TD
-
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in the model's dtype."""
-        logits_RV: torch.Tensor = self.head(hidden_RD)
-        return logits_RV

@@ -83,8 +83,10 @@ def set_weight(layer: Layer, weight: Weight) -> None:
     if weight is layer.weight:
         return
     del layer.weight
-    is_tensor = isinstance(weight, torch.Tensor)
-    layer.weight = nn.Parameter(weight, requires_grad=False) if is_tensor else weight
+    if isinstance(weight, PackedWeight):
+        vars(layer)["weight"] = weight
+    else:
+        layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
 
 
 class Linear(Layer):

@@ -1,8 +1,9 @@
 """Llama 1 to 3."""
 
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderOptions
+from quire.models.decoder import Decoder
 from quire.models.layers import Place
+from quire.models.options import DecoderOptions
 
 
 class Llama(Decoder):

@@ -21,6 +21,7 @@ from quire.models.contents import check_contents
 from quire.models.formats import AS_THEY_ARE, WeightFormats
 from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
+from quire.models.model import Model
 from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import chosen_variants
@@ -43,7 +44,7 @@ def load_model(
     quantization: WeightFormats = AS_THEY_ARE,
     cache: WeightCache | None = None,
     most_bytes: int | None = None,
-) -> nn.Module:
+) -> Model:
     """The model on the device, ready to run.
 
     load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
@@ -187,7 +188,7 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
             raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
 
 
-def _is_ignored(model: nn.Module, name: str) -> bool:
+def _is_ignored(model: Model, name: str) -> bool:
     """Whether a tensor without a place is harmless: a constant, a scale that is not for the
     layers (kv_scales.py), or a tied head stored again."""
     tied_head = name == "lm_head.weight" and not model.head.sources()

@@ -1,8 +1,9 @@
 """Mistral. Its sliding window is `ModelSpec.layer_windows`, which the attention backend applies."""
 
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderOptions
+from quire.models.decoder import Decoder
 from quire.models.layers import Place
+from quire.models.options import DecoderOptions
 
 
 class Mistral(Decoder):

@@ -9,7 +9,6 @@ from torch import nn
 from quire.base.model_spec import ModelSpec
 from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
-    Attention,
     Embedding,
     LayerNorm,
     Linear,
@@ -17,28 +16,19 @@ from quire.models.layers import (
     Place,
     activation,
 )
+from quire.models.model import PositionedAttention, PositionedModel
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
 POSITION_OFFSET = 2  # the first rows of the position table stand for padding
 
 
-class OPTAttention(nn.Module):
-    """Queries, keys and values, attention and the output projection."""
-
-    def __init__(self, spec: ModelSpec, layer: int, name: str, place: Place) -> None:
-        super().__init__()
-        size, bias = spec.hidden_size, spec.opt.has_biases
-        self._shape = (-1, 3, spec.num_heads, spec.head_dim)
-        parts = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
-        self.qkv = Linear(parts, size, [size] * 3, place, bias=bias)
-        self.output = Linear([f"{name}.out_proj"], size, [size], place, bias=bias)
-        self.attention = Attention(layer, spec.head_dim**-0.5)
-
-    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
-        q_TNH, k_TNH, v_TNH = self.qkv(x_TD).view(self._shape).unbind(1)
-        out: torch.Tensor = self.output(self.attention(q_TNH, k_TNH, v_TNH, backend))
-        return out
+def _attention(spec: ModelSpec, layer: int, name: str, place: Place) -> PositionedAttention:
+    size, bias = spec.hidden_size, spec.opt.has_biases
+    parts = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
+    qkv = Linear(parts, size, [size] * 3, place, bias=bias)
+    output = Linear([f"{name}.out_proj"], size, [size], place, bias=bias)
+    return PositionedAttention(spec, layer, qkv, output, spec.head_dim**-0.5)
 
 
 class OPTLayer(nn.Module):
@@ -51,7 +41,7 @@ class OPTLayer(nn.Module):
         bias, affine = spec.opt.has_biases, spec.opt.has_affine_norms
         self._norm_before = spec.opt.norms_first
         self._activation = activation(spec.layers.activation)
-        self.attention = OPTAttention(spec, layer, f"{name}.self_attn", place)
+        self.attention = _attention(spec, layer, f"{name}.self_attn", place)
         self.attention_norm = LayerNorm(f"{name}.self_attn_layer_norm", size, eps, place, affine)
         self.up = Linear([f"{name}.fc1"], size, [inner], place, bias=bias)
         self.down = Linear([f"{name}.fc2"], inner, [size], place, bias=bias)
@@ -70,7 +60,7 @@ class OPTLayer(nn.Module):
         return out_TD
 
 
-class OPT(nn.Module):
+class OPT(PositionedModel):
     """A whole OPT model."""
 
     base_prefix = "model."
@@ -84,7 +74,6 @@ class OPT(nn.Module):
         self.positions = Embedding(
             f"{name}.embed_positions", spec.max_position, size, place, POSITION_OFFSET
         )
-        self.project_in = self.project_out = self.norm = None
         if width != size:
             self.project_in = Linear([f"{name}.project_in"], width, [size], place)
             self.project_out = Linear([f"{name}.project_out"], size, [width], place)
@@ -96,31 +85,3 @@ class OPT(nn.Module):
             self.norm = LayerNorm(f"{name}.final_layer_norm", size, eps, place, affine)
         tied = self.embedding if spec.tie_embeddings else None
         self.head = LMHead("lm_head", spec.vocab_size, width, place, tied)
-
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        attention: AttentionBackend,
-        inputs_embeds_TD: torch.Tensor | None = None,
-        intermediate_TD: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As Decoder.forward; the hidden states and inputs_embeds are [T, W]."""
-        x_TD = intermediate_TD
-        if x_TD is None:
-            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
-            if self.project_in is not None:
-                x_TD = self.project_in(x_TD)
-            x_TD = add(x_TD, self.positions(positions_T))
-        for layer in self.layers:
-            x_TD = layer(x_TD, attention)
-        if self.norm is not None:
-            x_TD = self.norm(x_TD)
-        if self.project_out is not None:
-            x_TD = self.project_out(x_TD)
-        return x_TD
-
-    def logits(self, hidden_RW: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] in the model's dtype."""
-        logits_RV: torch.Tensor = self.head(hidden_RW)
-        return logits_RV

@@ -1,8 +1,9 @@
 """Qwen 2 and 2.5 (dense)."""
 
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderOptions
+from quire.models.decoder import Decoder
 from quire.models.layers import Place
+from quire.models.options import DecoderOptions
 
 
 class Qwen2(Decoder):

@@ -12,12 +12,13 @@ from quire.models.gpt2 import GPT2
 from quire.models.layers import Place
 from quire.models.llama import Llama
 from quire.models.mistral import Mistral
+from quire.models.model import Model
 from quire.models.opt import OPT
 from quire.models.qwen2 import Qwen2
 from quire.models.qwen3 import Qwen3
 from quire.models.qwen3_moe import Qwen3Moe
 
-MODELS: dict[str, Callable[[ModelSpec, Place], nn.Module]] = {
+MODELS: dict[str, Callable[[ModelSpec, Place], Model]] = {
     "gpt2": GPT2,
     "llama": Llama,
     "mistral": Mistral,
@@ -28,12 +29,12 @@ MODELS: dict[str, Callable[[ModelSpec, Place], nn.Module]] = {
 }
 
 
-def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model with uninitialised parameters. Raises ModelError for an unknown model_type."""
+def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
+    """Make the model with uninitialised parameters. Raises ModelError for an unknown model_type."""
     return model_class(spec.model_type)(spec, Place(dtype, device)).eval()
 
 
-def model_class(model_type: str) -> Callable[[ModelSpec, Place], nn.Module]:
+def model_class(model_type: str) -> Callable[[ModelSpec, Place], Model]:
     """One of ours, or of another package. Raises ModelError, naming all, if there is none."""
     if model_type in MODELS:
         return MODELS[model_type]
@@ -41,7 +42,7 @@ def model_class(model_type: str) -> Callable[[ModelSpec, Place], nn.Module]:
     if not plugins.is_installed(kind, model_type, MODELS):
         known = plugins.all_names(kind, sorted(MODELS))
         raise ModelError(f"models of type {model_type!r} are not supported; supported are {known}.")
-    found = plugins.load_plugin(kind, model_type, MODELS)
+    found: type[Model] = plugins.load_plugin(kind, model_type, MODELS)
     if not issubclass(found, nn.Module):
         raise ModelError(f"the class {found.__qualname__} for {model_type!r} is no nn.Module.")
     return found

@@ -97,11 +97,11 @@ def _looks_like_hub_id(name: str) -> bool:
 def _download(name: str, revision: str | None, progress: bool, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class NoBar(tqdm):  # type: ignore[misc]
+    class NoBar(tqdm):
         def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **(kwargs | {"disable": True}))
+            tqdm.__init__(self, *args, **(kwargs | {"disable": True}))
 
     try:
         return Path(

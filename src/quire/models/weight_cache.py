@@ -210,7 +210,7 @@ def _indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[torch.Tensor]
         entry: dict[str, Any] = {"names": [full_name], "offset": offset}
         if isinstance(weight, PackedWeight):
             piece = weight.data
-            entry |= {"numbers": weight.numbers}
+            entry |= {"numbers": weight.layout}
         else:
             piece = weight.detach().contiguous().view(-1).view(torch.uint8)
             entry |= {"dtype": str(weight.dtype).removeprefix("torch.")}
@@ -308,7 +308,7 @@ class _Writer:
         self._write(self._used)
 
     def _write(self, num_bytes: int) -> None:
-        view = memoryview(self._part.numpy())[:num_bytes]
+        view = memoryview(self._part.numpy().data)[:num_bytes]
         while len(view):
             view = view[os.write(self._file, view) :]
         self._part.zero_()

@@ -13,7 +13,8 @@ from pathlib import Path
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES
 from quire.ops.kernel_choice import KernelFile, Measurement, Speed, choose_variant, kernel_file
-from quire.ops.native import core
+from quire.ops.native import core, needed_core
+from quire.ops.native_types import WeightLayout
 
 VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
 
@@ -153,23 +154,21 @@ def measurement() -> Measurement:
 def _measure() -> dict[str, dict[str, Speed]]:
     from quire.ops.kernel_timing import measure_kernels  # it needs numpy, which fit does without
 
-    module = core()
-    assert module is not None, "only the core's kernels are measured"
-    return measure_kernels(module, variants(), FORMATS)
+    return measure_kernels(needed_core(), variants(), FORMATS)
 
 
 def measurement_file() -> KernelFile:
     """Return where the measurement of this machine is kept."""
-    path = getattr(core(), "__file__", None) or ""
-    return kernel_file(Path(path), dict.fromkeys(FORMATS, variants()))
+    module = core()
+    path = Path("" if module is None else module.__file__)
+    return kernel_file(path, dict.fromkeys(FORMATS, variants()))
 
 
 def panel_of(variant: str) -> int:
     """Outputs per panel of an instruction set; the core is asked for one weight's bytes."""
-    module = core()
-    assert module is not None, "only the core packs in panels"
-    one_float32 = (FORMATS.index("float32"), variants().index(variant), 1, 1, 1)
-    return int(module.linear_bytes(one_float32)) // DTYPE_BYTES["float32"]
+    core = needed_core()
+    one_float32 = WeightLayout(FORMATS.index("float32"), variants().index(variant), 1, 1, 1)
+    return core.linear_bytes(one_float32.at(0, core)) // DTYPE_BYTES["float32"]
 
 
 def core_packing(dtype: str) -> Packing | None:

@@ -9,11 +9,11 @@ instruction sets and the fastest call counts, so that a busy machine hits none o
 
 import time
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import numpy as np
 
 from quire.ops.kernel_choice import Speed
+from quire.ops.native_types import Core, WeightLayout
 
 INPUTS = 1024
 TILE_ROWS, TILE_OUTPUTS = 48, 256
@@ -30,7 +30,7 @@ Clock = Callable[[], float]
 
 
 def measure_kernels(
-    core: ModuleType, variants: Sequence[str], formats: Sequence[str]
+    core: Core, variants: Sequence[str], formats: Sequence[str]
 ) -> dict[str, dict[str, Speed]]:
     """Time every instruction set with every format: {format: {variant: speed}}. Takes about 0.1 s.
 
@@ -41,13 +41,12 @@ def measure_kernels(
     for number, name in enumerate(formats):
         shapes = [_shapes(core, number, v, GROUP.get(name, 1)) for v in range(len(variants))]
         calls = [
-            tuple(_product(core, weights, rows, numbers) for rows, numbers in pair)
-            for pair in shapes
+            tuple(_product(core, weights, rows, layout) for rows, layout in pair) for pair in shapes
         ]
         seconds = fastest(calls)
         found[name] = {
             variant: Speed(
-                core.linear_bytes(pair[0][1]) / row_s,
+                core.linear_bytes(pair[0][1].at(0, core)) / row_s,
                 2.0 * TILE_ROWS * TILE_OUTPUTS * INPUTS / tile_s,
             )
             for variant, pair, (row_s, tile_s) in zip(variants, shapes, seconds, strict=True)
@@ -79,15 +78,14 @@ def fastest(calls: Sequence[Sequence[Call]], clock: Clock = time.perf_counter) -
     return best
 
 
-Numbers = tuple[int, int, int, int, int]
-Shape = tuple[int, Numbers]  # rows of activations, and a packed weight as the core takes it
+Shape = tuple[int, WeightLayout]  # rows of activations, and a packed weight
 
 
-def _shapes(core: ModuleType, format_: int, variant: int, group: int) -> tuple[Shape, Shape]:
+def _shapes(core: Core, format_: int, variant: int, group: int) -> tuple[Shape, Shape]:
     """One row, and a tile of rows."""
-    tile = (format_, variant, TILE_OUTPUTS, INPUTS, group)
-    times = ROW_BYTES // int(core.linear_bytes(tile))
-    return (1, (format_, variant, times * TILE_OUTPUTS, INPUTS, group)), (TILE_ROWS, tile)
+    tile = WeightLayout(format_, variant, TILE_OUTPUTS, INPUTS, group)
+    times = ROW_BYTES // core.linear_bytes(tile.at(0, core))
+    return (1, tile._replace(outputs=times * TILE_OUTPUTS)), (TILE_ROWS, tile)
 
 
 def _some_weights() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
@@ -98,18 +96,18 @@ def _some_weights() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 
 def _product(
-    core: ModuleType,
+    core: Core,
     weights: "np.ndarray[tuple[int], np.dtype[np.uint8]]",
     rows: int,
-    numbers: Numbers,
+    layout: WeightLayout,
 ) -> Call:
-    assert core.linear_bytes(numbers) <= len(weights)
-    outputs, inputs = numbers[2], numbers[3]
+    weight = layout.at(weights.ctypes.data, core)
+    assert core.linear_bytes(weight) <= len(weights)
+    outputs, inputs = layout.outputs, layout.inputs
     x = np.linspace(-1, 1, rows * inputs, dtype=np.float32)
     out = np.empty(rows * outputs, np.float32)
 
     def multiply() -> None:
-        where = weights.ctypes.data
-        core.linear(out.ctypes.data, x.ctypes.data, 0, FLOAT32, rows, inputs, numbers, where, 1)
+        core.linear(out.ctypes.data, x.ctypes.data, 0, FLOAT32, rows, inputs, weight, 1)
 
     return multiply

@@ -15,7 +15,7 @@ from quire.ops.determinism import FixedOrderWeight
 from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
 from quire.ops.gpu import kernels_for
 from quire.ops.memory import HugeMemory
-from quire.ops.native import address, core
+from quire.ops.native import address, needed_core
 from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack
 from quire.ops.registry import op
 from quire.ops.threads import num_threads
@@ -45,20 +45,19 @@ def linear(
 def _native_linear(
     x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
-    (outputs, inputs), dtype, module = weight.shape, x_TK.dtype, core()
-    assert module is not None and x_TK.dim() == 2 and x_TK.shape[1] == inputs
+    (outputs, inputs), dtype = weight.shape, x_TK.dtype
+    assert x_TK.dim() == 2 and x_TK.shape[1] == inputs
     out_TN = torch.empty(x_TK.shape[0], outputs, dtype=dtype)
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
-    module.linear(
+    needed_core().linear(
         out_TN.data_ptr(),
         x_TK.data_ptr(),
         0 if bias_N is None else address(bias_N, dtype),
         ELEMENTS[dtype],
         x_TK.shape[0],
         x_TK.stride(0),
-        weight.numbers,
-        weight.data.data_ptr(),
+        weight.for_core(),
         num_threads(),
     )
     return out_TN

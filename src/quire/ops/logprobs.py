@@ -45,7 +45,8 @@ def token_rank(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
         native.address(ranks_R, torch.int64),
         native.address(logits_RV, torch.float32),
         native.address(ids_R, torch.int64),
-        *logits_RV.shape,
+        logits_RV.shape[0],
+        logits_RV.shape[1],
         num_threads(),
     )
     return ranks_R

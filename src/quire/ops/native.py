@@ -1,20 +1,21 @@
 """The C++ core, `quire._core`: loaded if it was built, else the torch path does the work.
 
-Its functions take addresses and sizes; what is passed is checked here. They release the
-interpreter's lock. A missing core is never an error: `core()` warns once and returns None. torch is
-not imported here.
+Its functions (native_types.py) take addresses and sizes; what is passed is checked here. They
+release the interpreter's lock. A missing core is never an error: `core()` warns once and returns
+None. torch is not imported here.
 """
 
 import functools
 import importlib
 import warnings
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from quire.ops.native_types import Core
 
 if TYPE_CHECKING:
     import torch
 
-INTERFACE_VERSION = 7
+INTERFACE_VERSION = 8
 
 _HOW_TO_BUILD = (
     "Everything works, but slower on a CPU. Install a C++17 compiler (Debian and Ubuntu:"
@@ -23,10 +24,10 @@ _HOW_TO_BUILD = (
 
 
 @functools.cache
-def core() -> ModuleType | None:
-    """The compiled module, or None if it is missing or of another version (with one warning)."""
+def core() -> Core | None:
+    """Return the compiled module; None, with a warning, if it is missing or of another version."""
     try:
-        module = importlib.import_module("quire._core")
+        module = cast(Core, importlib.import_module("quire._core"))
     except ImportError as error:
         warnings.warn(f"The C++ core is not there ({error}). {_HOW_TO_BUILD}", stacklevel=2)
         return None
@@ -40,13 +41,20 @@ def core() -> ModuleType | None:
     return module
 
 
-def core_for(*tensors: "torch.Tensor") -> ModuleType | None:
-    """The core, if it can work on these tensors: all of them on the CPU."""
+def needed_core() -> Core:
+    """Return the core where something exists that only it can have made."""
+    module = core()
+    assert module is not None, "this needs the C++ core"
+    return module
+
+
+def core_for(*tensors: "torch.Tensor") -> Core | None:
+    """Return the core if it can work on these tensors: all of them on the CPU."""
     return core() if all(tensor.device.type == "cpu" for tensor in tensors) else None
 
 
 def address(tensor: "torch.Tensor", dtype: "torch.dtype") -> int:
-    """Where the tensor's data begins. It must be contiguous, of this dtype and on the CPU.
+    """Return where the tensor's data begins. It must be contiguous, of this dtype and on the CPU.
 
     The caller keeps the tensor alive until the core's function has returned.
     """

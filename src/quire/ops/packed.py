@@ -19,7 +19,8 @@ from quire.ops.formats import (
     variants,
 )
 from quire.ops.memory import HugeMemory, aligned
-from quire.ops.native import address, core
+from quire.ops.native import address, core, needed_core
+from quire.ops.native_types import CoreWeight, WeightLayout
 from quire.ops.threads import num_threads
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -27,21 +28,21 @@ BLOCK_VALUES = 32
 BLOCK_BYTES = {"int8": 34, "int4": 18}
 VALUES_AT_ONCE = 1 << 18
 
-Numbers = tuple[int, int, int, int, int]
-
 
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
-    """[N, K] in a format, in the core's order. data: bytes; numbers: as the core's functions take
-    them (format, variant, N, K, group)."""
+    """[N, K] in a format, in the core's order. data: bytes."""
 
     data: torch.Tensor
-    format: str
-    numbers: Numbers
+    layout: WeightLayout
+
+    @property
+    def format(self) -> str:
+        return FORMATS[self.layout.format]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.numbers[2], self.numbers[3]
+        return self.layout.outputs, self.layout.inputs
 
     @property
     def nbytes(self) -> int:
@@ -49,26 +50,23 @@ class PackedWeight:
 
     @property
     def variant(self) -> str:
-        return variants()[self.numbers[1]]
+        return variants()[self.layout.variant]
+
+    def for_core(self) -> CoreWeight:
+        """Return the weight as the core's functions take it; the caller keeps this one alive."""
+        return self.layout.at(address(self.data, torch.uint8), needed_core())
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The rows [U, K] of these outputs, int64, as they were stored."""
         out_UK = torch.empty(len(ids_U), self.shape[1], dtype=dtype)
-        _core().linear_unpack_rows(
+        needed_core().linear_unpack_rows(
             address(out_UK, dtype),
             ELEMENTS[dtype],
             address(ids_U, torch.int64),
             len(ids_U),
-            self.numbers,
-            address(self.data, torch.uint8),
+            self.for_core(),
         )
         return out_UK
-
-
-def _core() -> "object":
-    module = core()
-    assert module is not None, "a packed weight needs the core that packed it"
-    return module
 
 
 def can_pack_natively(dtype: torch.dtype, device: torch.device) -> bool:
@@ -76,9 +74,10 @@ def can_pack_natively(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in ELEMENTS and core() is not None
 
 
-def bytes_of(numbers: Numbers) -> int:
-    """What a packed weight of these numbers takes."""
-    return int(_core().linear_bytes(numbers))
+def bytes_of(layout: WeightLayout) -> int:
+    """Return what a packed weight takes."""
+    core = needed_core()
+    return core.linear_bytes(layout.at(0, core))
 
 
 def pack(
@@ -92,22 +91,22 @@ def pack(
     Raises ConfigError for weights that are not finite: they have no scale.
     """
     weight_NK = weight_NK.detach().contiguous()
-    numbers = _numbers(tuple(weight_NK.shape), weight_NK.dtype, quantization, variant)
+    layout = _layout(tuple(weight_NK.shape), weight_NK.dtype, quantization, variant)
     if quantization is not None and not _is_finite(weight_NK):
         raise ConfigError(
             f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
             f" cannot be quantised to {quantization.format}."
         )
-    data = _empty(numbers, memory)
-    _core().linear_pack(
-        address(data, torch.uint8),
-        numbers,
+    packed = PackedWeight(_empty(layout, memory), layout)
+    needed_core().linear_pack(
+        packed.data.data_ptr(),
+        packed.for_core(),
         address(weight_NK, weight_NK.dtype),
         ELEMENTS[weight_NK.dtype],
         quantization is not None and quantization.format == "int4",
         num_threads(),
     )
-    return PackedWeight(data, FORMATS[numbers[0]], numbers)
+    return packed
 
 
 def pack_blocks(
@@ -119,12 +118,13 @@ def pack_blocks(
     outputs, row_bytes = blocks_NB.shape
     inputs = row_bytes // BLOCK_BYTES[quantization.format] * quantization.group_size
     assert quantization.group_size == BLOCK_VALUES
-    numbers = _numbers((outputs, inputs), torch.float32, quantization, None)
-    data = _empty(numbers, memory)
-    _core().linear_pack_blocks(
-        address(data, torch.uint8), numbers, address(blocks_NB, torch.uint8), num_threads()
+    layout = _layout((outputs, inputs), torch.float32, quantization, None)
+    packed = PackedWeight(_empty(layout, memory), layout)
+    blocks = address(blocks_NB, torch.uint8)
+    needed_core().linear_pack_blocks(
+        packed.data.data_ptr(), packed.for_core(), blocks, num_threads()
     )
-    return PackedWeight(data, quantization.format, numbers)
+    return packed
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:
@@ -136,35 +136,35 @@ def _is_finite(weight_NK: torch.Tensor) -> bool:
 def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
     """A packed weight in memory that holds one. Raises ValueError for numbers that `pack` does not
     make here, or that ask for another size."""
-    format_, variant, outputs, inputs, group = map(int, numbers)
-    if not 0 <= format_ < len(FORMATS) or min(outputs, inputs) < 1:
+    layout = WeightLayout(*map(int, numbers))
+    if not 0 <= layout.format < len(FORMATS) or min(layout.outputs, layout.inputs) < 1:
         raise ValueError(f"there is no packed weight of {numbers}")
-    groups = {1}
-    if FORMATS[format_] in ("int8", "int4"):
-        per_output = aligned(inputs, ROUND_INPUTS) if FORMATS[format_] == "int8" else 0
+    format, groups = FORMATS[layout.format], {1}
+    if format in ("int8", "int4"):
+        per_output = aligned(layout.inputs, ROUND_INPUTS) if format == "int8" else 0
         groups = {*GROUP_SIZES, per_output} - {0}
-    is_known = group in groups and variant == variants().index(chosen_variant(FORMATS[format_]))
-    checked = (format_, variant, outputs, inputs, group)
-    if not is_known or len(data) != bytes_of(checked):
+    is_known = layout.group in groups
+    is_known = is_known and layout.variant == variants().index(chosen_variant(format))
+    if not is_known or len(data) != bytes_of(layout):
         raise ValueError(f"a packed weight of {numbers} is not what it should be")
-    return PackedWeight(data, FORMATS[format_], checked)
+    return PackedWeight(data, layout)
 
 
-def _empty(numbers: Numbers, memory: HugeMemory | None) -> torch.Tensor:
-    num_bytes = bytes_of(numbers)
+def _empty(layout: WeightLayout, memory: HugeMemory | None) -> torch.Tensor:
+    num_bytes = bytes_of(layout)
     if memory is None:
         return torch.empty(num_bytes, dtype=torch.uint8)
     return memory.empty(num_bytes)
 
 
-def _numbers(
+def _layout(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     quantization: Quantization | None,
     variant: str | None,
-) -> Numbers:
+) -> WeightLayout:
     outputs, inputs = shape
     name = str(dtype).removeprefix("torch.") if quantization is None else quantization.format
     group = 1 if quantization is None else quantization.group_of(inputs)
     index = variants().index(variant or chosen_variant(name))
-    return FORMATS.index(name), index, outputs, inputs, group
+    return WeightLayout(FORMATS.index(name), index, outputs, inputs, group)

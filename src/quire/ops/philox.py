@@ -93,12 +93,16 @@ def uniform(
     core = native.core_for(seeds_R)
     if core is None:
         return uniform_reference(seeds_R, sample_index_R, positions_R, vocab_size)
-    streams = tuple(stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R))
+    seeds_R, sample_index_R = seeds_R.contiguous(), sample_index_R.contiguous()
+    positions_R = positions_R.contiguous()
     out_RV = torch.empty(len(seeds_R), vocab_size)
     core.philox_uniform(
         native.address(out_RV, torch.float32),
-        *out_RV.shape,
-        *(native.address(stream, torch.int64) for stream in streams),
+        len(seeds_R),
+        vocab_size,
+        native.address(seeds_R, torch.int64),
+        native.address(sample_index_R, torch.int64),
+        native.address(positions_R, torch.int64),
         num_threads(),
     )
     return out_RV
@@ -131,14 +135,16 @@ def uniform_at(
     core = native.core_for(seeds_R)
     if core is None:
         return uniform_at_reference(seeds_R, sample_index_R, positions_R, token_ids_RK)
-    inputs = [
-        tensor.contiguous() for tensor in (token_ids_RK, seeds_R, sample_index_R, positions_R)
-    ]
+    seeds_R, sample_index_R = seeds_R.contiguous(), sample_index_R.contiguous()
+    positions_R, token_ids_RK = positions_R.contiguous(), token_ids_RK.contiguous()
     out_RK = torch.empty(token_ids_RK.shape)
     core.philox_uniform_at(
         native.address(out_RK, torch.float32),
-        native.address(inputs[0], torch.int64),
-        *out_RK.shape,
-        *(native.address(stream, torch.int64) for stream in inputs[1:]),
+        native.address(token_ids_RK, torch.int64),
+        out_RK.shape[0],
+        out_RK.shape[1],
+        native.address(seeds_R, torch.int64),
+        native.address(sample_index_R, torch.int64),
+        native.address(positions_R, torch.int64),
     )
     return out_RK

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from quire.ops.native import core
+from quire.ops.native import address, needed_core
+from quire.ops.native_types import CoreProgram, CoreWeight, WeightLayout
 from quire.ops.packed import ELEMENTS, PackedWeight
 from quire.ops.registry import OpRecord
 
@@ -47,7 +48,14 @@ class Kind(IntEnum):
 
 # Kinds whose threads share the work of all rows in a way of their own: a phase each.
 SHARED = (Kind.MULTIPLY, Kind.ATTEND)
-IDS, POSITIONS = 0, 1
+NO_WEIGHT = WeightLayout(0, 0, 0, 0, 1)
+
+
+class Input(IntEnum):
+    """As in csrc/program.h."""
+
+    IDS = 0
+    POSITIONS = 1
 
 
 class Untraceable(Exception):
@@ -64,16 +72,52 @@ class View:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step of a program; its fields mean what csrc/program.h says for the kind."""
+    """One step of a program. csrc/program.h says what the fields are and which a kind reads."""
 
     kind: Kind
     views: tuple[View, ...]
-    outputs: int = 1  # how many of the views are written
-    sizes: tuple[int, int] = (0, 0)
-    constants: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    num_written: int = 1  # of the views, the first ones
+    heads: int = 1
+    size: int = 0
+    stride: int = 0
     layer: int = 0
-    number: float = 0.0
-    weight: PackedWeight | None = None
+    input: Input = Input.IDS
+    table: torch.Tensor | None = None
+    frequencies: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    eps: float = 0.0
+    packed: PackedWeight | None = None
+
+    def add_to(self, program: CoreProgram, begins_phase: bool) -> None:
+        """Add it to the core's program. Its tensors and weight must outlive that."""
+        program.add(
+            begins_phase=begins_phase,
+            kind=self.kind,
+            views=[(view.buffer, view.offset) for view in self.views],
+            heads=self.heads,
+            size=self.size,
+            stride=self.stride,
+            layer=self.layer,
+            input=self.input,
+            element=0 if self.table is None else ELEMENTS[self.table.dtype],
+            table=_address(self.table),
+            frequencies=_address(self.frequencies, torch.float64),
+            weight=_address(self.weight, torch.float32),
+            bias=_address(self.bias, torch.float32),
+            scale=self.scale,
+            eps=self.eps,
+            packed=_core_weight(self.packed),
+        )
+
+
+def _address(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> int:
+    return 0 if tensor is None else address(tensor, dtype or tensor.dtype)
+
+
+def _core_weight(weight: PackedWeight | None) -> CoreWeight:
+    return NO_WEIGHT.at(0, needed_core()) if weight is None else weight.for_core()
 
 
 @dataclass
@@ -119,7 +163,7 @@ class ProgramDraft:
         first, last = [0] * len(self.widths), [0] * len(self.widths)
         for phase, instruction in zip(self.phases, self.instructions, strict=True):
             for i, view in enumerate(instruction.views):
-                if i < instruction.outputs and not first[view.buffer]:
+                if i < instruction.num_written and not first[view.buffer]:
                     first[view.buffer] = phase
                 last[view.buffer] = phase
         return first, last
@@ -131,7 +175,7 @@ class Tracer:
     def __init__(self, record: OpRecord, ids_T: torch.Tensor, positions_T: torch.Tensor) -> None:
         self._record = record
         self._num_tokens = len(ids_T)
-        self._inputs = {_storage(ids_T): IDS, _storage(positions_T): POSITIONS}
+        self._inputs = {_storage(ids_T): Input.IDS, _storage(positions_T): Input.POSITIONS}
         self._buffers: dict[int, int] = {}  # by storage
         self._draft = ProgramDraft()
         self._rules: dict[str, Callable[..., None]] = {
@@ -172,7 +216,7 @@ class Tracer:
         whole = len(shape) > 1 and shape[0] == self._num_tokens and tensor[0].is_contiguous()
         if not whole or tensor.stride(0) != width or tensor.storage_offset() >= width:
             raise Untraceable(f"a view of shape {list(shape)} is not made of columns")
-        return View(buffer, tensor.storage_offset())
+        return View(buffer, int(tensor.storage_offset()))
 
     def _new(self, result: torch.Tensor) -> View:
         """The buffer of a result."""
@@ -199,40 +243,30 @@ class Tracer:
         if isinstance(weight_VD, torch.Tensor) and weight_VD.dtype not in ELEMENTS:
             raise Untraceable(f"a table holds {weight_VD.dtype}")
         if isinstance(weight_VD, PackedWeight):
-            if source != IDS:
+            if source != Input.IDS:
                 raise Untraceable("a packed table is looked up by positions")
-            return self._add_instruction(Kind.PACKED_ROWS, view, weight=weight_VD)
-        self._add_instruction(
-            Kind.EMBEDDING,
-            view,
-            sizes=(weight_VD.shape[1], source),
-            constants=(weight_VD, None),
-            layer=ELEMENTS[weight_VD.dtype],
-        )
+            return self._add_instruction(Kind.PACKED_ROWS, view, packed=weight_VD)
+        size = weight_VD.shape[1]
+        self._add_instruction(Kind.EMBEDDING, view, size=size, input=source, table=weight_VD)
 
     def _rotary_rows(
         self, out: torch.Tensor, positions_T: torch.Tensor, frequencies_E: Any, scale: float, _: Any
     ) -> None:
-        if self._inputs.get(_storage(positions_T)) != POSITIONS:
+        if self._inputs.get(_storage(positions_T)) != Input.POSITIONS:
             raise Untraceable("rotary factors of something other than the positions")
         self._add_instruction(
             Kind.ROTARY_FACTORS,
             self._new(out),
-            sizes=(2 * len(frequencies_E), 0),
-            constants=(frequencies_E, None),
-            number=scale,
+            size=2 * len(frequencies_E),
+            frequencies=frequencies_E,
+            scale=scale,
         )
 
     def _rms_norm(self, out: torch.Tensor, x: torch.Tensor, weight: Any, eps: float) -> None:
         heads, size = math.prod(x.shape[1:-1]), x.shape[-1]
         weight = weight.float().expand(heads, size).contiguous()
-        self._add_instruction(
-            Kind.RMS_NORM,
-            *(self._new(out), self._view(x)),
-            sizes=(heads, size),
-            constants=(weight, None),
-            number=eps,
-        )
+        views, sizes = (self._new(out), self._view(x)), {"heads": heads, "size": size}
+        self._add_instruction(Kind.RMS_NORM, *views, **sizes, weight=weight, eps=eps)
 
     def _add_rms_norm(
         self, out: tuple[torch.Tensor, torch.Tensor], x: Any, residual: Any, weight: Any, eps: float
@@ -241,38 +275,42 @@ class Tracer:
         self._add_instruction(
             Kind.ADD_RMS_NORM,
             *(self._new(out[0]), self._new(out[1]), *sources),
-            outputs=2,
-            sizes=(1, x.shape[-1]),
-            constants=(weight.float(), None),
-            number=eps,
+            num_written=2,
+            size=x.shape[-1],
+            weight=weight.float(),
+            eps=eps,
         )
 
     def _layer_norm(
         self, out: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any, eps: float
     ) -> None:
-        constants = tuple(None if value is None else value.float() for value in (weight, bias))
-        views = self._new(out), self._view(x)
-        sizes = (1, x.shape[-1])
-        self._add_instruction(Kind.LAYER_NORM, *views, sizes=sizes, constants=constants, number=eps)
+        self._add_instruction(
+            Kind.LAYER_NORM,
+            *(self._new(out), self._view(x)),
+            size=x.shape[-1],
+            weight=None if weight is None else weight.float(),
+            bias=None if bias is None else bias.float(),
+            eps=eps,
+        )
 
     def _rotary(self, out: torch.Tensor, x_TNH: torch.Tensor, rows: torch.Tensor) -> None:
         views = self._new(out), self._view(x_TNH), self._view(rows)
-        self._add_instruction(Kind.ROTARY, *views, sizes=(x_TNH.shape[1], x_TNH.shape[2]))
+        self._add_instruction(Kind.ROTARY, *views, heads=x_TNH.shape[1], size=x_TNH.shape[2])
 
     def _silu_mul(self, out: torch.Tensor, x: torch.Tensor) -> None:
         views = self._new(out), self._view(x)
-        self._add_instruction(Kind.SILU_MUL, *views, sizes=(0, out.shape[-1]))
+        self._add_instruction(Kind.SILU_MUL, *views, size=out.shape[-1])
 
     def _unary(self, kind: Kind) -> Callable[..., None]:
         def rule(out: torch.Tensor, x: torch.Tensor) -> None:
             views = self._new(out), self._view(x)
-            self._add_instruction(kind, *views, sizes=(0, math.prod(out.shape[1:])))
+            self._add_instruction(kind, *views, size=math.prod(out.shape[1:]))
 
         return rule
 
     def _add(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
         views = self._new(out), self._view(x), self._view(y)
-        self._add_instruction(Kind.ADD, *views, sizes=(0, math.prod(out.shape[1:])))
+        self._add_instruction(Kind.ADD, *views, size=math.prod(out.shape[1:]))
 
     def _linear(self, out: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any = None) -> None:
         if not isinstance(weight, PackedWeight):
@@ -284,39 +322,37 @@ class Tracer:
         else:
             operand = View(len(self._draft.widths))
             self._draft.widths.append(stride // 4 + 2 * num_groups(weight))
-            self._add_instruction(Kind.PREPARE, operand, view, sizes=(stride, 0), weight=weight)
+            self._add_instruction(Kind.PREPARE, operand, view, stride=stride, packed=weight)
         self._add_instruction(
             Kind.MULTIPLY,
             *(self._new(out), operand),
-            sizes=(stride, 0),
-            constants=(None if bias is None else bias.float(), None),
-            weight=weight,
+            stride=stride,
+            bias=None if bias is None else bias.float(),
+            packed=weight,
         )
 
     def _kv_write(self, _out: None, _backend: Any, layer: int, k: Any, v: Any) -> None:
         views = self._view(k), self._view(v)
-        self._add_instruction(Kind.STORE, *views, outputs=0, layer=layer)
+        self._add_instruction(Kind.STORE, *views, num_written=0, layer=layer)
 
     def _attention(
         self, out: torch.Tensor, _backend: Any, layer: int, q: torch.Tensor, scale: float
     ) -> None:
         views = self._new(out), self._view(q)
-        heads = (q.shape[1], q.shape[2])
-        self._add_instruction(Kind.ATTEND, *views, sizes=heads, layer=layer, number=scale)
+        heads = q.shape[1]
+        self._add_instruction(Kind.ATTEND, *views, heads=heads, layer=layer, scale=scale)
 
 
 def operand_stride(weight: PackedWeight) -> int:
     """Bytes between the rows of a product's prepared activations; 0 if they need no preparation."""
-    module = core()
-    assert module is not None
-    num_bytes = int(module.linear_operand_bytes(weight.numbers))
+    num_bytes = needed_core().linear_operand_bytes(weight.for_core())
     return -(-num_bytes // 64) * 64
 
 
 def num_groups(weight: PackedWeight) -> int:
     """Scales of one row of a product's int8 activations; 0 if they are not int8."""
-    _, _, _, inputs, group = weight.numbers
-    return -(-inputs // group) if weight.format in ("int8", "int4") else 0
+    layout = weight.layout
+    return -(-layout.inputs // layout.group) if weight.format in ("int8", "int4") else 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -39,7 +39,7 @@ def add_rms_norm(
 def _normalise(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     # vector_norm reads x once and makes no copy in float32, unlike square().mean().
     dtype = accumulation_dtype(x_TD.dtype)
-    length_T1 = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
+    length_T1: torch.Tensor = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=dtype)
     mean_square_T1 = length_T1.square_().mul_(1.0 / x_TD.shape[-1])
     scaled_TD = x_TD.to(dtype) * mean_square_T1.add_(eps).rsqrt_()
     return scaled_TD.mul_(weight_D).to(x_TD.dtype)

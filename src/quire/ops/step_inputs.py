@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.native import address, core_for
+from quire.ops.native_types import Core
 
 Int32 = npt.NDArray[np.int32]
 
@@ -44,9 +45,10 @@ def gather_step(state: RowState, rows: Int32, num_tokens: Int32, longest: int) -
 
     longest: blocks of the longest context, the width of the step's tables.
     """
-    if core_for(state.tokens_RM) is None:
+    core = core_for(state.tokens_RM)
+    if core is None:
         return gather_step_reference(state, rows, num_tokens, longest)
-    return _gather_natively(state, rows, num_tokens, longest)
+    return _gather_natively(core, state, rows, num_tokens, longest)
 
 
 def gather_step_reference(
@@ -76,24 +78,28 @@ def gather_step_reference(
     )
 
 
-def _gather_natively(state: RowState, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
-    module = core_for(state.tokens_RM)
-    assert module is not None
+def _gather_natively(
+    core: Core, state: RowState, rows: Int32, num_tokens: Int32, longest: int
+) -> StepInputs:
     assert rows.dtype == num_tokens.dtype == np.int32
+    rows, num_tokens = np.ascontiguousarray(rows), np.ascontiguousarray(num_tokens)
     num_rows, total, groups = len(rows), int(num_tokens.sum()), len(state.tables_RL)
     # One piece of memory each for the 64-bit and the 32-bit results.
     long = torch.empty((2 + groups) * total, dtype=torch.int64)
     short = torch.empty(2 * num_rows + 1 + groups * num_rows * longest, dtype=torch.int32)
-    module.gather_step(
-        (long.data_ptr(), short.data_ptr()),
-        (
-            address(state.tokens_RM, torch.int32),
-            address(state.computed_R, torch.int64),
-            np.ascontiguousarray(rows).ctypes.data,
-            np.ascontiguousarray(num_tokens).ctypes.data,
-        ),
-        (state.tokens_RM.stride(0), state.block_size, num_rows, total, longest),
-        [(address(t, torch.int32), t.stride(0)) for t in state.tables_RL],
+    core.gather_step(
+        wide=long.data_ptr(),
+        narrow=short.data_ptr(),
+        tokens=address(state.tokens_RM, torch.int32),
+        token_stride=state.tokens_RM.stride(0),
+        computed=address(state.computed_R, torch.int64),
+        rows=rows.ctypes.data,
+        num_tokens=num_tokens.ctypes.data,
+        num_rows=num_rows,
+        tables=[(address(t, torch.int32), t.stride(0)) for t in state.tables_RL],
+        block_size=state.block_size,
+        total=total,
+        longest=longest,
     )
     ids_T, positions_T, *slots_T = long.split(total)
     tables = short[2 * num_rows + 1 :].view(groups, num_rows, longest)

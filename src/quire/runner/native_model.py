@@ -10,8 +10,9 @@ import torch
 
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
-from quire.ops.native import address, core
-from quire.ops.program import Instruction, Kind, ProgramDraft, Tracer, Untraceable
+from quire.ops.native import address, needed_core
+from quire.ops.native_types import CoreProgram
+from quire.ops.program import Kind, ProgramDraft, Tracer, Untraceable
 from quire.ops.registry import op, record_ops
 from quire.ops.threads import num_threads
 
@@ -41,7 +42,7 @@ class NativeModel:
     def __init__(self, model: Any, backend: CpuBackend) -> None:
         self._model, self._backend = model, backend
         draft, self._size = trace(model)
-        self._program, self._constants = assemble(draft, backend)
+        self._draft, self._program = draft, assemble(draft, backend)
         self._heads = query_heads(draft, backend)
 
     def __call__(
@@ -89,47 +90,23 @@ def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int]:
     for instruction in draft.instructions:
         if instruction.kind == Kind.ATTEND:
             kv = backend.layer_kv(instruction.layer)
-            heads = instruction.sizes[0] // kv.numbers[1]
+            heads = instruction.heads // kv.kv.heads
             if found.setdefault(kv.group, heads) != heads:
                 raise Untraceable("layers of a cache group differ in their number of heads")
     return [found[group] for group in sorted(found)]
 
 
-def assemble(draft: ProgramDraft, backend: CpuBackend) -> tuple[Any, list[Any]]:
-    """The core's program; and all memory that it points to, which must outlive it."""
-    module = core()
-    assert module is not None
+def assemble(draft: ProgramDraft, backend: CpuBackend) -> CoreProgram:
+    """Make the core's program. The draft must outlive it: it holds the memory that it points to."""
     places, width = draft.places()
-    program = module.Program(draft.widths, places, width, backend.variant)
+    program = needed_core().Program(draft.widths, places, width, backend.variant)
     for layer in range(backend.num_layers):
         kv = backend.layer_kv(layer)
-        program.add_layer(kv.group, kv.addresses, kv.numbers)
-    constants: list[Any] = []
+        program.add_layer(kv.group, kv.kv)
     phases = draft.phases
     for i, instruction in enumerate(draft.instructions):
-        begins = i == 0 or phases[i] != phases[i - 1]
-        constants += [*instruction.constants, instruction.weight]
-        program.add(*_numbers(instruction), begins)
-    return program, constants
-
-
-def _numbers(instruction: Instruction) -> tuple[Any, ...]:
-    """An instruction's fields, as the core takes them."""
-    views = [number for view in instruction.views for number in (view.buffer, view.offset)]
-    views += [0] * (8 - len(views))
-    constants = instruction.constants
-    addresses = [0 if value is None else address(value, value.dtype) for value in constants]
-    weight = instruction.weight
-    return (
-        int(instruction.kind),
-        views,
-        instruction.sizes,
-        addresses,
-        instruction.layer,
-        instruction.number,
-        (0, 0, 0, 0, 1) if weight is None else weight.numbers,
-        0 if weight is None else address(weight.data, torch.uint8),
-    )
+        instruction.add_to(program, begins_phase=i == 0 or phases[i] != phases[i - 1])
+    return program
 
 
 def native_or_same(model: Any, backend: AttentionBackend) -> Any:

@@ -9,12 +9,16 @@ waits for the device.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.base.model_spec import CacheGroup
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout
+from quire.ops.attention.base import AttentionStep, KVLayout
+
+Ints = npt.NDArray[np.signedinteger[Any]]
 
 # Keys and values of a batch, gathered: about what stays in the cache of a CPU until they are used.
 CPU_BATCH_BYTES = 6 << 20
@@ -71,7 +75,8 @@ class BatchBuilder:
 
     def build(self, step: AttentionStep, table_SL: torch.Tensor) -> list[Batch]:
         """The batches of a step; each row is in one of them."""
-        num_blocks_S = self._num_blocks(step)
+        lens = step.query_lens_host
+        num_blocks_S = self._num_blocks(step.context_lens_host, lens, lens)
         starts = np.concatenate(([0], np.cumsum(step.query_lens_host)))
         return [
             self._batch(step, table_SL, rows, starts, int(num_blocks_S[rows].max()))
@@ -91,22 +96,15 @@ class BatchBuilder:
             return None
         return table_SL[self._index(rows), self._index(last[rows])].to(torch.int64)
 
-    def _visible(
-        self, context_len: Int32 | int, query_len: Int32 | int, end: Int32 | int
-    ) -> Int32 | int:
-        """Context tokens that the queries before `end` can see, counted from the first block."""
-        visible = context_len - query_len + end
-        if self._window is None:
-            return visible
-        # The first block may hold up to P - 1 tokens that are out of the first query's sight.
-        return np.minimum(visible, self._window + end + self._block_size - 2)
-
-    def _num_blocks(self, step: AttentionStep) -> Int32:
-        lens = step.query_lens_host
-        visible = self._visible(step.context_lens_host, lens, lens)
+    def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints) -> Ints:
+        """Count the blocks, from the first one on, that the queries before `ends` can see."""
+        visible = context_lens - query_lens + ends
+        if self._window is not None:
+            # The first block may hold up to P - 1 tokens that are out of the first query's sight.
+            visible = np.minimum(visible, self._window + ends + self._block_size - 2)
         return -(-visible // self._block_size)
 
-    def _sort_rows(self, query_lens: Int32, num_blocks_S: Int32) -> Iterator[Int32]:
+    def _sort_rows(self, query_lens: Ints, num_blocks_S: Ints) -> Iterator[Ints]:
         """Row indices of each batch. Rows stay in the step's order where they can."""
         for length in np.unique(query_lens):
             (rows,) = np.nonzero(query_lens == length)
@@ -119,7 +117,7 @@ class BatchBuilder:
                 rows, sizes = rows[order], sizes[order]
             yield from self._cut(rows, sizes)
 
-    def _cut(self, rows: Int32, sizes: Int32) -> Iterator[Int32]:
+    def _cut(self, rows: Ints, sizes: Ints) -> Iterator[Ints]:
         """Cut a list of rows where the next one would make the batch too large or too uneven."""
         first, longest, shortest = 0, 0, 0
         for i, size in enumerate(sizes.tolist()):
@@ -134,8 +132,8 @@ class BatchBuilder:
         self,
         step: AttentionStep,
         table_SL: torch.Tensor,
-        rows: Int32,
-        starts: Int32,
+        rows: Ints,
+        starts: Ints,
         num_blocks: int,
     ) -> Batch:
         num_queries = int(step.query_lens_host[rows[0]])
@@ -157,7 +155,7 @@ class BatchBuilder:
             spans=tuple(self._spans(positions_RQ, first_block_R, longest)),
         )
 
-    def _tokens(self, rows: Int32, starts: Int32, num_queries: int) -> slice | torch.Tensor:
+    def _tokens(self, rows: Ints, starts: Ints, num_queries: int) -> slice | torch.Tensor:
         if rows[-1] - rows[0] + 1 == rows.size and np.all(np.diff(rows) == 1):
             return slice(int(starts[rows[0]]), int(starts[rows[-1] + 1]))
         return self._index((starts[rows][:, None] + np.arange(num_queries)).ravel())
@@ -175,8 +173,8 @@ class BatchBuilder:
         first_key_R1 = (first_block_R * self._block_size)[:, None, None]
         for first in range(0, num_queries, SPAN):
             end = min(first + SPAN, num_queries)
-            visible = int(self._visible(longest, num_queries, end))
-            context = -(-visible // self._block_size) * self._block_size
+            lens = (np.array(n) for n in (longest, num_queries, end))
+            context = int(self._num_blocks(*lens)) * self._block_size
             keys_R1C = first_key_R1 + torch.arange(context, device=self._device)
             queries_RQ1 = positions_RQ[:, first:end, None]
             hidden_RQC = keys_R1C > queries_RQ1
@@ -186,5 +184,5 @@ class BatchBuilder:
             bias_RQC.masked_fill_(hidden_RQC, -torch.inf)
             yield Span(first, end, context, bias_RQC[:, None])
 
-    def _index(self, values: Int32) -> torch.Tensor:
+    def _index(self, values: Ints) -> torch.Tensor:
         return torch.as_tensor(values, dtype=torch.int64, device=self._device)

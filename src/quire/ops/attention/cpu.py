@@ -6,7 +6,6 @@ however its sequence was cut into chunks, and on any number of threads.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -14,7 +13,8 @@ from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.formats import ATTENTION, chosen_variant
-from quire.ops.native import address, core
+from quire.ops.native import address, core, needed_core
+from quire.ops.native_types import CoreKV, CorePlan, CoreRows
 from quire.ops.packed import ELEMENTS
 from quire.ops.registry import op
 from quire.ops.threads import num_threads
@@ -36,12 +36,10 @@ def why_not(layout: KVLayout) -> str | None:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """A layer's keys and values as the core takes them. addresses: of the keys and of the values;
-    numbers: format, K, B, P, H."""
+    """A layer's keys and values as the core takes them, and the cache group that they are in."""
 
     group: int
-    addresses: tuple[int, int]
-    numbers: tuple[int, int, int, int, int]
+    kv: CoreKV
 
 
 class CpuBackend(MovesBlocks):
@@ -64,7 +62,7 @@ class CpuBackend(MovesBlocks):
         reason = why_not(layout)
         if reason is not None:
             raise ConfigError(f"attention_backend cpu cannot be used here: {reason}; take torch.")
-        self._core: Any = core()
+        self._core = needed_core()
         self._layout = layout
         self._memory = KVMemory(layout)
         self._layers = {
@@ -99,8 +97,8 @@ class CpuBackend(MovesBlocks):
         assert self._step is not None, "prepare comes first"
         return self._step.slots_T[group]
 
-    def plan(self, group: int, queries_per_kv_head: int) -> Any:
-        """The prepared step's work for layers of a group; valid until the next step."""
+    def plan(self, group: int, queries_per_kv_head: int) -> CorePlan:
+        """Return the prepared step's work for layers of a group; valid until the next step."""
         plan = self._plans[group]
         if self._planned[group] != queries_per_kv_head:
             self._make_plan(plan, group, queries_per_kv_head)
@@ -114,10 +112,9 @@ class CpuBackend(MovesBlocks):
         slots_T = self.slots(kv.group)
         assert len(slots_T) == len(k_TKH) == len(v_TKH), "one key and one value per slot"
         self._core.store_kv(
-            kv.addresses,
-            kv.numbers,
-            _head_rows(k_TKH),
-            _head_rows(v_TKH),
+            kv.kv,
+            self._head_rows(k_TKH),
+            self._head_rows(v_TKH),
             address(slots_T, torch.int64),
             len(slots_T),
             num_threads(),
@@ -129,50 +126,57 @@ class CpuBackend(MovesBlocks):
         kv = self._layers[layer]
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         self._core.paged_attention(
-            self.plan(kv.group, q_TNH.shape[1] // kv.numbers[1]),
-            kv.addresses,
-            kv.numbers,
-            _head_rows(q_TNH),
-            _head_rows(out_TNH),
+            self.plan(kv.group, q_TNH.shape[1] // kv.kv.heads),
+            kv.kv,
+            self._head_rows(q_TNH),
+            self._head_rows(out_TNH),
             scale,
             num_threads(),
             self.variant,
         )
         return out_TNH
 
-    def _make_plan(self, plan: Any, group: int, queries_per_kv_head: int) -> None:
+    def _make_plan(self, plan: CorePlan, group: int, queries_per_kv_head: int) -> None:
         step, table_SL = self._step, self._tables[group]
         assert step is not None, "prepare comes first"
         cache = self._layout.groups[group]
         assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
-        addresses = (
-            table_SL.data_ptr(),
-            address(step.query_starts_S1, torch.int32),
-            address(step.context_lens_S, torch.int32),
+        split, cascade = self._options
+        plan.prepare(
+            tables=table_SL.data_ptr(),
+            table_stride=table_SL.stride(0),
+            query_starts=address(step.query_starts_S1, torch.int32),
+            context_lens=address(step.context_lens_S, torch.int32),
+            num_rows=len(step.context_lens_S),
+            block_size=self._layout.block_size,
+            window=cache.window or 0,
+            kv_heads=cache.num_kv_heads,
+            group=queries_per_kv_head,
+            head_dim=cache.head_dim,
+            num_threads=num_threads(),
+            split=split,
+            cascade=cascade,
         )
-        numbers = (
-            table_SL.stride(0),
-            len(step.context_lens_S),
-            self._layout.block_size,
-            cache.window or 0,
-            cache.num_kv_heads,
-            queries_per_kv_head,
-            cache.head_dim,
-        )
-        plan.prepare(addresses, numbers, num_threads(), *self._options)
 
     def _layer_kv(self, group: int, index: int) -> LayerKV:
         layout, kv = self._layout, self._memory.kv[group]
         cache = layout.groups[group]
-        number = INT8 if layout.kv_format == "int8" else ELEMENTS[layout.dtype]
-        numbers = (
-            number,
-            cache.num_kv_heads,
-            layout.num_blocks[group],
-            layout.block_size,
-            cache.head_dim,
+        layer = self._core.KvLayer(
+            format=INT8 if layout.kv_format == "int8" else ELEMENTS[layout.dtype],
+            heads=cache.num_kv_heads,
+            num_blocks=layout.num_blocks[group],
+            block_size=layout.block_size,
+            head_dim=cache.head_dim,
+            keys=kv[0, index].data_ptr(),
+            values=kv[1, index].data_ptr(),
         )
-        return LayerKV(group, (kv[0, index].data_ptr(), kv[1, index].data_ptr()), numbers)
+        return LayerKV(group, layer)
+
+    def _head_rows(self, x: torch.Tensor) -> CoreRows:
+        """Return rows [T, heads, H] as the core takes them."""
+        stride, *inner = x.stride()
+        assert inner == [x.shape[2], 1], f"the heads of a token must be contiguous: {x.stride()}"
+        return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
 
 
 def variants() -> tuple[str, ...]:
@@ -186,10 +190,3 @@ def variant_number(name: str) -> int:
     own: it has the features of the best."""
     names = variants()
     return names.index(name) if name in names else len(names) - 1
-
-
-def _head_rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """Rows [T, heads, H] as the core takes them: address, element type, token stride."""
-    token_stride, *inner = x.stride()
-    assert inner == [x.shape[2], 1], f"the heads of a token must be contiguous, got {x.stride()}"
-    return x.data_ptr(), ELEMENTS[x.dtype], token_stride

@@ -1,5 +1,5 @@
 // One item of the plan for one KV head, and the folding of its states: included by
-// attention_tiles.h. Legend: M queries of an item, piece by piece, token by token, G of each token.
+// attention_tiles.inc.h. Legend: M queries of an item, piece by piece, token by token, G of each token.
 #pragma once
 
 namespace quire {
@@ -320,4 +320,4 @@ void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {
 }  // namespace
 }  // namespace quire
 
-#include "attention_store.h"
+#include "attention_store.inc.h"

@@ -338,12 +338,12 @@ void quantised_panel(float* acc, const PackedWeight& weight, const Operand& x, i
 }
 
 template <class T>
-void write_rows(const Matrix& out, const void* bias, const float* acc, int64_t row, int64_t rows,
+void write_rows(const MutableMatrix& out, const void* bias, const float* acc, int64_t row, int64_t rows,
                 int64_t output) {
     const int64_t left = out.columns - output, count = left < kPanel ? left : kPanel;
     const T* offsets = bias == nullptr ? nullptr : static_cast<const T*>(bias) + output;
     for (int64_t r = 0; r < rows; ++r, acc += kPanel) {
-        T* to = static_cast<T*>(const_cast<void*>(out.data)) + (row + r) * out.stride + output;
+        T* to = static_cast<T*>(out.data) + (row + r) * out.stride + output;
         if (offsets == nullptr) {
             for (int64_t i = 0; i < count; ++i) narrow(to[i], acc[i]);
         } else {
@@ -365,8 +365,8 @@ PanelFunction panel_function(const PackedWeight& weight) {
     }
 }
 
-void multiply(const Matrix& out, const void* bias, const PackedWeight& weight, const Operand& x,
-              int64_t begin, int64_t end) {
+void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,
+              const Operand& x, int64_t begin, int64_t end) {
     alignas(64) float acc[kBlockRows * kPanel];
     const PanelFunction panel_of = panel_function(weight);
     const int64_t bytes = packed_panel_bytes(weight);
@@ -427,7 +427,8 @@ void quantise_group(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t
 }
 
 template <class T>
-void quantise_row(const Operand& operand, const PackedWeight& weight, const T* x, int64_t row) {
+void quantise_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
+                  int64_t row) {
     const int64_t groups = weight.groups(), group = weight.group;
     auto* out = reinterpret_cast<int8_t*>(operand.values + row * operand.stride);
     const int32_t offset =
@@ -442,7 +443,8 @@ void quantise_row(const Operand& operand, const PackedWeight& weight, const T* x
 }
 
 template <class T>
-void prepare_row(const Operand& operand, const PackedWeight& weight, const T* x, int64_t row) {
+void prepare_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
+                 int64_t row) {
     if (weight.is_quantised()) return quantise_row(operand, weight, x, row);
     uint8_t* to = operand.values + row * operand.stride;
     const int64_t count = weight.inputs, padded = even(count);
@@ -458,15 +460,15 @@ void prepare_row(const Operand& operand, const PackedWeight& weight, const T* x,
 }
 
 template <class T>
-void prepare_rows(const Operand& operand, const PackedWeight& weight, const Matrix& x,
+void prepare_rows(const MutableOperand& operand, const PackedWeight& weight, const Matrix& x,
                   int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
         prepare_row(operand, weight, static_cast<const T*>(x.data) + row * x.stride, row);
     }
 }
 
-void prepare(const Operand& operand, const PackedWeight& weight, const Matrix& x, int64_t begin,
-             int64_t end) {
+void prepare(const MutableOperand& operand, const PackedWeight& weight, const Matrix& x,
+             int64_t begin, int64_t end) {
     switch (x.element) {
         case Element::kFloat32: return prepare_rows<float>(operand, weight, x, begin, end);
         case Element::kBfloat16: return prepare_rows<Bfloat16>(operand, weight, x, begin, end);

@@ -1,4 +1,4 @@
-// Keys and values on their way into blocks, and the variant's table: included by attention_items.h.
+// Keys and values on their way into blocks, and the variant's table: included by attention_items.inc.h.
 #pragma once
 
 namespace quire {

@@ -10,7 +10,7 @@
 // An odd row is its own partner.
 #pragma once
 
-#include "linear_tiles.h"
+#include "linear_tiles.inc.h"
 
 namespace quire {
 namespace {

@@ -12,7 +12,7 @@
 //   transpose(rows)                   of kLanes x kLanes words, in place
 #pragma once
 
-#include "attention_softmax.h"
+#include "attention_softmax.inc.h"
 
 namespace quire {
 namespace {
@@ -269,4 +269,4 @@ void run_rows(const Tile& tile, int64_t begin, int64_t end, int64_t vectors) {
 }  // namespace
 }  // namespace quire
 
-#include "attention_items.h"
+#include "attention_items.inc.h"

@@ -1,4 +1,4 @@
-// The softmax of a span's scores, and how spans are folded: included by attention_tiles.h.
+// The softmax of a span's scores, and how spans are folded: included by attention_tiles.inc.h.
 #pragma once
 
 namespace quire {

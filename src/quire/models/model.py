@@ -1,0 +1,98 @@
+"""What every model is, and what those with learned positions share.
+
+Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim.
+"""
+
+import torch
+from torch import nn
+
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead
+from quire.ops.add import add
+from quire.ops.attention.base import AttentionBackend
+
+
+class Model(nn.Module):
+    """A whole model, up to the logits of its head.
+
+    base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
+    ignored_tensors: ends of the names of tensors that no layer needs.
+    """
+
+    base_prefix: str
+    ignored_tensors: tuple[str, ...]
+    head: LMHead
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return hidden states [T, D] after the last norm; ids int64 or int32, positions int64.
+
+        inputs_embeds replaces the embedded ids, intermediate the stream that enters the first
+        layer here (the output of an earlier part of the model).
+        """
+        raise NotImplementedError
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Return logits [R, V] in the model's dtype."""
+        logits_RV: torch.Tensor = self.head(hidden_RD)
+        return logits_RV
+
+
+class PositionedModel(Model):
+    """A model whose positions are a table that is added to the embedded tokens."""
+
+    embedding: Embedding
+    positions: Embedding
+    layers: nn.ModuleList
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: LayerNorm | None = None
+        self.project_in: Linear | None = None
+        self.project_out: Linear | None = None
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See Model. Hidden states and inputs_embeds have the embedding's width."""
+        x_TD = intermediate_TD
+        if x_TD is None:
+            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            if self.project_in is not None:
+                x_TD = self.project_in(x_TD)
+            x_TD = add(x_TD, self.positions(positions_T))
+        for layer in self.layers:
+            x_TD = layer(x_TD, attention)
+        if self.norm is not None:
+            x_TD = self.norm(x_TD)
+        if self.project_out is not None:
+            x_TD = self.project_out(x_TD)
+        return x_TD
+
+
+class PositionedAttention(nn.Module):
+    """Queries, keys and values, attention and the output projection; nothing is rotated."""
+
+    def __init__(
+        self, spec: ModelSpec, layer: int, qkv: Linear, output: Linear, scale: float
+    ) -> None:
+        super().__init__()
+        self._shape = (-1, 3, spec.num_heads, spec.head_dim)
+        self.qkv, self.output = qkv, output
+        self.attention = Attention(layer, scale)
+
+    def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+        q_TNH, k_TNH, v_TNH = self.qkv(x_TD).view(self._shape).unbind(1)
+        out: torch.Tensor = self.output(self.attention(q_TNH, k_TNH, v_TNH, backend))
+        return out

@@ -1,0 +1,242 @@
+"""The C++ core as type checkers see it; csrc/binding.cpp defines it, and tests/ops/test_native.py
+compares both. What is called an address is the place of a tensor's data, 0 for none.
+
+No torch here.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class CorePlan(Protocol):
+    """How a step's attention is shared between threads (csrc/attention.h)."""
+
+    @property
+    def num_items(self) -> int: ...
+    @property
+    def num_merges(self) -> int: ...
+    def prepare(
+        self,
+        *,
+        tables: int,
+        table_stride: int,
+        query_starts: int,
+        context_lens: int,
+        num_rows: int,
+        block_size: int,
+        window: int,
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        num_threads: int,
+        split: bool,
+        cascade: bool,
+    ) -> None: ...
+
+
+class CoreKV(Protocol):
+    """Where a layer's keys and values stand, and in which format."""
+
+    @property
+    def heads(self) -> int: ...
+
+
+class CoreRows(Protocol):
+    """Rows [T, heads, H] of queries, keys, values or results."""
+
+
+class CoreWeight(Protocol):
+    """A packed weight (csrc/linear.h)."""
+
+
+class CoreProgram(Protocol):
+    """A model's forward pass (csrc/program.h)."""
+
+    def add_layer(self, group: int, kv: CoreKV, /) -> None: ...
+    def add(
+        self,
+        *,
+        begins_phase: bool,
+        kind: int,
+        views: Sequence[tuple[int, int]],
+        heads: int,
+        size: int,
+        stride: int,
+        layer: int,
+        input: int,
+        element: int,
+        table: int,
+        frequencies: int,
+        weight: int,
+        bias: int,
+        scale: float,
+        eps: float,
+        packed: CoreWeight,
+    ) -> None: ...
+    def run(
+        self,
+        rows: int,
+        ids: int,
+        positions: int,
+        out: int,
+        groups: Sequence[tuple[CorePlan, int]],
+        num_threads: int,
+        /,
+    ) -> None: ...
+
+
+class Core(Protocol):
+    """The module `quire._core`."""
+
+    __file__: str
+
+    def version(self) -> int: ...
+
+    # --- classes ---
+    def AttentionPlan(self) -> CorePlan: ...
+    def KvLayer(
+        self,
+        *,
+        format: int,
+        heads: int,
+        num_blocks: int,
+        block_size: int,
+        head_dim: int,
+        keys: int,
+        values: int,
+    ) -> CoreKV: ...
+    def HeadRows(self, *, data: int, element: int, stride: int) -> CoreRows: ...
+    def PackedWeight(
+        self, *, format: int, variant: int, outputs: int, inputs: int, group: int, data: int
+    ) -> CoreWeight: ...
+    def Program(
+        self, widths: Sequence[int], places: Sequence[int], arena: int, variant: int, /
+    ) -> CoreProgram: ...
+
+    # --- attention ---
+    def attention_variants(self) -> list[str]: ...
+    def paged_attention(
+        self,
+        plan: CorePlan,
+        kv: CoreKV,
+        q: CoreRows,
+        out: CoreRows,
+        scale: float,
+        num_threads: int,
+        variant: int,
+        /,
+    ) -> None: ...
+    def store_kv(
+        self, kv: CoreKV, k: CoreRows, v: CoreRows, slots: int, count: int, num_threads: int, /
+    ) -> None: ...
+
+    # --- sampling ---
+    def philox_words(self, counter: Sequence[int], key: Sequence[int], /) -> list[int]: ...
+    def philox_uniform(
+        self, out: int, rows: int, vocab: int, seeds: int, index: int, at: int, num_threads: int, /
+    ) -> None: ...
+    def philox_uniform_at(
+        self, out: int, ids: int, rows: int, k: int, seeds: int, index: int, at: int, /
+    ) -> None: ...
+    def arg_max(
+        self, ids: int, values: int, logits: int, rows: int, vocab: int, num_threads: int, /
+    ) -> None: ...
+    def top_k(
+        self, values: int, ids: int, logits: int, rows: int, vocab: int, k: int, threads: int, /
+    ) -> None: ...
+    def log_sum_exp(
+        self, out: int, logits: int, temperatures: int, rows: int, vocab: int, num_threads: int, /
+    ) -> None: ...
+    def token_rank(
+        self, ranks: int, logits: int, ids: int, rows: int, vocab: int, num_threads: int, /
+    ) -> None: ...
+    def choose(
+        self,
+        ids: int,
+        logits: int,
+        temperatures: int,
+        top_k: int,
+        top_p: int,
+        min_p: int,
+        rows: int,
+        vocab: int,
+        seeds: int,
+        index: int,
+        at: int,
+        num_threads: int,
+        /,
+    ) -> None: ...
+
+    # --- rows of a step ---
+    def gather_step(
+        self,
+        *,
+        wide: int,
+        narrow: int,
+        tokens: int,
+        token_stride: int,
+        computed: int,
+        rows: int,
+        num_tokens: int,
+        num_rows: int,
+        tables: Sequence[tuple[int, int]],
+        block_size: int,
+        total: int,
+        longest: int,
+    ) -> None: ...
+
+    # --- linear layers ---
+    def linear_variants(self) -> list[str]: ...
+    def linear_bytes(self, weight: CoreWeight, /) -> int: ...
+    def linear_operand_bytes(self, weight: CoreWeight, /) -> int: ...
+    def linear_peak(self, format: int, variant: int, num_threads: int, /) -> float: ...
+    def linear_pack(
+        self,
+        data: int,
+        packed: CoreWeight,
+        weight: int,
+        element: int,
+        search: bool,
+        num_threads: int,
+        /,
+    ) -> None: ...
+    def linear_pack_blocks(
+        self, data: int, packed: CoreWeight, blocks: int, num_threads: int, /
+    ) -> None: ...
+    def linear_unpack_rows(
+        self, out: int, element: int, ids: int, count: int, weight: CoreWeight, /
+    ) -> None: ...
+    def linear(
+        self,
+        out: int,
+        x: int,
+        bias: int,
+        element: int,
+        rows: int,
+        x_stride: int,
+        weight: CoreWeight,
+        num_threads: int,
+        /,
+    ) -> None: ...
+
+
+class WeightLayout(NamedTuple):
+    """What a packed weight is, without its data. format, variant: the core's numbers; group:
+    inputs that share a scale, 1 where there are no scales."""
+
+    format: int
+    variant: int
+    outputs: int
+    inputs: int
+    group: int
+
+    def at(self, address: int, core: Core) -> CoreWeight:
+        """Return the weight whose data stand there, as the core's functions take it."""
+        return core.PackedWeight(
+            format=self.format,
+            variant=self.variant,
+            outputs=self.outputs,
+            inputs=self.inputs,
+            group=self.group,
+            data=address,
+        )

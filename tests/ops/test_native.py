@@ -1,0 +1,52 @@
+"""The C++ core and what type checkers are told of it."""
+
+import ast
+import inspect
+
+import pytest
+
+from quire.ops import native_types
+from quire.ops.native import core
+from quire.ops.native_types import Core, CorePlan, CoreProgram
+
+PROTOCOLS = {"AttentionPlan": CorePlan, "Program": CoreProgram}
+
+
+def told(function: object) -> tuple[int, list[str]]:
+    """How many arguments come by position, and the names of those that come by name."""
+    parameters = list(inspect.signature(function).parameters.values())[1:]  # type: ignore[arg-type]
+    by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    return len(parameters) - len(by_name), by_name
+
+
+def true(function: object, is_method: bool) -> tuple[int, list[str]]:
+    """The same of a compiled function, whose signature nanobind keeps as text."""
+    ((signature, *_),) = function.__nb_signature__  # type: ignore[attr-defined]
+    (parsed,) = ast.parse(f"{signature}: ...").body
+    assert isinstance(parsed, ast.FunctionDef)
+    arguments = parsed.args
+    by_position = [*arguments.posonlyargs, *arguments.args]
+    return len(by_position) - is_method, [each.arg for each in arguments.kwonlyargs]
+
+
+def functions(protocol: type) -> dict[str, object]:
+    return {
+        name: member
+        for name, member in vars(protocol).items()
+        if inspect.isfunction(member) and (name[0] != "_" or name == "__init__")
+    }
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+def test_the_protocols_say_what_was_compiled() -> None:
+    module = core()
+    compiled = {name for name in dir(module) if not name.startswith("_")}
+    asked = {name: each for name, each in functions(Core).items() if name != "__init__"}
+    assert set(asked) == compiled
+    for name, function in asked.items():
+        found = getattr(module, name)
+        is_class = isinstance(found, type)
+        assert told(function) == true(found.__init__ if is_class else found, is_class), name
+        for method, member in functions(PROTOCOLS.get(name, native_types.CoreWeight)).items():
+            if method != "__init__":
+                assert told(member) == true(getattr(found, method), True), f"{name}.{method}"
