@@ -73,6 +73,7 @@ class Values {
         return {element_, rows, columns_, columns_, row(first)};
     }
     Matrix all() const { return part(0, rows_); }
+    MutableMatrix all() { return {element_, rows_, columns_, columns_, bytes_.data()}; }
     const uint8_t* row(int64_t i) const { return bytes_.data() + i * row_bytes(); }
     int64_t row_bytes() const { return columns_ * size_of(element_); }
 
@@ -218,8 +219,8 @@ class QuantisedRow {
         const Matrix x = layer.x().part(row, 1);
         const int64_t bytes = layer.kernels().operand_bytes(layer.weight(), x);
         values_.resize(static_cast<size_t>(bytes));
-        const Operand operand{1, bytes, reinterpret_cast<uint8_t*>(values_.data()), scales_.data(),
-                              offsets_.data()};
+        const MutableOperand operand{1, bytes, reinterpret_cast<uint8_t*>(values_.data()),
+                                     scales_.data(), offsets_.data()};
         layer.kernels().prepare(operand, layer.weight(), x, 0, 1);
         for (int64_t k = 0; k < c.inputs; ++k) {
             const double scale = this->scale(k / layer.weight().group);
