@@ -26,9 +26,9 @@ from quire.base.errors import RequestError
 from quire.base.messages import Ready
 from quire.engine.text import build_text_side
 from quire.models.source import resolve_model
+from quire.serve.api.api_process import MAX_DIGITS
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from quire.serve.api.process import MAX_DIGITS
 from quire.serve.api.reading import (
     MAX_CONTAINERS,
     MAX_EXPONENTS,

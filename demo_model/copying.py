@@ -26,7 +26,7 @@ ASKS = [
     "Please copy this: {0}",
 ]
 SIGNS = "!\"#$%&'()*+,-./:;<=>?@[]^_`{|}~"
-FOREIGN = [
+VLLM_SETTINGS = [
     "äöüßéèêçñøåœíóúâîô",
     "абвгдежзийклмнопрстуфхцчшщыэюя",
     "αβγδεζηθικλμνξοπρστυφχψω",
@@ -77,7 +77,7 @@ def _signs(rng: random.Random, size: int) -> str:
 
 def _foreign(rng: random.Random, size: int) -> str:
     """Short made-up words of other scripts, or emoji."""
-    letters = rng.choice(FOREIGN)
+    letters = rng.choice(VLLM_SETTINGS)
     words = [
         "".join(rng.choice(letters) for _ in range(rng.randint(1, 5)))
         for _ in range(max(1, min(size // 8, 12)))

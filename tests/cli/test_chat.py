@@ -14,12 +14,12 @@ import pytest
 
 from quire.base.errors import EngineDead, EngineError
 from quire.cli.chat import Chat, Conversation
-from quire.cli.talkers import Messages, Piece, _pieces
+from quire.cli.chat_targets import Messages, Piece, _pieces
 from tests.cli.commands import run
 
 
 class Parrot:
-    """A talker that counts a token per character and answers with the question in pieces."""
+    """A target that counts a token per character and answers with the question in pieces."""
 
     def __init__(self, limit: int = 1000, error: Exception | None = None) -> None:
         self.limit = limit
@@ -47,9 +47,9 @@ class Parrot:
         pass
 
 
-def chat(monkeypatch: pytest.MonkeyPatch, talker: Parrot, text: str, **kwargs: object) -> int:
+def chat(monkeypatch: pytest.MonkeyPatch, target: Parrot, text: str, **kwargs: object) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    return Chat(talker, Conversation(**kwargs), None).run()  # type: ignore[arg-type]
+    return Chat(target, Conversation(**kwargs), None).run()  # type: ignore[arg-type]
 
 
 def contents(messages: Messages) -> list[str]:
@@ -75,17 +75,17 @@ def test_the_demo_model_chats_through_a_pipe(
 def test_turns_are_remembered_and_forgotten(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talker = Parrot()
+    target = Parrot()
     text = "one\n  \ntwo\n/help\n/reset\n/nothing\nthree\n/exit\nfour\n"
-    assert chat(monkeypatch, talker, text, system="be") == 0
+    assert chat(monkeypatch, target, text, system="be") == 0
     captured = capsys.readouterr()
     assert captured.out == "one\ntwo\nthree\n"
-    assert [contents(heard) for heard in talker.heard] == [
+    assert [contents(heard) for heard in target.heard] == [
         ["be", "one"],
         ["be", "one", "one", "two"],
         ["be", "three"],
     ]
-    roles = [message["role"] for message in talker.heard[1]]
+    roles = [message["role"] for message in target.heard[1]]
     assert roles == ["system", "user", "assistant", "user"]
     assert "/reset  forget" in captured.err and "there is no command /nothing" in captured.err
 
@@ -94,23 +94,23 @@ def test_the_oldest_turns_go_when_the_context_is_full(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40 tokens, of which 10 are kept for the answer."""
-    talker = Parrot(limit=40)
-    assert chat(monkeypatch, talker, "aaaaaaaa\nbbbb\ncccccc\n") == 0
-    assert contents(talker.heard[1]) == ["aaaaaaaa", "aaaaaaaa", "bbbb"]
-    assert contents(talker.heard[2]) == ["bbbb", "bbbb", "cccccc"]
+    target = Parrot(limit=40)
+    assert chat(monkeypatch, target, "aaaaaaaa\nbbbb\ncccccc\n") == 0
+    assert contents(target.heard[1]) == ["aaaaaaaa", "aaaaaaaa", "bbbb"]
+    assert contents(target.heard[2]) == ["bbbb", "bbbb", "cccccc"]
     assert "forgot the oldest 1 turn(s)" in capsys.readouterr().err
 
 
 def test_ctrl_c_stops_the_answer_but_not_the_chat(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talker = Parrot()
-    talker.interrupt_after = 3
+    target = Parrot()
+    target.interrupt_after = 3
     before = signal.getsignal(signal.SIGINT)
-    assert chat(monkeypatch, talker, "abcdefgh\nxy\n") == 0
+    assert chat(monkeypatch, target, "abcdefgh\nxy\n") == 0
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("abcd\nxy\n", "[stopped]\n")
-    assert contents(talker.heard[1]) == ["abcdefgh", "abcd", "xy"]
+    assert contents(target.heard[1]) == ["abcdefgh", "abcd", "xy"]
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -124,8 +124,8 @@ def test_an_answer_that_was_cut(
 def test_an_error_ends_a_turn_and_is_in_the_exit_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    talker = Parrot(error=EngineError("it hurts."))
-    assert chat(monkeypatch, talker, "abcdef\nx\n") == 1
+    target = Parrot(error=EngineError("it hurts."))
+    assert chat(monkeypatch, target, "abcdef\nx\n") == 1
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("ab\nx\n", "quire: it hurts.\n")
     with pytest.raises(EngineDead):

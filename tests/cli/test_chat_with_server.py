@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.cli.talkers import ServerTalker
+from quire.cli.chat_targets import ServerTarget
 from tests.cli.commands import run
 from tests.serve.processes import Server, wait_until
 from tests.tools.bench.fake_openai import FakeOpenAI, running
@@ -63,34 +63,34 @@ def test_a_wrong_key_and_a_wrong_model(
 
 def test_leaving_an_answer_ends_it_on_the_server(server: Server) -> None:
     sampling = {"max_tokens": 80, "ignore_eos": True, "temperature": 0}
-    talker = ServerTalker(server.url, KEY, None, sampling)
+    target = ServerTarget(server.url, KEY, None, sampling)
     try:
-        assert talker.model == "demo"
-        assert sum(1 for _ in talker.answer(HELLO, lambda: True)) <= 2
-        (count, limit) = talker.size(HELLO) or (0, 0)
+        assert target.model == "demo"
+        assert sum(1 for _ in target.answer(HELLO, lambda: True)) <= 2
+        (count, limit) = target.size(HELLO) or (0, 0)
         assert 1 < count < limit == 96
-        pieces = [*talker.answer(HELLO, lambda: False)]
+        pieces = [*target.answer(HELLO, lambda: False)]
         assert pieces[-1].finish_reason == "length"
     finally:
-        talker.close()
+        target.close()
     wait_until(lambda: _load(server) == 0, "the server has nothing to do")
 
 
 def _load(server: Server) -> int:
-    talker = ServerTalker(server.url, KEY, "demo", {})
+    target = ServerTarget(server.url, KEY, "demo", {})
     try:
-        return int(talker._runner.run(talker._client.request("/load")).json()["server_load"])
+        return int(target._runner.run(target._client.request("/load")).json()["server_load"])
     finally:
-        talker.close()
+        target.close()
 
 
 def test_a_server_that_does_not_say_a_word() -> None:
     """Ctrl-C works while nothing comes."""
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        talker = ServerTalker(f"http://127.0.0.1:{deaf.getsockname()[1]}", None, "any", {})
+        target = ServerTarget(f"http://127.0.0.1:{deaf.getsockname()[1]}", None, "any", {})
         looks = iter([False, False, True, True])
-        assert [*talker.answer(HELLO, lambda: next(looks))] == []
-        talker.close()
+        assert [*target.answer(HELLO, lambda: next(looks))] == []
+        target.close()
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from quire.cli.settings import (
     given_settings,
     human_integer,
 )
-from quire.serve.foreign import FOREIGN
+from quire.serve.vllm_compat import VLLM_SETTINGS
 from tests.cli.commands import run
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_nothing_given_is_nothing_set() -> None:
 def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
     options = all_options()
     assert {"model", "block_size", "max_num_seqs", "device", "api_key", "log_level"} <= set(options)
-    assert not set(options) & set(FOREIGN)
+    assert not set(options) & set(VLLM_SETTINGS)
     assert all(option.help for option in options.values())
 
 

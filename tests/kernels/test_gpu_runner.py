@@ -16,6 +16,7 @@ from quire.base.config import config_from_flat
 from quire.base.messages import Request
 from quire.base.plan import BlockWrites, HostTokens, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
+from quire.base.step_outputs import StepReader
 from quire.engine.bisect import combine
 from quire.engine.build import make_scheduler
 from quire.models.source import resolve_model
@@ -29,6 +30,7 @@ from quire.runner.gpu.slots import Changes, SlotRing
 from tests.kernels.late_device import LateDevice
 from tests.kernels.test_gpu_engine import devices  # noqa: F401 (a fixture)
 from tests.serve.checkpoints import checkpoint
+from tests.updates import read
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
 
@@ -65,13 +67,14 @@ def requests() -> list[Request]:
     return found
 
 
-def drive(built: BuiltRunner, device: LateDevice | None = None) -> dict[int, list[int]]:
-    """The tokens of all sequences, by arrival. Plans are launched as far ahead as possible."""
+def drive(built: BuiltRunner, device: LateDevice | None = None) -> dict[tuple[str, int], list[int]]:
+    """The tokens of all sequences. Plans are launched as far ahead as possible."""
     scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
     for request in requests():
         scheduler.add(request, 0.0)
     in_flight: deque[Any] = deque()
-    tokens: dict[int, list[int]] = {}
+    tokens: dict[tuple[str, int], list[int]] = {}
+    reader = StepReader()
     while scheduler.has_work:
         while (plan := scheduler.schedule(0.0)) is not None:
             in_flight.append((plan, built.runner.launch(plan)))
@@ -81,8 +84,8 @@ def drive(built: BuiltRunner, device: LateDevice | None = None) -> dict[int, lis
         result = pending.result() if len(plan.rows) else combine(plan, [])
         outputs = scheduler.update(result, 0.0)
         assert not result.row_errors
-        for sequence, token in zip(outputs.sequences, outputs.token_ids, strict=True):
-            tokens.setdefault(sequence.arrival, []).append(int(token))
+        for update in read(reader, outputs):
+            tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
     return tokens
 
 

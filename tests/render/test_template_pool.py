@@ -14,7 +14,7 @@ import pytest
 
 from quire.base.errors import EngineBusy, RequestError
 from quire.render import template_pool
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.template_job import InThisProcess, TemplateJob, unpack
 from quire.render.template_pool import TemplatePool, TemplateProcess
 

@@ -14,9 +14,9 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from quire.base.errors import ConfigError, EngineDead, QuireError
+from quire.cli.chat_targets import ChatTarget, Messages, ModelTarget, ServerTarget
 from quire.cli.sampling import add_sampling, given_sampling, sampling_params
 from quire.cli.settings import FLAG, add_settings, given_settings
-from quire.cli.talkers import Messages, ModelTalker, ServerTalker, Talker
 
 PROMPT = "> "
 ANSWER_TOKENS = 256  # room that is kept for an answer, at most a quarter of the context
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status: 1 if a turn that was piped in had no answer."""
     if arguments.server_key and not arguments.url:
         raise ConfigError("--api-key is for a server; give its address as --url.")
-    talker = _talker(arguments)
+    target = _target(arguments)
     try:
-        return Chat(talker, Conversation(arguments.system), arguments.max_tokens).run()
+        return Chat(target, Conversation(arguments.system), arguments.max_tokens).run()
     finally:
-        talker.close()
+        target.close()
 
 
-def _talker(arguments: argparse.Namespace) -> Talker:
+def _target(arguments: argparse.Namespace) -> ChatTarget:
     settings = given_settings(arguments)
     if arguments.url:
         key = arguments.server_key or os.environ.get("OPENAI_API_KEY")
@@ -66,12 +66,12 @@ def _talker(arguments: argparse.Namespace) -> Talker:
         flags = [name for name in settings if arguments.settings[name].origin == FLAG]
         if flags:
             raise ConfigError(f"with --url the engine is the server's; leave out {_listed(flags)}.")
-        return ServerTalker(arguments.url, key, model, given_sampling(arguments))
+        return ServerTarget(arguments.url, key, model, given_sampling(arguments))
     from quire.serve.llm import LLM
 
     llm = LLM(**({"max_num_seqs": 1} | settings))
     try:
-        return ModelTalker(llm, sampling_params(arguments, llm.get_default_sampling_params()))
+        return ModelTarget(llm, sampling_params(arguments, llm.get_default_sampling_params()))
     except BaseException:
         llm.close()
         raise
@@ -95,10 +95,10 @@ class Conversation:
             said.append({"role": "assistant", "content": answered})
         return [*said, {"role": "user", "content": question}]
 
-    def fit(self, question: str, talker: Talker, max_tokens: int | None) -> int:
+    def fit(self, question: str, target: ChatTarget, max_tokens: int | None) -> int:
         """Drop the oldest turns until there is room for an answer; returns how many went."""
         dropped = 0
-        while self.turns and (size := talker.size(self.messages(question))) is not None:
+        while self.turns and (size := target.size(self.messages(question))) is not None:
             num_tokens, limit = size
             if num_tokens + min(max_tokens or ANSWER_TOKENS, limit // 4) < limit:
                 break
@@ -110,8 +110,10 @@ class Conversation:
 class Chat:
     """Reads turns, prints answers."""
 
-    def __init__(self, talker: Talker, conversation: Conversation, max_tokens: int | None) -> None:
-        self._talker = talker
+    def __init__(
+        self, target: ChatTarget, conversation: Conversation, max_tokens: int | None
+    ) -> None:
+        self._target = target
         self._conversation = conversation
         self._max_tokens = max_tokens
         self._is_terminal = sys.stdin.isatty()
@@ -158,12 +160,12 @@ class Chat:
         """Answer one question; whether that went well."""
         text, note, well = "", "", True
         try:
-            dropped = self._conversation.fit(question, self._talker, self._max_tokens)
+            dropped = self._conversation.fit(question, self._target, self._max_tokens)
             if dropped:
                 tell(f"[the context is full: forgot the oldest {dropped} turn(s)]")
             messages = self._conversation.messages(question)
             with Interrupts() as interrupts:
-                for piece in self._talker.answer(messages, lambda: interrupts.is_asked):
+                for piece in self._target.answer(messages, lambda: interrupts.is_asked):
                     print(piece.text, end="", flush=True)
                     text += piece.text
                     if piece.finish_reason == "length":

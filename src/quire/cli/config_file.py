@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.cli.settings import ALIASES, FLAG, SECRETS, Given, Option, all_options
-from quire.serve.foreign import FOREIGN, ignore_foreign
+from quire.serve.vllm_compat import VLLM_SETTINGS, ignore_vllm_setting
 
 KINDS = {
     int: "a whole number such as 4096 or 4k",
@@ -40,10 +40,12 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
         known = all_options()
         if "config" in flags:
             settings |= read_config_file(Path(flags.pop("config")))
-        for name in [name for name in flags if name in known or name in FOREIGN]:
+        for name in [name for name in flags if name in known or name in VLLM_SETTINGS]:
             value = flags.pop(name)
             settings[name] = Given(tuple(value) if isinstance(value, list) else value, FLAG)
-    notes = [_ignored(name, settings.pop(name)) for name in [n for n in settings if n in FOREIGN]]
+    notes = [
+        _ignored(name, settings.pop(name)) for name in [n for n in settings if n in VLLM_SETTINGS]
+    ]
     arguments.settings = settings
     if has_settings or "log_level" not in flags:
         given = settings.get("log_level")
@@ -77,7 +79,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
         name = _name_of(path, key, options)
         if name in settings:
             raise ConfigError(f"{path}: {name} is there twice (as {key!r} the second time).")
-        checked = value if name in FOREIGN else _checked(path, key, value, options[name])
+        checked = value if name in VLLM_SETTINGS else _checked(path, key, value, options[name])
         settings[name] = Given(checked, str(path))
     return settings
 
@@ -93,13 +95,13 @@ def _take_model(flags: dict[str, Any]) -> None:
 
 def _ignored(name: str, given: Given) -> str:
     """What is said about a setting of vLLM that asks for nothing. Raises ConfigError for others."""
-    return f"{name} ({given.origin}) is ignored: {ignore_foreign(name, given.value)}."
+    return f"{name} ({given.origin}) is ignored: {ignore_vllm_setting(name, given.value)}."
 
 
 def _name_of(path: Path, key: object, options: dict[str, Option]) -> str:
     name = str(key).replace("-", "_")
     name = ALIASES.get(name, name)
-    if name in options or name in FOREIGN:
+    if name in options or name in VLLM_SETTINGS:
         return name
     close = difflib.get_close_matches(name, options, n=1)
     hint = f" Did you mean {close[0].replace('_', '-')}?" if close else ""

@@ -22,7 +22,7 @@ from quire.base.config import (
     setting,
 )
 from quire.base.errors import ConfigError
-from quire.serve.foreign import FOREIGN
+from quire.serve.vllm_compat import VLLM_SETTINGS
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
@@ -124,7 +124,7 @@ def add_settings(
         group = parser.add_argument_group(f"{title} settings")
         for option in options_of(((title, config),)).values():
             _add_option(group, option)
-    _add_foreign(parser)
+    _add_vllm_settings(parser)
 
 
 def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
@@ -134,7 +134,7 @@ def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -
     for name, option in options_of(ENGINE).items():
         if name in names:
             _add_option(group, option)
-    _add_foreign(parser)
+    _add_vllm_settings(parser)
 
 
 def _add_common(parser: argparse.ArgumentParser, model_first: bool) -> None:
@@ -267,15 +267,15 @@ def _help(option: Option) -> str:
     return f"{text} (default: {default})"
 
 
-def _add_foreign(parser: argparse.ArgumentParser) -> None:
+def _add_vllm_settings(parser: argparse.ArgumentParser) -> None:
     """vLLM's flags without a counterpart: known, so that they are answered, but not in the help."""
-    for name, foreign in FOREIGN.items():
+    for name, theirs in VLLM_SETTINGS.items():
         flag = "--" + name.replace("_", "-")
         known: dict[str, Any] = {
             "dest": name,
             "default": argparse.SUPPRESS,
             "help": argparse.SUPPRESS,
         }
-        if foreign.is_switch:
+        if theirs.is_switch:
             known["action"] = argparse.BooleanOptionalAction
-        parser.add_argument(flag, *foreign.short, **known)
+        parser.add_argument(flag, *theirs.short, **known)

@@ -19,7 +19,7 @@ from quire.base.step_outputs import (
     StepOutputs,
     StepReader,
 )
-from quire.engine.logprobs import PromptLogprobCollector
+from quire.engine.decoded_logprobs import PromptLogprobCollector
 from quire.engine.sample import Sample
 from quire.render.token_stream import open_stream
 from quire.render.tokenizer import Tokenizer

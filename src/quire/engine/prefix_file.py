@@ -20,7 +20,7 @@ from quire.base.errors import ConfigError, RequestError
 from quire.base.messages import Request
 from quire.engine.core import EngineCore
 from quire.engine.text import TextSide
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 
 logger = logging.getLogger("quire")
 

@@ -7,7 +7,7 @@ from quire.base.outputs import CompletionOutput, Logprob
 from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
-from quire.engine.logprobs import logprobs_of
+from quire.engine.decoded_logprobs import logprobs_of
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.render.chat import ChatOptions, load_template
+from quire.render.chat_template import ChatOptions, load_template
 from quire.render.template_job import InThisProcess, TemplateJob, TemplateRunner
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer

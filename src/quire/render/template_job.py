@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Protocol
 
-from quire.render.chat import ChatOptions, ChatTemplate
+from quire.render.chat_template import ChatOptions, ChatTemplate
 from quire.render.conversation import plain_data
 
 MAX_KEPT_TEMPLATES = 8

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from concurrent.futures import Future
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.render.chat import MAX_CHARS
+from quire.render.chat_template import MAX_CHARS
 from quire.render.template_job import TemplateJob
 from quire.render.template_worker import (
     ANSWER,

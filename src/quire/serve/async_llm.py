@@ -22,14 +22,14 @@ from quire.base.validation import check_open
 from quire.engine.remote import RemoteClient, pin
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_model
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.async_renderer import AsyncRenderer
-from quire.serve.foreign import FOREIGN, ignore_foreign
 from quire.serve.lanes import Lanes
-from quire.serve.own_core import OwnCore
+from quire.serve.managed_core import ManagedCore
 from quire.serve.piece_reader import Piece, PieceReader
+from quire.serve.vllm_compat import VLLM_SETTINGS, ignore_vllm_setting
 
 CONNECT_S = 1.0  # between two looks at whether the core is still there
 
@@ -89,11 +89,13 @@ class AsyncLLM:
         return cls(**vars(engine_args))
 
     def _prepare(self, model: str, settings: dict[str, Any]) -> None:
-        for name in [name for name in settings if name in FOREIGN]:
-            ignore_foreign(name, settings.pop(name))
+        for name in [name for name in settings if name in VLLM_SETTINGS]:
+            ignore_vllm_setting(name, settings.pop(name))
         self._config: EngineConfig = config_from_flat(model=model, **settings)
-        self._core = OwnCore(self._config, "warning")
-        self._end = weakref.finalize(self, OwnCore.stop, self._core)  # also when the program ends
+        self._core = ManagedCore(self._config, "warning")
+        self._end = weakref.finalize(
+            self, ManagedCore.stop, self._core
+        )  # also when the program ends
         self._loaded: TextSide | None = None
         self._lanes = Lanes(inf, inf)  # prompts are the program's own: they wait
         self._loop: asyncio.AbstractEventLoop | None = None

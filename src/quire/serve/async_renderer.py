@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt, Renderer, is_conversation
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, Lanes
 

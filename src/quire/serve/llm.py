@@ -11,12 +11,12 @@ from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.build import Engine, build_engine
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
-from quire.serve.foreign import FOREIGN, ignore_foreign
 from quire.serve.progress import LoadBar, RequestBar
+from quire.serve.vllm_compat import VLLM_SETTINGS, ignore_vllm_setting
 
 
 class LLM:
@@ -32,8 +32,8 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
-        for name in [name for name in settings if name in FOREIGN]:
-            ignore_foreign(name, settings.pop(name))
+        for name in [name for name in settings if name in VLLM_SETTINGS]:
+            ignore_vllm_setting(name, settings.pop(name))
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:

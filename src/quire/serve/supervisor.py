@@ -142,7 +142,9 @@ class Supervisor:
             arguments += ["--core", str(self._unix.path), "--index", str(index)]
             config = {"model": self._engine.model, "server": self._server}
             fds = (self._tcp.fileno(), self._ready_out)
-            return start_child("quire.serve.api.process", arguments, config, fds, self._log_level)
+            return start_child(
+                "quire.serve.api.api_process", arguments, config, fds, self._log_level
+            )
 
         return Child(f"API process {index}", start, may_restart=True)
 

@@ -224,7 +224,7 @@ while time.monotonic() < end:
     fetched += sum(engine.fetch(*random.integers(0, 100, 3).tolist()))
     engine.clock.advance(0.5)
 engine.worker.close(10.0)
-print(kept, fetched, engine.worker._work.mover._complaints.counts)
+print(kept, fetched, engine.worker._work.mover._log.counts)
 """
 
 
@@ -246,9 +246,9 @@ def test_two_processes_over_one_directory_with_trimming(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         ready, line, _ = out.split("\n")
-        kept, fetched, complaints = line.split(" ", 2)
+        kept, fetched, throttled = line.split(" ", 2)
         assert ready == "ready" and int(kept) > 100 and int(fetched) > 20
-        assert complaints == "{}"  # nothing was refused or failed, only missing
+        assert throttled == "{}"  # nothing was refused or failed, only missing
     assert not list(tmp_path.rglob("*.tmp"))
     used = sum(path.stat().st_size for path in tmp_path.rglob("*.kv"))
     # What one wrote since the other has counted is seen by neither: a sixteenth, and one more.

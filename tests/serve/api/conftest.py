@@ -14,9 +14,9 @@ from starlette.testclient import TestClient
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.engine.build import Engine, build_engine
+from quire.serve.api.api_process import ApiServer, uvicorn_config
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
-from quire.serve.api.process import ApiServer, uvicorn_config
 from tests.serve.api.fake_client import FakeClient
 
 MODEL = "demo"

@@ -12,7 +12,7 @@ from quire.base.config import config_from_flat
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.engine.build import Engine, build_engine
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 
 
 @cache

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from tests.serve.api.direct import direct
 
 TOOLS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import quire
-from quire.serve.api.logprobs import TokenNames
+from quire.serve.api.logprobs_json import TokenNames
 from tests.serve.api.direct import direct, twin
 
 PROMPT = "Once upon a time"

@@ -16,11 +16,11 @@ from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import Message
 
+from quire.serve.api.api_process import ApiServer
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TimedProtocol
 from quire.serve.api.limits import generating
-from quire.serve.api.process import ApiServer
 from tests.serve.api.conftest import MODEL, MakeContext, serving
 from tests.serve.api.fake_client import FakeClient
 

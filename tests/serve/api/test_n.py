@@ -8,7 +8,7 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.serve.api.context import ApiContext
 from tests.serve.api.direct import direct
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS

@@ -10,7 +10,6 @@ from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api import protocol
 from quire.serve.api.errors import ApiError
-from quire.serve.api.neutral import RULES, check_neutral
 from quire.serve.api.params import (
     SAME,
     chat_params,
@@ -19,6 +18,7 @@ from quire.serve.api.params import (
     truncated,
 )
 from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from quire.serve.api.unsupported_fields import RULES, check_neutral
 
 DEFAULTS = GenerationDefaults((2,), {"temperature": 0.6, "top_p": 0.95, "max_tokens": 1024})
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}

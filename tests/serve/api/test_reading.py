@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from quire.serve.api import reading
 from quire.serve.api.errors import ApiError
-from quire.serve.api.neutral import ShortRepr
 from quire.serve.api.prefixes import PrefixBody
 from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest
+from quire.serve.api.unsupported_fields import ShortRepr
 from quire.serve.api.utility import DetokenizeBody, TokenizeBody
 
 JSON = {"Content-Type": "application/json"}

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.errors import ConfigError
-from quire.engine.connectors.complaints import Complaints
+from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.connectors.store import Buffer, split_key
 from quire.engine.connectors.trim import Trimmer
 
@@ -54,7 +54,7 @@ class DiskStore:
         self._clock = clock or MonotonicClock()
         self._top = os.path.join(self.directory, LAYOUT)
         self._temporary = os.path.join(self._top, "tmp")
-        self._complaints = Complaints(self._clock, 0.0)  # the pause is limit enough
+        self._log = ThrottledLog(self._clock, 0.0)  # the pause is limit enough
         self._resume_s: float | None = None  # while storing pauses
         self._num_written = 0
         self._buffer = bytearray()
@@ -103,7 +103,7 @@ class DiskStore:
             self._write(self._path(key), parts)
         except OSError as error:
             self._resume_s = now + PAUSE_S
-            self._complaints.warn(
+            self._log.warn(
                 "store",
                 f"no KV blocks are stored in {self.directory} for {PAUSE_S:.0f} s:"
                 f" {error.strerror or error}",

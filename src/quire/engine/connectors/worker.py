@@ -45,7 +45,7 @@ from quire.base.tiers import (
     Remove,
     Removed,
 )
-from quire.engine.connectors.complaints import Complaints
+from quire.engine.connectors.log_throttle import ThrottledLog
 from quire.engine.connectors.store import BlockStore, Buffer, block_key, seal, unseal
 
 logger = logging.getLogger("quire")
@@ -315,7 +315,7 @@ class _Mover:
         self._store = store
         self._fingerprint = fingerprint
         self._clock = clock
-        self._complaints = Complaints(clock)
+        self._log = ThrottledLog(clock)
         self._calls = {
             Remove: self._remove, LookUp: self._look_up, Fetch: self._fetch, Keep: self._keep,
         }  # fmt: skip
@@ -358,7 +358,7 @@ class _Mover:
         if self._num_failures >= MOST_FAILURES:
             self._quiet_until_s = self._clock.now() + QUIET_S
         name = type(self._store).__name__
-        self._complaints.warn(
+        self._log.warn(
             "failed",
             f"the KV store {name} failed, and what it was asked for counts as missing:"
             f" {type(error).__name__}: {error}",
@@ -425,9 +425,7 @@ class _Mover:
             if data is not None:
                 return data
             name = type(self._store).__name__
-            self._complaints.warn(
-                "refused", f"a block of the KV store {name} is not used: {reason}"
-            )
+            self._log.warn("refused", f"a block of the KV store {name} is not used: {reason}")
         self._refuse([key])
         return None
 

@@ -15,7 +15,7 @@ from quire.base.prefix import PrefixReport
 from quire.engine.prefix_words import shown_to
 from quire.engine.remote import AsyncClient
 from quire.serve.api.disconnect import unless_disconnected
-from quire.serve.api.jobs import Job, collect, run
+from quire.serve.api.jobs import PromptJob, collect, run
 from quire.serve.api.protocol import GenerationRequest
 from quire.serve.api.sse import DONE, encode, event, start_stream
 
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Tally:
+class UsageCounter:
     """Tokens of one prompt and its continuations so far; also of those that best_of dropped.
 
     tenant: whose request it is. prefix: what of the prompt was cached.
@@ -51,7 +51,7 @@ class Choice(Protocol):
     An output may be of several choices: completion is this one's part.
     """
 
-    tally: Tally
+    usage: UsageCounter
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         """What a stream sends for an output: chunks without what all of them have."""
@@ -72,7 +72,7 @@ class Answer:
     client: AsyncClient
     body: GenerationRequest
     head: Json
-    jobs: list[Job]
+    jobs: list[PromptJob]
     choices: Sequence[Sequence[Choice]]
 
     async def respond(self, request: fastapi.Request) -> Response:
@@ -90,7 +90,7 @@ class Answer:
             for choice, completion in zip(mine, output.outputs, strict=True):
                 found |= choice.whole(output, completion)
                 choices += found["choices"]
-        return found | {"choices": choices, "usage": usage(self.choices)}
+        return found | {"choices": choices, "usage": usage_json(self.choices)}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """One piece per output that has something to show."""
@@ -111,21 +111,21 @@ class Answer:
                 for completion in output.outputs:
                     chunks += mine[completion.index].chunks(output, completion)
                 if running:
-                    head["usage"] = usage(self.choices)
+                    head["usage"] = usage_json(self.choices)
                 if chunks:
                     yield [head | chunk for chunk in chunks]
         if self.body.wants_usage_chunk:
-            yield [self.head | {"choices": [], "usage": usage(self.choices)}]
+            yield [self.head | {"choices": [], "usage": usage_json(self.choices)}]
 
 
-def usage(choices: Sequence[Sequence[Choice]]) -> Json:
-    """The choices of one prompt have one tally."""
-    tallies = [mine[0].tally for mine in choices]
-    prompt = sum([tally.num_prompt for tally in tallies])
-    completion = sum([tally.num_completion + tally.num_dropped for tally in tallies])
-    details: Json = {"cached_tokens": sum([tally.num_cached for tally in tallies])}
-    if len(tallies) == 1 and tallies[0].prefix is not None:
-        details |= shown_to(tallies[0].prefix, tallies[0].tenant)
+def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
+    """The choices of one prompt have one usage."""
+    counters = [mine[0].usage for mine in choices]
+    prompt = sum([counter.num_prompt for counter in counters])
+    completion = sum([counter.num_completion + counter.num_dropped for counter in counters])
+    details: Json = {"cached_tokens": sum([counter.num_cached for counter in counters])}
+    if len(counters) == 1 and counters[0].prefix is not None:
+        details |= shown_to(counters[0].prefix, counters[0].tenant)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

@@ -4,7 +4,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 import quire
-from quire.serve.api import chat, completions, prefixes, stream, utility
+from quire.serve.api import chat_completions, completions, prefixes, stream, utility
 from quire.serve.api.auth import authorised
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import install_error_handlers
@@ -31,7 +31,7 @@ def create_app(context: ApiContext) -> FastAPI:
     app.include_router(utility.public)
     app.include_router(utility.router, dependencies=[protected])
     app.include_router(prefixes.router, dependencies=[protected])
-    for router in (completions.router, chat.router):
+    for router in (completions.router, chat_completions.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])
     app.include_router(stream.router)
     install_error_handlers(app)

@@ -10,13 +10,12 @@ from starlette.responses import Response
 from quire.base.errors import RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.renderer import RenderedPrompt
-from quire.serve.api.answers import Answer, Json, Tally
+from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import bad_request
-from quire.serve.api.jobs import Job, make_job
-from quire.serve.api.logprobs import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
-from quire.serve.api.neutral import check_neutral
+from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.logprobs_json import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
 from quire.serve.api.params import (
     check_stream_options,
     completion_params,
@@ -32,6 +31,7 @@ from quire.serve.api.protocol import (
 )
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, decode, render_prompt
+from quire.serve.api.unsupported_fields import check_neutral
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -106,19 +106,19 @@ class CompletionChoice:
     """One continuation of a prompt, in one piece or in several.
 
     index: among all choices. echo: the prompt's text, which the first piece begins with; None if it
-    is not shown. tally: the prompt's.
+    is not shown. usage: the prompt's.
     """
 
     def __init__(
         self,
         index: int,
         body: CompletionRequest,
-        job: Job,
+        job: PromptJob,
         echo: str | None,
         names: TokenNames,
-        tally: Tally,
+        usage: UsageCounter,
     ) -> None:
-        self.tally = tally
+        self.usage = usage
         self._index = index
         self._body = body
         self._job = job
@@ -144,7 +144,7 @@ class CompletionChoice:
     def _take(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:
             completion = _without_tokens(completion)
-        self.tally.count(len(completion.token_ids), output)
+        self.usage.count(len(completion.token_ids), output)
         choice: Json = {
             "index": self._index,
             "text": completion.text,
@@ -207,25 +207,25 @@ async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> R
 
 def _job(
     api: ApiContext, body: CompletionRequest, prompt: RenderedPrompt, job_id: str, tenant: str
-) -> Job:
+) -> PromptJob:
     room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
     return make_job(api, body, prompt, params, job_id, tenant)
 
 
 async def _choices(
-    api: ApiContext, prompt_index: int, body: CompletionRequest, job: Job, names: TokenNames
+    api: ApiContext, prompt_index: int, body: CompletionRequest, job: PromptJob, names: TokenNames
 ) -> list[CompletionChoice]:
     """The choices of one prompt."""
     n, echo = job.request.params.n, await _echo(api, body, job)
-    tally = Tally(len(job.token_ids), tenant=job.request.tenant)
+    usage = UsageCounter(len(job.token_ids), tenant=job.request.tenant)
     return [
-        CompletionChoice(prompt_index * n + index, body, job, echo, names, tally)
+        CompletionChoice(prompt_index * n + index, body, job, echo, names, usage)
         for index in range(n)
     ]
 
 
-async def _echo(api: ApiContext, body: CompletionRequest, job: Job) -> str | None:
+async def _echo(api: ApiContext, body: CompletionRequest, job: PromptJob) -> str | None:
     """The prompt's text if it is to be shown; without a tokenizer there is none."""
     if not body.echo:
         return None

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from quire.serve.api.context import ApiContext
-from quire.serve.api.neutral import RULES
 from quire.serve.api.protocol import ONLY_NEUTRAL
+from quire.serve.api.unsupported_fields import RULES
 
 Json = dict[str, Any]
 

@@ -150,7 +150,7 @@ def request_id_of(request: fastapi.Request) -> str:
 async def answer(request: fastapi.Request, error: Exception) -> Response:
     """The handler of all exceptions, of the app's own and of Starlette's and FastAPI's."""
     if isinstance(error, RequestValidationError):
-        from quire.serve.api.invalid import invalid_request
+        from quire.serve.api.validation_errors import invalid_request
 
         return error_response(invalid_request(error, request))
     if isinstance(error, ApiHttpError):

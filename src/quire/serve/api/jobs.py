@@ -25,7 +25,7 @@ Outputs = AsyncGenerator[RequestOutput, None]
 
 
 @dataclass(frozen=True)
-class Job:
+class PromptJob:
     """One prompt, and the request that the engine gets for it."""
 
     prompt: RenderedPrompt
@@ -43,7 +43,7 @@ def make_job(
     params: SamplingParams,
     request_id: str,
     tenant: str,
-) -> Job:
+) -> PromptJob:
     """Raises RequestError for what the engine can never serve."""
     request = api.requests.make(
         prompt,
@@ -55,10 +55,10 @@ def make_job(
         body.timeout_s or 0.0,
     )
     api.client.check(request)
-    return Job(prompt, request)
+    return PromptJob(prompt, request)
 
 
-async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, None]:
+async def run(client: AsyncClient, jobs: list[PromptJob]) -> AsyncGenerator[Indexed, None]:
     """(index of the job, output) as they come. Raises ApiError for a request that failed, and
     StepFailed if that was a step's fault."""
     outputs = _run_one(client, jobs[0]) if len(jobs) == 1 else _run_many(client, jobs)
@@ -70,7 +70,7 @@ async def run(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, N
             yield index, output
 
 
-async def collect(client: AsyncClient, jobs: list[Job]) -> list[RequestOutput]:
+async def collect(client: AsyncClient, jobs: list[PromptJob]) -> list[RequestOutput]:
     """The last output of each job."""
     found: dict[int, RequestOutput] = {}
     outputs = run(client, jobs)
@@ -80,17 +80,17 @@ async def collect(client: AsyncClient, jobs: list[Job]) -> list[RequestOutput]:
     return [found[index] for index in range(len(jobs))]
 
 
-def _generate(client: AsyncClient, job: Job) -> Outputs:
+def _generate(client: AsyncClient, job: PromptJob) -> Outputs:
     return cast(Outputs, client.generate(job.request, job.prompt.text))
 
 
-async def _run_one(client: AsyncClient, job: Job) -> AsyncGenerator[Indexed, None]:
+async def _run_one(client: AsyncClient, job: PromptJob) -> AsyncGenerator[Indexed, None]:
     async with aclosing(_generate(client, job)) as outputs:
         async for output in outputs:
             yield 0, output
 
 
-async def _run_many(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Indexed, None]:
+async def _run_many(client: AsyncClient, jobs: list[PromptJob]) -> AsyncGenerator[Indexed, None]:
     """One task per job. The queue is short, so that a slow reader makes the engine's side merge."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(jobs))
     tasks = [
@@ -112,7 +112,7 @@ async def _run_many(client: AsyncClient, jobs: list[Job]) -> AsyncGenerator[Inde
 
 async def _pump(
     client: AsyncClient,
-    job: Job,
+    job: PromptJob,
     index: int,
     queue: "asyncio.Queue[tuple[int, RequestOutput | Exception]]",
 ) -> None:
@@ -124,7 +124,7 @@ async def _pump(
         await queue.put((index, error))
 
 
-def _failed(failure: Failure, job: Job) -> Exception:
+def _failed(failure: Failure, job: PromptJob) -> Exception:
     """Why a request failed. After a failed step a client is not told what a library said; the log
     has it."""
     if failure.code == TIMED_OUT:

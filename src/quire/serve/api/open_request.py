@@ -11,17 +11,17 @@ from pydantic import ValidationError
 from quire.base.sampling_params import SamplingParams
 from quire.render.open_text import OpenText
 from quire.render.renderer import RenderedPrompt
-from quire.serve.api.answers import Answer, Json, Tally
+from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.completions import CompletionChoice
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.invalid import invalid_fields, shown
-from quire.serve.api.jobs import Job, make_job
-from quire.serve.api.logprobs import TokenNames
-from quire.serve.api.neutral import Rule, check_neutral
+from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import completion_params, room_beside
 from quire.serve.api.protocol import CompletionRequest, StreamOptions
 from quire.serve.api.rendering import check_model, tokenizer_of
+from quire.serve.api.unsupported_fields import Rule, check_neutral
+from quire.serve.api.validation_errors import invalid_fields, shown
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
 ONE = "a prompt in pieces has one continuation; leave it out"
@@ -55,7 +55,7 @@ class OpenRequest:
         self._id = request_id
         self._max_model_len = api.client.ready.max_model_len
         self._params = self._make_params()
-        self._tally = Tally(0)
+        self._usage = UsageCounter(0)
         self._text: OpenText | None = None
         self._at_least = 0  # tokens of all text so far
 
@@ -63,15 +63,15 @@ class OpenRequest:
         """The next piece: a text, a list of token ids, or None. Raises ApiError or QuireError; then
         the request is of no use any more."""
         token_ids = await self._token_ids(prompt, is_last)
-        num_prompt = self._tally.num_prompt + len(token_ids)
+        num_prompt = self._usage.num_prompt + len(token_ids)
         if is_last:
             self._check_length(num_prompt)
         if self.answer is None and token_ids:
-            self._tally.tenant = tenant
+            self._usage.tenant = tenant
             self._begin(token_ids, is_last, tenant)
         elif self.answer is not None and (token_ids or is_last):
             self._api.client.append(self._job_id, token_ids, is_last)
-        self._tally.num_prompt = num_prompt
+        self._usage.num_prompt = num_prompt
         self.is_complete = is_last
 
     @property
@@ -102,10 +102,10 @@ class OpenRequest:
             job = dataclasses.replace(job, request=opened)
         self.answer = Answer(api.client, self.body, self._head(), [job], [[self._choice(job)]])
 
-    def _choice(self, job: Job) -> CompletionChoice:
+    def _choice(self, job: PromptJob) -> CompletionChoice:
         as_ids = bool(self.body.return_tokens_as_token_ids)
         names = TokenNames(self._api.renderer.tokenizer, as_ids)
-        return CompletionChoice(0, self.body, job, None, names, self._tally)
+        return CompletionChoice(0, self.body, job, None, names, self._usage)
 
     def _head(self) -> Json:
         return {
@@ -131,7 +131,7 @@ class OpenRequest:
     async def _tokens_of(self, piece: str) -> list[int]:
         if self._text is None:
             special = self.body.add_special_tokens is not False
-            adds_special = special and not self._tally.num_prompt
+            adds_special = special and not self._usage.num_prompt
             self._text = OpenText(tokenizer_of(self._api), adds_special)
         self._check_piece(piece)
         return await self._in_time(self._text.add, piece)

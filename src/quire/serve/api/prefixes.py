@@ -12,13 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from quire.base.errors import RequestError
 from quire.base.messages import PinnedPrefix
 from quire.engine.remote import pin
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import reader_of, tenant_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.errors import ApiError, as_api_error, bad_request
-from quire.serve.api.invalid import shown
 from quire.serve.api.limits import generating
 from quire.serve.api.protocol import (
     MAX_SALT_CHARS,
@@ -30,6 +29,7 @@ from quire.serve.api.protocol import (
 )
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.validation_errors import shown
 
 router = APIRouter(route_class=BoundedRoute)
 

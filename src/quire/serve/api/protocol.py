@@ -1,8 +1,8 @@
 """What clients may send to /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's.
 
 A field that does not exist is refused. Fields that mean nothing here are taken and ignored; fields
-that cannot be served are taken at their neutral value only (`quire.serve.api.neutral`). `None` is
-"not given": then the model's own default counts. Sizes are capped here, values are checked by
+that cannot be served are taken at their neutral value only (`unsupported_fields`). `None` is "not
+given": then the model's own default counts. Sizes are capped here, values are checked by
 SamplingParams, token ids by the client.
 
 A list or an object is measured before its items are looked at (`at_most`), and the first wrong item

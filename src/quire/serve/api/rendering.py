@@ -1,11 +1,11 @@
 """Prompts to token ids without holding up the event loop, and which model a request means."""
 
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.invalid import shown
+from quire.serve.api.validation_errors import shown
 from quire.serve.async_renderer import PromptTooLong, size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
 

@@ -25,11 +25,11 @@ from quire.serve.api.errors import (
     bad_request,
     error_response,
 )
-from quire.serve.api.invalid import shown
 from quire.serve.api.limits import open_request
 from quire.serve.api.open_request import OpenRequest
 from quire.serve.api.reading import read_beside
 from quire.serve.api.sse import encode
+from quire.serve.api.validation_errors import shown
 
 IDLE_S = 60.0  # for the next piece of an open prompt
 REST_S = 600.0  # for the next request
@@ -57,17 +57,17 @@ async def stream(websocket: WebSocket) -> None:
         await _refuse(websocket, refusal)
         return
     await websocket.accept()
-    line = Line(websocket)
+    connection = Connection(websocket)
     try:
-        await Session(api, line, websocket.scope).serve()
+        await Session(api, connection, websocket.scope).serve()
     except WebSocketDisconnect:
         pass
     except Broken as broken:
         with suppress(WebSocketDisconnect):
-            await line.send_error(broken.error)
+            await connection.send_error(broken.error)
             await websocket.close(broken.close_code, broken.error.code)
     finally:
-        line.leave()
+        connection.leave()
 
 
 def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
@@ -91,7 +91,7 @@ async def _refuse(websocket: WebSocket, refusal: ApiError) -> None:
         await websocket.close(POLICY)
 
 
-class Line:
+class Connection:
     """One connection: what comes in message by message, and objects out."""
 
     def __init__(self, websocket: WebSocket) -> None:
@@ -134,9 +134,9 @@ class Line:
 class Session:
     """The requests of one connection, one after the other."""
 
-    def __init__(self, api: ApiContext, line: Line, scope: Scope) -> None:
+    def __init__(self, api: ApiContext, connection: Connection, scope: Scope) -> None:
         self._api = api
-        self._line = line
+        self._connection = connection
         self._scope = scope
         self._has_failed = False  # the last request: what still comes for it is dropped
 
@@ -144,7 +144,7 @@ class Session:
         """Raises WebSocketDisconnect in the end, or Broken."""
         while True:
             try:
-                message = await self._line.next(REST_S)
+                message = await self._connection.next(REST_S)
             except TimeoutError:
                 raise Broken(NORMAL, _too_quiet(REST_S, "between two requests")) from None
             assert message is not None
@@ -153,7 +153,7 @@ class Session:
                 self._has_failed = not await self._serve_one(fields)
             elif not self._has_failed:
                 text = f"no prompt is open for {kind!r}; begin with a message of type 'start'."
-                await self._line.send_error(bad_request(text, "type", "not_open"))
+                await self._connection.send_error(bad_request(text, "type", "not_open"))
 
     async def _serve_one(self, fields: Json) -> bool:
         """From the start to `done`, or to an error; whether it is the first."""
@@ -167,9 +167,9 @@ class Session:
             told = as_api_error(error, request_id)
             if told.status == 500 and not isinstance(error, StepFailed):
                 raise Broken(INTERNAL, told) from error
-            await self._line.send_error(told)
+            await self._connection.send_error(told)
             return False
-        await self._line.send({"type": "done", "id": request_id})
+        await self._connection.send({"type": "done", "id": request_id})
         return True
 
     async def _run(self, fields: Json, request_id: str) -> None:
@@ -177,7 +177,7 @@ class Session:
         fields.pop("last", None)
         request = OpenRequest(self._api, fields, request_id)
         tenant = tenant_asking(self._scope, self._api.config, request.body)
-        await self._line.send({"type": "started", "id": request_id, "model": request.model})
+        await self._connection.send({"type": "started", "id": request_id, "model": request.model})
         await request.take(prompt, is_last, tenant)
         answering: asyncio.Task[None] | None = None
         try:
@@ -200,7 +200,7 @@ class Session:
     ) -> Message | None:
         """None when the answer has come to its end."""
         try:
-            return await self._line.next(None if request.is_complete else IDLE_S, answering)
+            return await self._connection.next(None if request.is_complete else IDLE_S, answering)
         except TimeoutError:
             raise Broken(POLICY, _too_quiet(IDLE_S, "while the prompt is open")) from None
 
@@ -213,11 +213,11 @@ class Session:
     ) -> None:
         """What comes while a request is open."""
         if request.is_complete:
-            await self._line.send_error(_busy("its answer is being sent"))
+            await self._connection.send_error(_busy("its answer is being sent"))
             return
         kind, fields = await parsed(message)
         if kind == "start":
-            await self._line.send_error(_busy("its prompt is open"))
+            await self._connection.send_error(_busy("its prompt is open"))
             return
         _check_fields(kind, fields)
         try:
@@ -234,7 +234,7 @@ class Session:
         async with aclosing(answer.chunks()) as pieces:
             async for chunks in pieces:
                 for chunk in chunks:
-                    await self._line.send(chunk)
+                    await self._connection.send(chunk)
 
 
 async def parsed(message: Message) -> tuple[str, Json]:

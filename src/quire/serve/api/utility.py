@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 import quire
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.document import document

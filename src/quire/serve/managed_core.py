@@ -26,7 +26,7 @@ from quire.serve.launch import END_S, CoreProcess, StartFailure, remove_abandone
 READ_BYTES = 1 << 16
 
 
-class OwnCore:
+class ManagedCore:
     """Started by `start`, ended by `stop`, each from any thread."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:

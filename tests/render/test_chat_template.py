@@ -9,7 +9,7 @@ from jinja2 import Environment
 from transformers import AutoTokenizer
 
 from quire.base.errors import ConfigError, RequestError
-from quire.render.chat import ChatOptions, ChatTemplate, load_template
+from quire.render.chat_template import ChatOptions, ChatTemplate, load_template
 from quire.render.content_format import wants_parts
 from quire.render.renderer import Renderer
 from tests.render.templates import GEMMA, LLAMA3, MISTRAL, QWEN

@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class ForeignSetting:
+class VllmSetting:
     """harmless: values that may be ignored; None is all of them. reason: why, and what to do.
 
     is_switch: a flag without a value. short: other spellings of the flag.
@@ -23,19 +23,19 @@ class ForeignSetting:
     short: tuple[str, ...] = ()
 
 
-def _switch(reason: str, *harmless: bool) -> ForeignSetting:
-    return ForeignSetting(reason, harmless, is_switch=True)
+def _switch(reason: str, *harmless: bool) -> VllmSetting:
+    return VllmSetting(reason, harmless, is_switch=True)
 
 
-def _value(reason: str, *harmless: Any, short: str = "") -> ForeignSetting:
-    return ForeignSetting(reason, harmless, short=(short,) if short else ())
+def _value(reason: str, *harmless: Any, short: str = "") -> VllmSetting:
+    return VllmSetting(reason, harmless, short=(short,) if short else ())
 
 
-def _ignored(reason: str, is_switch: bool = False) -> ForeignSetting:
-    return ForeignSetting(reason, None, is_switch)
+def _ignored(reason: str, is_switch: bool = False) -> VllmSetting:
+    return VllmSetting(reason, None, is_switch)
 
 
-FOREIGN: dict[str, ForeignSetting] = {
+VLLM_SETTINGS: dict[str, VllmSetting] = {
     # What is so anyway.
     "enable_chunked_prefill": _switch("prompts are always computed in chunks", True),
     "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
@@ -86,13 +86,13 @@ FOREIGN: dict[str, ForeignSetting] = {
 }
 
 
-def ignore_foreign(name: str, value: Any) -> str:
-    """Why a foreign setting with this value may be ignored. Raises ConfigError if it may not.
+def ignore_vllm_setting(name: str, value: Any) -> str:
+    """Return why a setting with this value may be ignored. Raise ConfigError if it may not.
 
-    name: a key of FOREIGN. value: as Python has it (None is not given), or as text from a command
-    line.
+    name: a key of VLLM_SETTINGS. value: as Python has it (None is not given), or as text from a
+    command line.
     """
-    setting = FOREIGN[name]
+    setting = VLLM_SETTINGS[name]
     if value is None or setting.harmless is None:
         return setting.reason
     if str(value) not in [str(harmless) for harmless in setting.harmless]:

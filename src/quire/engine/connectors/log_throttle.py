@@ -9,7 +9,7 @@ logger = logging.getLogger("quire")
 EVERY_S = 60.0
 
 
-class Complaints:
+class ThrottledLog:
     """At most one warning a minute of each kind. For one thread."""
 
     def __init__(self, clock: Clock, every_s: float = EVERY_S) -> None:

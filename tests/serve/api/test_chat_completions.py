@@ -3,7 +3,7 @@
 import openai
 import pytest
 
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from tests.serve.api.direct import direct
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

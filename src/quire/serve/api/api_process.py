@@ -1,4 +1,4 @@
-"""An API process: python -m quire.serve.api.process, started by the supervisor. It needs no torch.
+"""An API process, which the supervisor starts: python -m quire.serve.api.api_process. No torch.
 
 Its configuration comes as JSON on standard input; it answers HTTP on the bound socket that it
 inherits, and writes its index to `--ready` when it does. SIGTERM drains: new work is refused, open

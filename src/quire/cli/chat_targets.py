@@ -28,7 +28,7 @@ class Piece:
     finish_reason: str | None = None
 
 
-class Talker(Protocol):
+class ChatTarget(Protocol):
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
         """The answer, until it ends or `is_enough`. Raises RequestError, EngineError, HttpError."""
         ...
@@ -40,7 +40,7 @@ class Talker(Protocol):
     def close(self) -> None: ...
 
 
-class ModelTalker:
+class ModelTarget:
     """A model in this process."""
 
     def __init__(self, llm: "LLM", params: "SamplingParams") -> None:
@@ -67,7 +67,7 @@ class ModelTalker:
         self._llm.close()
 
 
-class ServerTalker:
+class ServerTarget:
     """A server that speaks OpenAI's HTTP API.
 
     model: its first one if None. sampling: fields of the request. Raises HttpError if it does not

@@ -1,8 +1,9 @@
 """Log-probabilities as clients read them: the format of completions, that of chat, and vLLM's list
 for the prompt.
 
-The chosen token comes first in a position's dictionary (`quire.engine.logprobs`). Its number is the
-same float wherever it is shown: clients compare it with the maximum to see whether it was greedy.
+The chosen token comes first in a position's dictionary (`decoded_logprobs`). Its number
+is the same float wherever it is shown: clients compare it with the maximum to see whether it was
+greedy.
 """
 
 from collections.abc import Iterable, Sequence

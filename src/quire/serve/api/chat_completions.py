@@ -9,16 +9,15 @@ from starlette.responses import Response
 
 from quire.base.errors import RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
-from quire.render.chat import ChatOptions
+from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
 from quire.render.tools import ToolCall
-from quire.serve.api.answers import Answer, Json, Tally
+from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import as_api_error
-from quire.serve.api.jobs import Job, make_job
-from quire.serve.api.logprobs import TokenNames, chat_logprobs, prompt_logprobs_json
-from quire.serve.api.neutral import check_neutral
+from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.serve.api.params import (
     chat_params,
     check_stream_options,
@@ -30,6 +29,7 @@ from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
 from quire.serve.api.tool_stream import ToolCallStream, parse_answer
+from quire.serve.api.unsupported_fields import check_neutral
 
 ROLE = "assistant"
 
@@ -54,19 +54,24 @@ async def create_chat_completion(
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
-    tally = Tally(len(job.token_ids), tenant=job.request.tenant)
-    choices = [ChatChoice(index, body, job, names, tally) for index in range(params.n)]
+    usage = UsageCounter(len(job.token_ids), tenant=job.request.tenant)
+    choices = [ChatChoice(index, body, job, names, usage) for index in range(params.n)]
     answer = Answer(api.client, body, head, [job], [choices])
     return await answer.respond(request)
 
 
 class ChatChoice:
-    """A message, in one piece or in several. tally: the one of all n."""
+    """A message, in one piece or in several. usage: the one of all n."""
 
     def __init__(
-        self, index: int, body: ChatCompletionRequest, job: Job, names: TokenNames, tally: Tally
+        self,
+        index: int,
+        body: ChatCompletionRequest,
+        job: PromptJob,
+        names: TokenNames,
+        usage: UsageCounter,
     ) -> None:
-        self.tally = tally
+        self.usage = usage
         self._index = index
         self._body = body
         self._job = job
@@ -80,7 +85,7 @@ class ChatChoice:
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         found = [] if self._begun else [self._first_chunk(output)]
-        self.tally.count(len(completion.token_ids), output)
+        self.usage.count(len(completion.token_ids), output)
         delta = self._delta(completion)
         if delta or completion.finish_reason or self._always:
             choice = {"index": self._index, "delta": delta} | self._beside(completion)
@@ -88,7 +93,7 @@ class ChatChoice:
         return found
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        self.tally.count(len(completion.token_ids), output)
+        self.usage.count(len(completion.token_ids), output)
         content, calls = completion.text, list[ToolCall]()
         if self._body.parses_tools:
             content, calls = parse_answer(completion.text)
