@@ -14,7 +14,7 @@ from quire.base.errors import ModelError
 from quire.engine.text import build_text_side
 from quire.models.source import resolve_model
 from tests.cli.commands import run
-from tests.models.gguf_writer import F32, stored, write_gguf
+from tests.models.gguf_writer import F32, META, stored, write_gguf
 from tests.render.tiny import write_directory
 from tests.serve.test_cache_identity import CONFIGS
 
@@ -52,17 +52,6 @@ def test_serve(text: str, message: str, tmp_path: Path) -> None:
     assert ended.returncode != 0
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
-
-
-META: dict[str, Any] = {
-    "general.architecture": "llama",
-    "llama.block_count": 1,
-    "llama.context_length": 64,
-    "llama.embedding_length": 8,
-    "llama.feed_forward_length": 8,
-    "llama.attention.head_count": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-}
 
 
 @pytest.mark.parametrize(

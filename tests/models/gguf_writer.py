@@ -20,6 +20,17 @@ F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30
 BLOCK = {F32: 1, F16: 1, BF16: 1, Q4_0: 32, Q8_0: 32}
 Array = npt.NDArray[Any]
 
+# The metadata of a small Llama.
+META: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.context_length": 64,
+    "llama.embedding_length": 8,
+    "llama.feed_forward_length": 8,
+    "llama.attention.head_count": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+}
+
 
 @dataclass(frozen=True)
 class Tensor:

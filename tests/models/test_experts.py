@@ -12,7 +12,7 @@ from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models import experts
 from quire.models.experts import ExpertList, SparseMLP, StackedExperts
 from quire.models.formats import WeightFormats
-from quire.models.loading import load_model
+from quire.models.loading import LoadOptions, load_model
 from quire.models.outline import outline
 from quire.models.packing import model_bytes, planned_bytes
 from quire.models.registry import make_model
@@ -83,8 +83,8 @@ def test_random_weights(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(experts, "ExpertList", StackedExperts)
     spec = spec_with()
     first, second, other = (
-        logits(load_model(Path(), spec, torch.float64, CPU, "dummy", seed), spec, torch.float64)
-        for seed in (1, 1, 2)
+        logits(load_model(Path(), spec, torch.float64, CPU, options), spec, torch.float64)
+        for options in (LoadOptions("dummy", seed) for seed in (1, 1, 2))
     )
     assert torch.equal(first, second) and not torch.allclose(first, other)
     assert first.isfinite().all() and first.std() > 0
@@ -94,7 +94,7 @@ def test_random_weights(stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_are_quantised_and_routers_are_not(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
     formats = WeightFormats(Quantization("int8", 32), None)
-    model = load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU, quantization=formats)
+    model = load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU, LoadOptions(formats=formats))
     for layer in model.layers:
         assert isinstance(layer.mlp, SparseMLP)
         weights = [layer.mlp.router.weight, layer.mlp.experts.gate_up[3].weight]

@@ -16,7 +16,7 @@ from quire.base.model_spec import ModelSpec, load_spec
 from quire.models.formats import IN_THE_DTYPE, weight_formats
 from quire.models.gguf.dequantise import dequantise
 from quire.models.gguf.weights import gguf_tensors
-from quire.models.loading import load_model
+from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
 from quire.models.source import resolve_model
 from quire.ops.formats import Quantization, variants
@@ -29,6 +29,7 @@ from tests.models.gguf_writer import (
     BF16,
     F16,
     F32,
+    META,
     Q4_0,
     Q8_0,
     Tensor,
@@ -181,15 +182,6 @@ def test_source(llama: Checkpoint, tmp_path: Path) -> None:
 
 # ---- errors ----------------------------------------------------------------------------------
 
-META: dict[str, Any] = {
-    "general.architecture": "llama",
-    "llama.block_count": 1,
-    "llama.context_length": 64,
-    "llama.embedding_length": 8,
-    "llama.feed_forward_length": 8,
-    "llama.attention.head_count": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-}
 EMBEDDING = {"token_embd.weight": stored(np.zeros((4, 8)), F32)}
 NAN = float("nan")
 
@@ -332,7 +324,7 @@ def test_blocks_are_multiplied_as_they_are(
     path = convert(folder, tmp_path / "model.gguf", kind)
     spec = load_spec(path)
     model = load_model(path, spec, dtype, CPU)
-    plain = load_model(path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    plain = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=IN_THE_DTYPE))
     formats = packed_formats(model)
     blocks = {name for name, found in formats.items() if found == format}
     tied_and_coarse = spec.tie_embeddings and format == "int4"
@@ -400,7 +392,7 @@ def test_mixed_parts_become_one_format(
     formats = packed_formats(mixed)
     assert formats["layers.0.attention.qkv"] == formats["layers.1.attention.output"] == "int8"
     assert formats["layers.1.attention.qkv"] == format
-    whole = load_model(mixed_path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    whole = load_model(mixed_path, spec, torch.float32, CPU, LoadOptions(formats=IN_THE_DTYPE))
     got, wanted = (rows(model.layers[1].attention.qkv.weight) for model in (mixed, whole))
     error = (got - wanted).norm() / wanted.norm()
     assert error == 0 if other == F32 else 0 < error < 0.005
@@ -440,7 +432,7 @@ def test_fewer_bits_become_int8(kind: int, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", model_metadata(config), tensors)
     spec = load_spec(path)
     model = load_model(path, spec, torch.float32, CPU)
-    plain = load_model(path, spec, torch.float32, CPU, quantization=IN_THE_DTYPE)
+    plain = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=IN_THE_DTYPE))
     assert set(packed_formats(model).values()) == {"int8"}
     config = config_from_flat(model=str(path), dtype="float32")
     assert preview_runner(config, resolve_model(str(path))).weights_bytes == model_bytes(model)
@@ -456,7 +448,7 @@ def test_other_formats_can_be_asked_for(llama: Checkpoint, tmp_path: Path) -> No
     path = convert(llama.directory, tmp_path / "model.gguf", Q8_0)
     spec = load_spec(path)
     int4 = weight_formats(ModelConfig(quantization="int4"))
-    model = load_model(path, spec, torch.float32, CPU, quantization=int4)
+    model = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=int4))
     assert set(packed_formats(model).values()) == {"int4", "int8"}
     assert weight_formats(ModelConfig(quantization="none")) == IN_THE_DTYPE
     exact = load_model(path, spec, torch.float64, CPU)

@@ -18,7 +18,7 @@ from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models import assembly
 from quire.models.checkpoint import INDEX, safetensors_shapes, weight_files
 from quire.models.layers import Linear, LMHead
-from quire.models.loading import load_model, model_bytes
+from quire.models.loading import LoadOptions, Progress, load_model, model_bytes
 from quire.models.registry import make_model
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
@@ -39,8 +39,11 @@ def logits_of(model: torch.nn.Module, spec: ModelSpec) -> torch.Tensor:
     return run_paged(model, spec, TOKENS, [[9]])[0]
 
 
-def load(checkpoint: Checkpoint, **options: object) -> torch.nn.Module:
-    return load_model(checkpoint.directory, checkpoint.spec, torch.float32, CPU, **options)
+def load(
+    checkpoint: Checkpoint, progress: Progress | None = None, **options: Any
+) -> torch.nn.Module:
+    folder, spec = checkpoint.directory, checkpoint.spec
+    return load_model(folder, spec, torch.float32, CPU, LoadOptions(**options), progress)
 
 
 def rewrite(directory: Path, **changes: torch.Tensor | None) -> None:
@@ -241,7 +244,9 @@ def test_dummy_weights_depend_on_the_seed_alone(variant: str) -> None:
     spec = parse_spec({"model_type": model_type} | config)
 
     def make(seed: int) -> torch.Tensor:
-        return logits_of(load_model(Path(), spec, torch.float32, CPU, "dummy", seed), spec)
+        return logits_of(
+            load_model(Path(), spec, torch.float32, CPU, LoadOptions("dummy", seed)), spec
+        )
 
     first = make(1)
     assert first.isfinite().all()
@@ -325,7 +330,7 @@ import json, sys, torch
 from pathlib import Path
 from quire.base.config import ModelConfig
 from quire.base.model_spec import parse_spec
-from quire.models.loading import load_model, model_bytes
+from quire.models.loading import LoadOptions, load_model, model_bytes
 from quire.models.formats import weight_formats
 
 def memory(name):
@@ -334,11 +339,10 @@ def memory(name):
 
 spec = parse_spec(json.loads(sys.argv[1]))
 formats = weight_formats(ModelConfig(quantization="int4"))
-load_model(Path(), parse_spec(json.loads(sys.argv[2])), torch.float32, torch.device("cpu"), "dummy")
+dummy, packed = LoadOptions("dummy"), LoadOptions("dummy", formats=formats)
+load_model(Path(), parse_spec(json.loads(sys.argv[2])), torch.float32, torch.device("cpu"), dummy)
 before = memory("VmRSS")
-model = load_model(
-    Path(), spec, torch.float32, torch.device("cpu"), "dummy", quantization=formats
-)
+model = load_model(Path(), spec, torch.float32, torch.device("cpu"), packed)
 print(memory("VmHWM") - before, model_bytes(model))
 """
 

@@ -10,7 +10,7 @@ from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ConfigError
 from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
 from quire.models.layers import Embedding
-from quire.models.loading import load_model, model_bytes
+from quire.models.loading import LoadOptions, load_model, model_bytes
 from quire.models.packing import planned_bytes
 from quire.models.registry import make_model
 from quire.models.source import resolve_model
@@ -49,7 +49,7 @@ def test_logits_are_near_the_unquantised(variant: str, formats: str, tmp_path: P
     checkpoint = write_checkpoint(tmp_path, variant)
     exact = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
     rounded = load_model(
-        tmp_path, checkpoint.spec, torch.float32, CPU, quantization=FORMATS[formats]
+        tmp_path, checkpoint.spec, torch.float32, CPU, LoadOptions(formats=FORMATS[formats])
     )
     wanted = torch.cat(run_paged(exact, checkpoint.spec, SEQUENCES, WHOLE))
     got = torch.cat(run_paged(rounded, checkpoint.spec, SEQUENCES, WHOLE))
@@ -64,7 +64,7 @@ def test_the_bits_of_layers_do_not_depend_on_the_batch(
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
     chosen = AS_THEY_ARE if formats is None else FORMATS[formats]
-    model = load_model(tmp_path, checkpoint.spec, dtype, CPU, quantization=chosen)
+    model = load_model(tmp_path, checkpoint.spec, dtype, CPU, LoadOptions(formats=chosen))
     layers = [m for m in model.modules() if isinstance(getattr(m, "weight", None), PackedWeight)]
     assert layers
     x = torch.randn(19, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -84,7 +84,7 @@ def test_bytes_are_planned(variant: str, formats: str | None, tmp_path: Path) ->
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         if dtype == torch.float64 and formats is not None:
             continue
-        model = load_model(tmp_path, checkpoint.spec, dtype, CPU, quantization=chosen)
+        model = load_model(tmp_path, checkpoint.spec, dtype, CPU, LoadOptions(formats=chosen))
         empty = make_model(checkpoint.spec, dtype, META)
         assert planned_bytes(empty, dtype, CPU, chosen) == model_bytes(model)
 
@@ -97,7 +97,7 @@ def test_a_tied_table_is_stored_once_if_its_rows_are_good_enough(
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, "qwen3_tied")
     chosen = AS_THEY_ARE if formats is None else FORMATS[formats]
-    model = load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU, quantization=chosen)
+    model = load_model(tmp_path, checkpoint.spec, torch.bfloat16, CPU, LoadOptions(formats=chosen))
     assert (model.embedding.weight is model.head.weight) == shares
     ids = torch.tensor([0, 96, 5], dtype=torch.int32)
     plain = load_model(tmp_path, checkpoint.spec, torch.float64, CPU).embedding(ids)
@@ -128,7 +128,7 @@ def test_the_demo_model_says_the_same_in_int8() -> None:
     directory = resolve_model("demo").directory
     choices = {}
     for name, formats in ((None, AS_THEY_ARE), *FORMATS.items()):
-        model = load_model(directory, spec, torch.float32, CPU, quantization=formats)
+        model = load_model(directory, spec, torch.float32, CPU, LoadOptions(formats=formats))
         choices[name] = torch.cat(run_paged(model, spec, sequences, chunks)).argmax(-1)
     agreement = {n: (c == choices[None]).float().mean().item() for n, c in choices.items()}
     assert min(agreement[name] for name in FORMATS if "int8" in name) >= 0.95, agreement

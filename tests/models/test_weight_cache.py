@@ -21,7 +21,7 @@ from quire.models.assembly import all_weights, empty_model
 from quire.models.checkpoint import weight_files
 from quire.models.formats import AS_THEY_ARE, WeightFormats, weight_formats
 from quire.models.layers import Linear
-from quire.models.loading import load_model
+from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
 from quire.models.weight_cache import (
     HEADER,
@@ -65,15 +65,9 @@ def load(
     path: Path | Checkpoint, cache: WeightCache | None, formats: WeightFormats = INT8, **more: Any
 ) -> torch.nn.Module:
     folder = path.directory if isinstance(path, Checkpoint) else path
-    return load_model(
-        folder,
-        load_spec(folder),
-        more.pop("dtype", torch.bfloat16),
-        CPU,
-        quantization=formats,
-        cache=cache,
-        **more,
-    )
+    dtype, progress = more.pop("dtype", torch.bfloat16), more.pop("progress", None)
+    options = LoadOptions(formats=formats, cache=cache, **more)
+    return load_model(folder, load_spec(folder), dtype, CPU, options, progress)
 
 
 def bits(model: torch.nn.Module) -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import torch
 
 from quire.base.config import ModelConfig
 from quire.models.formats import AS_THEY_ARE, weight_formats
-from quire.models.loading import load_model
+from quire.models.loading import LoadOptions, load_model
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
 from quire.ops.program import Kind
@@ -70,7 +70,7 @@ def test_logits_have_the_same_bits_alone_batched_and_chunked(
     variant: str, dtype: torch.dtype, formats: str, tmp_path: Path
 ) -> None:
     checkpoint = write_checkpoint(tmp_path, variant)
-    model = load_model(tmp_path, checkpoint.spec, dtype, CPU, quantization=FORMATS[formats])
+    model = load_model(tmp_path, checkpoint.spec, dtype, CPU, LoadOptions(formats=FORMATS[formats]))
 
     def run(sequences: list[list[int]], cuts: list[list[int]], **rest: Any) -> list[torch.Tensor]:
         return run_paged(
@@ -103,7 +103,7 @@ def test_a_layer_has_ten_phases(tmp_path: Path) -> None:
     assert kinds.count(Kind.ATTEND) == layers
     assert draft.widths[0] == size == checkpoint.spec.hidden_size
     quantised = load_model(
-        tmp_path, checkpoint.spec, torch.float32, CPU, quantization=FORMATS["int8 of 0"]
+        tmp_path, checkpoint.spec, torch.float32, CPU, LoadOptions(formats=FORMATS["int8 of 0"])
     )
     assert max(trace(quantised)[0].phases) + 1 == 10 * layers + 1
 

@@ -162,3 +162,23 @@ def test_every_public_name_resolves() -> None:
 
     for name in quire.__all__:
         assert getattr(quire, name).__name__ == name
+
+
+MOST_PARAMETERS = 8
+# Kernels take every pointer and stride; the C++ core's functions every address and size.
+WIDE = ("ops/kernels/", "ops/native_types.py")
+# These have the parameters that callers know from other engines.
+PUBLIC = {"serve/llm.py: chat", "serve/async_llm.py: generate"}
+
+
+def test_functions_have_few_parameters() -> None:
+    found = []
+    for path in sources(PACKAGE):
+        name = path.relative_to(PACKAGE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                each = node.args
+                names = {arg.arg for arg in (*each.posonlyargs, *each.args, *each.kwonlyargs)}
+                if len(names - {"self", "cls"}) > MOST_PARAMETERS and not name.startswith(WIDE):
+                    found.append(f"{name}: {node.name}")
+    assert set(found) <= PUBLIC

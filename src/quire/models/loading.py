@@ -6,6 +6,7 @@ may come from a cache instead (weight_cache.py). Formats that can run code are n
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,44 +34,56 @@ Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MIB = 1 << 20
 
 
+@dataclass(frozen=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
+    stands in its place; `dummy` reads nothing, and takes random numbers of this seed. formats:
+    without any, what a GGUF file holds in 8 bits or fewer stays so (gguf/stored.py) where the core
+    multiplies it. cache: where packed weights are kept. most_bytes: of all weights; None is any
+    number.
+    """
+
+    load_format: str = "auto"
+    seed: int = 0
+    formats: WeightFormats = AS_THEY_ARE
+    cache: WeightCache | None = None
+    most_bytes: int | None = None
+
+
 def load_model(
     directory: Path,
     spec: ModelSpec,
     dtype: torch.dtype,
     device: torch.device,
-    load_format: str = "auto",
-    seed: int = 0,
+    options: LoadOptions | None = None,
     progress: Progress | None = None,
-    quantization: WeightFormats = AS_THEY_ARE,
-    cache: WeightCache | None = None,
-    most_bytes: int | None = None,
 ) -> Model:
-    """The model on the device, ready to run.
+    """Load the model to the device, ready to run.
 
-    load_format: `auto` and `safetensors` read DIRECTORY's *.safetensors, or the GGUF file that
-    stands in its place; `dummy` reads nothing. quantization: without one, what a GGUF file holds
-    in 8 bits or fewer stays so (gguf/stored.py) where the core multiplies it. cache: where packed
-    weights are kept. most_bytes: of all weights; None is any number.
     Raises ModelError for an unknown architecture and for tensors that are missing, unknown, there
     twice or of another shape than the config says, and OutOfMemory before anything is loaded.
     """
+    options = options or LoadOptions()
+    formats, cache, reads = options.formats, options.cache, options.load_format != "dummy"
     model = empty_model(spec, dtype, device)
     report = progress or _no_progress
-    files = [] if load_format == "dummy" else checkpoint_files(directory)
+    files = checkpoint_files(directory) if reads else []
     stored: Stored = {}
-    if load_format != "dummy":
-        stored = formats_of_file(directory, spec, model, dtype, device, quantization)
-    entry, num_bytes = None, planned_bytes(model, dtype, device, quantization, stored)
-    _check_room(num_bytes, most_bytes)
+    if reads:
+        stored = formats_of_file(directory, spec, model, dtype, device, formats)
+    entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
+    _check_room(num_bytes, options.most_bytes)
     if cache is not None and can_pack_natively(dtype, device):
-        made_with = (spec.identity, dtype, quantization, _kernels(dtype, quantization, stored))
-        entry = cache.entry(model, num_bytes, files, seed, made_with)
+        made_with = (spec.identity, dtype, formats, _kernels(dtype, formats, stored))
+        entry = cache.entry(model, num_bytes, files, options.seed, made_with)
         if entry is not None and entry.restore(model):
             report(num_bytes, num_bytes)
             return model
-    assembly = Assembly(model, device, quantization, stored)
-    if load_format == "dummy":
-        fill_with_random(assembly, seed, report)
+    assembly = Assembly(model, device, formats, stored)
+    if not reads:
+        fill_with_random(assembly, options.seed, report)
     elif is_gguf(directory):
         fill_from_gguf(assembly, directory, spec, report)
     else:
@@ -81,9 +94,9 @@ def load_model(
     return model
 
 
-def _kernels(dtype: torch.dtype, quantization: WeightFormats, stored: Stored) -> dict[str, str]:
+def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict[str, str]:
     """The instruction set of each format that weights are packed in."""
-    asked = [each for each in (quantization.layers, quantization.head) if each is not None]
+    asked = [each for each in (formats.layers, formats.head) if each is not None]
     used = {each.format for each in asked} | {each.quantization.format for each in stored.values()}
     return chosen_variants(sorted({dtype_name(dtype)} | used))
 

@@ -15,7 +15,7 @@ from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
 from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
-from quire.models.loading import load_model
+from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
 from quire.models.source import ModelSource
 from quire.models.weight_cache import weight_cache
@@ -121,10 +121,8 @@ def _load(
     cache = weight_cache(config.model.weight_cache)
     load_format, seed = load_format_of(config, source), config.model.seed
     try:
-        model = load_model(
-            source.directory, spec, dtype, device, load_format, seed, progress, formats, cache,
-            most_bytes,
-        )  # fmt: skip
+        options = LoadOptions(load_format, seed, formats, cache, most_bytes)
+        model = load_model(source.directory, spec, dtype, device, options, progress)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the weights of {source.name} ({config.model.dtype}) do not fit on"
