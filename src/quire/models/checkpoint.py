@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 
 def checkpoint_files(path: Path) -> list[Path]:
-    """What holds the weights. Raises ModelError, saying what to do, if there is nothing."""
+    """List what holds the weights. Raises ModelError, saying what to do, if there is nothing."""
     return [path] if is_gguf(path) else weight_files(path)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The *.safetensors files of a model: as transformers has it model.safetensors, else those
-    that its index names, else all. Raises ModelError, saying what to do, if it has none."""
+    """List the *.safetensors files of a model: as transformers has it model.safetensors, else
+    those that its index names, else all. Raises ModelError, saying what to do, if it has none."""
     index, single = directory / INDEX, directory / "model.safetensors"
     if single.exists():
         files = [single]
@@ -46,7 +46,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """The files that an index names; they must stand beside it."""
+    """List the files that an index names; they must stand beside it."""
     try:
         with index.open("rb") as file:
             text = file.read(MAX_HEADER_BYTES)
@@ -65,7 +65,7 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
-    """The shape of each tensor, as its file's header has it.
+    """Read the shape of each tensor from its file's header.
 
     Raises ModelError for a file that cannot be read, or whose header is none, and for a tensor
     that two files hold.
@@ -81,7 +81,7 @@ def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
 
 
 def tensor_ranges(path: Path) -> list[tuple[int, int]]:
-    """Where each tensor of a safetensors file begins and ends, in bytes from the file's beginning.
+    """List where each tensor of a safetensors file begins and ends, in bytes from its beginning.
     Raises ModelError as safetensors_shapes does."""
 
     def read(header: Header, data_start: int) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def _shapes_of(path: Path) -> dict[str, Shape]:
 
 
 def _parsed(path: Path, read: Callable[[Header, int], T]) -> T:
-    """What `read` makes of a file's header and of where its data begins."""
+    """Give a file's header, and where its data begins, to `read`."""
     try:
         text = _header(path)
         header = json.loads(text)
@@ -143,6 +143,6 @@ def _no_weights(directory: Path) -> str:
 
 
 def listed(names: list[str], limit: int = 5) -> str:
-    """The first of them, and how many more there are."""
+    """Name the first of them, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

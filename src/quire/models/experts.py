@@ -70,7 +70,7 @@ class StackedExperts(Layer):
         return [self.source(f"{name}.{part}.weight") for name in self._numbers for part in parts]
 
     def source(self, name: str) -> Source:
-        """Of one name, without making those of all experts."""
+        """Return the source of one name, without making those of all experts."""
         expert, part, _ = name.rsplit(".", 2)
         number = self._numbers[expert]
         if part == "down_proj":
@@ -96,7 +96,7 @@ class SparseMLP(nn.Module):
 
 
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
-    """The form that a device multiplies."""
+    """Choose the form that a device multiplies."""
     return StackedExperts if device.type == "cuda" else ExpertList
 
 

@@ -40,7 +40,7 @@ def file_identity(path: Path) -> list[Any]:
 
 
 def _places(path: Path, size: int) -> Iterable[int]:
-    """Where a large file is looked at, in order."""
+    """List where a large file is looked at, in order."""
     last = size - PAGE_BYTES
     spread = {last * i // (PAGES - 1) for i in range(PAGES)}
     middles = {(start + end) // 2 for start, end in _ranges(path)[:MAX_TENSORS]}
@@ -48,7 +48,7 @@ def _places(path: Path, size: int) -> Iterable[int]:
 
 
 def _ranges(path: Path) -> list[tuple[int, int]]:
-    """Where each tensor begins and ends; nothing of a file that is neither format."""
+    """List where each tensor begins and ends; nothing of a file that is neither format."""
     try:
         if is_gguf(path):
             places = GGUFFile(path).tensors.values()

@@ -43,7 +43,7 @@ class StoredFormat:
 
 
 def weight_formats(config: ModelConfig) -> WeightFormats:
-    """What the settings ask for. Raises ConfigError for a group size that there is not."""
+    """Read what the settings ask for. Raises ConfigError for a group size that there is not."""
     if config.quantization is None:
         return AS_THEY_ARE
     if config.quantization == "none":

@@ -86,7 +86,7 @@ def _found(directory: Path) -> dict[tuple[int, str], float]:
 
 
 def _places(name: str) -> list[tuple[int, str]]:
-    """What a tensor is a scale of; mostly nothing."""
+    """Find what a tensor is a scale of; mostly nothing."""
     match = _NAME.fullmatch(name)
     if match is None:
         return []

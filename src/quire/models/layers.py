@@ -74,7 +74,7 @@ class Layer(nn.Module):
         raise NotImplementedError
 
     def source(self, name: str) -> Source:
-        """The one of this name, which must be among them."""
+        """Return the source of this name, which must be among them."""
         return next(source for source in self.sources() if source.name == name)
 
 
@@ -182,7 +182,7 @@ class LMHead(Layer):
     def pack(
         self, quantization: Quantization | None = None, memory: HugeMemory | None = None
     ) -> None:
-        """As Linear.pack; the embedding keeps its table."""
+        """Pack as Linear does; the embedding keeps its table."""
         set_weight(self, pack_weight(self.weight, quantization, memory))
 
 

@@ -95,7 +95,7 @@ def load_model(
 
 
 def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict[str, str]:
-    """The instruction set of each format that weights are packed in."""
+    """Return the instruction set of each format that weights are packed in."""
     asked = [each for each in (formats.layers, formats.head) if each is not None]
     used = {each.format for each in asked} | {each.quantization.format for each in stored.values()}
     return chosen_variants(sorted({dtype_name(dtype)} | used))
@@ -109,7 +109,7 @@ def formats_of_file(
     device: torch.device,
     quantization: WeightFormats,
 ) -> Stored:
-    """What layers are packed as because their weights are quantised in a GGUF file."""
+    """Choose what layers are packed as because their weights are quantised in a GGUF file."""
     as_stored = quantization == AS_THEY_ARE and is_gguf(path)
     if not (as_stored and can_pack_natively(dtype, device)):
         return {}
@@ -152,7 +152,7 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
 
 
 def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
-    """Small random numbers, the same for the same seed, and ones for the weights of norms."""
+    """Fill in small random numbers, always the same for a seed, and ones for norms' weights."""
     numbers = _RandomNumbers(seed)
     total, done, count = model_bytes(assembly.model), 0, 0
 
@@ -191,7 +191,7 @@ class _RandomNumbers:
 
 
 def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of the files, one at a time, backed by the mapped file."""
+    """Yield all tensors of the files, one at a time, backed by the mapped file."""
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
@@ -202,7 +202,7 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _is_ignored(model: Model, name: str) -> bool:
-    """Whether a tensor without a place is harmless: a constant, a scale that is not for the
+    """Tell whether a tensor without a place is harmless: a constant, a scale that is not for the
     layers (kv_scales.py), or a tied head stored again."""
     tied_head = name == "lm_head.weight" and not model.head.sources()
     return tied_head or name.endswith(model.ignored_tensors)

@@ -60,7 +60,7 @@ def outline(spec: ModelSpec) -> list[Part]:
 
 
 def base_prefix(spec: ModelSpec) -> str:
-    """What checkpoints of the bare decoder leave out of their tensors' names."""
+    """Return what checkpoints of the bare decoder leave out of their tensors' names."""
     return "transformer." if spec.model_type == "gpt2" else "model."
 
 
@@ -76,7 +76,7 @@ def ignored_tensors(spec: ModelSpec) -> tuple[str, ...]:
 def planned_weights(
     parts: Sequence[Part], packing: Packing, formats: WeightFormats, stored: Stored
 ) -> list[FormatBytes]:
-    """What the parts take once they are packed, by format, the largest first. stored: of parts,
+    """Count the bytes of the packed parts, by format, the largest first. stored: of parts,
     by index, whose weights are quantised in a GGUF file."""
     sizes: dict[str, int] = {}
     for index, part in enumerate(parts):
@@ -94,7 +94,7 @@ def planned_weights(
 
 
 def part_bytes(part: Part, packing: Packing, format: Quantization | None) -> int:
-    """Of a part that is packed."""
+    """Count the bytes of a part that is packed."""
     if part.kind == HEAD:
         return packing.head_bytes(part.shape, format, part.is_tied)
     return packing.weight_bytes(part.shape, format)
@@ -119,7 +119,7 @@ def _count(shape: Shape) -> int:
 def _linear(
     names: Sequence[str], inputs: int, outputs: Sequence[int], bias: bool, turned: bool = False
 ) -> Iterator[Part]:
-    """As layers.Linear; turned: the checkpoint holds [inputs, outputs]."""
+    """Outline a layers.Linear; turned: the checkpoint holds [inputs, outputs]."""
     rows = sum(outputs)
     pairs = list(zip(names, outputs, strict=True))
     weights = {f"{n}.weight": (inputs, o) if turned else (o, inputs) for n, o in pairs}

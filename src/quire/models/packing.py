@@ -87,7 +87,7 @@ def planned_bytes(
     formats: WeightFormats = AS_THEY_ARE,
     stored: Stored = MappingProxyType({}),
 ) -> int:
-    """What model_bytes will be once this model, which may be without memory, is packed."""
+    """Foretell model_bytes of this model, which may be without memory, once it is packed."""
     how = packing(dtype, device)
     packed = [m for m in model.modules() if isinstance(m, Linear | LMHead)]
     owned = {id(module.weight) for module in packed}
@@ -104,7 +104,7 @@ def planned_bytes(
 
 
 def _bytes(weight: torch.Tensor | PackedWeight) -> int:
-    """Also of oneDNN's tensors, which do not tell."""
+    """Count the bytes of a weight; oneDNN's tensors do not tell theirs."""
     if isinstance(weight, PackedWeight):
         return weight.nbytes
     return weight.numel() * weight.itemsize

@@ -54,10 +54,10 @@ def _llama3(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
 
 
 def _yarn(frequencies_E: torch.Tensor, options: RopeOptions) -> torch.Tensor:
-    """As llama3, but blended along the index of the frequency instead of its value."""
+    """Blend as llama3 does, but along the index of the frequency instead of its value."""
 
     def index_of(turns: float) -> float:
-        """Where in the list stands the frequency that makes so many turns in `trained` tokens."""
+        """Find the place of the frequency that makes so many turns in `trained` tokens."""
         wanted = math.log(options.trained / (turns * 2 * math.pi))
         return len(frequencies_E) * wanted / math.log(options.theta)
 

@@ -62,7 +62,7 @@ class WeightCache:
     def entry(
         self, model: nn.Module, num_bytes: int, files: list[Path], seed: int, made_with: object
     ) -> "Entry | None":
-        """Where the weights of this empty model belong; None if they are not to be kept.
+        """Find where the weights of this empty model belong; None if they are not to be kept.
 
         num_bytes: of all packed weights. files: the checkpoint's; none for random weights, of this
         seed. made_with: what else the weights depend on; its repr counts.
@@ -86,7 +86,7 @@ class WeightCache:
 
 
 def weight_cache(setting: str) -> WeightCache | None:
-    """What the setting asks for: `off`, `auto` (the user's cache directory), or a directory."""
+    """Open what the setting names: `off`, `auto` (the user's cache directory), or a directory."""
     if setting == "off":
         return None
     if setting == "auto":
@@ -95,7 +95,7 @@ def weight_cache(setting: str) -> WeightCache | None:
 
 
 def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Which tensors of a checkpoint fill which layers, in what order."""
+    """List which tensors of a checkpoint fill which layers, in order."""
     for prefix, layer in model.named_modules():
         for source in layer.sources() if isinstance(layer, Layer) else ():
             yield prefix, source.name, source.checkpoint_shape, source.transposed, source.repeated
@@ -183,7 +183,7 @@ def make_room(directory: Path, needed: int, replaced: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Whether it is gone. A file that another process maps or writes is locked."""
+    """Remove a file unless another process maps or writes it, and so locks it; tell if it is gone."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

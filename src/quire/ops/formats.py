@@ -39,7 +39,7 @@ class Quantization:
     group_size: int
 
     def group_of(self, num_inputs: int) -> int:
-        """Inputs that share a scale, filled up where the number of inputs asks for it."""
+        """Count the inputs that share a scale, filled up where the number of inputs asks for it."""
         if self.group_size:
             return self.group_size
         if num_inputs > MOST_INPUTS_OF_A_ROW:
@@ -70,7 +70,7 @@ class Packing:
         return DTYPE_BYTES[self.dtype]
 
     def weight_bytes(self, shape: tuple[int, ...], quantization: Quantization | None) -> int:
-        """Of one weight [N, K] when it is packed."""
+        """Count the bytes of one weight [N, K] when it is packed."""
         if self.panel:
             name = self.dtype if quantization is None else quantization.format
             panel = dict(self.other_panels).get(name, self.panel)
@@ -80,8 +80,8 @@ class Packing:
     def head_bytes(
         self, shape: tuple[int, ...], quantization: Quantization | None, is_tied: bool
     ) -> int:
-        """Of a head [V, D], with the table that is tied to it: one weight for both, if its rows
-        can be looked up. Those of 4 bits are too coarse for that, oneDNN's have none."""
+        """Count the bytes of a head [V, D] and the table that is tied to it: one weight for both, if
+        its rows can be looked up. Those of 4 bits are too coarse for that, oneDNN's have none."""
         is_int4 = quantization is not None and quantization.format == "int4"
         is_shared = not self.is_reordered or (bool(self.panel) and not is_int4)
         table = shape[0] * shape[1] * self.dtype_bytes if is_tied and not is_shared else 0
@@ -91,8 +91,8 @@ class Packing:
 def packed_bytes(
     shape: tuple[int, ...], dtype: str, quantization: Quantization | None, panel: int
 ) -> int:
-    """What a weight [N, K] takes in the core's order: whole panels of so many outputs, and whole
-    groups of inputs. dtype: its own, which counts if it is not quantised."""
+    """Count the bytes of a weight [N, K] in the core's order: whole panels of outputs, whole groups
+    of inputs. dtype: its own, which counts if it is not quantised."""
     outputs, inputs = shape
     if quantization is None:
         words, scales = -(-inputs // INPUTS_OF_A_WORD[dtype]), 0
@@ -105,8 +105,8 @@ def packed_bytes(
 
 @functools.cache
 def variants() -> tuple[str, ...]:
-    """The instruction sets that both the core and this CPU have, the default last; none without
-    it."""
+    """List the instruction sets that both the core and this CPU have, the default last; none
+    without the core."""
     module = core()
     return () if module is None else tuple(module.linear_variants())
 
@@ -165,14 +165,15 @@ def measurement_file() -> KernelFile:
 
 
 def panel_of(variant: str) -> int:
-    """Outputs per panel of an instruction set; the core is asked for one weight's bytes."""
+    """Count the outputs per panel of an instruction set, from the bytes of one weight."""
     core = needed_core()
     one_float32 = WeightLayout(FORMATS.index("float32"), variants().index(variant), 1, 1, 1)
     return core.linear_bytes(one_float32.at(0, core)) // DTYPE_BYTES["float32"]
 
 
 def core_packing(dtype: str) -> Packing | None:
-    """The core's on this CPU; None if it does not multiply this dtype, or is not there."""
+    """Return the core's packing on this CPU; None if it does not multiply this dtype, or is not
+    there."""
     if dtype not in CORE_DTYPES or core() is None:
         return None
     panel = panel_of(chosen_variant(dtype))

@@ -162,7 +162,7 @@ class KernelFile:
         return found
 
     def _is_ours(self, found: Measurement) -> bool:
-        """Whether all figures are there, and can be divided by."""
+        """Tell whether all figures are there, and can be divided by."""
         if found.machine != self.machine or found.speeds.keys() != self.wanted.keys():
             return False
         return all(

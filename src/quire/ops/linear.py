@@ -68,7 +68,7 @@ def pack_weight(
     quantization: Quantization | None = None,
     memory: HugeMemory | None = None,
 ) -> Weight:
-    """The weight in packed order if this device and dtype have one, else the weight itself.
+    """Return the weight in packed order if this device and dtype have one, else the weight itself.
     memory: where the core's packed order is put.
 
     Raises ConfigError where it cannot be quantised.
@@ -89,7 +89,7 @@ TYPICAL_TOKENS = 16
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether there is a packed order and fast kernels for such weights."""
+    """Tell whether there is a packed order and fast kernels for such weights."""
     if can_pack_natively(dtype, device):
         return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
@@ -100,7 +100,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> Packing:
-    """How pack_weight stores weights of this dtype there."""
+    """Tell how pack_weight stores weights of this dtype there."""
     name = dtype_name(dtype)
     found = core_packing(name) if device.type == "cpu" else None
     return found or Packing(name, is_reordered=can_pack(dtype, device))
@@ -112,10 +112,10 @@ def packed_weight_bytes(
     device: torch.device,
     quantization: Quantization | None = None,
 ) -> int:
-    """What pack_weight's result will take."""
+    """Count the bytes of pack_weight's result."""
     return packing(dtype, device).weight_bytes(shape, quantization)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the configuration has it."""
+    """Return a dtype's name in the configuration."""
     return str(dtype).removeprefix("torch.")

@@ -120,6 +120,6 @@ def forget_pages(values: torch.Tensor) -> None:
 
 
 def free_disk_bytes(directory: Path) -> int:
-    """What this process may still write there. Raises OSError."""
+    """Count the bytes that this process may still write there. Raises OSError."""
     facts = os.statvfs(directory)
     return facts.f_bavail * facts.f_frsize

@@ -70,7 +70,7 @@ class PackedWeight:
 
 
 def can_pack_natively(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the core multiplies activations of this dtype."""
+    """Tell whether the core multiplies activations of this dtype."""
     return device.type == "cpu" and dtype in ELEMENTS and core() is not None
 
 
@@ -86,7 +86,7 @@ def pack(
     variant: str | None = None,
     memory: HugeMemory | None = None,
 ) -> PackedWeight:
-    """The weight in the core's order, quantised if that is asked for. memory: where to put it.
+    """Pack a weight in the core's order, quantised if that is asked for. memory: where to put it.
 
     Raises ConfigError for weights that are not finite: they have no scale.
     """
@@ -112,8 +112,8 @@ def pack(
 def pack_blocks(
     blocks_NB: torch.Tensor, quantization: Quantization, memory: HugeMemory | None = None
 ) -> PackedWeight:
-    """Rows of ggml's blocks (BLOCK_BYTES each: a float16 scale and 32 integers), uint8, as an int8
-    or int4 weight with groups of 32. The integers stay as they are; scales become bfloat16, which
+    """Pack rows of ggml's blocks, uint8 (BLOCK_BYTES each: a float16 scale and 32 integers), as an
+    int8 or int4 weight with groups of 32. The integers stay as they are; scales become bfloat16, which
     changes them by at most 1 in 256."""
     outputs, row_bytes = blocks_NB.shape
     inputs = row_bytes // BLOCK_BYTES[quantization.format] * quantization.group_size
@@ -128,13 +128,13 @@ def pack_blocks(
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:
-    """Looked at in parts: torch's own test takes more memory than the weight."""
+    """Tell whether all is finite, in parts: torch's test takes more memory than the weight."""
     rows = max(1, VALUES_AT_ONCE // weight_NK.shape[1])
     return all(part.isfinite().all() for part in weight_NK.split(rows))
 
 
 def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
-    """A packed weight in memory that holds one. Raises ValueError for numbers that `pack` does not
+    """Make a packed weight of memory that holds one. Raises ValueError for numbers that `pack` does not
     make here, or that ask for another size."""
     layout = WeightLayout(*map(int, numbers))
     if not 0 <= layout.format < len(FORMATS) or min(layout.outputs, layout.inputs) < 1:

@@ -137,7 +137,7 @@ class ProgramDraft:
         return found
 
     def places(self) -> tuple[list[int], int]:
-        """Where each buffer begins in the arena, in floats per token, and the arena's width.
+        """Find where each buffer begins in the arena, in floats per token, and the arena's width.
 
         A place is free again from the phase after the last that uses it: within a phase the
         threads may be anywhere.
@@ -196,7 +196,7 @@ class Tracer:
         }
 
     def trace(self, result_TD: torch.Tensor) -> ProgramDraft:
-        """The program that computes the result, a tensor that the record's last call returned."""
+        """Make the program that computes the result, a tensor that the record's last call returned."""
         self._draft.widths = [math.prod(result_TD.shape[1:])]
         self._buffers[_storage(result_TD)] = 0
         for call in self._record.calls:
@@ -219,7 +219,7 @@ class Tracer:
         return View(buffer, int(tensor.storage_offset()))
 
     def _new(self, result: torch.Tensor) -> View:
-        """The buffer of a result."""
+        """Make the buffer of a result."""
         storage = _storage(result)
         if self._buffers.get(storage) != 0:
             if storage in self._buffers or storage in self._inputs:
@@ -344,13 +344,13 @@ class Tracer:
 
 
 def operand_stride(weight: PackedWeight) -> int:
-    """Bytes between the rows of a product's prepared activations; 0 if they need no preparation."""
+    """Count the bytes between rows of a product's prepared activations; 0 if none are prepared."""
     num_bytes = needed_core().linear_operand_bytes(weight.for_core())
     return -(-num_bytes // 64) * 64
 
 
 def num_groups(weight: PackedWeight) -> int:
-    """Scales of one row of a product's int8 activations; 0 if they are not int8."""
+    """Count the scales of one row of a product's int8 activations; 0 if they are not int8."""
     layout = weight.layout
     return -(-layout.inputs // layout.group) if weight.format in ("int8", "int4") else 0
 

@@ -57,7 +57,8 @@ def gumbel(uniform_: torch.Tensor) -> torch.Tensor:
 def keep_candidates(
     scaled_RK: torch.Tensor, log_total_R: torch.Tensor | None, filters: Filters, vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the K largest logits pass: bool [R, K]; and for which rows that is all: bool [R].
+    """Find which of the K largest logits pass, bool [R, K], and in which rows these are all, bool
+    [R].
 
     scaled_RK: float64, divided by the temperature, falling. log_total_R: log of the sum of exp over
     the whole row, float64; None if every row's top_k is within K. A row is not done when tokens

@@ -51,7 +51,7 @@ IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 def stored_formats_of_parts(
     file: GGUFFile, spec: ModelSpec, parts: Iterable[Part]
 ) -> dict[int, StoredFormat]:
-    """What to pack the parts of an outline as, by index; without those that hold plain numbers."""
+    """Choose what to pack an outline's parts as, by index, without those of plain numbers."""
     kinds = kinds_by_name(file, spec)
     found: dict[int, StoredFormat] = {}
     for index, part in enumerate(parts):
@@ -65,14 +65,14 @@ def stored_formats_of_parts(
 
 
 def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
-    """How each tensor is stored, under the name that our layers ask for."""
+    """Tell how each tensor is stored, by the name that our layers ask for."""
     return {our_name(place.name, spec): place.kind for place in file.tensors.values()}
 
 
 def stored_format(
     names: Iterable[str], kinds: Mapping[str, TensorKind], is_looked_up: bool
 ) -> StoredFormat | None:
-    """What to pack a layer as whose weight these tensors fill; None if they are plain numbers.
+    """Choose what to pack a layer as whose weight these tensors fill; None for plain numbers.
 
     The core multiplies the integers of Q8_0 and Q4_0 as they are, if all parts of a layer are that.
     Others, all of at most 6 bits, become int8 in groups of 32, which adds a few hundredths to the
@@ -88,7 +88,7 @@ def stored_format(
 
 
 def our_name(name: str, spec: ModelSpec) -> str:
-    """The name that our layers ask for; what they have no name for keeps its own."""
+    """Return the name that our layers ask for; what they have no name for keeps its own."""
     is_gpt2 = spec.model_type == "gpt2"
     stem, _, kind = name.rpartition(".")
     found = IN_LAYER.fullmatch(stem)

@@ -91,7 +91,7 @@ def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
 def stored_formats(
     file: GGUFFile, spec: ModelSpec, model: nn.Module
 ) -> dict[nn.Module, StoredFormat]:
-    """What to pack the layers as whose weights are quantised in the file (stored.stored_format)."""
+    """Choose what to pack the layers as whose weights are quantised in the file."""
     kinds = kinds_by_name(file, spec)
     tables = {id(m.weight): m for m in model.modules() if isinstance(m, Embedding)}
     found: dict[nn.Module, StoredFormat] = {}
@@ -126,7 +126,7 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
 def _row_order(
     name: str, file: GGUFFile, spec: ModelSpec, num_rows: int
 ) -> npt.NDArray[np.int64] | None:
-    """Of llama's queries and keys; None for all others.
+    """Return the order of rows of llama's queries and keys; None for all others.
 
     llama.cpp rotates neighbours (0, 1), (2, 3), ... of a head where we rotate (0, H/2), (1, H/2+1),
     ..., so its files hold the rows of each head as 0, H/2, 1, H/2+1, ...

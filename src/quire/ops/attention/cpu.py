@@ -89,7 +89,7 @@ class CpuBackend(MovesBlocks):
         return len(self._layers)
 
     def layer_kv(self, layer: int) -> LayerKV:
-        """Where a layer's keys and values stand; the same for the backend's whole life."""
+        """Return where a layer's keys and values stand; the same for the backend's whole life."""
         return self._layers[layer]
 
     def slots(self, group: int) -> torch.Tensor:

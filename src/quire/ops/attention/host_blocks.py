@@ -95,7 +95,7 @@ class HostBlocks:
             self._host_kv = [None] * len(self._device_kv)
 
     def block_bytes(self, place: int) -> int:
-        """Of one block of a device tensor."""
+        """Return the bytes of one block of a device tensor."""
         kv = self._device_kv[place]
         return kv.numel() // kv.shape[self._dim] * kv.element_size()
 
@@ -127,7 +127,7 @@ class HostBlocks:
         return found
 
     def _parts(self, place: int, num_blocks: int) -> Iterator[slice]:
-        """As many blocks as fit a slot."""
+        """Cut a move into parts of as many blocks as fit a slot."""
         size = max(1, self._part_bytes // max(1, self.block_bytes(place)))
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 

@@ -21,7 +21,7 @@ class Mark(Protocol):
     """A point in a stream's work, or the end of a task of the helper thread."""
 
     def is_done(self) -> bool:
-        """Whether all before it is done. Does not wait."""
+        """Tell whether all before it is done. Does not wait."""
         ...
 
     def wait(self) -> None:
@@ -41,7 +41,7 @@ class Stream(Protocol):
         ...
 
     def wait_for(self, mark: Mark) -> None:
-        """What is launched here from now on follows a stream's mark. The host goes on."""
+        """Hold what is launched here from now on until a stream's mark. The host goes on."""
         ...
 
 
@@ -148,7 +148,7 @@ class CudaStreams:
 
 
 def streams_of(tensor: torch.Tensor) -> Streams | None:
-    """Of a tensor's device; None if that is the host."""
+    """Return the streams of a tensor's device; None if that is the host."""
     return CudaStreams(tensor.device) if tensor.is_cuda else None
 
 
