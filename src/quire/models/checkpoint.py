@@ -71,13 +71,29 @@ def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
     that two files hold.
     """
     shapes: dict[str, Shape] = {}
+    places = TensorPlaces()
     for file in files:
-        found = _shapes_of(file)
-        twice = sorted(found.keys() & shapes.keys())
-        if twice:
-            raise ModelError(f"{file} and another file both hold {listed(twice)}: remove one.")
-        shapes |= found
+        for name, shape in _shapes_of(file).items():
+            places.add(name, file, name)
+            shapes[name] = shape
     return shapes
+
+
+class TensorPlaces(dict[str, tuple[Path, str]]):
+    """The file that holds each tensor, and its name there, by the name in the model."""
+
+    def add(self, name: str, file: Path, stored_name: str) -> None:
+        """Note where a tensor is. Raises ModelError if it is somewhere else, too."""
+        if name in self:
+            first, other = self[name]
+            raise ModelError(
+                f"{file} holds one tensor under two names, {other} and {stored_name}: remove one of"
+                " them."
+                if first == file
+                else f"{first.name} and {file.name} in {first.parent} both hold {stored_name}, so it"
+                " is not known which one counts: remove the file that is not part of the model."
+            )
+        self[name] = file, stored_name
 
 
 def tensor_ranges(path: Path) -> list[tuple[int, int]]:

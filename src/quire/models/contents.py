@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ModelError
+from quire.models.checkpoint import TensorPlaces
 from quire.models.layers import Embedding, Layer, Source
 from quire.models.model import Model
 from quire.ops.memory import forget_pages
@@ -24,14 +25,12 @@ def check_contents(files: Iterable[Path], model: Model) -> None:
     """Raise ModelError for a tensor that stands in two files, or under two names in one, for one of
     another shape or kind than the model's, and for a head that is not what it is tied to."""
     wanted = {source.name: source for source in _sources(model)}
-    places: dict[str, tuple[Path, str]] = {}
+    places = TensorPlaces()
     for file in files:
         for name, shape, dtype in _headers(file):
             full = name if name in wanted else f"{model.base_prefix}{name}"
             full = full if full in wanted else name
-            if full in places:
-                raise ModelError(_twice(name, places[full], file))
-            places[full] = file, name
+            places.add(full, file, name)
             if full in wanted:
                 _check(name, shape, dtype, wanted[full])
     tied = _tied_table(model)
@@ -67,16 +66,6 @@ def _check(name: str, shape: tuple[int, ...], dtype: str, source: Source) -> Non
             f"the tensor {name} holds {dtype}, not floating-point numbers: quantised weights are"
             " not supported; take the checkpoint that was not quantised, or a GGUF file."
         )
-
-
-def _twice(name: str, first: tuple[Path, str], second: Path) -> str:
-    file, other = first
-    if file == second:
-        return f"{file} holds one tensor under two names, {other} and {name}: remove one of them."
-    return (
-        f"{file.name} and {second.name} in {file.parent} both hold the tensor {name}, so it is not"
-        " known which one counts: remove the file that is not part of the model."
-    )
 
 
 def _tied_table(model: Model) -> str:

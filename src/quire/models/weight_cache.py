@@ -183,7 +183,8 @@ def make_room(directory: Path, needed: int, replaced: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a file unless another process maps or writes it, and so locks it; tell if it is gone."""
+    """Remove a file unless another process, which maps or writes it, locks it; tell if it is
+    gone."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -80,8 +80,8 @@ class Packing:
     def head_bytes(
         self, shape: tuple[int, ...], quantization: Quantization | None, is_tied: bool
     ) -> int:
-        """Count the bytes of a head [V, D] and the table that is tied to it: one weight for both, if
-        its rows can be looked up. Those of 4 bits are too coarse for that, oneDNN's have none."""
+        """Count the bytes of a head [V, D] and the table that is tied to it: one weight for both,
+        if its rows can be looked up. Those of 4 bits are too coarse, oneDNN's have none."""
         is_int4 = quantization is not None and quantization.format == "int4"
         is_shared = not self.is_reordered or (bool(self.panel) and not is_int4)
         table = shape[0] * shape[1] * self.dtype_bytes if is_tied and not is_shared else 0

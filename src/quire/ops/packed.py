@@ -113,8 +113,8 @@ def pack_blocks(
     blocks_NB: torch.Tensor, quantization: Quantization, memory: HugeMemory | None = None
 ) -> PackedWeight:
     """Pack rows of ggml's blocks, uint8 (BLOCK_BYTES each: a float16 scale and 32 integers), as an
-    int8 or int4 weight with groups of 32. The integers stay as they are; scales become bfloat16, which
-    changes them by at most 1 in 256."""
+    int8 or int4 weight with groups of 32. The integers stay as they are; scales become bfloat16,
+    which changes them by at most 1 in 256."""
     outputs, row_bytes = blocks_NB.shape
     inputs = row_bytes // BLOCK_BYTES[quantization.format] * quantization.group_size
     assert quantization.group_size == BLOCK_VALUES
@@ -134,8 +134,8 @@ def _is_finite(weight_NK: torch.Tensor) -> bool:
 
 
 def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
-    """Make a packed weight of memory that holds one. Raises ValueError for numbers that `pack` does not
-    make here, or that ask for another size."""
+    """Make a packed weight of memory that holds one. Raises ValueError for numbers that `pack`
+    does not make here, or that ask for another size."""
     layout = WeightLayout(*map(int, numbers))
     if not 0 <= layout.format < len(FORMATS) or min(layout.outputs, layout.inputs) < 1:
         raise ValueError(f"there is no packed weight of {numbers}")

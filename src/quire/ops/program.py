@@ -196,7 +196,7 @@ class Tracer:
         }
 
     def trace(self, result_TD: torch.Tensor) -> ProgramDraft:
-        """Make the program that computes the result, a tensor that the record's last call returned."""
+        """Make the program that computes the result, which the record's last call returned."""
         self._draft.widths = [math.prod(result_TD.shape[1:])]
         self._buffers[_storage(result_TD)] = 0
         for call in self._record.calls:
