@@ -148,10 +148,10 @@ def test_weights_are_what_the_model_takes(folders: dict[str, Path]) -> None:
         spec = load_spec(source.directory)
         settings = {"dtype": "bfloat16", "quantization": "int4"}
         config = config_from_flat(**settings).model
+        options = build.LoadOptions(formats=build.weight_formats(config))
         model = build.load_model(
-            source.directory, spec, torch.bfloat16, torch.device("cpu"),
-            quantization=build.weight_formats(config),
-        )  # fmt: skip
+            source.directory, spec, torch.bfloat16, torch.device("cpu"), options
+        )
         assert fitted(source, SOME_BYTES, **settings).memory.weights_bytes == model_bytes(model)
 
 

@@ -86,12 +86,12 @@ class TensorPlaces(dict[str, tuple[Path, str]]):
         """Note where a tensor is. Raises ModelError if it is somewhere else, too."""
         if name in self:
             first, other = self[name]
+            names = f"{other} and {stored_name}"
             raise ModelError(
-                f"{file} holds one tensor under two names, {other} and {stored_name}: remove one of"
-                " them."
+                f"{file} holds one tensor under two names, {names}: remove one of them."
                 if first == file
-                else f"{first.name} and {file.name} in {first.parent} both hold {stored_name}, so it"
-                " is not known which one counts: remove the file that is not part of the model."
+                else f"{first.name} and {file.name} in {file.parent} both hold {stored_name}:"
+                " remove the file that is not part of the model."
             )
         self[name] = file, stored_name
 
