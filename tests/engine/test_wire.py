@@ -40,6 +40,7 @@ TO_CORE = [
 FROM_CORE = [
     Ready(1, 100, 64, 20, 4, {"model": "demo", "max_num_seqs": 4, "kv": None}, "memory"),
     Refused("r3", "too long"),
+    Refused("r4", "no room", True, "n"),
     Metrics(4, "# HELP"),
 ]
 

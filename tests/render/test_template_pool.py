@@ -75,16 +75,17 @@ def test_what_is_no_conversation_is_refused_as_before(pool: TemplatePool) -> Non
     odd = TemplateJob(PLAIN, {}, [Odd(role="user", content="Hi")], ChatOptions())
     assert unpack(odd.pack()).messages == [{"role": "user", "content": "Hi"}]
     assert pool.render(odd) == "<|user|>Hi"
-    for messages, rule in (
-        ([], "non-empty list"),
-        (7, "non-empty list"),
-        ([{"content": "x"}], "needs a role"),
-        ([{"role": "user", "content": object()}], "holds a object"),
+    for messages, rule, field in (
+        ([], "non-empty list", None),
+        (7, "non-empty list", None),
+        ([{"content": "x"}], "needs a role", "messages[0]"),
+        ([{"role": "user", "content": object()}], "holds a object", "messages[0]"),
     ):
         asked = TemplateJob(PLAIN, {}, messages, ChatOptions())
         for runner in (pool, InThisProcess()):
-            with pytest.raises(RequestError, match=rule):
+            with pytest.raises(RequestError, match=rule) as raised:
                 runner.render(asked)
+            assert raised.value.field == field
 
 
 @pytest.mark.parametrize("source", TOO_MUCH_MEMORY)

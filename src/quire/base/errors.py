@@ -20,6 +20,8 @@ Every message says what was wrong, the value, and what to do.
 STEP_FAILED = "step_failed"  # a step of the engine failed on it
 REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
 TIMED_OUT = "timed_out"  # it took longer than its timeout_s
+# Why a request was not taken (`RequestError.code`).
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
 
 class QuireError(Exception):
@@ -31,7 +33,15 @@ class ConfigError(QuireError, ValueError):
 
 
 class RequestError(QuireError, ValueError):
-    """A request that is malformed or can never be served by this engine."""
+    """A request that is malformed or can never be served by this engine.
+
+    field: what of the request is wrong, by its name there. code: for programs.
+    """
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
 
 
 class EngineBusy(RequestError):

@@ -38,7 +38,7 @@ class RequestOutputKind(enum.Enum):
 
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
-        raise RequestError(f"{name} must be {rule}, got {value!r}.")
+        raise RequestError(f"{name} must be {rule}, got {value!r}.", name)
 
 
 def _is_int(value: object) -> bool:
@@ -171,12 +171,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         if self.num_samples > 1 and self.is_greedy:
             raise RequestError(
                 f"{name}={getattr(self, name)} needs sampling: at temperature={self.temperature}"
-                f" all continuations are the same. Raise temperature, or set {name} to 1."
+                f" all continuations are the same. Raise temperature, or set {name} to 1.",
+                name,
             )
         if self.is_ranked and self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
                 f"best_of={best_of} needs an answer in one piece: which n={n} are the best is known"
-                " at the end. Do not stream, or leave best_of out."
+                " at the end. Do not stream, or leave best_of out.",
+                "best_of",
             )
 
     def _check_beams(self) -> None:
@@ -194,12 +196,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             value = getattr(self, name)
             if value not in (None, [], getattr(neutral, name)):
                 raise RequestError(
-                    f"{name}={value!r} is not possible with beam search; leave it out."
+                    f"{name}={value!r} is not possible with beam search; leave it out.", name
                 )
         if self.output_kind is RequestOutputKind.DELTA:
             raise RequestError(
                 "use_beam_search needs an answer in one piece: the best beam is known at the end."
-                " Do not stream."
+                " Do not stream.",
+                "use_beam_search",
             )
 
     def _normalise(self) -> None:

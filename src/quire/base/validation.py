@@ -33,10 +33,12 @@ class RequestLimits:
             check_open(params)
         if request.pin_s is not None:
             check_pin(request)
+        name = _width_field(params)
         if params.num_samples > self.max_num_seqs:
             raise RequestError(
-                f"{_width(params)} is more than max_num_seqs={self.max_num_seqs}; ask for fewer or"
-                " raise max_num_seqs."
+                f"{name}={params.num_samples} is more than max_num_seqs={self.max_num_seqs}; ask"
+                " for fewer or raise max_num_seqs.",
+                name,
             )
         self._check_prompt(request.prompt_token_ids)
         params.check_vocab(self.vocab_size)
@@ -45,18 +47,22 @@ class RequestLimits:
         for name in ("logprobs", "prompt_logprobs"):
             _check_logprobs(name, getattr(params, name), self.max_logprobs)
         if len(request.cache_salt) > MAX_CACHE_SALT:
-            raise RequestError(f"cache_salt is longer than {MAX_CACHE_SALT} characters.")
+            raise RequestError(
+                f"cache_salt is longer than {MAX_CACHE_SALT} characters.", "cache_salt"
+            )
         if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(f"more than {MAX_STOP_TOKEN_IDS} stop token ids.")
         if len(request.tenant) > MAX_TENANT:
-            raise RequestError(f"tenant is longer than {MAX_TENANT} characters.")
+            raise RequestError(f"tenant is longer than {MAX_TENANT} characters.", "tenant")
         if not is_duration(request.timeout_s):
             rule = duration_rule("for none")
-            raise RequestError(f"timeout_s must be {rule}, got {request.timeout_s!r}.")
+            message = f"timeout_s must be {rule}, got {request.timeout_s!r}."
+            raise RequestError(message, "timeout_s")
         if not 0 <= request.received_s < math.inf:
             raise RequestError(
                 f"received_s must be a time of this machine's monotonic clock, or 0 where it is not"
-                f" known, got {request.received_s!r}."
+                f" known, got {request.received_s!r}.",
+                "received_s",
             )
 
     def check_piece(self, token_ids: list[int], num_before: int) -> None:
@@ -74,11 +80,13 @@ class RequestLimits:
         """Every beam must be able to go on as another text than all others, also if each token that
         may stop it comes first."""
         stops = {token for token in request.stop_token_ids if token < self.vocab_size}
-        num_others = self.vocab_size - len(stops)
-        if request.params.num_samples > num_others:
+        num_others, num_beams = self.vocab_size - len(stops), request.params.num_samples
+        if num_beams > num_others:
+            name = _width_field(request.params)
             raise RequestError(
-                f"{_width(request.params)} is more than the {num_others} tokens of the vocabulary"
-                " that do not stop a beam; ask for fewer beams or give fewer stop_token_ids."
+                f"{name}={num_beams} is more than the {num_others} tokens of the vocabulary that do"
+                " not stop a beam; ask for fewer beams or give fewer stop_token_ids.",
+                name,
             )
 
     def _check_prompt(self, prompt: list[int]) -> None:
@@ -103,7 +111,7 @@ def check_pin(request: Request) -> None:
     params, pin_s = request.params, request.pin_s
     if pin_s is None or not is_duration(pin_s):
         rule = duration_rule("to keep the prefix")
-        raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.")
+        raise RequestError(f"ttl_s must be {rule}, got {pin_s!r}.", "ttl_s")
     if not 0 < request.pin_share <= 1:
         raise RequestError(f"a share of what may be pinned is in (0, 1], got {request.pin_share}.")
     if request.is_open or params.num_samples > 1 or params.use_beam_search:
@@ -120,10 +128,10 @@ def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
         raise RequestError(f"prompt token id {wrong} is not in the vocabulary of {vocab_size}.")
 
 
-def _width(params: SamplingParams) -> str:
-    """The field that says how many sequences there are, with its value."""
+def _width_field(params: SamplingParams) -> str:
+    """The field that says how many sequences there are."""
     name = "beam_width" if params.use_beam_search else "best_of"
-    return f"{'n' if getattr(params, name) is None else name}={params.num_samples}"
+    return "n" if getattr(params, name) is None else name
 
 
 def _check_logprobs(name: str, value: int | None, most: int) -> None:
@@ -131,5 +139,7 @@ def _check_logprobs(name: str, value: int | None, most: int) -> None:
         return
     if value == -1 or value > most:
         raise RequestError(
-            f"{name}={value} is more than max_logprobs={most}; ask for fewer or raise max_logprobs."
+            f"{name}={value} is more than max_logprobs={most}; ask for fewer or raise"
+            " max_logprobs.",
+            name,
         )

@@ -84,7 +84,7 @@ def _request(entry: Entry, text: TextSide, name: str) -> Request:
     if (entry.prompt is None) == (entry.messages is None):
         raise RequestError("give either prompt (a text or token ids) or messages.")
     if entry.messages == []:
-        raise RequestError("messages is empty; give at least one message.")
+        raise RequestError("messages is empty; give at least one message.", "messages")
     if entry.messages is None and (entry.tools or entry.chat_template_kwargs):
         raise RequestError("tools and chat_template_kwargs are for messages; leave them out.")
     rendered = text.renderer.render(

@@ -246,7 +246,7 @@ class CoreServer:
             self.core.add(request)
         except RequestError as error:
             is_busy = isinstance(error, EngineBusy)
-            client.send(Refused(request.request_id, str(error), is_busy))
+            client.send(Refused(request.request_id, str(error), is_busy, error.field))
         else:
             self._owners[request.request_id] = client.client_id
 

@@ -388,7 +388,7 @@ class RemoteClient:
             box = self._boxes.get(message.request_id)
             if box is not None:
                 kind = EngineBusy if message.is_busy else RequestError
-                box.fail(kind(message.message))
+                box.fail(kind(message.message, message.field))
         elif isinstance(message, (Metrics, TimelineText, Prefixes)):
             answer = self._asked.get(message.ask_id)
             if answer is not None and not answer.done():

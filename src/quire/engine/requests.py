@@ -96,7 +96,8 @@ def _check_textless(params: SamplingParams) -> None:
         if value:
             raise RequestError(
                 f"{name}={value!r} needs a tokenizer, which this model does not have; use"
-                " stop_token_ids or logit_bias."
+                " stop_token_ids or logit_bias.",
+                name,
             )
 
 

@@ -80,7 +80,8 @@ class ChatTemplate:
         if content_format not in CONTENT_FORMATS:
             raise RequestError(
                 f"chat_template_content_format must be one of {', '.join(CONTENT_FORMATS)},"
-                f" got {content_format!r}."
+                f" got {content_format!r}.",
+                "chat_template_content_format",
             )
         return self.wants_parts if content_format == "auto" else content_format == "openai"
 
@@ -122,7 +123,8 @@ def load_template(value: str) -> str:
 def _checked_kwargs(values: object) -> dict[str, Any]:
     """Variables that a request gives to the template, beside those that it has anyway."""
     if not isinstance(values, Mapping):
-        raise RequestError(f"chat_template_kwargs must be an object, got {type(values).__name__}.")
+        message = f"chat_template_kwargs must be an object, got {type(values).__name__}."
+        raise RequestError(message, "chat_template_kwargs")
     plain: dict[str, Any] = plain_data(dict(values), "chat_template_kwargs")
     return {name: value for name, value in plain.items() if name not in OWN_NAMES}
 
@@ -137,7 +139,8 @@ def _mark_final(messages: list[Message], options: ChatOptions) -> str:
     message = messages[-1]
     content = message["content"]
     if not content:
-        raise RequestError("continue_final_message needs a last message with text to continue.")
+        message = "continue_final_message needs a last message with text to continue."
+        raise RequestError(message, "continue_final_message")
     if isinstance(content, str):
         message["content"] = content + FINAL_MARK
         return content

@@ -45,21 +45,22 @@ def prepare_tools(tools: object) -> list[Message] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
-        raise RequestError(f"tools must be a list of objects, got {type(tools).__name__}.")
+        raise RequestError(f"tools must be a list of objects, got {type(tools).__name__}.", "tools")
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
-            raise RequestError(f"tools[{index}] must be an object, got {type(tool).__name__}.")
+            message = f"tools[{index}] must be an object, got {type(tool).__name__}."
+            raise RequestError(message, f"tools[{index}]")
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
-            raise RequestError(f"tools[{index}] needs a function with a name.")
+            raise RequestError(f"tools[{index}] needs a function with a name.", f"tools[{index}]")
     return [plain_data(dict(tool), "tools") for tool in tools]
 
 
 def plain_data(value: Any, where: str, depth: int = 0) -> Any:
     """A copy made of JSON's types only, so that a template can reach nothing else."""
     if depth > MAX_DEPTH:
-        raise RequestError(f"{where} is nested more than {MAX_DEPTH} levels deep.")
+        raise RequestError(f"{where} is nested more than {MAX_DEPTH} levels deep.", where)
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -73,11 +74,18 @@ def plain_data(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, Iterable) and not isinstance(value, (bytes, bytearray)):
         return [plain_data(item, where, depth + 1) for item in value]
     raise RequestError(
-        f"{where} holds a {type(value).__name__}; use texts, numbers, lists and objects only."
+        f"{where} holds a {type(value).__name__}; use texts, numbers, lists and objects only.",
+        where,
     )
 
 
 def _wrong(index: int, rule: str) -> RequestError:
+    """A message that is none."""
+    return RequestError(f"messages[{index}] {rule}.", f"messages[{index}]")
+
+
+def _wrong_part(index: int, rule: str) -> RequestError:
+    """Something in a message; the field is all of them."""
     return RequestError(f"messages[{index}] {rule}.")
 
 
@@ -96,20 +104,22 @@ def _set_content(message: Message, index: int, parts_wanted: bool, strings_too: 
         parts = [{"type": "text", "text": text} for text in texts]
         message["content"] = parts if parts_wanted else "\n".join(texts)
     else:
-        raise _wrong(index, f"has a content of type {type(content).__name__}; it must be a text"
-                            " or a list of text parts")  # fmt: skip
+        kind = type(content).__name__
+        raise _wrong_part(
+            index, f"has a content of type {kind}; it must be a text or a list of text parts"
+        )
 
 
 def _part_text(part: object, index: int) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise _wrong(index, f"has a part of type {type(part).__name__}; it must be an object")
+        raise _wrong_part(index, f"has a part of type {type(part).__name__}; it must be an object")
     kind = part.get("type", "text")
     if kind not in TEXT_PARTS:
-        raise _wrong(index, f"has a part of type {kind!r}; this model takes text parts only")
+        raise _wrong_part(index, f"has a part of type {kind!r}; this model takes text parts only")
     if not isinstance(part.get("text"), str):
-        raise _wrong(index, "has a text part without a text")
+        raise _wrong_part(index, "has a text part without a text")
     return str(part["text"])
 
 
@@ -120,13 +130,15 @@ def _set_tool_calls(message: Message, index: int) -> None:
         message.pop("tool_calls", None)
         return
     if not isinstance(calls, list):
-        raise _wrong(index, f"has tool_calls of type {type(calls).__name__}; it must be a list")
+        raise _wrong_part(
+            index, f"has tool_calls of type {type(calls).__name__}; it must be a list"
+        )
     if not calls:
         del message["tool_calls"]  # templates ask only whether there are any
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _wrong(index, "has a tool call without a function name")
+            raise _wrong_part(index, "has a tool call without a function name")
         arguments = function.get("arguments")
         if arguments is None:
             function["arguments"] = {}
@@ -138,7 +150,9 @@ def _parsed(arguments: str, index: int) -> Any:
     try:
         return json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError) as error:
-        raise _wrong(index, f"has a tool call whose arguments are not JSON ({error})") from error
+        raise _wrong_part(
+            index, f"has a tool call whose arguments are not JSON ({error})"
+        ) from error
 
 
 def _set_reasoning(message: Message) -> None:

@@ -164,8 +164,11 @@ def is_conversation(prompt: object) -> bool:
 def _checked_ids(values: object) -> list[int]:
     """A list of token ids, checked for type; the engine checks them against the vocabulary."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or not values:
-        raise RequestError("prompt_token_ids must be a non-empty list of integers.")
+        raise RequestError(
+            "prompt_token_ids must be a non-empty list of integers.", "prompt_token_ids"
+        )
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise RequestError(f"prompt_token_ids must hold integers from 0 on, got {value!r}.")
+            message = f"prompt_token_ids must hold integers from 0 on, got {value!r}."
+            raise RequestError(message, "prompt_token_ids")
     return list(values)

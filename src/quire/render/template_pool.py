@@ -5,6 +5,7 @@ long ones, and templates that came with a request, never take the last one.
 """
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -271,7 +272,8 @@ class TemplatePool:
         if kind == TEXT:
             return text
         assert kind == REFUSED
-        raise RequestError(text)
+        message, field = json.loads(text)
+        raise RequestError(message, field)
 
     def _ended(self, process: TemplateProcess, heavy: bool) -> RequestError:
         why = process.why()

@@ -7,9 +7,11 @@ of memory, which raises MemoryError. It takes jobs from the socket that it inher
 argument is its number), one after the other, and ends with it.
 
     job      length (4 bytes), `TemplateJob.pack()`
-    answer   kind (1 byte), length (4 bytes), UTF-8: the text, or why there is none
+    answer   kind (1 byte), length (4 bytes), UTF-8: the text, or as JSON why there is none and the
+             field that is wrong
 """
 
+import json
 import resource
 import signal
 import socket
@@ -54,10 +56,11 @@ def _answer(templates: InThisProcess, data: bytes) -> tuple[bytes, bytes]:
     except MemoryError:
         return TOO_MUCH, b""
     except RequestError as error:
-        return REFUSED, str(error).encode("utf-8", "surrogatepass")
+        return REFUSED, json.dumps([str(error), error.field]).encode()
     except Exception as error:
         text = f"the chat template fails on this conversation ({type(error).__name__}: {error})."
-        return REFUSED, text.encode("utf-8", "backslashreplace")
+        shown = text.encode("utf-8", "backslashreplace").decode()
+        return REFUSED, json.dumps([shown, None]).encode()
 
 
 def _limit_memory() -> None:

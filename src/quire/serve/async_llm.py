@@ -148,9 +148,11 @@ class AsyncLLM:
         max_num_queued_reqs, EngineDead if the core has ended or ends.
         """
         if lora_request is not None:
-            raise RequestError("lora_request: adapters are not supported yet; leave it out.")
+            message = "lora_request: adapters are not supported yet; leave it out."
+            raise RequestError(message, "lora_request")
         if data_parallel_rank:
-            raise RequestError(f"data_parallel_rank={data_parallel_rank}: there is one engine, 0.")
+            message = f"data_parallel_rank={data_parallel_rank}: there is one engine, 0."
+            raise RequestError(message, "data_parallel_rank")
         text = self._text
         params = sampling_params or self.get_default_sampling_params()
 

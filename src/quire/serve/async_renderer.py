@@ -7,16 +7,12 @@ too long is refused before it is tokenised.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.base.errors import RequestError
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt, Renderer, is_conversation
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, Lanes
 
 INT64 = 2**63
-
-
-class PromptTooLong(RequestError):
-    """A text that has too many tokens, whatever they are."""
 
 
 class AsyncRenderer:
@@ -35,32 +31,35 @@ class AsyncRenderer:
         max_tokens: int | None = None,
     ) -> RenderedPrompt:
         """`Renderer.render`. max_tokens: a text that certainly has more is refused unread, with
-        PromptTooLong; others may have more, too. Raises RequestError, and EngineBusy where too
-        much waits already."""
+        CONTEXT_LENGTH_EXCEEDED; others may have more, too. Raises RequestError, and EngineBusy
+        where too much waits already."""
+        field = "prompt"
         if is_conversation(prompt):
+            field = "messages"
             prompt = await self._renderer.chat_text_async(prompt, options, template)
             add_special_tokens = False
         num_chars = size_of(prompt, MAX_CHARS_ON_LOOP)
         if num_chars > MAX_CHARS_ON_LOOP:  # counting it all takes long for odd ones only
             num_chars = len(prompt) if isinstance(prompt, str | list) else size_of(prompt)
-        return await self._lanes.run(
-            max(num_chars, 1), self._render, prompt, add_special_tokens, max_tokens
-        )
 
-    def _render(self, prompt: object, special: bool, max_tokens: int | None) -> RenderedPrompt:
-        if isinstance(prompt, str) and max_tokens is not None:
-            self._check_length(prompt, max_tokens)
-        return self._renderer.render(prompt, None, None, special)
+        def rendered() -> RenderedPrompt:
+            if isinstance(prompt, str) and max_tokens is not None:
+                self._check_length(prompt, max_tokens, field)
+            return self._renderer.render(prompt, None, None, add_special_tokens)
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
+        return await self._lanes.run(max(num_chars, 1), rendered)
+
+    def _check_length(self, text: str, max_tokens: int, field: str) -> None:
         tokenizer = self._renderer.tokenizer
         if tokenizer is None or len(text) <= min(max_tokens, MAX_CHARS_ON_LOOP):
             return
         at_least = 0 if tokenizer.bound is None else tokenizer.bound.at_least(text)
         if at_least > max_tokens:
-            raise PromptTooLong(
+            raise RequestError(
                 f"the prompt has {len(text)} characters, which are {at_least} tokens or more; at"
-                f" most {max_tokens} are possible here; shorten it."
+                f" most {max_tokens} are possible here; shorten it.",
+                field,
+                CONTEXT_LENGTH_EXCEEDED,
             )
 
 

@@ -80,7 +80,7 @@ class LLM:
             template_kwargs=chat_template_kwargs or {},
         )
         if not messages:
-            raise RequestError("messages is empty; give at least one message.")
+            raise RequestError("messages is empty; give at least one message.", "messages")
         single = isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
         renderer = self._alive.renderer

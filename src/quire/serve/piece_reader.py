@@ -130,7 +130,8 @@ class PieceReader:
         if not salt or salt == self.cache_salt:
             return
         if self._changed.is_set() or self.cache_salt is not None:
-            raise RequestError("cache_salt must come with the first piece, and stay the same.")
+            message = "cache_salt must come with the first piece, and stay the same."
+            raise RequestError(message, "cache_salt")
         self.cache_salt = salt
 
     def _put(self, token_ids: list[int], is_last: bool = False) -> None:

@@ -174,9 +174,14 @@ def test_values_are_shortened() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "param"),
     [
-        (RequestError("temperature must be from 0 to 2, got 9."), 400, "temperature"),
-        (RequestError("n=9 is more than max_num_seqs=8; ask for fewer."), 400, "n"),
+        (
+            RequestError("temperature must be from 0 to 2, got 9.", "temperature"),
+            400,
+            "temperature",
+        ),
+        (RequestError("n=9 is more than max_num_seqs=8; ask for fewer.", "n"), 400, "n"),
         (RequestError("the prompt has 9 tokens; at most 8 are possible."), 400, None),
+        (RequestError("seed must be right, which no message tells."), 400, None),
         (EngineDead("gone"), 503, None),
         (EngineError("a kernel at 0x7f00"), 500, None),
         (ConfigError("/etc/secret"), 500, None),

@@ -7,7 +7,7 @@ import quire
 from quire.serve.api import chat_completions, completions, prefixes, stream, utility
 from quire.serve.api.auth import authorised
 from quire.serve.api.context import ApiContext
-from quire.serve.api.errors import install_error_handlers
+from quire.serve.api.error_handlers import install_error_handlers
 from quire.serve.api.limits import BodyLimit, generating
 from quire.serve.api.methods import HeadAsGet
 from quire.serve.api.request_ids import HEADER, RequestIds

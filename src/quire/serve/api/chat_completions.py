@@ -189,8 +189,7 @@ async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPromp
             prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
     except RequestError as error:
         shown = as_api_error(error)
-        field = "tools" if shown.message.startswith("tools") else "messages"
-        shown.param = shown.param or field
+        shown.param = shown.param or "messages"
         raise shown from error
     return truncated(prompt, body, api.client.ready.max_model_len)
 

@@ -201,7 +201,7 @@ async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> R
         is_cut = body.truncate_prompt_tokens is not None
         rendered = await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
     except RequestError as error:
-        raise bad_request(str(error), "prompt") from error
+        raise bad_request(str(error), "prompt", error.code) from error
     return truncated(rendered, body, api.client.ready.max_model_len)
 
 

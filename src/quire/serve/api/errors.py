@@ -1,18 +1,15 @@
 """Errors as clients see them: {"error": {"message", "type", "param", "code"}}, as OpenAI's.
 
-Whatever a handler raises ends here. Texts are our own: an exception of a library is never shown,
-because it may hold paths or addresses; the log has it with its traceback.
+Texts are our own: an exception of a library is never shown, because it may hold paths or addresses;
+the log has it with its traceback.
 """
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import fastapi
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from quire.base.errors import (
@@ -20,17 +17,13 @@ from quire.base.errors import (
     EngineBusy,
     EngineDead,
     EngineError,
-    QuireError,
     RequestError,
     StepFailed,
 )
-from quire.serve.api.methods import allowed_methods
 
 logger = logging.getLogger("quire")
 
 RETRY_AFTER_S = 1
-# The field that a RequestError speaks of, from the beginning of its message.
-NAMED = re.compile(r"([a-z][a-z_]*(?:\[\d+\])?)(?:=.*?)?(?:,| must | is | needs )", re.DOTALL)
 
 
 class ApiError(Exception):
@@ -101,8 +94,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), "server_error", code="engine_busy", headers=headers)
     if isinstance(error, RequestError):
-        named = NAMED.match(str(error))
-        return bad_request(str(error), named[1] if named else None)
+        return bad_request(str(error), error.field, error.code)
     if isinstance(error, EngineDead):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), "server_error", code="engine_dead", headers=headers)
@@ -145,47 +137,3 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
 def request_id_of(request: fastapi.Request) -> str:
     """The id that the answer's X-Request-Id shows, to be found again in the log."""
     return str(request.scope.get("state", {}).get("request_id", ""))
-
-
-async def answer(request: fastapi.Request, error: Exception) -> Response:
-    """The handler of all exceptions, of the app's own and of Starlette's and FastAPI's."""
-    if isinstance(error, RequestValidationError):
-        from quire.serve.api.validation_errors import invalid_request
-
-        return error_response(invalid_request(error, request))
-    if isinstance(error, ApiHttpError):
-        return error_response(error.error)
-    if isinstance(error, HTTPException):
-        return error_response(_of_http(request, error))
-    return error_response(error, request_id_of(request))
-
-
-def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
-    """Routes and methods that do not exist, and bodies that FastAPI could not read."""
-    headers = dict(error.headers or {})
-    if error.status_code == 404:
-        path = request.scope["path"][:200]  # request.url is made from the Host header
-        text = f"there is nothing at {path!r}; see /docs or /openapi.json."
-        return ApiError(404, text, code="not_found")
-    if error.status_code == 405:
-        allowed = ", ".join(allowed_methods(request.app.router.routes, request.scope))
-        text = f"{request.method[:20]} is not possible here; use {allowed}."
-        return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
-    cause = error.__cause__
-    if isinstance(cause, UnicodeDecodeError):
-        return bad_request(f"the body is not UTF-8: byte {cause.start} cannot be decoded.")
-    if isinstance(cause, RecursionError):
-        return bad_request("the body is not usable: its JSON is nested too deeply.")
-    if error.status_code == 400:
-        return bad_request("the body cannot be read as JSON; send one JSON object in UTF-8.")
-    text = f"the server refuses this request (status {error.status_code})."
-    return ApiError(error.status_code, text, headers=headers)
-
-
-def install_error_handlers(app: fastapi.FastAPI) -> None:
-    """Every exception that a route may raise is answered by `answer`."""
-    kinds: tuple[type[Exception], ...] = (
-        ApiError, QuireError, RecursionError, RequestValidationError, HTTPException,
-    )  # fmt: skip
-    for kind in kinds:
-        app.add_exception_handler(kind, answer)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.sampling_params import SamplingParams
 from quire.render.open_text import OpenText
 from quire.render.renderer import RenderedPrompt
@@ -147,7 +148,7 @@ class OpenRequest:
                 f"the prompt has too many characters for max_model_len = {self._max_model_len}"
                 " tokens; shorten it.",
                 "prompt",
-                code="context_length_exceeded",
+                code=CONTEXT_LENGTH_EXCEEDED,
             )
 
     async def _in_time(self, encode: Any, *piece: Any) -> list[int]:

@@ -5,6 +5,7 @@ How long an answer may be is always a number here: what fits beside the prompt, 
 
 from typing import Any
 
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.messages import Ready
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.render.generation import GenerationDefaults
@@ -91,7 +92,7 @@ def room_beside(prompt: RenderedPrompt, max_model_len: int, param: str) -> int:
         f" {max_model_len}, which must hold the answer as well. Shorten the prompt, or set"
         " truncate_prompt_tokens=-1.",
         param=param,
-        code="context_length_exceeded",
+        code=CONTEXT_LENGTH_EXCEEDED,
     )
 
 
@@ -132,7 +133,7 @@ def _params(
     prompt_logprobs: int | None,
     best_of: int | None = None,
 ) -> SamplingParams:
-    """Raises RequestError, whose text begins with the field's name."""
+    """Raises RequestError that names the field."""
     _check_beams(request)
     values: dict[str, Any] = {} if request.use_beam_search else dict(defaults.sampling)
     for name in SAME:
@@ -167,7 +168,7 @@ def _fitting(name: str, value: int, least: int, room: int) -> int:
         f"{name}={value} is too large: max_model_len minus the tokens of the prompt leaves {room}."
         f" Ask for at most {room}, shorten the prompt, or leave {name} out.",
         param=name,
-        code="context_length_exceeded",
+        code=CONTEXT_LENGTH_EXCEEDED,
     )
 
 

@@ -1,12 +1,13 @@
 """Prompts to token ids without holding up the event loop, and which model a request means."""
 
+from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.validation_errors import shown
-from quire.serve.async_renderer import PromptTooLong, size_of
+from quire.serve.async_renderer import size_of
 from quire.serve.lanes import MAX_CHARS_ON_LOOP, MAX_CHARS_SHORT
 
 # Where a prompt is cut or only counted, so many times max_model_len are tokenised.
@@ -33,13 +34,9 @@ async def render_prompt(
     own = checked_template(context, template)
     if options is not None and is_conversation(prompt):
         await _check_size(context, prompt, options)
-    try:
-        return await context.async_renderer.render(
-            prompt, options, own, add_special_tokens, most * MAX_CUT if is_cut else most
-        )
-    except PromptTooLong as error:
-        field = "prompt" if options is None else "messages"
-        raise bad_request(str(error), field, code="context_length_exceeded") from error
+    return await context.async_renderer.render(
+        prompt, options, own, add_special_tokens, most * MAX_CUT if is_cut else most
+    )
 
 
 async def _check_size(context: ApiContext, messages: object, options: ChatOptions) -> None:
@@ -55,7 +52,7 @@ async def _check_size(context: ApiContext, messages: object, options: ChatOption
             f" {most} characters, too many for max_model_len ="
             f" {context.client.ready.max_model_len} tokens; shorten it.",
             "messages",
-            code="context_length_exceeded",
+            code=CONTEXT_LENGTH_EXCEEDED,
         )
 
 

@@ -1,0 +1,59 @@
+"""Whatever a handler raises ends here, as an answer."""
+
+import fastapi
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from quire.base.errors import QuireError
+from quire.serve.api.errors import (
+    ApiError,
+    ApiHttpError,
+    bad_request,
+    error_response,
+    request_id_of,
+)
+from quire.serve.api.methods import allowed_methods
+from quire.serve.api.validation_errors import invalid_request
+
+
+async def answer(request: fastapi.Request, error: Exception) -> Response:
+    """Answer an exception of the app's own, of Starlette's or of FastAPI's."""
+    if isinstance(error, RequestValidationError):
+        return error_response(invalid_request(error, request))
+    if isinstance(error, ApiHttpError):
+        return error_response(error.error)
+    if isinstance(error, HTTPException):
+        return error_response(_of_http(request, error))
+    return error_response(error, request_id_of(request))
+
+
+def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
+    """Routes and methods that do not exist, and bodies that FastAPI could not read."""
+    headers = dict(error.headers or {})
+    if error.status_code == 404:
+        path = request.scope["path"][:200]  # request.url is made from the Host header
+        text = f"there is nothing at {path!r}; see /docs or /openapi.json."
+        return ApiError(404, text, code="not_found")
+    if error.status_code == 405:
+        allowed = ", ".join(allowed_methods(request.app.router.routes, request.scope))
+        text = f"{request.method[:20]} is not possible here; use {allowed}."
+        return ApiError(405, text, code="method_not_allowed", headers={"Allow": allowed})
+    cause = error.__cause__
+    if isinstance(cause, UnicodeDecodeError):
+        return bad_request(f"the body is not UTF-8: byte {cause.start} cannot be decoded.")
+    if isinstance(cause, RecursionError):
+        return bad_request("the body is not usable: its JSON is nested too deeply.")
+    if error.status_code == 400:
+        return bad_request("the body cannot be read as JSON; send one JSON object in UTF-8.")
+    text = f"the server refuses this request (status {error.status_code})."
+    return ApiError(error.status_code, text, headers=headers)
+
+
+def install_error_handlers(app: fastapi.FastAPI) -> None:
+    """Have every exception that a route may raise answered by `answer`."""
+    kinds: tuple[type[Exception], ...] = (
+        ApiError, QuireError, RecursionError, RequestValidationError, HTTPException,
+    )  # fmt: skip
+    for kind in kinds:
+        app.add_exception_handler(kind, answer)
