@@ -19,9 +19,11 @@ import torch
 
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
-from quire.runner.gpu.rows import GpuRows
-from quire.runner.gpu.runner import GpuRunner
-from quire.runner.gpu.sampler import GpuSampler
+from quire.runner.edits import Edits
+from quire.runner.gpu.kernel_ops import KernelOps
+from quire.runner.model_runner import ModelRunner
+from quire.runner.rows import DeviceRows, empty_rows
+from quire.runner.sampler import Sampler
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 MAX_LEN, BLOCK_SIZE, VOCAB = 8192, 16, 151_936
@@ -48,6 +50,7 @@ class _Answer:
 class Nothing:
     """A device that is told everything and does nothing."""
 
+    is_async = True
     can_capture = True
 
     def __init__(self, num_rows: int) -> None:
@@ -65,11 +68,19 @@ class Nothing:
     def end_capture(self, graph: Any) -> None: ...
 
 
-def make_runner(num_rows: int) -> GpuRunner:
+class _Absent:
+    """In the place of a backend."""
+
+    can_be_recorded = True
+
+
+def make_runner(num_rows: int) -> ModelRunner:
     device: Any = Nothing(num_rows)
-    rows = GpuRows(device, num_rows, MAX_LEN, 1, BLOCK_SIZE)
-    absent: Any = None
-    runner = GpuRunner(absent, absent, rows, GpuSampler(device, rows, VOCAB), device)
+    state = empty_rows(device.device, num_rows, MAX_LEN, 1, BLOCK_SIZE)
+    ops = KernelOps(device, state, VOCAB)
+    absent: Any = _Absent()
+    sampler = Sampler(ops, Edits(device, num_rows), num_rows, VOCAB)
+    runner = ModelRunner(absent, absent, DeviceRows(device, state, ops), sampler, device)
     runner.record(in_pieces=False)
     return runner
 

@@ -36,7 +36,7 @@ from benchmarks.gpu.tasks import Outcome, Runner, Task, tail
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "build" / "gpu-site"
 PARTS = ("first", "kernels", "models", "bench", "peers")
-TESTED = {"kernels": "tests/kernels", "models": "tests/gpu"}
+TESTED = {"kernels": ("tests/kernels", "tests/runner/gpu"), "models": ("tests/gpu",)}
 NEEDED = ("numpy", "msgspec", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
 USEFUL = ("triton", "pytest", "hypothesis", "transformers", "vllm", "sglang")
 # A kernel is compiled in some seconds, by one core; a process takes ten to begin.
@@ -231,7 +231,8 @@ class Check:
 
     def _test_files(self, part: str) -> list[str]:
         """What compiles without the device comes last."""
-        found = sorted(str(path.relative_to(ROOT)) for path in (ROOT / TESTED[part]).glob("test_*"))
+        files = (path for folder in TESTED[part] for path in (ROOT / folder).glob("test_*"))
+        found = sorted(str(path.relative_to(ROOT)) for path in files)
         return sorted(found, key=lambda file: file.endswith("test_aot.py"))
 
     def _test_task(self, file: str, mark: str, shard: int = 1, shards: int = 1) -> Task:

@@ -156,13 +156,12 @@ def sampling_case(bench: Bench, model: Model, rows: int, which: str) -> Made:
 
 def edits_case(bench: Bench, model: Model, rows: int) -> Made:
     from quire.ops.kernels import sampling_edits as kernel
+    from quire.ops.logit_edits import RowEdits, make_edit_table
 
     logits = bench.randn(rows, model.vocab)
     tokens = bench.randint(model.vocab, rows, 64, dtype=torch.int32)
-    edits = kernel.RowEdits(
-        bad_words=[[5], [7, 9]], min_tokens=8, stop_token_ids=[3], bias={4: 1.0}
-    )
-    table = kernel.make_edit_table([edits], bench.device)
+    edits = RowEdits(bad_words=[[5], [7, 9]], min_tokens=8, stop_token_ids=[3], bias={4: 1.0})
+    table = make_edit_table([edits], bench.device)
     slots = torch.zeros(rows, dtype=torch.int32, device=bench.device)
     which = torch.arange(rows, device=bench.device)
     lengths = torch.full_like(which, 60)

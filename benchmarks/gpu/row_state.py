@@ -12,6 +12,7 @@ from benchmarks.gpu.context import Bench, Made
 from benchmarks.gpu.floors import Cost
 from quire.ops.kernels import row_deltas
 from quire.ops.kernels import step_inputs as kernel
+from quire.ops.row_state import RowTensors
 
 BLOCK_SIZE, COLUMNS = 16, 8
 FORKS = 8
@@ -21,7 +22,7 @@ FORKS = 8
 class Step:
     """A step that serves all rows, and what it is made from."""
 
-    state: kernel.RowTensors
+    state: RowTensors
     inbox: kernel.Inbox
     buffers: kernel.StepBuffers
     order: torch.Tensor  # 0 to R - 1, int32
@@ -31,7 +32,7 @@ class Step:
 def step_of(bench: Bench, rows: int) -> Step:
     device, length = bench.device, bench.pick(4096, 64)
     longest = length // BLOCK_SIZE
-    state = kernel.RowTensors(
+    state = RowTensors(
         torch.zeros(rows, length, dtype=torch.int32, device=device),
         torch.full((rows,), length // 2, dtype=torch.int64, device=device),
         bench.randint(1000, 1, rows, longest, dtype=torch.int32),

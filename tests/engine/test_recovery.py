@@ -50,22 +50,21 @@ class StepFault(Exception):
 Point = tuple[Any, str, str, bool]  # an object, its method, the place, whether after it
 
 
-def cpu_points(runner: Any) -> list[Point]:
+def points_of(runner: Any) -> list[Point]:
+    """Behind `logprobs` come the counters, and nothing after these. A step that chooses no token
+    fails before them."""
+    last = [(runner.rows, "advance", place, False) for place in PLACES[4:]]
     return [
-        (runner.rows, "_write_tables", "tables", True),
-        (runner, "_score_prompts", "after forward", False),
-        (runner.sampler, "sample", "sampling", False),
-        (runner, "_to_host", "result", True),
-        (runner.rows, "advance", "counters", False),
-    ]
-
-
-def gpu_points(runner: Any) -> list[Point]:
-    """Behind `choose` come the log-probabilities, then the counters, and nothing after these."""
-    return [
+        (runner, "_start_and_release", "begin", False),
         (runner.rows, "_add_rest", "tables", True),
+        (runner.backend, "prepare", "forward", False),
+        (runner.backend, "swap_out", "swap_out", True),
+        (runner.backend, "load", "load", True),
+        (runner.backend, "copy_blocks", "copy", True),
         (runner, "_end", "after forward", False),
         (runner.sampler, "choose", "sampling", True),
+        (runner.sampler, "logprobs", "result", True),
+        *last,
     ]
 
 
@@ -81,7 +80,7 @@ class Faults:
         self.table = table
         self.place = place
         self.pins: set[int] = set()  # seeds of prefixes to pin
-        self.places = PLACES[:5] if runner.launches else PLACES
+        self.places = PLACES
         self.num_raised = 0
         self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
         self._prompt_lens: dict[int, int] = {}
@@ -92,15 +91,7 @@ class Faults:
 
     def _put_in(self) -> None:
         runner = self.runner
-        points: list[Point] = [
-            (runner, "_start_and_release", "begin", False),
-            (runner.backend, "prepare", "forward", False),
-            (runner.backend, "swap_out", "swap_out", True),
-            (runner.backend, "load", "load", True),
-            (runner.backend, "copy_blocks", "copy", True),
-        ]
-        points += gpu_points(runner) if runner.launches else cpu_points(runner)
-        for owner, name, place, is_after in points:
+        for owner, name, place, is_after in points_of(runner):
             setattr(owner, name, self._with_fault(getattr(owner, name), place, is_after))
 
     def _with_fault(

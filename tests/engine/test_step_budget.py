@@ -20,8 +20,8 @@ from quire.engine.record import Recorder
 from quire.engine.recording import read_recording
 from quire.engine.step_budget import StepBudget
 from quire.ops.formats import variants
-from quire.runner.budget import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_tokens, first_budget
 from quire.runner.derive import derive_config
+from quire.runner.step_size import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_tokens, first_budget
 from quire.serve.llm import LLM
 from quire.tools.replay import replay_all
 from tests.ops.figures import keep_figures, own_figures

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from quire.ops.kernels.sampling_edits import RowEdits, edit_logits, make_edit_table
-from quire.runner.logit_edits import apply_edits
-from quire.runner.sampling_rows import LogitEdits, _bad_words
+from quire.ops.kernels.sampling_edits import edit_logits
+from quire.ops.logit_edits import RowEdits, apply_edits, make_edit_table
 from tests.ops.test_sampling import random_logits
 
 VOCAB = 300
@@ -23,19 +22,6 @@ ROWS = [
         stop_token_ids=[11], bias={10: 5.0, 11: 5.0, 12: 5.0},
     ),
 ]  # fmt: skip
-
-
-def as_torch_path(edits: RowEdits) -> LogitEdits:
-    bias = edits.bias or {}
-    words = tuple(tuple(word) for word in edits.bad_words)
-    return LogitEdits(
-        allowed=torch.tensor(list(edits.allowed)) if edits.allowed else None,
-        bad_words=_bad_words(words, torch.device("cpu")) if words else None,
-        min_tokens=edits.min_tokens,
-        stop_token_ids=torch.tensor(edits.stop_token_ids) if edits.stop_token_ids else None,
-        bias_ids=torch.tensor(list(bias)) if bias else None,
-        bias=torch.tensor(list(bias.values())) if bias else None,
-    )
 
 
 @pytest.mark.parametrize(("length", "prompt_len"), [(8, 3), (3, 3), (7, 5), (8, 0)])
@@ -59,7 +45,8 @@ def test_edits(length: int, prompt_len: int, dtype: torch.dtype, device: torch.d
         expected = raw[n].float().clone()
         if edits is not None:
             row_tokens = tokens[int(buffers[n])]
-            apply_edits(expected, as_torch_path(edits), row_tokens, length, prompt_len)
+            own = make_edit_table([edits], torch.device("cpu"))
+            apply_edits(expected, own, own.spans[0].numpy(), row_tokens, length, prompt_len)
         assert torch.equal(found[n].cpu(), expected), f"row {n}"
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from quire.base.plan import Plan, RowFork
+from quire.ops import row_state
 from quire.ops.kernels import step_inputs as kernels
 from quire.ops.kernels.row_deltas import COMPUTED, SlotLayout, receive
 from quire.ops.memory import lazy_zeros
-from quire.ops.step_inputs import RowState, gather_step_reference
-from quire.runner.gpu.rows import sample_pairs
-from quire.runner.rows import DeviceRows
+from quire.ops.row_state import RowTensors
+from quire.ops.step_inputs import gather_step_reference
 
 ROWS, TOKENS = 7, 60
 POISON = 12345  # in memory that must be written or must not be read
@@ -25,14 +25,14 @@ def ints(*values: int, device: torch.device) -> torch.Tensor:
 
 def random_state(
     block_size: int, num_groups: int, device: torch.device, num_rows: int = ROWS
-) -> kernels.RowTensors:
+) -> RowTensors:
     generator = torch.Generator().manual_seed(block_size)
     num_blocks = -(-TOKENS // block_size)
 
     def numbers(most: int, *shape: int) -> torch.Tensor:
         return torch.randint(most, shape, generator=generator)
 
-    return kernels.RowTensors(
+    return RowTensors(
         numbers(1000, num_rows, TOKENS).int().to(device),
         numbers(TOKENS - 30, num_rows).to(device),
         numbers(99, num_groups, num_rows, num_blocks).int().to(device),
@@ -62,7 +62,7 @@ def scheduled(
     return inbox
 
 
-def poisoned(state: kernels.RowTensors, max_tokens: int, max_rows: int, longest: int):
+def poisoned(state: RowTensors, max_tokens: int, max_rows: int, longest: int):
     groups, device = len(state.tables_GRL), state.tokens_RM.device
     buffers = kernels.StepBuffers.empty(max_tokens, max_rows, groups, longest, device)
     for values in vars(buffers).values():
@@ -71,12 +71,11 @@ def poisoned(state: kernels.RowTensors, max_tokens: int, max_rows: int, longest:
 
 
 def check_gathered(
-    state: kernels.RowTensors, rows: list[int], counts: list[int], found, longest: int
+    state: RowTensors, rows: list[int], counts: list[int], found, longest: int
 ) -> None:
     """Against the reference where there are tokens, rows and blocks; and the padding."""
-    plain = RowState(state.tokens_RM, state.computed_R, list(state.tables_GRL), state.block_size)
     arrays = np.asarray(rows, np.int32), np.asarray(counts, np.int32)
-    wanted = gather_step_reference(plain, *arrays, longest)
+    wanted = gather_step_reference(state, *arrays, longest)
     total, num_rows = sum(counts), len(rows)
     assert torch.equal(found.ids_T[:total], wanted.ids_T)
     assert torch.equal(found.positions_T[:total], wanted.positions_T)
@@ -130,7 +129,7 @@ def test_several_chunks_of_a_row(device: torch.device) -> None:
     """A prompt, a table and padding that take several programs, and these several turns."""
     generator = torch.Generator().manual_seed(1)
     length = kernels.BLOCK * (kernels.MOST_CHUNKS + 1) + 9
-    state = kernels.RowTensors(
+    state = RowTensors(
         torch.randint(1000, (2, length), generator=generator).int().to(device),
         torch.tensor([3, 1], device=device),
         torch.randint(99, (1, 2, length), generator=generator).int().to(device),
@@ -154,7 +153,7 @@ def test_rows_beyond_32_bits(device: torch.device) -> None:
         pytest.skip("there is too little memory")
     computed = lazy_zeros((num_rows,), torch.int64, device)
     columns = (lazy_zeros((1, num_rows), dtype, device) for dtype in (torch.int32, torch.int64))
-    state = kernels.RowTensors(tokens, computed, tables, *columns, block_size=1)
+    state = RowTensors(tokens, computed, tables, *columns, block_size=1)
     last = num_rows - 1
     layout = SlotLayout(1, 2, 1, 1)
     slot = torch.zeros(layout.num_words, dtype=torch.int32, device=device)
@@ -198,13 +197,13 @@ class Step:
     """A plan's rows, and what a device has of it."""
 
     plan: Plan
-    state: kernels.RowTensors
+    state: RowTensors
     device: torch.device
 
     def advance(self, ids: list[int], most: int, invalid: tuple[int, ...] = ()) -> list[int]:
         """Returns the results."""
         plan = self.plan
-        pairs = [(int(row), int(at)) for row, at in sample_pairs(plan)]
+        pairs = list(zip(plan.sample_rows.tolist(), plan.sample_places.tolist(), strict=True))
         given = scheduled(
             plan.rows.tolist(), plan.num_tokens.tolist(), most, self.device, pairs, result_slot=1
         )
@@ -234,14 +233,6 @@ class Step:
         assert not samples_4S[:, num:].any()
 
 
-def device_rows(state: kernels.RowTensors) -> DeviceRows:
-    """A copy as the runner has it."""
-    groups, rows, _ = state.tables_GRL.shape
-    copy = DeviceRows(rows, TOKENS, groups, state.block_size, state.tokens_RM.device)
-    copy.tokens_RM[:], copy.computed_R[:] = state.tokens_RM, state.computed_R
-    return copy
-
-
 PLANS = {
     "decode": Plan(0, np.int32([4, 1]), np.int32([1, 1]), sample_rows=np.int32([1, 4])),
     "mixed": Plan(0, np.int32([4, 1, 6]), np.int32([20, 1, 7]), sample_rows=np.int32([1])),
@@ -261,21 +252,21 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("times", [1, 2])
 def test_advance(name: str, times: int, device: torch.device) -> None:
-    """As the runner's rows do it; a step that is repeated changes nothing more."""
-    plan, state = PLANS[name], random_state(16, 1, device)
-    rows = device_rows(state)
+    """As torch's operations do it; a step that is repeated changes nothing more."""
+    plan, state, wanted = PLANS[name], random_state(16, 1, device), random_state(16, 1, device)
     ids = [2000 + i for i in range(len(plan.sample_rows))]
-    if len(plan.rows):
-        at = [plan.rows.tolist().index(source) for source in plan.sample_sources]
-        contexts = state.computed_R[plan.rows.tolist()].cpu().numpy() + plan.num_tokens
-        rows.advance(plan, torch.tensor(ids), contexts[at])
+    rows = torch.tensor(plan.rows.tolist(), dtype=torch.int64, device=device)
+    contexts = state.computed_R[rows] + torch.tensor(plan.num_tokens, device=device)
+    sampling = torch.tensor(plan.sample_rows.tolist(), dtype=torch.int64, device=device)
+    lengths = contexts[torch.tensor(plan.sample_places, device=device)]
+    row_state.advance(wanted, rows, contexts, sampling, lengths, torch.tensor(ids, device=device))
     step = Step(plan, state, device)
     before = state.computed_R.clone()
     for _ in range(times):
         state.computed_R[:] = before  # gathered anew
         assert step.advance(ids, most=kernels.ADVANCED + 2 if name == "forks" else 5) == ids
-    assert torch.equal(state.tokens_RM, rows.tokens_RM)
-    assert torch.equal(state.computed_R, rows.computed_R)
+    assert torch.equal(state.tokens_RM, wanted.tokens_RM)
+    assert torch.equal(state.computed_R, wanted.computed_R)
 
 
 def test_a_row_that_has_no_token_to_choose(device: torch.device) -> None:

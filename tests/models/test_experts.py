@@ -20,7 +20,7 @@ from quire.models.source import resolve_model
 from quire.ops.formats import Quantization
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
-from quire.runner.budget import linear_parameters
+from quire.runner.step_size import linear_parameters
 from quire.tools.limits import step_cost
 from tests.models.checkpoints import EXPERTS, VARIANTS, random_tokens, write_checkpoint
 from tests.models.paged import CPU, run_paged

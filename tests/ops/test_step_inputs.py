@@ -5,27 +5,30 @@ import pytest
 import torch
 
 from quire.ops.native import core
-from quire.ops.step_inputs import RowState, StepInputs, gather_step, gather_step_reference
+from quire.ops.row_state import RowTensors
+from quire.ops.step_inputs import StepInputs, gather_step, gather_step_reference
 
 ROWS, TOKENS = 7, 60
 
 
-def random_state(block_size: int, num_groups: int, seed: int = 0) -> RowState:
+def random_state(block_size: int, num_groups: int, seed: int = 0) -> RowTensors:
     generator = np.random.default_rng(seed)
     num_blocks = -(-TOKENS // block_size)
 
     def random(most: int, *shape: int) -> torch.Tensor:
         return torch.from_numpy(generator.integers(0, most, shape))
 
-    return RowState(
+    return RowTensors(
         tokens_RM=random(1000, ROWS, TOKENS).int(),
         computed_R=random(TOKENS - 30, ROWS),
-        tables_RL=[random(99, ROWS, num_blocks).int() for _ in range(num_groups)],
+        tables_GRL=random(99, num_groups, ROWS, num_blocks).int(),
+        narrow_CR=torch.zeros(0, ROWS, dtype=torch.int32),
+        wide_CR=torch.zeros(0, ROWS, dtype=torch.int64),
         block_size=block_size,
     )
 
 
-def plainly(state: RowState, rows: list[int], num_tokens: list[int], longest: int) -> StepInputs:
+def plainly(state: RowTensors, rows: list[int], num_tokens: list[int], longest: int) -> StepInputs:
     at = [
         (row, int(state.computed_R[row]) + i)
         for row, count in zip(rows, num_tokens, strict=True)
@@ -34,7 +37,7 @@ def plainly(state: RowState, rows: list[int], num_tokens: list[int], longest: in
     size = state.block_size
     slots = tuple(
         torch.tensor([int(table[row, p // size]) * size + p % size for row, p in at])
-        for table in state.tables_RL
+        for table in state.tables_GRL
     )
     lengths = [int(state.computed_R[r]) + n for r, n in zip(rows, num_tokens, strict=True)]
     return StepInputs(
@@ -43,7 +46,7 @@ def plainly(state: RowState, rows: list[int], num_tokens: list[int], longest: in
         torch.tensor([0, *np.cumsum(num_tokens)], dtype=torch.int32),
         torch.tensor(lengths, dtype=torch.int32),
         slots,
-        tuple(torch.stack([table[row, :longest] for row in rows]) for table in state.tables_RL),
+        tuple(torch.stack([table[row, :longest] for row in rows]) for table in state.tables_GRL),
     )
 
 

@@ -16,13 +16,11 @@ from quire.models.source import resolve_model
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.runner import derive, memory
+from quire.runner.assemble import assemble
 from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
 from quire.runner.memory import plan_cpu_memory, workspace_bytes
-from quire.runner.model_runner import ModelRunner
 from quire.runner.profile import plan_gpu_memory, worst_case_plan
-from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Sampler
 from tests.serve.checkpoints import checkpoint
 
 CPU = torch.device("cpu")
@@ -233,12 +231,9 @@ def test_the_worst_step_can_be_carried_out(
     assert plan.num_tokens.tolist() == [share] * rows
     assert plan.sample_rows.tolist() == list(range(rows))
     layout = KVLayout(spec.cache_groups, num_blocks, 16, torch.float32, CPU)
-    runner = ModelRunner(
-        load_model(folder, spec, torch.float32, CPU),
-        make_backend("torch", layout),
-        DeviceRows(seqs, 64, len(spec.cache_groups), 16, CPU),
-        Sampler(seqs, spec.vocab_size, CPU),
-    )
+    model, backend = load_model(folder, spec, torch.float32, CPU), make_backend("torch", layout)
+    sizes = seqs, 64, len(spec.cache_groups), 16
+    runner = assemble(config, model, backend, sizes, spec.vocab_size, CPU)
     result = runner.run(plan)
     assert result.token_ids.shape == (rows, 1) and not result.row_errors
 

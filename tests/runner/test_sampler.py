@@ -1,12 +1,21 @@
 """The sampler: what each parameter does to a row, alone and beside rows that ask for others."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
 
-from quire.base.plan import RowStart
+from quire.base.plan import Candidates, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
-from quire.runner.sampler import SampledTokens, Sampler
+from quire.ops.logprobs import token_logprobs
+from quire.ops.step_inputs import SampleInputs
+from quire.runner.assemble import make_device, make_ops
+from quire.runner.edits import Edits
+from quire.runner.launched import Launched, to_candidates
+from quire.runner.rows import DeviceRows, empty_rows
+from quire.runner.sampler import Sampler, logprob_tensors
+from quire.runner.step_ops import StepShape
 from tests.ops import sampling_oracle as oracle
 
 VOCAB = 97
@@ -15,16 +24,17 @@ MAX_LEN = 40
 
 
 class Bench:
-    """A sampler, token buffers and the lengths of their rows."""
+    """A sampler over rows, whose tokens are random behind those that they start with."""
 
     def __init__(self, vocab_size: int = VOCAB, device: str = "cpu") -> None:
         generator = torch.Generator().manual_seed(5)
-        self.sampler = Sampler(MAX_ROWS, vocab_size, device)
-        self.tokens_RM = torch.randint(
-            0, vocab_size, (MAX_ROWS, MAX_LEN), generator=generator, dtype=torch.int32
-        ).to(device)
+        self.device = make_device(torch.device(device))
+        state = empty_rows(self.device.device, MAX_ROWS, MAX_LEN, 1, MAX_LEN)
+        state.tokens_RM[:] = torch.randint(0, vocab_size, (MAX_ROWS, MAX_LEN), generator=generator)
+        ops = make_ops(self.device, state, vocab_size)
+        self.rows = DeviceRows(self.device, state, ops)
+        self.sampler = Sampler(ops, Edits(self.device, MAX_ROWS), MAX_ROWS, vocab_size)
         self.lengths = np.zeros(MAX_ROWS, np.int64)
-        self.prompt_lens = np.zeros(MAX_ROWS, np.int64)
 
     def start(
         self,
@@ -39,29 +49,63 @@ class Bench:
     ) -> None:
         prompt = [1, 2, 3] if prompt is None else prompt
         tokens = np.array(prompt + (output or []), np.int32)
-        self.tokens_RM[row, : len(tokens)] = torch.from_numpy(tokens)
-        self.lengths[row], self.prompt_lens[row] = len(tokens), len(prompt)
-        settings = SamplingParams(max_tokens=None, **params)
-        self.sampler.start_row(
-            RowStart(
-                row,
-                tokens,
-                0,
-                len(prompt),
-                settings,
-                seed,
-                sample_index,
-                stop_token_ids,
-                bad_words,
-            )
+        self.lengths[row] = len(tokens)
+        start = RowStart(
+            row,
+            tokens,
+            len(tokens) - 1,
+            len(prompt),
+            SamplingParams(max_tokens=None, **params),
+            seed,
+            sample_index,
+            stop_token_ids,
+            bad_words,
         )
+        self.sampler.start_row(start)
+        self.apply(Plan(0, started=(start,)))
 
-    def sample(self, logits_NV: torch.Tensor, *rows: int, moved: int = 0) -> SampledTokens:
-        which = np.array(rows, np.int32)
-        lengths = self.lengths[which]
-        return self.sampler.sample(
-            logits_NV, which, lengths + moved, self.tokens_RM, lengths, self.prompt_lens[which]
+    def fork(self, parent: int, child: int, sample_index: int) -> None:
+        self.sampler.copy_row(parent, child)
+        self.lengths[child] = self.lengths[parent]
+        self.apply(Plan(0, forked=(RowFork(parent, child, sample_index),)))
+
+    def apply(self, plan: Plan) -> int:
+        rows = plan.sample_rows
+        update, slot = self.rows.apply(plan, self.sampler.flags, self.sampler.spans(rows))
+        self.rows.run_with(update, list)
+        return slot
+
+    def sample(self, logits_NV: torch.Tensor, *rows: int, moved: int = 0) -> "Sampled":
+        """By a step of these rows; `moved`: as if they had so many tokens more."""
+        which, ones = np.array(rows, np.int32), np.ones(len(rows), np.int32)
+        sampler = self.sampler
+        self.rows.state.computed_R[list(rows)] = torch.from_numpy(self.lengths[which] - 1).to(
+            self.device.device
         )
+        plan = Plan(0, which, ones, (self.lengths[which] - 1).astype(np.int32), sample_rows=which)
+        slot, needs, wanted = self.apply(plan), sampler.needs(which), sampler.wanted(which)
+
+        def work() -> list[torch.Tensor]:
+            shape = StepShape(ones, self.lengths[which].astype(np.int32), len(rows))
+            gathered = self.rows.ops.gather(shape)
+            old = gathered.samples
+            samples = SampleInputs(old.rows, old.last, old.lengths + moved, old.prompt_lens)
+            ids_N, is_valid_N = sampler.choose(logits_NV, samples, needs)
+            found = sampler.logprobs(logits_NV, ids_N, needs, wanted)
+            self.rows.advance(gathered, ids_N, is_valid_N)
+            return [self.rows.result(slot, len(rows)), *found]
+
+        edited = frozenset(which[list(sampler.spans(which))].tolist())
+        result = Launched(plan, self.device.run(work), wanted, edited, [], False).result()
+        tokens = torch.from_numpy(result.token_ids[:, 0].astype(np.int64))
+        return Sampled(tokens, result.candidates, result.row_errors)
+
+
+@dataclass
+class Sampled:
+    token_ids_N: torch.Tensor
+    candidates: dict[int, Candidates]
+    row_errors: dict[int, str]
 
 
 def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -241,11 +285,11 @@ def test_logprobs_are_those_of_the_raw_logits():
 
 
 def test_prompt_logprobs():
-    sampler = Bench().sampler
-    logits, targets = random_logits(6), torch.arange(6, dtype=torch.int32) * 9
+    logits, targets = random_logits(6), torch.arange(6) * 9
     expected = torch.log_softmax(logits.double(), dim=-1).numpy()
     for count in (0, 3, VOCAB):
-        found = sampler.prompt_logprobs(logits, targets, count)
+        tensors = logprob_tensors(token_logprobs(logits, targets, count))
+        found = to_candidates(tensors, np.full(6, count))
         assert len(found) == 6
         for t, item in enumerate(found):
             order = oracle.falling_order(logits[t].numpy())
@@ -294,9 +338,8 @@ def test_a_row_that_starts_again_forgets():
 def test_copied_row_samples_as_its_parent_with_its_own_noise():
     bench = Bench()
     bench.start(0, allowed_token_ids=[1, 2, 3, 4, 5, 6, 7, 8], temperature=2.0, logprobs=1)
-    bench.sampler.copy_row(0, 1)
-    bench.sampler.copy_row(0, 2, sample_index=1)
-    bench.lengths[[1, 2]], bench.prompt_lens[[1, 2]] = bench.lengths[0], bench.prompt_lens[0]
+    bench.fork(0, 1, sample_index=0)
+    bench.fork(0, 2, sample_index=1)
     logits = random_logits(1).expand(3, VOCAB)
     steps = [bench.sample(logits, 0, 1, 2, moved=moved) for moved in range(20)]
     texts = torch.stack([step.token_ids_N for step in steps], dim=1).tolist()

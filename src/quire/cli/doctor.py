@@ -23,7 +23,7 @@ from quire.base.plugins import installed
 from quire.cli import machine
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.kernel_choice import CLEARLY, Speed, choose_variant, gain_over
-from quire.runner.budget import FEWEST_TOKENS, STEP_S
+from quire.runner.step_size import FEWEST_TOKENS, STEP_S
 
 if TYPE_CHECKING:  # it imports torch, which may be missing
     from quire.runner.preview import Preview

@@ -26,10 +26,10 @@ from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model
 from quire.ops.threads import num_threads
 from quire.render.renderer import Renderer
-from quire.runner.budget import first_budget
 from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
 from quire.runner.derive import default_depth
 from quire.runner.memory import block_bytes_of
+from quire.runner.step_size import first_budget
 from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 
@@ -110,7 +110,7 @@ def build_core(
 
 def _step_budget(built: BuiltRunner) -> StepBudget | None:
     """What follows the time of steps, on a CPU; a GPU's are short."""
-    if built.device.type != "cpu" or built.runner.launches:
+    if built.device.type != "cpu" or built.runner.is_async:
         return None
     return StepBudget(first_budget(built.config, built.spec, num_threads()))
 
@@ -121,12 +121,12 @@ def _build_executor(
     device = choose_device(config.device).type
     if device == "cpu" and (config.scheduler.pipeline_depth or default_depth(device)) == 1:
         built = build_runner(config, source, progress)
-        if built.runner.launches:  # Triton's interpreter in a GPU's place
+        if built.runner.is_async:  # Triton's interpreter in a GPU's place
             return built, LaunchingExecutor(built, DeviceThread())
         return built, InProcessExecutor(built)
     thread = DeviceThread()
     built = thread.call(lambda: build_runner(config, source, progress))
-    if built.runner.launches:
+    if built.runner.is_async:
         return built, LaunchingExecutor(built, thread)
     return built, ThreadedExecutor(InProcessExecutor(built), thread)
 

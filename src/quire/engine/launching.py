@@ -22,7 +22,7 @@ from quire.engine.threaded import DeviceThread
 
 if TYPE_CHECKING:
     from quire.runner.build import BuiltRunner
-    from quire.runner.launched import Pending, Runner
+    from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("quire")
 
@@ -88,7 +88,7 @@ Answer = Callable[[], StepResult]
 class _Steps:
     """The threads' side: it must not hold the executor, whose end is theirs."""
 
-    def __init__(self, runner: "Runner", check: Callable[[], None]) -> None:
+    def __init__(self, runner: "ModelRunner", check: Callable[[], None]) -> None:
         self._runner = runner
         self._check_device = check
         self.results: SimpleQueue[StepResult | EngineError] = SimpleQueue()
@@ -102,7 +102,7 @@ class _Steps:
         if self.has_failed:  # the rows are not as this plan takes them to be
             return lambda: failed_step(plan, "a step before it failed")
         try:
-            pending: Pending = self._runner.launch(plan)
+            pending = self._runner.launch(plan)
         except EngineError as error:
             return _raises(error)
         except BaseException as error:

@@ -20,7 +20,7 @@ import math
 from collections import deque
 
 from quire.base.plan import Plan
-from quire.runner.budget import FEWEST_TOKENS, STEP_S, STRIDE, bounded_tokens
+from quire.runner.step_size import FEWEST_TOKENS, STEP_S, STRIDE, bounded_tokens
 
 NUM_STEPS, FEWEST_STEPS = 3, 2
 NUM_TIMES, FEWEST_TIMES = 3, 2  # of steps of about one size

@@ -25,8 +25,7 @@ from quire.models.layers import (
 from quire.models.model import Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary
-from quire.ops.attention.base import AttentionBackend, RotaryWriter
-from quire.ops.rotary import rotary
+from quire.ops.attention.base import AttentionBackend
 from quire.ops.silu_mul import silu_mul
 
 
@@ -64,17 +63,11 @@ class DecoderAttention(nn.Module):
     ) -> torch.Tensor:
         heads, kv_heads = self._heads, self._kv_heads
         qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
-        writer: RotaryWriter | None = getattr(backend, "rotary_write", None) and backend
-        if writer is not None:
-            norm = self.qk_norm
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            q_TNH = writer.rotary_write(self.attention.layer, qkv_TMH, rotary_rows, weight, eps)
-            return self.output(self.attention.stored(q_TNH, backend))
-        qk_TMH, v_TKH = qkv_TMH.split([heads + kv_heads, kv_heads], dim=1)
-        if self.qk_norm is not None:
-            qk_TMH = self.qk_norm(qk_TMH)
-        q_TNH, k_TKH = rotary(qk_TMH, rotary_rows).split([heads, kv_heads], dim=1)
-        out: torch.Tensor = self.output(self.attention(q_TNH, k_TKH, v_TKH, backend))
+        norm = self.qk_norm
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        layer = self.attention.layer
+        q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, weight, eps)
+        out: torch.Tensor = self.output(self.attention.stored(q_TNH, backend))
         return out
 
 

@@ -219,10 +219,6 @@ class HeadNorm(Layer):
         self._names, self._heads, self.eps = names, heads, eps
         self.weight = place.parameter(sum(heads), size)
 
-    def forward(self, qk_TNH: torch.Tensor) -> torch.Tensor:
-        """Query heads followed by key heads, normalised."""
-        return rms_norm(qk_TNH, self.weight, self.eps)
-
     def sources(self) -> list[Source]:
         parts = self.weight.split(self._heads)
         return [

@@ -55,11 +55,12 @@ def token_rank(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
 def token_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
 ) -> TokenLogprobs:
-    """Log-softmax of the logits at the chosen tokens and at the num_candidates best ones."""
+    """Log-softmax, in float32, of logits of any float dtype at the chosen tokens and at the
+    num_candidates best ones."""
     if kernels := kernels_for(logits_RV, "logprobs"):
         found: TokenLogprobs = kernels.token_logprobs(logits_RV, chosen_R, num_candidates)
         return found
-    return token_logprobs_reference(logits_RV, chosen_R, num_candidates)
+    return token_logprobs_reference(logits_RV.float().contiguous(), chosen_R, num_candidates)
 
 
 def token_logprobs_reference(

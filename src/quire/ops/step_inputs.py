@@ -1,9 +1,9 @@
 """What a forward pass reads of the rows that a step serves: one gather of their state.
 
-Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step, L blocks.
+Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step, L blocks,
+N sampling rows.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 
 from quire.ops.native import address, core_for
 from quire.ops.native_types import Core
+from quire.ops.row_state import RowTensors
 
 Int32 = npt.NDArray[np.int32]
 
@@ -30,17 +31,17 @@ class StepInputs:
 
 
 @dataclass(frozen=True)
-class RowState:
-    """tokens_RM: int32; computed_R: int64, tokens whose keys and values are stored; tables_RL: a
-    block table [R, L] per cache group, int32."""
+class SampleInputs:
+    """Of each sampling row, int64 [N]: its row, the place of its logits' token in the step, how
+    many of its tokens are known, and how many of these are its prompt."""
 
-    tokens_RM: torch.Tensor
-    computed_R: torch.Tensor
-    tables_RL: Sequence[torch.Tensor]
-    block_size: int
+    rows: torch.Tensor
+    last: torch.Tensor
+    lengths: torch.Tensor
+    prompt_lens: torch.Tensor
 
 
-def gather_step(state: RowState, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
+def gather_step(state: RowTensors, rows: Int32, num_tokens: Int32, longest: int) -> StepInputs:
     """The tokens of each of the rows from its computed ones on, one row after the other.
 
     longest: blocks of the longest context, the width of the step's tables.
@@ -52,7 +53,7 @@ def gather_step(state: RowState, rows: Int32, num_tokens: Int32, longest: int) -
 
 
 def gather_step_reference(
-    state: RowState, rows: Int32, num_tokens: Int32, longest: int
+    state: RowTensors, rows: Int32, num_tokens: Int32, longest: int
 ) -> StepInputs:
     """The torch path of `gather_step`, on any device."""
     device, size = state.tokens_RM.device, state.block_size
@@ -67,7 +68,7 @@ def gather_step_reference(
     shift_T = shift_S.repeat_interleave(query_lens_S, output_size=total)
     positions_T = torch.arange(total, device=device) + shift_T
     blocks_T, offsets_T = positions_T // size, positions_T % size
-    tables = state.tables_RL
+    tables = state.tables_GRL.unbind()
     return StepInputs(
         ids_T=state.tokens_RM[rows_T, positions_T].long(),
         positions_T=positions_T,
@@ -79,11 +80,11 @@ def gather_step_reference(
 
 
 def _gather_natively(
-    core: Core, state: RowState, rows: Int32, num_tokens: Int32, longest: int
+    core: Core, state: RowTensors, rows: Int32, num_tokens: Int32, longest: int
 ) -> StepInputs:
     assert rows.dtype == num_tokens.dtype == np.int32
     rows, num_tokens = np.ascontiguousarray(rows), np.ascontiguousarray(num_tokens)
-    num_rows, total, groups = len(rows), int(num_tokens.sum()), len(state.tables_RL)
+    num_rows, total, groups = len(rows), int(num_tokens.sum()), len(state.tables_GRL)
     # One piece of memory each for the 64-bit and the 32-bit results.
     long = torch.empty((2 + groups) * total, dtype=torch.int64)
     short = torch.empty(2 * num_rows + 1 + groups * num_rows * longest, dtype=torch.int32)
@@ -96,7 +97,7 @@ def _gather_natively(
         rows=rows.ctypes.data,
         num_tokens=num_tokens.ctypes.data,
         num_rows=num_rows,
-        tables=[(address(t, torch.int32), t.stride(0)) for t in state.tables_RL],
+        tables=[(address(t, torch.int32), t.stride(0)) for t in state.tables_GRL],
         block_size=state.block_size,
         total=total,
         longest=longest,

@@ -21,14 +21,12 @@ from quire.models.source import ModelSource
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config
-from quire.runner.launched import Runner
 from quire.runner.memory import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
-from quire.runner.rows import DeviceRows
-from quire.runner.sampler import Sampler
 
 MEASURED_BLOCKS = 32
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
@@ -40,7 +38,7 @@ Progress = Callable[[int, int], None]
 class BuiltRunner:
     """A runner and what it was made from. config: with all derived values filled in."""
 
-    runner: Runner
+    runner: ModelRunner
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
@@ -84,17 +82,14 @@ def build_runner(
         memory = plan_cpu_memory(config, spec, model_bytes(model), free)
     else:
 
-        def make(config: EngineConfig, num_blocks: tuple[int, ...]) -> Runner:
+        def make(config: EngineConfig, num_blocks: tuple[int, ...]) -> ModelRunner:
             return _assemble(config, spec, dtype, device, model, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, model_bytes(model), free, make)
     config = with_length(config, memory.max_model_len)
     host = _host_tier(config, spec, device, memory)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host, scales)
-    if runner.launches:
-        from quire.runner.gpu.assemble import record_graphs
-
-        record_graphs(runner, config, spec.identity)
+    record_graphs(runner, config, spec.identity)
     block_bytes = block_bytes_of(config, spec)[0]
     rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
@@ -166,7 +161,9 @@ def _host_tier(
     return limits if all(limits) else None
 
 
-def copy_rate(runner: Runner, device: torch.device, block_bytes: int, num_blocks: int) -> float:
+def copy_rate(
+    runner: ModelRunner, device: torch.device, block_bytes: int, num_blocks: int
+) -> float:
     """Bytes per second of swapping some blocks out, the second time; host memory is taken first."""
     num = min(num_blocks, MEASURED_BLOCKS)
     blocks = np.arange(num, dtype=np.int32)
@@ -177,9 +174,8 @@ def copy_rate(runner: Runner, device: torch.device, block_bytes: int, num_blocks
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    host_blocks = getattr(runner.backend, "host_blocks", None)
-    if host_blocks is not None:
-        host_blocks.give_back()
+    if runner.backend.host_blocks is not None:
+        runner.backend.host_blocks.give_back()
     return num * block_bytes / max(seconds[-1], 1e-9)
 
 
@@ -192,7 +188,7 @@ def _assemble(
     num_blocks: tuple[int, ...],
     host_limits: tuple[int, ...] | None = None,
     scales: Scales | None = None,
-) -> Runner:
+) -> ModelRunner:
     cache = config.cache
     limits = host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
@@ -204,9 +200,5 @@ def _assemble(
         config.attention_backend, layout, scales, deterministic=config.deterministic
     )
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
-    if backend.name == "triton":
-        from quire.runner.gpu.assemble import assemble  # Triton is imported where it is used
-
-        return assemble(config, model, backend, sizes, spec.vocab_size, device)
-    rows, sampler = DeviceRows(*sizes, device), Sampler(num_rows, spec.vocab_size, device)
-    return ModelRunner(native_or_same(model, backend), backend, rows, sampler)
+    native = native_or_same(model, backend)
+    return assemble(config, native, backend, sizes, spec.vocab_size, device)

@@ -7,7 +7,7 @@ from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.ops.native import core
-from quire.runner.budget import MOST_TOKENS
+from quire.runner.step_size import MOST_TOKENS
 
 CPU_SEQS, GPU_SEQS = 64, 256
 GPU_TOKENS = 8192

@@ -1,57 +1,87 @@
-"""What carries out plans, and how: at once, or launched and answered later."""
+"""A step that was given to the device, and what the host makes of its answer."""
 
-from typing import Protocol
+from dataclasses import dataclass
 
-from quire.base.config import EngineConfig
-from quire.base.plan import Plan, StepResult
-from quire.ops.attention.base import AttentionBackend
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import Candidates, Plan, StepResult
+from quire.runner.device import Arrival
+from quire.runner.plan_parts import Scored
+from quire.runner.sampler import WantedLogprobs
+
+_NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
+_NOTHING_LEFT = (
+    "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
+    " min_tokens and logit_bias together leave no token."
+)
 
 
-class Pending(Protocol):
-    """A step that was launched."""
+@dataclass(frozen=True)
+class Launched:
+    """A step on its way. tokens come first of what arrives, then candidates, then scores.
 
-    def is_done(self) -> bool: ...
-
-    def result(self) -> StepResult:
-        """Waits for it. What it raises has come from the device, which cannot go on."""
-        ...
-
-
-class Runner(Protocol):
-    """`ModelRunner`, or `GpuRunner`. Whatever `run` or `launch` raises, the rows' counters have not
-    moved, and the plan can be carried out again.
-
-    launches: whether `launch` returns before the step has ended.
+    wanted: which rows asked for candidates; these came for all rows if the step was recorded.
+    edited: rows with masks or biases.
     """
 
-    backend: AttentionBackend
-    launches: bool
-
-    def run(self, plan: Plan) -> StepResult:
-        """Carry out one plan."""
-        ...
-
-    def launch(self, plan: Plan) -> Pending:
-        """Begin with one plan, behind those before it."""
-        ...
-
-    def idle(self) -> bool:
-        """Do something useful while there is no plan; whether there was something left to do."""
-        ...
-
-    def graph_bytes(self, config: EngineConfig) -> int:
-        """Memory that recorded steps will take."""
-        ...
-
-
-class Finished:
-    """A step that has ended already."""
-
-    def __init__(self, result: StepResult) -> None:
-        self._result = result
+    plan: Plan
+    arrival: Arrival
+    wanted: list[WantedLogprobs]
+    edited: frozenset[int]
+    scores: list[Scored]
+    is_recorded: bool
 
     def is_done(self) -> bool:
-        return True
+        return self.arrival.is_done()
 
     def result(self) -> StepResult:
-        return self._result
+        """Wait for it. Raises what the device has met with meanwhile; then it cannot go on."""
+        tokens_N, *rest = self.arrival.wait()
+        tokens = tokens_N.numpy()[: len(self.plan.sample_rows)].reshape(-1, 1).copy()
+        failed = self.plan.sample_rows[tokens[:, 0] < 0].tolist()
+        num_scores = 3 * len(self.scores)
+        candidates, scores = rest[: len(rest) - num_scores], rest[len(rest) - num_scores :]
+        return StepResult(
+            step_id=self.plan.step_id,
+            token_ids=np.maximum(tokens, 0),
+            num_accepted=np.ones(len(tokens), np.int32),
+            candidates={
+                row: item for row, item in self._candidates(candidates).items() if row not in failed
+            },
+            prompt_candidates=self._prompt_candidates(scores),
+            row_errors={
+                row: _NOTHING_LEFT if row in self.edited else _NOT_FINITE for row in failed
+            },
+            unservable_rows=tuple(row for row in failed if row in self.edited),
+            duration_s=self.arrival.duration_s(),
+        )
+
+    def _candidates(self, arrived: list[torch.Tensor]) -> dict[int, Candidates]:
+        found: dict[int, Candidates] = {}
+        for i, part in enumerate(self.wanted):
+            tensors = arrived[3 * i : 3 * i + 3]
+            if self.is_recorded:
+                index = torch.from_numpy(part.places)
+                tensors = [tensor[index] for tensor in arrived]
+            items = to_candidates(tensors, part.counts)
+            found.update(zip(part.rows.tolist(), items, strict=True))
+        return found
+
+    def _prompt_candidates(self, arrived: list[torch.Tensor]) -> dict[int, list[Candidates]]:
+        found: dict[int, list[Candidates]] = {}
+        for i, part in enumerate(self.scores):
+            items = to_candidates(arrived[3 * i : 3 * i + 3], np.full(part.count, part.num))
+            found.setdefault(part.row, []).extend(items)
+        return found
+
+
+def to_candidates(tensors: list[torch.Tensor], counts: npt.NDArray[np.int64]) -> list[Candidates]:
+    """Candidates of each row, from `logprob_tensors` on the host. counts: how many candidates each
+    row asked for, beside its own token."""
+    ids, logprobs, ranks = tensors[0].int().numpy(), tensors[1].numpy(), tensors[2].tolist()
+    return [
+        Candidates(ids[r, : count + 1], logprobs[r, : count + 1], ranks[r])
+        for r, count in enumerate(counts.tolist())
+    ]

@@ -1,23 +1,41 @@
-"""Carries out plans: deltas, forward pass over the concatenated tokens of a step, sampling.
+"""Carries out plans: the host gets ready what changes, gives the work to the device, and returns.
 
-One code path for all devices. Values come back from the device in one named place, `_to_host`.
-Shape legend: T tokens of the step, N sampling rows, D model dim, V vocabulary.
+On a GPU, which works beside the host:
+
+    host     pack N+1 | launch N+1 |  wait for N's tokens ...
+    stream   ...  step N ......... | changes N+1 | moves | step N+1 ...
+    side                             tokens of N -> host
+
+A CPU does each piece of work at once, so that a result is there when `launch` returns. A step's
+inputs are gathered on the device from the rows' state, its tokens stay there for the next one, and
+cross to the host in one place, the device's. Counters change last in a step, so one that could not
+be launched to its end can be launched again.
+
+Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
+rows, D model dim, V vocabulary.
 """
 
-import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.plan import Candidates, Plan, StepResult
-from quire.ops.attention.base import AttentionBackend
+from quire.base.plan import Plan, StepResult
+from quire.ops.attention.base import AttentionBackend, AttentionStep
+from quire.ops.logprobs import token_logprobs
 from quire.ops.select_rows import select_rows
-from quire.runner.launched import Finished, Pending
-from quire.runner.plan_parts import Moves, PromptScores
-from quire.runner.rows import DeviceRows, Int64
-from quire.runner.sampler import SampledTokens, Sampler
+from quire.ops.step_inputs import StepInputs
+from quire.runner.device import Arrival, Device
+from quire.runner.gpu.graphs import Graphs, Recorded, Size
+from quire.runner.gpu.used_sizes import UsedSizes
+from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
+from quire.runner.launched import Launched
+from quire.runner.plan_parts import Moves, PromptScores, Scored
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler, WantedLogprobs, logprob_tensors
+from quire.runner.step_ops import Gathered, Needs, StepShape
 
 
 class DecoderModel(Protocol):
@@ -31,9 +49,8 @@ class DecoderModel(Protocol):
 
 
 class ModelRunner:
-    """Rows, model, attention backend and sampler of one device."""
-
-    launches = False
+    """Rows, model, attention backend and sampler of one device. Whatever `run` or `launch` raises,
+    the rows' counters have not moved, and the plan can be carried out again."""
 
     def __init__(
         self,
@@ -41,43 +58,84 @@ class ModelRunner:
         backend: AttentionBackend,
         rows: DeviceRows,
         sampler: Sampler,
+        device: Device,
     ) -> None:
         self.model = model
         self.backend = backend
         self.rows = rows
         self.sampler = sampler
+        self.device = device
+        self._graphs: Graphs | None = None
         self._moves = Moves(backend)
         self._scores = PromptScores(sampler.vocab_size)
+        self._results: dict[int, Arrival] = {}  # by result slot
+
+    @property
+    def is_async(self) -> bool:
+        """Whether `launch` returns before the step has ended."""
+        return self.device.is_async
+
+    @property
+    def can_record(self) -> bool:
+        """Whether steps can be recorded as graphs."""
+        can_hold = self.backend.can_be_recorded and self.rows.ops.can_be_recorded
+        return self.device.can_capture and can_hold
+
+    def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
+        """From now on record steps, and replay them, where that is possible."""
+        if self.can_record:
+            num_rows = self.rows.max_num_rows
+            self._graphs = Graphs(self.device, self, num_rows, in_pieces=in_pieces, used=used)
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> StepResult:
-        """Carry out one plan. Whatever it raises, the rows' counters have not moved."""
-        began = time.perf_counter()
-        self._start_and_release(plan)
-        self.rows.apply(plan)
-        self._moves.carry_out(plan)
-        if len(plan.rows) == 0:
-            nothing = np.empty((0, 1), np.int32)
-            return StepResult(plan.step_id, nothing, nothing[:, 0])
-        input_ids_T, step = self.rows.step_inputs(plan)
-        self.backend.prepare(step)
-        hidden_TD = self.model(input_ids_T, step.positions_T, self.backend)
-        prompt_candidates = self._score_prompts(plan, hidden_TD)
-        sampled, lengths_N = self._sample(plan, hidden_TD)
-        result = self._to_host(plan, sampled, prompt_candidates, began)
-        # Last: until here everything can be done again.
-        self.rows.advance(plan, sampled.token_ids_N, lengths_N)
-        return result
-
-    def launch(self, plan: Plan) -> Pending:
-        """Carry out one plan, and have its result ready."""
-        return Finished(self.run(plan))
-
     def idle(self) -> bool:
-        return False
+        """Record a step that may come; whether there was something left to do."""
+        return self._graphs is not None and self._graphs.record_next()
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        return 0
+        """The largest recorded steps' tensors, measured by running them, which the others share;
+        and what each graph has of its own."""
+        if config.enforce_eager or not self.can_record:
+            return 0
+        device, num_rows = self.device.device, self.rows.max_num_rows
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        for size in (Size(num_rows), Size(num_rows, most_mixed_tokens(num_rows))):
+            self._carry_out_nothing(size)
+        tensors = int(torch.cuda.max_memory_allocated(device) - before)
+        return all_graphs_bytes(num_rows, tensors)
+
+    def run(self, plan: Plan) -> StepResult:
+        """Carry out a plan and wait for it."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Launched:
+        """Put a plan's work behind all before it."""
+        self._start_and_release(plan)
+        rows, sampler = self.rows, self.sampler
+        needs, wanted = sampler.needs(plan.sample_rows), sampler.wanted(plan.sample_rows)
+        recorded = self._recorded(plan, needs)  # perhaps now, before the lists are this plan's
+        spans = sampler.spans(plan.sample_rows)
+        update, slot = rows.apply(plan, sampler.flags, spans)
+        if slot in self._results:
+            self._results[slot].wait()
+        scores = self._scores.of(plan, rows.prompt_lens)
+        tokens_N = rows.result(slot, len(plan.sample_rows))
+        shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
+
+        def work() -> list[torch.Tensor]:
+            self._moves.carry_out(plan)
+            if recorded is not None:
+                return [tokens_N, *recorded.replay(shape)]
+            if len(plan.rows) == 0:
+                return [tokens_N]
+            inputs = self.gather(shape)
+            return [tokens_N, *self.carry_out(inputs, shape, needs, self.backend, wanted, scores)]
+
+        arrival = self._results[slot] = rows.run_with(update, work)
+        edited = frozenset(plan.sample_rows[list(spans)].tolist())
+        return Launched(plan, arrival, wanted, edited, scores, recorded is not None)
 
     def _start_and_release(self, plan: Plan) -> None:
         self._scores.start_and_release(plan)
@@ -86,52 +144,105 @@ class ModelRunner:
         for start in plan.started:
             self.sampler.start_row(start)
         for fork in plan.forked:
-            self.sampler.copy_row(fork.parent, fork.child, fork.sample_index)
+            self.sampler.copy_row(fork.parent, fork.child)
 
-    def _sample(self, plan: Plan, hidden_TD: torch.Tensor) -> tuple[SampledTokens, Int64]:
-        """Choose a token for each sampling row; also the rows' lengths before it."""
-        ends = np.cumsum(plan.num_tokens, dtype=np.int64)
-        lengths_S = (plan.computed_bound + plan.num_tokens).astype(np.int64)
-        at_N = plan.sample_places
-        lengths_N = lengths_S[at_N]
-        last_N = torch.from_numpy(ends[at_N] - 1).to(hidden_TD.device)
-        logits_NV = self.model.logits(select_rows(hidden_TD, last_N))
-        sampled = self.sampler.sample(
-            logits_NV,
-            plan.sample_rows,
-            lengths_N,
-            self.rows.tokens_RM,
-            lengths_N,
-            self.rows.prompt_lens[plan.sample_rows],
+    def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
+        """The graph that has room for a plan's step."""
+        num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
+        if (
+            self._graphs is None
+            or num_rows == 0
+            or self._scores.may_have(plan, self.rows.prompt_lens)
+        ):
+            return None
+        num_places = max(num_rows, len(plan.sample_rows))
+        return self._graphs.find(num_places, 0 if num_tokens == num_rows else num_tokens, needs)
+
+    @torch.inference_mode()
+    def _carry_out_nothing(self, size: Size) -> None:
+        """A step with places of this size, and without rows."""
+        shape = self.largest_shape(size)
+
+        def work() -> list[torch.Tensor]:
+            self.carry_out(self.gather(shape), shape, Needs(has_filters=True), self.backend)
+            return []
+
+        self.expect_nothing()
+        self.device.run(work).wait()
+
+    def expect_nothing(self) -> None:
+        """A step without rows comes next: for what is recorded."""
+        self.rows.expect_nothing()
+
+    def largest_shape(self, size: Size) -> StepShape:
+        """Of steps that a size has room for, one that takes most."""
+        query_lens = np.ones(size.rows, np.int32)
+        query_lens[0] += max(size.tokens - size.rows, 0)
+        context_lens = np.full(size.rows, self.rows.max_model_len, np.int32)
+        return StepShape(query_lens, context_lens, size.rows)
+
+    def gather(self, shape: StepShape) -> Gathered:
+        """The inputs of the step that comes next."""
+        return self.rows.ops.gather(shape)
+
+    def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep:
+        """What attention needs of a step whose inputs are gathered there."""
+        return AttentionStep(
+            positions_T=inputs.positions_T,
+            query_starts_S1=inputs.query_starts_S1,
+            context_lens_S=inputs.context_lens_S,
+            slots_T=inputs.slots_T,
+            block_tables_SL=inputs.block_tables_SL,
+            query_lens_host=shape.query_lens,
+            context_lens_host=shape.context_lens,
         )
-        return sampled, lengths_N
 
-    def _score_prompts(self, plan: Plan, hidden_TD: torch.Tensor) -> dict[int, list[Candidates]]:
-        """Log-probabilities of the prompt tokens that follow the positions of this step."""
-        found: dict[int, list[Candidates]] = {}
-        for part in self._scores.of(plan, self.rows.prompt_lens):
-            targets = self.rows.tokens_RM[part.row, part.first + 1 : part.last + 1]
-            logits = self.model.logits(hidden_TD[part.place : part.place + part.count])
-            scored = self.sampler.prompt_logprobs(logits, targets, part.num)
-            found.setdefault(part.row, []).extend(scored)
+    def carry_out(
+        self,
+        gathered: Gathered,
+        shape: StepShape,
+        needs: Needs,
+        backend: AttentionBackend,
+        wanted: list[WantedLogprobs] | None = None,
+        scores: Sequence[Scored] = (),
+    ) -> list[torch.Tensor]:
+        """The work of a step, from gathered inputs to counters; returns the log-probabilities that
+        rows wanted (those of all rows, if the step is recorded: None), then the scores."""
+        inputs = gathered.inputs
+        backend.prepare(self.attention_step(inputs, shape))
+        hidden_TD = self.model(inputs.ids_T, inputs.positions_T, backend)
+        scored = [tensor for part in scores for tensor in self._score(hidden_TD, part)]
+        return self._end(gathered, hidden_TD, shape, needs, wanted) + scored
+
+    def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
+        """Log-probabilities of the prompt tokens that follow some positions of the step."""
+        logits = self.model.logits(hidden_TD[part.place : part.place + part.count])
+        targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
+        return logprob_tensors(token_logprobs(logits, targets, part.num))
+
+    def _end(
+        self,
+        gathered: Gathered,
+        hidden_TD: torch.Tensor,
+        shape: StepShape,
+        needs: Needs,
+        wanted: list[WantedLogprobs] | None,
+    ) -> list[torch.Tensor]:
+        """Choose tokens and, last of all, move the counters."""
+        samples, found = gathered.samples, list[torch.Tensor]()
+        ids_N, is_valid_N = samples.rows, samples.rows
+        if shape.num_samples:
+            logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
+            ids_N, is_valid_N = self.sampler.choose(logits_NV, samples, needs)
+            found = self.sampler.logprobs(logits_NV, ids_N, needs, wanted)
+        self.rows.advance(gathered, ids_N, is_valid_N)
         return found
 
-    def _to_host(
-        self,
-        plan: Plan,
-        sampled: SampledTokens,
-        prompt_candidates: dict[int, list[Candidates]],
-        began: float,
-    ) -> StepResult:
-        """The one place where values leave the device."""
-        token_ids = sampled.token_ids_N.cpu().numpy().astype(np.int32).reshape(-1, 1)
-        return StepResult(
-            step_id=plan.step_id,
-            token_ids=token_ids,
-            num_accepted=np.ones(len(token_ids), np.int32),
-            candidates=sampled.candidates,
-            prompt_candidates=prompt_candidates,
-            row_errors=sampled.row_errors,
-            unservable_rows=sampled.unservable_rows,
-            duration_s=time.perf_counter() - began,
-        )
+
+def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
+    """The shape of a plan's step, with as many places for rows (0: one for each)."""
+    num_rows = len(plan.rows)
+    query_lens, context_lens = np.zeros((2, num_places or num_rows), np.int32)
+    query_lens[:num_rows] = plan.num_tokens
+    context_lens[:num_rows] = plan.computed_bound + plan.num_tokens
+    return StepShape(query_lens, context_lens, len(plan.sample_rows))

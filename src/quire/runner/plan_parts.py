@@ -1,5 +1,5 @@
-"""Parts of a plan that all runners carry out alike: moves of blocks, and which log-probabilities of
-prompts a step can tell."""
+"""Parts of a plan beside its rows: forks and moves of blocks, each once for a step, and which
+log-probabilities of prompts a step can tell."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from quire.base.plan import Plan, RowFork
 from quire.ops.attention.base import AttentionBackend
-from quire.runner.sampling_facts import ALL_LOGPROBS
+from quire.runner.sampling_flags import ALL_LOGPROBS
 
 SCORED_AT_ONCE = 64  # positions whose logits exist at the same time: those of a chunk would not fit
 

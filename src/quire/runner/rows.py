@@ -1,120 +1,160 @@
 """Rows: the state of running sequences on the device. The host writes only what changed.
 
-Shape legend: R rows, M tokens a row can hold, S scheduled rows, T tokens of the step,
-L logical blocks, P tokens per block.
-
-    tokens_RM   known and sampled tokens, valid up to the row's length
-    computed_R  tokens whose keys and values are in the row's blocks
-    tables_RL   one block table per cache group; entries are valid up to the row's last block
-
+The order of a plan is kept: rows started, then forked, then the rest. A row that is reused is safe
+because all work has one order: what a plan writes is written after every step before it has ended.
 Counters change last in a step (`advance`), so a step that failed leaves the rows as they were.
+
+Shape legend: R rows, M tokens a row can hold, N sampling rows, Q result slots, F forks.
 """
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.plan import Plan
-from quire.ops.attention.base import AttentionStep
+from quire.base.plan import Plan, RowFork
 from quire.ops.memory import lazy_zeros
-from quire.ops.step_inputs import RowState, gather_step
+from quire.ops.row_state import RowTensors
+from quire.runner.columns import (
+    PROMPT_COLUMN,
+    edits_delta,
+    empty_columns,
+    start_deltas,
+    wide_deltas,
+)
+from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.plan_parts import Forks
+from quire.runner.row_updates import RowUpdates
+from quire.runner.sampling_flags import SamplingFlags
+from quire.runner.step_ops import Gathered, Spans, StepLists, StepOps, Update
 
-Int64 = npt.NDArray[np.int64]
+NUM_RESULTS = 8  # steps whose tokens are on their way
+
+
+def empty_rows(
+    device: torch.device, max_num_rows: int, max_model_len: int, num_groups: int, block_size: int
+) -> RowTensors:
+    """State of max_num_rows rows of up to max_model_len tokens."""
+    num_blocks = -(-max_model_len // block_size) + 1
+    return RowTensors(
+        lazy_zeros((max_num_rows, max_model_len), torch.int32, device),
+        lazy_zeros((max_num_rows,), torch.int64, device),
+        lazy_zeros((num_groups, max_num_rows, num_blocks), torch.int32, device),
+        *empty_columns(max_num_rows, device),
+        block_size=block_size,
+        prompt_column=PROMPT_COLUMN,
+    )
 
 
 class DeviceRows:
-    """max_num_rows rows of up to max_model_len tokens, on one device."""
+    """The rows of a device.
 
-    def __init__(
-        self,
-        max_num_rows: int,
-        max_model_len: int,
-        num_groups: int,
-        block_size: int,
-        device: torch.device,
-    ) -> None:
-        self.device = device
-        self.block_size = block_size
-        self.tokens_RM = lazy_zeros((max_num_rows, max_model_len), torch.int32, device)
-        self.computed_R = lazy_zeros((max_num_rows,), torch.int64, device)
-        num_blocks = -(-max_model_len // block_size) + 1
-        self.tables_RL = tuple(
-            lazy_zeros((max_num_rows, num_blocks), torch.int32, device) for _ in range(num_groups)
+    results_QR: tokens of the last steps, -1 where there was none to choose. prompt_lens: the host's
+    copy of the rows' prompt lengths.
+    """
+
+    def __init__(self, device: Device, state: RowTensors, ops: StepOps) -> None:
+        self.state, self.ops = state, ops
+        self._device = device
+        num_rows = len(state.computed_R)
+        self.results_QR = torch.zeros(
+            NUM_RESULTS, num_rows, dtype=torch.int32, device=device.device
         )
-        self.prompt_lens = np.zeros(max_num_rows, np.int64)  # host
+        self.prompt_lens: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self._result_slot = 0
         self._forks = Forks()
 
-    def apply(self, plan: Plan) -> None:
-        """Write a plan's deltas: rows started, forked, truncated, host tokens, block tables."""
-        for start in plan.started:
-            tokens = torch.from_numpy(start.token_ids).to(self.device)
-            self.tokens_RM[start.row, : len(start.token_ids)] = tokens
-            self.computed_R[start.row] = start.num_computed_tokens
-            self.prompt_lens[start.row] = start.num_prompt_tokens
-        for fork in self._forks.to_do(plan):
-            self._copy_row(fork.parent, fork.child)
-            self._forks.did(fork)
-        for row, num_tokens in plan.truncated:
-            self.computed_R[row] = num_tokens
-        for host in plan.host_tokens:
-            end = host.position + len(host.token_ids)
-            tokens = torch.from_numpy(host.token_ids).to(self.device)
-            self.tokens_RM[host.row, host.position : end] = tokens
-            if host.is_prompt:
-                self.prompt_lens[host.row] = end
-        self._write_tables(plan)
+    @property
+    def max_num_rows(self) -> int:
+        return len(self.prompt_lens)
 
-    def step_inputs(self, plan: Plan) -> tuple[torch.Tensor, AttentionStep]:
-        """Input ids [T] and what attention needs, gathered on the device."""
-        context_host = plan.computed_bound + plan.num_tokens
-        longest = -(-int(context_host.max()) // self.block_size)
-        state = RowState(self.tokens_RM, self.computed_R, self.tables_RL, self.block_size)
-        inputs = gather_step(state, plan.rows, plan.num_tokens, longest)
-        step = AttentionStep(
-            positions_T=inputs.positions_T,
-            query_starts_S1=inputs.query_starts_S1,
-            context_lens_S=inputs.context_lens_S,
-            slots_T=inputs.slots_T,
-            block_tables_SL=inputs.block_tables_SL,
-            query_lens_host=plan.num_tokens,
-            context_lens_host=context_host,
-        )
-        return inputs.ids_T, step
+    @property
+    def max_model_len(self) -> int:
+        return self.state.tokens_RM.shape[1]
 
-    def advance(self, plan: Plan, token_ids_N: torch.Tensor, lengths_N: Int64) -> None:
-        """Store the sampled tokens behind their rows' last token, then move the counters.
+    def apply(self, plan: Plan, flags: SamplingFlags, spans: Spans) -> tuple[Update, int]:
+        """Get a plan's changes ready, to be taken by the step's own work (`run_with`); what has to
+        come before, such as forks, is done behind what was given before.
 
-        lengths_N: tokens that each sampling row had before.
+        flags: of all rows, with this plan. spans: of the sampling rows' edits. Also returns the
+        slot where the step's tokens go.
         """
-        if len(plan.sample_rows):
-            rows_N, lengths = self._index(plan.sample_rows), self._index(lengths_N)
-            self.tokens_RM[rows_N, lengths] = token_ids_N.int()
-        rows, parents, num_tokens = plan.rows, plan.rows, plan.num_tokens
-        if forks := plan.new_forks:  # they have computed what their parents have
-            place = {row: i for i, row in enumerate(plan.rows.tolist())}
-            places = [place[fork.parent] for fork in forks]
-            rows = np.append(rows, [fork.child for fork in forks])
-            parents = np.append(parents, parents[places])
-            num_tokens = np.append(num_tokens, num_tokens[places])
-        computed = self.computed_R[self._index(parents)] + self._index(num_tokens)
-        self.computed_R[self._index(rows)] = computed  # all at once, or none
+        updates = RowUpdates()
+        for start in plan.started:
+            self.prompt_lens[start.row] = start.num_prompt_tokens
+            edits = start.row if flags.has_edits[start.row] else -1
+            updates.deltas.append(start_deltas(start, edits))
+            if len(start.token_ids):
+                updates.runs.append((start.row, 0, start.token_ids))
+        if plan.forked:
+            self.run_with(self.ops.prepare(updates, None), list)
+            updates = self._fork(plan, flags)
+        self._add_rest(plan, updates)
+        self._result_slot = (self._result_slot + 1) % NUM_RESULTS
+        lists = StepLists(
+            plan.rows,
+            plan.num_tokens,
+            plan.sample_rows,
+            plan.sample_places,
+            self._result_slot,
+            flags.at(plan.sample_rows),
+            spans,
+            self.prompt_lens[plan.sample_rows],
+        )
+        return self.ops.prepare(updates, lists), self._result_slot
 
-    def _copy_row(self, parent: int, child: int) -> None:
-        self.tokens_RM[child] = self.tokens_RM[parent]
-        self.computed_R[child] = self.computed_R[parent]
-        self.prompt_lens[child] = self.prompt_lens[parent]
-        for table_RL in self.tables_RL:
-            table_RL[child] = table_RL[parent]
+    def expect_nothing(self) -> None:
+        """A step of no rows comes next: for what is run or recorded without a plan."""
+        update, _ = self.apply(Plan(step_id=-1), SamplingFlags.of_rows(0), {})
+        self.run_with(update, list)
 
-    def _write_tables(self, plan: Plan) -> None:
-        writes = plan.block_writes
-        if len(writes.row) == 0:
-            return
-        for g, table_RL in enumerate(self.tables_RL):
-            mine = writes.group == g
-            rows, indices = self._index(writes.row[mine]), self._index(writes.index[mine])
-            table_RL[rows, indices] = torch.from_numpy(writes.block_id[mine]).to(self.device)
+    def run_with(self, update: Update, work: Work) -> Arrival:
+        """Take changes, then do the work, as one piece."""
 
-    def _index(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int64)).to(self.device)
+        def both() -> Tensors:
+            update.take()
+            return work()
+
+        try:
+            arrival = self._device.run(both)
+        except Exception:
+            update.hold(self._device.run(list))  # it may be read until here
+            raise
+        update.hold(arrival)
+        return arrival
+
+    def result(self, slot: int, num_samples: int) -> torch.Tensor:
+        """The tokens of a step, int32 [N]."""
+        return self.results_QR[slot, :num_samples]
+
+    def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:
+        """Store the chosen tokens behind their rows' last token, and move the counters."""
+        self.ops.advance(gathered, ids_N, is_valid_N, self.results_QR)
+
+    def _fork(self, plan: Plan, flags: SamplingFlags) -> RowUpdates:
+        """Copy rows; returns in what the children differ from their parents."""
+        updates, batch = RowUpdates(), list[RowFork]()
+        for fork in self._forks.to_do(plan):
+            touched = {row for each in batch for row in (each.parent, each.child)}
+            if fork.child in touched or fork.parent in {each.child for each in batch}:
+                self._copy(batch)
+                batch = []
+            batch.append(fork)
+        self._copy(batch)
+        for fork in plan.forked:
+            self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
+            own = wide_deltas(fork.child, "sample_index", fork.sample_index)
+            if flags.has_edits[fork.child]:
+                own.append(edits_delta(fork.child))
+            updates.deltas.append(np.array(own, np.int32))
+        return updates
+
+    def _copy(self, batch: list[RowFork]) -> None:
+        if batch:
+            self.ops.fork(np.array([(fork.parent, fork.child) for fork in batch], np.int32))
+            self._forks.did(*batch)
+
+    def _add_rest(self, plan: Plan, updates: RowUpdates) -> None:
+        for host in plan.host_tokens:
+            if host.is_prompt:
+                self.prompt_lens[host.row] = host.position + len(host.token_ids)
+        updates.add_plan(plan)

@@ -23,7 +23,7 @@ def connect_stores(core: EngineCore, built: BuiltRunner) -> None:
             f"{settings[0]} is of no use without prefix caching; leave it out, or set"
             " enable_prefix_caching."
         )
-    memory = getattr(built.runner.backend, "host_blocks", None)
+    memory = built.runner.backend.host_blocks
     if memory is None:
         raise ConfigError(
             f"the attention backend {built.backend_name} keeps its blocks to itself, so there is no"

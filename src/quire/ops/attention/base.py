@@ -9,8 +9,8 @@ its block table names, position p in block `table[p // P]` at offset `p % P`.
 A token at position i attends to positions j with max(0, i - window + 1) <= j <= i.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import CacheGroup
+from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.rms_norm import rms_norm
+from quire.ops.rotary import rotary
 
 Int32 = npt.NDArray[np.int32]
 
@@ -42,55 +45,78 @@ class AttentionStep:
     context_lens_host: Int32
 
 
-class AttentionBackend(Protocol):
-    """prepare once per step; then per layer write, and run after it.
+class AttentionBackend(ABC):
+    """prepare once per step; then per layer write (or rotary_write), and run after it.
 
     Every layer writes all keys and values of a step before it reads any, so rows of one step may
     read blocks that other rows of the same step write.
+
+    can_be_recorded: whether a graph can hold what it launches: nothing of that depends on the
+    host's lengths but how work is cut by `run`, slot -1 is nowhere, and rows may have no tokens.
     """
 
     name: str
+    can_be_recorded = False
 
+    @abstractmethod
     def prepare(self, step: AttentionStep) -> None:
         """Take a step's metadata. May launch device work, never waits for it."""
-        ...
 
+    @abstractmethod
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Store this step's keys and values in the layer's blocks."""
-        ...
 
-    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
-        """Attention of this step's queries over their sequences; returns [T, N, H]."""
-        ...
+    @abstractmethod
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        out_TNH: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of this step's queries over their sequences; returns [T, N, H], in `out` if it
+        is given."""
 
+    @abstractmethod
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks within a group, in all of its layers, as one operation."""
-        ...
 
+    @abstractmethod
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of a group to blocks of host memory."""
-        ...
 
+    @abstractmethod
     def load(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of host memory to blocks of a group."""
-        ...
-
-
-class RotaryWriter(Protocol):
-    """What a backend may have beside: norm, rotation and write in one operation, before `run`.
-    Models look whether it has `rotary_write`."""
 
     def rotary_write(
         self,
         layer: int,
         qkv_TMH: torch.Tensor,
+        num_kv_heads: int,
         rotary_rows: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
         """Queries [T, N, H] of M = N + 2 K heads, normalised with weight [N + K, H], if there is
-        one, and turned; keys too, which are stored beside the values."""
-        ...
+        one, and turned; keys too, which are stored beside the values. A backend may do all of this
+        in one operation."""
+        num_turned = qkv_TMH.shape[1] - num_kv_heads
+        qk_TMH, v_TKH = qkv_TMH.split([num_turned, num_kv_heads], dim=1)
+        if weight is not None:
+            qk_TMH = rms_norm(qk_TMH, weight, eps)
+        sizes = [num_turned - num_kv_heads, num_kv_heads]
+        q_TNH: torch.Tensor
+        q_TNH, k_TKH = rotary(qk_TMH, rotary_rows).split(sizes, dim=1)
+        self.write(layer, k_TKH, v_TKH)
+        return q_TNH
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """Blocks of host memory by group, for those who move them elsewhere; None: the backend
+        keeps them to itself."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionStep, KVLayout
+from quire.ops.memory import to_device
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 
@@ -185,4 +186,4 @@ class BatchBuilder:
             yield Span(first, end, context, bias_RQC[:, None])
 
     def _index(self, values: Ints) -> torch.Tensor:
-        return torch.as_tensor(values, dtype=torch.int64, device=self._device)
+        return to_device(values.astype(np.int64), self._device)

@@ -121,10 +121,18 @@ class CpuBackend(MovesBlocks):
         )
 
     @op("attention")
-    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        out_TNH: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of all rows, [T, N, H]."""
         kv = self._layers[layer]
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        if out_TNH is None:
+            out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
         self._core.paged_attention(
             self.plan(kv.group, q_TNH.shape[1] // kv.kv.heads),
             kv.kv,

@@ -7,7 +7,7 @@ Keys and values of a group stand as [2, Y, K, B, P, H].
 import torch
 
 from quire.base.model_spec import CacheGroup
-from quire.ops.attention.base import Int32, KVLayout
+from quire.ops.attention.base import AttentionBackend, Int32, KVLayout
 from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.memory import lazy_zeros
@@ -40,7 +40,7 @@ class KVMemory:
         copy_blocks(self.kv[group], source, destination, dim=3)
 
 
-class MovesBlocks:
+class MovesBlocks(AttentionBackend):
     """What a backend over a KVMemory does with whole blocks."""
 
     _memory: KVMemory

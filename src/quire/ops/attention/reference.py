@@ -8,14 +8,20 @@ sum of the softmax let each block be seen once.
 
 import torch
 
-from quire.ops.attention.base import AttentionStep, Int32, KVLayout, refuse_kv_format
+from quire.ops.attention.base import (
+    AttentionBackend,
+    AttentionStep,
+    Int32,
+    KVLayout,
+    refuse_kv_format,
+)
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
 
-class ReferenceBackend:
+class ReferenceBackend(AttentionBackend):
     """The obviously right backend. It waits for the device: it reads lengths and tables from it."""
 
     name = "reference"
@@ -54,14 +60,22 @@ class ReferenceBackend:
         self._kv[layer][1, blocks_T, offsets_T] = v_TKH
 
     @op("attention")
-    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        out_TNH: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention row by row, [T, N, H]."""
         assert self._step is not None, "prepare() comes before run()"
         group = self._group_of_layer[layer]
         starts = self._step.query_starts_S1.tolist()
         context_lens = self._step.context_lens_S.tolist()
         tables = self._step.block_tables_SL[group].tolist()
-        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        if out_TNH is None:
+            out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for row, context_len in enumerate(context_lens):
             tokens = slice(starts[row], starts[row + 1])
             out_TNH[tokens] = self._run_row(layer, q_TNH[tokens], scale, context_len, tables[row])

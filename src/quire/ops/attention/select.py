@@ -57,8 +57,14 @@ def make_backend(
     if not plugins.is_installed(kind, name, names):
         known = plugins.all_names(kind, names)
         raise ConfigError(f"attention_backend must be one of {known}, got {name!r}.")
-    backend: AttentionBackend = plugins.load_plugin(kind, name, names)(layout)
-    return backend
+    found = plugins.load_plugin(kind, name, names)
+    if not issubclass(found, AttentionBackend):
+        raise ConfigError(
+            f"attention_backend {name!r} cannot be used: {found.__name__} must be a subclass of"
+            " AttentionBackend (quire/ops/attention/base.py)."
+        )
+    make: Callable[[KVLayout], AttentionBackend] = found
+    return make(layout)
 
 
 def _check_fp8(name: str, layout: KVLayout) -> None:

@@ -63,9 +63,17 @@ class TorchBackend(MovesBlocks):
         kv[1].index_copy_(1, slots_T, v_TKH.transpose(0, 1))
 
     @op("attention")
-    def run(self, layer: int, q_TNH: torch.Tensor, scale: float) -> torch.Tensor:
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        out_TNH: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention batch by batch, [T, N, H]."""
-        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if out_TNH is None:
+            out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         g, index = self._place_of_layer[layer]
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:

@@ -71,6 +71,7 @@ class TritonBackend(MovesBlocks):
     """
 
     name = "triton"
+    can_be_recorded = True
 
     def __init__(
         self,
@@ -120,6 +121,7 @@ class TritonBackend(MovesBlocks):
         self,
         layer: int,
         qkv_TMH: torch.Tensor,
+        num_kv_heads: int,
         rotary_rows: torch.Tensor,
         weight: torch.Tensor | None,
         eps: float,
@@ -148,9 +150,9 @@ class TritonBackend(MovesBlocks):
         q_TNH: torch.Tensor,
         scale: float,
         *,
+        out_TNH: torch.Tensor | None = None,
         soft_cap: float | None = None,
         sinks_N: torch.Tensor | None = None,
-        out_TNH: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of all rows, [T, N, H], in `out` if it is given. soft_cap, sinks: as in
         `kernels.attention`."""

@@ -7,11 +7,7 @@ in words (int32),
 
     [inbox | deltas, 4 words each | runs, 4 words each | forks, 2 words each | tokens of the runs]
 
-    delta   (kind, row, index, value), kind being
-            a cache group     the table's entry `index` becomes block `value`
-            COMPUTED          the row has computed `value` tokens
-            NARROW            column `index` of 32 bits
-            WIDE              half `index % 2` (the lower one first) of column `index // 2` of 64
+    delta   (kind, row, index, value), as in `quire.ops.row_state`
     run     (row, position, first of the slot's tokens, how many): tokens that the row holds
     fork    (parent, child)
 
@@ -31,9 +27,9 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
-from quire.ops.kernels.step_inputs import Inbox, RowTensors, inbox_words
+from quire.ops.kernels.step_inputs import Inbox, inbox_words
+from quire.ops.row_state import COMPUTED, NARROW, WIDE, RowTensors
 
-COMPUTED, NARROW, WIDE = -1, -2, -3  # kinds of deltas, beside cache groups
 LONGEST_RUN = 2048  # tokens; longer ones are cut, so that several programs write them
 BLOCK = 256
 PROGRAMS = 16

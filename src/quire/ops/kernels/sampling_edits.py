@@ -1,6 +1,6 @@
 """Changes to logits that requests ask for: allowed tokens, bad words, min_tokens, biases.
 
-What `quire.runner.logit_edits` does row by row, in its order, for all rows of a step in two
+What `quire.ops.logit_edits` does row by row, in its order, for all rows of a step in two
 launches: one makes the float32 copy of the logits that is edited (of rows with allowed tokens it
 copies nothing), the other has one program per row, which goes through the row's lists one after the
 other. The lists of all rows lie in one table, made when such a request starts and not in each step.
@@ -12,75 +12,26 @@ Shape legend: N rows of the step, B rows of the token buffers, S rows of the tab
 a row's token buffer, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import Config
+from quire.ops.logit_edits import (
+    ALLOWED,
+    BIASES,
+    LONGEST,
+    MIN_TOKENS,
+    SPAN,
+    STOPS,
+    WORDS,
+    EditTable,
+)
 
 _COPY_BLOCK = 4096
 _BLOCK = 128
 
-# Columns of a row's span: where its lists begin among the entries, and how many there are.
-_ALLOWED, _WORDS, _STOPS, _BIASES, _MIN_TOKENS, _LONGEST, _SPAN = 0, 2, 4, 6, 8, 9, 10
-LIST_COLUMNS = _ALLOWED, _WORDS, _STOPS, _BIASES  # hold places in the table
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
-
-
-@dataclass(frozen=True)
-class RowEdits:
-    """What one row asks for; bad words are lists of at least one token."""
-
-    allowed: Sequence[int] = ()
-    bad_words: Sequence[Sequence[int]] = ()
-    min_tokens: int = 0
-    stop_token_ids: Sequence[int] = ()
-    bias: dict[int, float] | None = None
-
-
-@dataclass(frozen=True)
-class EditTable:
-    """The edits of S rows. entries: int32, token ids (of bad words also lengths); values: float32,
-    the biases, at the places of their entries; spans: int32 [S, 10]."""
-
-    entries: torch.Tensor
-    values: torch.Tensor
-    spans: torch.Tensor
-
-
-def make_edit_table(rows: Sequence[RowEdits], device: torch.device) -> EditTable:
-    """Writes the rows' lists one after the other and copies them to the device.
-
-    A row's bad words are: all last tokens, all numbers of tokens before the last, and these tokens
-    themselves, padded on the left to the longest.
-    """
-    entries: list[int] = []
-    values: list[float] = []
-    spans: list[list[int]] = []
-    for row in rows:
-        bias = row.bias or {}
-        longest = max((len(word) for word in row.bad_words), default=1)
-        words = [word[-1] for word in row.bad_words]
-        words += [len(word) - 1 for word in row.bad_words]
-        for word in row.bad_words:
-            words += [0] * (longest - len(word)) + list(word[:-1])
-        stops = row.stop_token_ids if row.min_tokens > 0 else ()
-        span: list[int] = []
-        lists = (row.allowed, words, stops, bias)
-        counts = (len(row.allowed), len(row.bad_words), len(stops), len(bias))
-        for tokens, count in zip(lists, counts, strict=True):
-            span += [len(entries), count]
-            entries += tokens
-        values += [0.0] * (len(entries) - len(values) - len(bias)) + list(bias.values())
-        spans.append([*span, row.min_tokens, longest])
-    return EditTable(
-        torch.tensor(entries or [0], dtype=torch.int32, device=device),
-        torch.tensor(values or [0.0], dtype=torch.float32, device=device),
-        torch.tensor(spans, dtype=torch.int32, device=device).reshape(-1, _SPAN),
-    )
 
 
 @triton.jit
@@ -195,8 +146,8 @@ def edit_logits(
         "spans_ptr": table.spans,
         "vocab_size": vocab_size,
         "raw_stride": raw_NV.stride(0),
-        "SPAN": _SPAN,
-        "ALLOWED": _ALLOWED,
+        "SPAN": SPAN,
+        "ALLOWED": ALLOWED,
     }
     grid = num_rows, triton.cdiv(vocab_size, _COPY_BLOCK)
     _copy[grid](**arguments, BLOCK=_COPY_BLOCK, num_warps=4)
@@ -217,11 +168,11 @@ def edit_logits(
 
 
 _COLUMNS = {
-    "WORDS": _WORDS,
-    "STOPS": _STOPS,
-    "BIASES": _BIASES,
-    "MIN_TOKENS": _MIN_TOKENS,
-    "LONGEST": _LONGEST,
+    "WORDS": WORDS,
+    "STOPS": STOPS,
+    "BIASES": BIASES,
+    "MIN_TOKENS": MIN_TOKENS,
+    "LONGEST": LONGEST,
 }
 _SIGNATURE = {
     "out_ptr": "*fp32",
@@ -248,7 +199,7 @@ CONFIGS = [
     for kind in ("*bf16", "*fp32")
     for of in (_SIGNATURE | {"raw_ptr": kind},)
     for kernel, constants in (
-        (_copy, {"SPAN": _SPAN, "ALLOWED": _ALLOWED, "BLOCK": _COPY_BLOCK}),
-        (_edit, _COLUMNS | {"SPAN": _SPAN, "ALLOWED": _ALLOWED, "BLOCK": _BLOCK}),
+        (_copy, {"SPAN": SPAN, "ALLOWED": ALLOWED, "BLOCK": _COPY_BLOCK}),
+        (_edit, _COLUMNS | {"SPAN": SPAN, "ALLOWED": ALLOWED, "BLOCK": _BLOCK}),
     )
 ]

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
-from quire.ops.step_inputs import StepInputs
+from quire.ops.row_state import RowTensors
+from quire.ops.step_inputs import SampleInputs, StepInputs
 
 BLOCK = 512  # tokens, or table entries, of a program at a time
 MOST_CHUNKS = 8  # programs of a row
@@ -31,27 +32,6 @@ LEAST_WIDTH = 32  # rows that a program looks at; for fewer nothing else is comp
 # Words of an inbox before its lists, and what stands in them.
 HEADER = 8
 NUM_ROWS, NUM_SAMPLES, RESULT_SLOT = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class RowTensors:
-    """The state of `quire.ops.step_inputs.RowState`, with the block tables of all cache groups in
-    one tensor [G, R, L]: tokens_RM int32, computed_R int64, tables_GRL int32. And what rows sample
-    with, a column each: narrow_CR of 32 bits (int32, or float32 by its bits), wide_CR int64.
-    prompt_column: the one of wide_CR that holds the number of prompt tokens. All contiguous."""
-
-    tokens_RM: torch.Tensor
-    computed_R: torch.Tensor
-    tables_GRL: torch.Tensor
-    narrow_CR: torch.Tensor
-    wide_CR: torch.Tensor
-    block_size: int
-    prompt_column: int = 0
-
-    def __post_init__(self) -> None:
-        tensors = self.tokens_RM, self.computed_R, self.tables_GRL, self.narrow_CR, self.wide_CR
-        for values in tensors:
-            assert values.is_contiguous(), f"needs contiguous rows, got {values.stride()}"
 
 
 @dataclass(frozen=True)
@@ -76,17 +56,6 @@ class Inbox:
 def inbox_words(max_rows: int) -> int:
     """The size of an inbox."""
     return HEADER + 4 * max_rows
-
-
-@dataclass(frozen=True)
-class SampleInputs:
-    """Of each sampling row, int64 [S]: its row, the place of its logits' token in the step, how
-    many of its tokens are known, and how many of these are its prompt."""
-
-    rows: torch.Tensor
-    last: torch.Tensor
-    lengths: torch.Tensor
-    prompt_lens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -331,7 +300,7 @@ def advance(
     results_QS: torch.Tensor,
 ) -> None:
     """Store the sampled tokens behind their rows' last token and move the counters, as
-    `DeviceRows.advance` does, and leave the tokens in the inbox's result slot. A second time it
+    `row_state.advance` does, and leave the tokens in the inbox's result slot. A second time it
     changes nothing.
 
     context_lens: of gather_step, for this step. token_ids: int64 or int32, of at least as many rows

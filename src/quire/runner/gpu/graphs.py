@@ -16,18 +16,17 @@ what is wrong with a device, or a step, the step as it is will tell.
 import dataclasses
 import logging
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from quire.ops.attention.base import AttentionBackend, AttentionStep
-from quire.ops.kernels.step_inputs import StepBuffers
-from quire.runner.gpu.device import Device
+from quire.ops.step_inputs import StepInputs
+from quire.runner.device import Device
 from quire.runner.gpu.pieces import Pieces, record
-from quire.runner.gpu.sampler import Needs
-from quire.runner.gpu.shape import Shape
 from quire.runner.gpu.used_sizes import Kind, UsedSizes
 from quire.runner.graph_sizes import MIXED_ROWS, MIXED_TOKENS, MOST_MIXED, ladder
+from quire.runner.step_ops import Gathered, Needs, StepShape
 
 logger = logging.getLogger("quire")
 
@@ -48,18 +47,18 @@ class Size:
 
 
 class Decoder(Protocol):
-    """What is recorded (`GpuRunner`)."""
+    """What is recorded (`ModelRunner`)."""
 
     backend: AttentionBackend
 
-    def largest_shape(self, size: Size) -> Shape: ...
+    def largest_shape(self, size: Size) -> StepShape: ...
 
-    def buffers(self, shape: Shape) -> StepBuffers: ...
+    def gather(self, shape: StepShape) -> Gathered: ...
 
-    def attention_step(self, buffers: StepBuffers, shape: Shape) -> AttentionStep: ...
+    def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep: ...
 
     def carry_out(
-        self, buffers: StepBuffers, shape: Shape, needs: Needs, backend: AttentionBackend
+        self, gathered: Gathered, shape: StepShape, needs: Needs, backend: AttentionBackend
     ) -> list[torch.Tensor]: ...
 
     def expect_nothing(self) -> None:
@@ -69,21 +68,21 @@ class Decoder(Protocol):
 
 @dataclass
 class Recorded:
-    """A step of a size; what the device has made of it is there once it was recorded. buffers: of
-    its inputs, for attention that is launched anew."""
+    """A step of a size; what the device has made of it is there once it was recorded. inputs: the
+    step's, for attention that is launched anew."""
 
     decoder: Decoder
     size: Size
     in_pieces: bool
-    buffers: StepBuffers | None = None
+    inputs: StepInputs | None = None
     pieces: Pieces = field(default_factory=Pieces)
 
-    def replay(self, shape: Shape) -> list[torch.Tensor]:
+    def replay(self, shape: StepShape) -> list[torch.Tensor]:
         """Carry it out for a step of this shape, which has as many places; returns copies of what
         rows wanted: the next replay writes over it."""
         if self.in_pieces:
-            assert self.buffers is not None, "it is recorded first"
-            self.decoder.backend.prepare(self.decoder.attention_step(self.buffers, shape))
+            assert self.inputs is not None, "it is recorded first"
+            self.decoder.backend.prepare(self.decoder.attention_step(self.inputs, shape))
         self.pieces.replay()
         return [tensor.clone() for tensor in self.pieces.outputs]
 
@@ -196,27 +195,32 @@ class Graphs:
         decoder.expect_nothing()
 
         def work() -> list[torch.Tensor]:
-            made: list[StepBuffers] = []
+            made: list[StepInputs] = []
 
             def step(backend: AttentionBackend) -> list[torch.Tensor]:
-                buffers = decoder.buffers(shape)
-                made.append(buffers)
-                return decoder.carry_out(buffers, shape, needs, backend)
+                gathered = decoder.gather(shape)
+                made.append(gathered.inputs)
+                return decoder.carry_out(gathered, shape, needs, backend)
 
             step(decoder.backend)
             made.clear()
             recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
             if in_pieces:
-                recorded.buffers = _borrowed(self._device, made[0])
+                recorded.inputs = _borrowed(self._device, made[0])
             return []
 
         self._device.run(work)
         return recorded
 
 
-def _borrowed(device: Device, buffers: StepBuffers) -> StepBuffers:
-    names = [each.name for each in dataclasses.fields(buffers)]
-    return StepBuffers(**{name: device.borrow(getattr(buffers, name)) for name in names})
+def _borrowed(device: Device, inputs: StepInputs) -> StepInputs:
+    def borrow(values: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+        if isinstance(values, torch.Tensor):
+            return device.borrow(values)
+        return tuple(map(device.borrow, values))
+
+    names = [each.name for each in dataclasses.fields(inputs)]
+    return StepInputs(**{name: borrow(getattr(inputs, name)) for name in names})
 
 
 def _kind(size: Size, needs: Needs) -> Kind:

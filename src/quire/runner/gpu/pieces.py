@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from quire.ops.attention.base import AttentionBackend
-from quire.runner.gpu.device import Device, Graph
+from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32
+from quire.runner.device import Device, Graph
 
 Step = Callable[[AttentionBackend], list[torch.Tensor]]
 
@@ -30,15 +30,15 @@ class Pieces:
             launch()
 
 
-class CutAtAttention:
+class CutAtAttention(AttentionBackend):
     """A backend whose `run` ends a graph, notes the call, and begins the next graph."""
+
+    name = "cut"
+    can_be_recorded = True
 
     def __init__(self, inner: AttentionBackend, device: Device, pieces: Pieces) -> None:
         self._inner, self._device, self._pieces = inner, device, pieces
         self._graph: Graph | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     def begin(self) -> None:
         self._graph = self._device.begin_capture()
@@ -49,16 +49,43 @@ class CutAtAttention:
             self._device.end_capture(graph)
             self._pieces.launches.append(graph.replay)
 
-    def run(self, layer: int, q_TNH: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
+    def prepare(self, step: AttentionStep) -> None:
+        self._inner.prepare(step)
+
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        self._inner.write(layer, k_TKH, v_TKH)
+
+    def rotary_write(self, layer: int, qkv_TMH: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return self._inner.rotary_write(layer, qkv_TMH, *rest)
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        self._inner.copy_blocks(group, source, destination)
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        self._inner.swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        self._inner.load(group, source, destination)
+
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        out_TNH: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
         """Attention's result has its place in the memory of graphs, as its queries have: later
         layers and other sizes use both again, as launches keep their order."""
-        out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+        if out_TNH is None:
+            out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         self.end()
         q, out = self._device.borrow(q_TNH), self._device.borrow(out_TNH)
         inner = self._inner
 
         def launch() -> None:
-            inner.run(layer, q, scale, **options, out_TNH=out)  # type: ignore[call-arg]
+            inner.run(layer, q, scale, **options, out_TNH=out)
 
         self._pieces.launches.append(launch)
         self.begin()

@@ -1,7 +1,7 @@
 """The way from a plan to the device: a ring of slots in pinned memory.
 
-What a plan changes is packed into a slot, or several, and the device is told to take it from there
-(`ops/kernels/row_deltas.py`). A slot is not written again before the device has done so.
+What a plan changes is cut into chunks, each of which fills a slot, and the device is told to take
+it from there (`ops/kernels/row_deltas.py`). A slot is not written again before it has done so.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.attention.block_moves import last_writes
 from quire.ops.kernels.row_deltas import LONGEST_RUN, SlotLayout
 from quire.ops.kernels.step_inputs import HEADER
-from quire.runner.gpu.device import Arrival, Device
+from quire.runner.device import Arrival, Device
+from quire.runner.row_updates import RowUpdates
 
 Int32 = npt.NDArray[np.int32]
 
@@ -34,7 +34,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Filled:
+class SlotContents:
     """A slot and how much is in it."""
 
     slot: Slot
@@ -43,27 +43,7 @@ class Filled:
 
 
 @dataclass
-class Changes:
-    """Deltas [K, 4] and tokens of rows (row, position, tokens), in the order of the plan."""
-
-    deltas: list[Int32] = field(default_factory=list)
-    runs: list[tuple[int, int, Int32]] = field(default_factory=list)
-
-    def merged_deltas(self) -> Int32:
-        """All deltas; of several for one place the last."""
-        if not self.deltas:
-            return np.empty((0, 4), np.int32)
-        merged = np.concatenate(self.deltas)
-        if len(merged) == 1:
-            return merged
-        wide = merged.astype(np.int64)
-        places = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
-        kept: Int32 = merged[last_writes(places)]
-        return kept
-
-
-@dataclass
-class Part:
+class Chunk:
     """What goes into one slot. Its runs are written at once, so no two may overlap."""
 
     deltas: Int32 = field(default_factory=lambda: np.empty((0, 4), np.int32))
@@ -102,34 +82,34 @@ class SlotRing:
             slot.used = None
         return slot
 
-    def pack(self, changes: Changes) -> list[Part]:
-        """Cut into what fits into one slot each; at least one part."""
-        parts, deltas = [Part()], changes.merged_deltas()
-        for row, position, tokens in changes.runs:
+    def cut(self, updates: RowUpdates) -> list[Chunk]:
+        """Cut into what fits into one slot each; at least one chunk."""
+        chunks, deltas = [Chunk()], updates.merged_deltas()
+        for row, position, tokens in updates.runs:
             for start in range(0, len(tokens), LONGEST_RUN):
                 piece = tokens[start : start + LONGEST_RUN]
-                if not parts[-1].takes(row, position + start, len(piece)):
-                    parts.append(Part())
-                parts[-1].add(row, position + start, piece)
+                if not chunks[-1].takes(row, position + start, len(piece)):
+                    chunks.append(Chunk())
+                chunks[-1].add(row, position + start, piece)
         for i, start in enumerate(range(0, len(deltas), MOST_DELTAS)):
-            if i == len(parts):
-                parts.append(Part())
-            parts[i].deltas = deltas[start : start + MOST_DELTAS]
-        return parts
+            if i == len(chunks):
+                chunks.append(Chunk())
+            chunks[i].deltas = deltas[start : start + MOST_DELTAS]
+        return chunks
 
-    def fill(self, slot: Slot, part: Part) -> Filled:
-        """Write a part's deltas and runs into a slot."""
+    def fill(self, slot: Slot, chunk: Chunk) -> SlotContents:
+        """Write a chunk's deltas and runs into a slot."""
         layout, array = self.layout, slot.array
-        num_deltas, num_runs = len(part.deltas), len(part.runs)
+        num_deltas, num_runs = len(chunk.deltas), len(chunk.runs)
         at = layout.deltas_at
-        array[at : at + 4 * num_deltas] = part.deltas.ravel()
+        array[at : at + 4 * num_deltas] = chunk.deltas.ravel()
         at, used = layout.runs_at, 0
-        for row, position, tokens in part.runs:
+        for row, position, tokens in chunk.runs:
             array[at : at + 4] = row, position, used, len(tokens)
             start = layout.tokens_at + used
             array[start : start + len(tokens)] = tokens
             at, used = at + 4, used + len(tokens)
-        return Filled(slot, num_deltas, num_runs)
+        return SlotContents(slot, num_deltas, num_runs)
 
     def write_lists(self, slot: Slot, header: Sequence[int], lists: Sequence[Int32]) -> None:
         """The inbox: the header's words and the lists, each of which has its own room."""

@@ -1,36 +1,47 @@
 """Which rows need which work of a sampler, on the host: a step without penalties, masks or
 log-probabilities does nothing per row."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.plan import RowStart
 
 Rows = npt.NDArray[np.int32]
+Flags = npt.NDArray[np.bool_]
+Int64 = npt.NDArray[np.int64]
 
 NO_LOGPROBS = -2  # -1 asks for the whole vocabulary
 ALL_LOGPROBS = -1
 
 
-# What a row samples with, as `sampling_numbers` gives it.
-FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-INTEGERS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
-
-
-class SamplingFacts:
+@dataclass
+class SamplingFlags:
     """Arrays indexed by row, meaningful between `start` and `release`.
 
     has_edits: masks or biases. top_k: 0 is off. num_logprobs: candidates, NO_LOGPROBS or
     ALL_LOGPROBS.
     """
 
-    def __init__(self, max_num_rows: int) -> None:
-        self.is_greedy = np.ones(max_num_rows, bool)
-        self.has_filter = np.zeros(max_num_rows, bool)
-        self.has_penalties = np.zeros(max_num_rows, bool)
-        self.has_edits = np.zeros(max_num_rows, bool)
-        self.top_k = np.zeros(max_num_rows, np.int64)
-        self.num_logprobs = np.full(max_num_rows, NO_LOGPROBS, np.int64)
+    is_greedy: Flags
+    has_filter: Flags
+    has_penalties: Flags
+    has_edits: Flags
+    top_k: Int64
+    num_logprobs: Int64
+
+    @classmethod
+    def of_rows(cls, max_num_rows: int) -> "SamplingFlags":
+        """Flags of rows that ask for nothing."""
+        return cls(
+            is_greedy=np.ones(max_num_rows, bool),
+            has_filter=np.zeros(max_num_rows, bool),
+            has_penalties=np.zeros(max_num_rows, bool),
+            has_edits=np.zeros(max_num_rows, bool),
+            top_k=np.zeros(max_num_rows, np.int64),
+            num_logprobs=np.full(max_num_rows, NO_LOGPROBS, np.int64),
+        )
 
     def start(self, start: RowStart) -> None:
         """A sequence takes a row."""
@@ -53,6 +64,10 @@ class SamplingFacts:
         for array in vars(self).values():
             array[child] = array[parent]
 
+    def at(self, rows: Rows) -> "SamplingFlags":
+        """Copies of some rows' entries."""
+        return SamplingFlags(*(array[rows] for array in vars(self).values()))
+
 
 def asks_for_edits(start: RowStart) -> bool:
     """Whether the row's logits are masked or biased."""
@@ -64,20 +79,3 @@ def asks_for_edits(start: RowStart) -> bool:
 def has_least_length(start: RowStart) -> bool:
     """Whether tokens that stop the row are forbidden at its beginning."""
     return start.params.min_tokens > 0 and len(start.stop_token_ids) > 0
-
-
-def sampling_numbers(
-    start: RowStart, greedy_temperature: float
-) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Of FLOATS and of INTEGERS, 64 bits each. greedy_temperature: of rows that do not sample."""
-    params = start.params
-    floats = (
-        greedy_temperature if params.is_greedy else params.temperature,
-        params.top_p,
-        params.min_p,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-    )
-    seed = (start.seed + 2**63) % 2**64 - 2**63  # any 64 bits, as a signed number
-    return floats, (max(params.top_k, 0), seed, start.sample_index, start.num_prompt_tokens)

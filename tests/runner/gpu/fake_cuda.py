@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.late_device import LateDevice
+from tests.runner.gpu.late_device import LateDevice
 
 CPU = torch.device("cpu")
 Log = list[tuple[Any, ...]]

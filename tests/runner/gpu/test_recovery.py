@@ -11,10 +11,9 @@ from quire.engine.launching import LaunchingExecutor
 from quire.engine.threaded import DeviceThread
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner
-from quire.runner.gpu import assemble
 from tests.engine.test_recovery import PLACES, Cell, Engine, assert_same, run_program
-from tests.kernels.late_device import LateDevice
-from tests.kernels.test_gpu_engine import devices  # noqa: F401 (a fixture)
+from tests.runner.gpu.late_device import LateDevice, stand_in
+from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.serve.checkpoints import checkpoint, pool_bytes
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the stand-in's memory is the CPU's")
@@ -43,7 +42,7 @@ def launching(built: BuiltRunner) -> LaunchingExecutor:
 
 @pytest.fixture(autouse=True)
 def launches(devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setattr(assemble, "make_device", lambda device, **_: LaunchingDevice(device))
+    stand_in(monkeypatch, LaunchingDevice)
 
 
 @pytest.mark.slow

@@ -1,107 +1,12 @@
-"""What the runner needs of a GPU beside tensors: an order of work, ways to the host, graphs.
+"""A CUDA device: work is queued on a stream, and results cross to the host beside it."""
 
-All work is done in one order. `run` puts a piece of it at the end, and says what of its results
-the host wants; these cross beside the work that follows, and are there when the arrival is done.
-Nothing else comes back: with `forbids_waiting` whatever would make the host wait raises.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 import torch
 
 from quire.base.errors import EngineError
-
-Tensors = Sequence[torch.Tensor]
-Work = Callable[[], Tensors]
-
-
-class Arrival(Protocol):
-    """What a piece of work sent to the host."""
-
-    def is_done(self) -> bool: ...
-
-    def wait(self) -> list[torch.Tensor]:
-        """The values, on the host, in the order in which the work returned them."""
-        ...
-
-    def duration_s(self) -> float:
-        """How long the device worked on it; after `wait`."""
-        ...
-
-
-class Graph(Protocol):
-    """Recorded work. replay: put it at the end of the order, on the memory it was recorded with."""
-
-    def replay(self) -> None: ...
-
-
-class Device(Protocol):
-    """can_capture: whether work can be recorded."""
-
-    device: torch.device
-    can_capture: bool
-
-    def pinned(self, num_words: int) -> torch.Tensor:
-        """int32 memory of the host that the device reads."""
-        ...
-
-    def run(self, work: Work) -> Arrival:
-        """Do this after all that was given before; returns before it is done. Raises what the work
-        raises, and EngineError where it was launched but its results cannot come back."""
-        ...
-
-    def begin_capture(self) -> Graph:
-        """Within `run`: from here on work is recorded, and not done."""
-        ...
-
-    def end_capture(self, graph: Graph) -> None: ...
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values at the same place, which graphs keep and the result does not: other
-        recordings may use it, too."""
-        ...
-
-
-class _Here:
-    """Values that are here already."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self._tensors = [tensor.clone() for tensor in tensors]
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self) -> list[torch.Tensor]:
-        return self._tensors
-
-    def duration_s(self) -> float:
-        return 0.0
-
-
-class HostDevice:
-    """A CPU in a GPU's place, for Triton's interpreter: all is done at once."""
-
-    can_capture = False
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def pinned(self, num_words: int) -> torch.Tensor:
-        return torch.zeros(num_words, dtype=torch.int32)
-
-    def run(self, work: Work) -> Arrival:
-        return _Here(work())
-
-    def begin_capture(self) -> Graph:
-        raise NotImplementedError("a CPU records no graphs")
-
-    def end_capture(self, graph: Graph) -> None:
-        raise NotImplementedError("a CPU records no graphs")
-
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+from quire.runner.device import Arrival, Graph, Tensors, Work
 
 
 class _Crossing:
@@ -135,6 +40,7 @@ class CudaDevice:
     holds for the whole process while work is given.
     """
 
+    is_async = True
     can_capture = True
 
     def __init__(self, device: torch.device, *, forbids_waiting: bool = False) -> None:
@@ -231,10 +137,3 @@ class _Place:
             "typestr": "|u1" if size == 1 else f"<i{size}",
             "data": (tensor.data_ptr(), False),
         }
-
-
-def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Device:
-    """For a torch device; a CPU takes the GPU's place under Triton's interpreter."""
-    if device.type == "cuda":
-        return CudaDevice(device, forbids_waiting=forbids_waiting)
-    return HostDevice(device)

@@ -1,6 +1,6 @@
 """Masks and biases of rows, as one table on the device: lists are written when a row starts.
 
-`ops/kernels/sampling_edits.py` says what stands in it. Lists are put one behind the other; when the
+`ops/logit_edits.py` says what stands in it. Lists are put one behind the other; when the
 room is used up they are packed anew, and the table grows if it must. Then it has a new generation:
 graphs that were recorded with the old one read memory that nobody writes any more.
 """
@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import RowStart
-from quire.ops.kernels.sampling_edits import LIST_COLUMNS, EditTable, RowEdits, make_edit_table
-from quire.ops.memory import to_device
-from quire.runner.gpu.device import Device
-from quire.runner.sampling_facts import has_least_length
+from quire.ops.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
+from quire.ops.memory import lazy_zeros, to_device
+from quire.runner.device import Device
+from quire.runner.sampling_flags import has_least_length
 
 FIRST_CAPACITY = 1 << 16  # entries
 
@@ -36,6 +36,7 @@ class Edits:
         self._device = device
         self._max_num_rows = max_num_rows
         self._lists: dict[int, _Lists] = {}
+        self._spans: dict[int, npt.NDArray[np.int32]] = {}
         self._used = 0
         self.generation = 0
         self.table = self._make(FIRST_CAPACITY)
@@ -53,7 +54,12 @@ class Edits:
             self._add(child, self._lists[parent])
 
     def release(self, row: int) -> None:
+        """A row is free, or starts again."""
         self._lists.pop(row, None)
+
+    def span(self, row: int) -> npt.NDArray[np.int32]:
+        """The row's span, on the host."""
+        return self._spans[row]
 
     def _add(self, row: int, lists: _Lists) -> None:
         self._lists[row] = lists
@@ -63,14 +69,11 @@ class Edits:
             self._write([row])
 
     def _make(self, capacity: int) -> EditTable:
-        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=self._device.device)
-
-        columns = make_edit_table([RowEdits()], torch.device("cpu")).spans.shape[1]
+        device = self._device.device
         return EditTable(
-            zeros(torch.int32, capacity),
-            zeros(torch.float32, capacity),
-            zeros(torch.int32, self._max_num_rows, columns),
+            lazy_zeros((capacity,), torch.int32, device),
+            lazy_zeros((capacity,), torch.float32, device),
+            lazy_zeros((self._max_num_rows, SPAN), torch.int32, device),
         )
 
     def _pack(self) -> None:
@@ -91,6 +94,7 @@ class Edits:
         for span, row in zip(spans, rows, strict=True):
             span[list(LIST_COLUMNS)] += self._used
             self._used += len(self._lists[row].entries)
+            self._spans[row] = span
         entries = np.concatenate([self._lists[row].entries for row in rows])
         values = np.concatenate([self._lists[row].values for row in rows])
         last = self._used

@@ -30,16 +30,18 @@ from quire.ops.kernels import (
 )
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.memory import to_device
-from quire.runner import graph_sizes, profile
+from quire.runner import edits, graph_sizes, profile
+from quire.runner.assemble import make_device
 from quire.runner.build import build_runner
-from quire.runner.gpu import assemble, edits, graphs
-from quire.runner.gpu.device import CudaDevice, HostDevice, make_device
+from quire.runner.device import HostDevice
+from quire.runner.gpu import graphs
+from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.pieces import CutAtAttention, Pieces
-from quire.runner.gpu.runner import GpuRunner
-from tests.kernels.fake_cuda import FakeCuda
-from tests.kernels.late_device import LateDevice
-from tests.kernels.test_gpu_engine import KINDS, devices, run  # noqa: F401 (a fixture)
-from tests.kernels.test_gpu_runner import SETTINGS
+from quire.runner.model_runner import ModelRunner
+from tests.runner.gpu.fake_cuda import FakeCuda
+from tests.runner.gpu.late_device import LateDevice, stand_in
+from tests.runner.gpu.test_kernel_ops import KINDS, devices, run, run_on_the_host  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_launching import SETTINGS
 from tests.serve.checkpoints import checkpoint
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -137,7 +139,7 @@ FEW = [KINDS["greedy"][0], KINDS["logprobs"][0]]
 
 @functools.cache
 def wanted_of_few() -> list[Any]:
-    return run("torch", FEW, rounds=1)
+    return run_on_the_host(FEW, rounds=1)
 
 
 class TestGraphs:
@@ -150,8 +152,7 @@ class TestGraphs:
         devices: list[Any],  # noqa: F811
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        make = lambda device, **_: CudaDevice(CPU)  # noqa: E731
-        monkeypatch.setattr(assemble, "make_device", make)
+        stand_in(monkeypatch, lambda device: CudaDevice(CPU))
 
     @pytest.mark.parametrize("compilation", ["full", "piecewise"])
     def test_recordings_begin_and_end_in_pairs(self, cuda: FakeCuda, compilation: str) -> None:
@@ -172,7 +173,7 @@ class TestGraphs:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        carry_out = GpuRunner.carry_out
+        carry_out = ModelRunner.carry_out
 
         def broken(self, *args):
             if cuda.capturing:
@@ -181,7 +182,7 @@ class TestGraphs:
 
         cuda.fails_to_end = where == "end"
         if where == "step":
-            monkeypatch.setattr(GpuRunner, "carry_out", broken)
+            monkeypatch.setattr(ModelRunner, "carry_out", broken)
         with caplog.at_level(logging.WARNING, "quire"):
             found = run("triton", FEW, rounds=1, compilation=compilation)
         assert found == wanted_of_few()

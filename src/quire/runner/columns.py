@@ -1,20 +1,18 @@
-"""What rows sample with, as columns on a GPU, and the deltas that set them when a row starts."""
+"""What rows sample with: columns on the device, and the deltas that set them when a row starts."""
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quire.base.plan import RowStart
-from quire.ops.kernels.row_deltas import COMPUTED, NARROW, WIDE
-from quire.ops.kernels.sampling import SamplingColumns
-from quire.ops.kernels.step_inputs import RowTensors
 from quire.ops.penalties import Penalties
-from quire.runner.sampling_facts import FLOATS, INTEGERS, sampling_numbers
+from quire.ops.row_state import COMPUTED, NARROW, WIDE, RowTensors
 
 Int32 = npt.NDArray[np.int32]
 
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 NARROW_COLUMNS = (*FLOATS, "edits", "penalised")  # the row's place among edits, or -1; 0 or 1
-WIDE_COLUMNS = INTEGERS
+WIDE_COLUMNS = ("top_k", "seed", "sample_index", "num_prompt_tokens")
 PROMPT_COLUMN = WIDE_COLUMNS.index("num_prompt_tokens")
 
 _KINDS = (COMPUTED, *[NARROW] * len(NARROW_COLUMNS), *[WIDE] * (2 * len(WIDE_COLUMNS)))
@@ -22,15 +20,25 @@ _INDICES = (0, *range(len(NARROW_COLUMNS)), *range(2 * len(WIDE_COLUMNS)))
 
 
 def start_deltas(start: RowStart, edits: int) -> Int32:
-    """[K, 4], as `row_deltas` has them. edits: the row's place among edits, or -1."""
-    floats, wide = sampling_numbers(start, greedy_temperature=0.0)
+    """[K, 4]. edits: the row's place among edits, or -1. Temperature 0 is the greedy choice."""
+    params = start.params
+    floats = (
+        0.0 if params.is_greedy else params.temperature,
+        params.top_p,
+        params.min_p,
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+    )
+    seed = (start.seed + 2**63) % 2**64 - 2**63  # any 64 bits, as a signed number
+    wide = (max(params.top_k, 0), seed, start.sample_index, start.num_prompt_tokens)
     deltas = np.empty((len(_KINDS), 4), np.int32)
     deltas[:, 0], deltas[:, 1], deltas[:, 2] = _KINDS, start.row, _INDICES
     deltas[0, 3] = start.num_computed_tokens
     deltas[1 : 1 + len(FLOATS), 3] = np.array(floats, np.float32).view(np.int32)
-    narrow = 1 + len(NARROW_COLUMNS)
-    deltas[1 + len(FLOATS) : narrow, 3] = edits, start.params.has_penalties
-    deltas[narrow:, 3] = np.array(wide, np.int64).view(np.int32)
+    narrow_end = 1 + len(NARROW_COLUMNS)
+    deltas[1 + len(FLOATS) : narrow_end, 3] = edits, params.has_penalties
+    deltas[narrow_end:, 3] = np.array(wide, np.int64).view(np.int32)
     return deltas
 
 
@@ -39,6 +47,11 @@ def wide_deltas(row: int, name: str, value: int) -> list[tuple[int, int, int, in
     lower, upper = np.array([value], np.int64).view(np.int32).tolist()
     at = 2 * WIDE_COLUMNS.index(name)
     return [(WIDE, row, at, lower), (WIDE, row, at + 1, upper)]
+
+
+def edits_delta(row: int) -> tuple[int, int, int, int]:
+    """The delta that gives the row a place among edits."""
+    return NARROW, row, NARROW_COLUMNS.index("edits"), row
 
 
 def empty_columns(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,19 +73,7 @@ def wide(state: RowTensors, name: str) -> torch.Tensor:
     return state.wide_CR[WIDE_COLUMNS.index(name)]
 
 
-def sampling_columns(state: RowTensors) -> SamplingColumns:
-    """Views, as the sampling kernel reads them."""
-    return SamplingColumns(
-        temperature=narrow(state, "temperature"),
-        top_k=wide(state, "top_k"),
-        top_p=narrow(state, "top_p"),
-        min_p=narrow(state, "min_p"),
-        seeds=wide(state, "seed"),
-        sample_index=wide(state, "sample_index"),
-    )
-
-
 def penalties_of(state: RowTensors, rows_N: torch.Tensor) -> Penalties:
-    """Of these rows."""
+    """The penalties of these rows."""
     names = ("presence", "frequency", "repetition")
     return Penalties(*(narrow(state, name).index_select(0, rows_N) for name in names))

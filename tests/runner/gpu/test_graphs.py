@@ -1,19 +1,20 @@
 """Which steps are recorded, when, in what order, and what is remembered of it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from quire.ops.kernels.step_inputs import StepBuffers
+from quire.ops.step_inputs import StepInputs
 from quire.runner.gpu import graphs
 from quire.runner.gpu.graphs import FIRST_TIMES, FIRST_TIMES_MIXED, Graphs, Size
 from quire.runner.gpu.pieces import record
-from quire.runner.gpu.sampler import Needs
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import ladder
-from tests.kernels.late_device import LateDevice
+from quire.runner.step_ops import Needs
+from tests.runner.gpu.late_device import LateDevice
 
 PLAIN, FILTERED, EDITED = Needs(), Needs(has_filters=True), Needs(edits=0)
 
@@ -35,10 +36,11 @@ class Decoder:
     def expect_nothing(self) -> None:
         pass
 
-    def buffers(self, shape: Size) -> StepBuffers:
-        return StepBuffers.empty(1, 1, 1, 1, torch.device("cpu"))
+    def gather(self, shape: Size) -> Any:
+        one = torch.zeros(1, dtype=torch.int64)
+        return SimpleNamespace(inputs=StepInputs(one, one, one, one, (one,), (one,)))
 
-    def attention_step(self, buffers: Any, shape: Any) -> Any:
+    def attention_step(self, inputs: Any, shape: Any) -> Any:
         return shape
 
     def prepare(self, step: Any) -> None:

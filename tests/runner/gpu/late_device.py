@@ -4,6 +4,9 @@ Work is kept until somebody waits for it, or for something behind it. So a slot 
 again too early, or a launch that reads the host as it is when the work is done, gives
 wrong tokens here. Recorded work is what torch and Triton's interpreter were called with: a replay
 calls them again with the same arguments, on the same memory.
+
+`stand_in` puts it, or another, into a GPU's place: operations believe that they are on a GPU. What
+is compared with it runs `on_the_host`, by torch's operations.
 """
 
 import threading
@@ -13,10 +16,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
+
+from quire.ops import gpu, native
+from quire.runner import assemble
+from quire.runner.device import HostDevice
 
 Call = Callable[[], None]
 
@@ -119,8 +127,9 @@ def no_reading() -> Iterator[None]:
 
 
 class LateDevice:
-    """A `runner.gpu.device.Device`."""
+    """A `runner.device.Device`."""
 
+    is_async = True
     can_capture = True
 
     def __init__(self, device: torch.device) -> None:
@@ -170,3 +179,40 @@ class LateDevice:
         recorder.__exit__(None, None, None)
         patch.stop()
         self.graphs.append(graph)
+
+
+class _Place:
+    """Where runners are made, and work."""
+
+    is_host = False
+
+
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """As if no device stood in for a GPU."""
+    before, _Place.is_host = _Place.is_host, True
+    try:
+        yield
+    finally:
+        _Place.is_host = before
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, make: Callable[[torch.device], Any]) -> None:
+    """Runners are made on what this makes, and their operations believe that they are on a GPU."""
+
+    def make_device(device: torch.device, **_: Any) -> Any:
+        return HostDevice(device) if _Place.is_host else make(device)
+
+    monkeypatch.setattr(assemble, "make_device", make_device)
+    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: not _Place.is_host)
+
+
+@contextmanager
+def without_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The C++ core, which a GPU has no use for, is not found."""
+    native.core.cache_clear()
+    monkeypatch.setattr(native, "INTERFACE_VERSION", -1)
+    with pytest.warns(UserWarning, match="it was built from other sources"):
+        assert native.core() is None
+    yield
+    native.core.cache_clear()

@@ -1,4 +1,4 @@
-"""The whole engine with a GPU's runner: tokens and log-probabilities as on a CPU.
+"""The whole engine on a GPU, by kernels: tokens and log-probabilities as on a CPU, by torch.
 
 Without a GPU the device is a stand-in that works late (`late_device.py`), and Triton's interpreter
 runs the kernels.
@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.ops import gpu, native
 from quire.ops.kernels.launch import INTERPRETED
-from quire.runner.gpu import assemble, graphs
-from quire.runner.gpu.shape import Shape
-from tests.kernels.late_device import LateDevice
+from quire.runner.gpu import graphs
+from quire.runner.step_ops import StepShape
+from tests.runner.gpu.late_device import LateDevice, on_the_host, stand_in, without_core
 from tests.serve.checkpoints import checkpoint
 
 SETTINGS = {
@@ -40,18 +39,13 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateDevice]]:
         yield made
         return
 
-    def make(device: torch.device, **_: Any) -> LateDevice:
+    def make(device: torch.device) -> LateDevice:
         made.append(LateDevice(device))
         return made[-1]
 
-    monkeypatch.setattr(assemble, "make_device", make)
-    monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
-    native.core.cache_clear()
-    monkeypatch.setattr(native, "INTERFACE_VERSION", -1)
-    with pytest.warns(UserWarning, match="it was built from other sources"):
-        assert native.core() is None
-    yield made
-    native.core.cache_clear()
+    stand_in(monkeypatch, make)
+    with without_core(monkeypatch):
+        yield made
 
 
 def told(output: Any) -> list[tuple[Any, ...]]:
@@ -71,9 +65,16 @@ def told(output: Any) -> list[tuple[Any, ...]]:
     return [*found, prompt]
 
 
-def run(backend: str, params: list[SamplingParams], rounds: int, **settings: Any) -> list[Any]:
+def run_on_the_host(params: list[SamplingParams], rounds: int, **settings: Any) -> list[Any]:
+    with on_the_host():
+        return run("torch", params, rounds, is_host=True, **settings)
+
+
+def run(
+    backend: str, params: list[SamplingParams], rounds: int, is_host: bool = False, **settings: Any
+) -> list[Any]:
     prompts = PROMPTS[: len(params)]
-    on_gpu = backend == "triton" and not INTERPRETED
+    on_gpu = not is_host and not INTERPRETED
     settings |= {"device": "cuda", "debug_transfers": True} if on_gpu else {"device": "cpu"}
     settings |= SETTINGS | {"attention_backend": backend} | settings
     with LLM(str(checkpoint("llama")), **settings) as llm:
@@ -133,8 +134,8 @@ KINDS: dict[str, list[SamplingParams]] = {
 
 @functools.cache
 def wanted(kind: str) -> list[Any]:
-    """What the CPU's runner tells of a round."""
-    return run("torch", KINDS[kind], rounds=1, max_logprobs=-1)
+    """What a round on the host tells."""
+    return run_on_the_host(KINDS[kind], rounds=1, max_logprobs=-1)
 
 
 # The others' first round below begins with steps that are launched as they are, too.
@@ -151,13 +152,22 @@ def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     assert not any(device.graphs for device in devices)
 
 
+@pytest.mark.parametrize("kind", ["n", "prompt logprobs"])
+def test_with_attention_by_torch(kind: str, devices: list[LateDevice]) -> None:
+    """It is launched as well, by lengths of the host, so that no graph can hold it."""
+    found = run("torch", KINDS[kind], rounds=1, max_logprobs=-1, pipeline_depth=3)
+    assert found == wanted(kind)
+    assert all(device.most_waiting > 1 and not device.graphs for device in devices)
+    assert len(devices) == 1 or not INTERPRETED
+
+
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How often mixed steps were replayed, and others. Mixed ones are recorded at once."""
     counted: Counter[bool] = Counter()
     replay = graphs.Recorded.replay
 
-    def count(recorded: graphs.Recorded, shape: Shape) -> list[torch.Tensor]:
+    def count(recorded: graphs.Recorded, shape: StepShape) -> list[torch.Tensor]:
         counted[recorded.size.is_mixed] += 1
         return replay(recorded, shape)
 
@@ -201,4 +211,4 @@ CASES: dict[str, dict[str, Any]] = {
 def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
     kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
     found = run("triton", kind, rounds=2, **CASES[case])
-    assert found == run("torch", kind, rounds=2, **CASES[case])
+    assert found == run_on_the_host(kind, rounds=2, **CASES[case])

@@ -1,0 +1,122 @@
+"""Changes to logits that requests ask for: allowed tokens, bad words, min_tokens, biases.
+
+The lists of all rows lie in one table, made when such a request starts and not in each step.
+`apply_edits` is the torch path, one row at a time; on a GPU with triton
+`kernels/sampling_edits.py` does all rows of a step.
+
+In vLLM's order: allowed tokens, bad words, min_tokens, then biases (penalties come after).
+Shape legend: S rows of the table, V vocabulary, M places of a row's token buffer, W bad words.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# Columns of a row's span: where its lists begin among the entries, and how many there are.
+ALLOWED, WORDS, STOPS, BIASES, MIN_TOKENS, LONGEST, SPAN = 0, 2, 4, 6, 8, 9, 10
+LIST_COLUMNS = ALLOWED, WORDS, STOPS, BIASES  # hold places in the table
+
+
+@dataclass(frozen=True)
+class RowEdits:
+    """What one row asks for; bad words are lists of at least one token."""
+
+    allowed: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+    min_tokens: int = 0
+    stop_token_ids: Sequence[int] = ()
+    bias: dict[int, float] | None = None
+
+
+@dataclass(frozen=True)
+class EditTable:
+    """The edits of S rows. entries: int32, token ids (of bad words also lengths); values: float32,
+    the biases, at the places of their entries; spans: int32 [S, 10]."""
+
+    entries: torch.Tensor
+    values: torch.Tensor
+    spans: torch.Tensor
+
+
+def make_edit_table(rows: Sequence[RowEdits], device: torch.device) -> EditTable:
+    """Writes the rows' lists one after the other and copies them to the device.
+
+    A row's bad words are: all last tokens, all numbers of tokens before the last, and these tokens
+    themselves, padded on the left to the longest.
+    """
+    entries: list[int] = []
+    values: list[float] = []
+    spans: list[list[int]] = []
+    for row in rows:
+        bias = row.bias or {}
+        longest = max((len(word) for word in row.bad_words), default=1)
+        words = [word[-1] for word in row.bad_words]
+        words += [len(word) - 1 for word in row.bad_words]
+        for word in row.bad_words:
+            words += [0] * (longest - len(word)) + list(word[:-1])
+        stops = row.stop_token_ids if row.min_tokens > 0 else ()
+        span: list[int] = []
+        lists = (row.allowed, words, stops, bias)
+        counts = (len(row.allowed), len(row.bad_words), len(stops), len(bias))
+        for tokens, count in zip(lists, counts, strict=True):
+            span += [len(entries), count]
+            entries += tokens
+        values += [0.0] * (len(entries) - len(values) - len(bias)) + list(bias.values())
+        spans.append([*span, row.min_tokens, longest])
+    return EditTable(
+        torch.tensor(entries or [0], dtype=torch.int32, device=device),
+        torch.tensor(values or [0.0], dtype=torch.float32, device=device),
+        torch.tensor(spans, dtype=torch.int32, device=device).reshape(-1, SPAN),
+    )
+
+
+def apply_edits(
+    logits_V: torch.Tensor,
+    table: EditTable,
+    span: npt.NDArray[np.int32],
+    tokens_M: torch.Tensor,
+    num_tokens: int,
+    num_prompt_tokens: int,
+) -> None:
+    """Change a row's logits in place. span: the row's, on the host. num_tokens: known tokens of the
+    sequence, the prompt included."""
+
+    def ids(column: int) -> torch.Tensor:
+        return table.entries[span[column] : span[column] + span[column + 1]].long()
+
+    if span[ALLOWED + 1]:
+        allowed, allowed_V = ids(ALLOWED), torch.full_like(logits_V, -torch.inf)
+        allowed_V[allowed] = logits_V[allowed]
+        logits_V.copy_(allowed_V)
+    if span[WORDS + 1]:
+        output = tokens_M[num_prompt_tokens:num_tokens]
+        _mask_bad_words(logits_V, table, span, output)
+    if span[STOPS + 1] and num_tokens - num_prompt_tokens < span[MIN_TOKENS]:
+        logits_V[ids(STOPS)] = -torch.inf
+    if span[BIASES + 1]:
+        first = span[BIASES]
+        logits_V[ids(BIASES)] += table.values[first : first + span[BIASES + 1]]
+
+
+def _mask_bad_words(
+    logits_V: torch.Tensor, table: EditTable, span: npt.NDArray[np.int32], output: torch.Tensor
+) -> None:
+    """Mask the last token of each word whose other tokens are the output's last ones."""
+    first, num_words, num_places = span[WORDS], int(span[WORDS + 1]), int(span[LONGEST]) - 1
+    words = table.entries[first : first + num_words * (2 + num_places)]
+    last_W, prefix_lens_W = words[:num_words].long(), words[num_words : 2 * num_words]
+    prefix_WP = words[2 * num_words :].view(num_words, num_places)
+    num_here = min(num_places, len(output))
+    tail_P = torch.full_like(prefix_WP[0], -1)
+    tail_P[num_places - num_here :] = output[len(output) - num_here :]
+    # Places before a word's beginning count as equal.
+    is_padding_WP = (
+        torch.arange(num_places, device=logits_V.device) < (num_places - prefix_lens_W)[:, None]
+    )
+    matches_W = ((prefix_WP == tail_P) | is_padding_WP).all(dim=-1)
+    # Several words may end in one token, so that writing the masked value itself would be a race.
+    limits_W = torch.where(matches_W, -torch.inf, torch.inf)
+    logits_V.scatter_reduce_(0, last_W, limits_W.to(logits_V.dtype), "amin")

@@ -1,0 +1,69 @@
+"""From a model and a backend to a runner: the device says what carries out its work."""
+
+import torch
+
+from quire.base.config import EngineConfig
+from quire.ops import gpu
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.row_state import RowTensors
+from quire.runner.device import Device, HostDevice
+from quire.runner.edits import Edits
+from quire.runner.gpu.cuda_device import CudaDevice
+from quire.runner.gpu.used_sizes import UsedSizes, default_directory
+from quire.runner.model_runner import DecoderModel, ModelRunner
+from quire.runner.rows import DeviceRows, empty_rows
+from quire.runner.sampler import Sampler
+from quire.runner.step_ops import StepOps
+from quire.runner.torch_ops import TorchOps
+
+Sizes = tuple[int, int, int, int]  # rows, length, cache groups, tokens of a block
+
+
+def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Device:
+    """For a torch device."""
+    if device.type == "cuda":
+        return CudaDevice(device, forbids_waiting=forbids_waiting)
+    return HostDevice(device)
+
+
+def make_ops(device: Device, state: RowTensors, vocab_size: int) -> StepOps:
+    """Kernels on a GPU that has them, torch's operations elsewhere."""
+    if gpu.kernels_for(state.tokens_RM, "row_deltas", any_dtype=True) is None:
+        return TorchOps(device, state)
+    from quire.runner.gpu.kernel_ops import KernelOps  # Triton is imported where it is used
+
+    return KernelOps(device, state, vocab_size)
+
+
+def assemble(
+    config: EngineConfig,
+    model: DecoderModel,
+    backend: AttentionBackend,
+    sizes: Sizes,
+    vocab_size: int,
+    torch_device: torch.device,
+) -> ModelRunner:
+    """A runner that carries out every step as it is."""
+    device = make_device(torch_device, forbids_waiting=config.debug_transfers)
+    state = empty_rows(device.device, *sizes)
+    ops = make_ops(device, state, vocab_size)
+    sampler = Sampler(ops, Edits(device, sizes[0]), sizes[0], vocab_size)
+    return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
+
+
+def record_graphs(runner: ModelRunner, config: EngineConfig, identity: str) -> None:
+    """Let a runner record its decoding steps, where it can and shall. identity: of the model's
+    shape, for what is remembered from one start to the next."""
+    if config.enforce_eager or not runner.can_record:
+        return
+    facts = [identity, config.compilation, repr(config.deterministic), *_versions(runner)]
+    used = UsedSizes(default_directory(), facts)
+    runner.record(in_pieces=config.compilation == "piecewise", used=used)
+
+
+def _versions(runner: ModelRunner) -> tuple[str, ...]:
+    from quire.ops.kernels.launch import VERSION  # imports Triton
+
+    device = runner.device.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return name, str(torch.__version__), str(torch.version.cuda), VERSION

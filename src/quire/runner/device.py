@@ -1,0 +1,107 @@
+"""What the runner needs of a device beside tensors: an order of work, ways to the host, graphs.
+
+All work is done in one order. `run` puts a piece of it at the end, and says what of its results
+the host wants; these are there when the arrival is done. Nothing else comes back. The host does at
+once what a GPU queues (`gpu/cuda_device.py`), where results cross beside the work that follows.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+Work = Callable[[], Tensors]
+
+
+class Arrival(Protocol):
+    """What a piece of work sent to the host."""
+
+    def is_done(self) -> bool: ...
+
+    def wait(self) -> list[torch.Tensor]:
+        """The values, on the host, in the order in which the work returned them."""
+        ...
+
+    def duration_s(self) -> float:
+        """How long the device worked on it; after `wait`."""
+        ...
+
+
+class Graph(Protocol):
+    """Recorded work. replay: put it at the end of the order, on the memory it was recorded with."""
+
+    def replay(self) -> None: ...
+
+
+class Device(Protocol):
+    """is_async: whether `run` returns before the work is done. can_capture: whether work can be
+    recorded."""
+
+    device: torch.device
+    is_async: bool
+    can_capture: bool
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        """int32 memory of the host that the device reads."""
+        ...
+
+    def run(self, work: Work) -> Arrival:
+        """Do this after all that was given before. Raises what the work raises, and EngineError
+        where it was launched but its results cannot come back."""
+        ...
+
+    def begin_capture(self) -> Graph:
+        """Within `run`: from here on work is recorded, and not done."""
+        ...
+
+    def end_capture(self, graph: Graph) -> None: ...
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values at the same place, which graphs keep and the result does not: other
+        recordings may use it, too."""
+        ...
+
+
+class _Here:
+    """Values that are here already."""
+
+    def __init__(self, tensors: Tensors, began: float) -> None:
+        self._tensors = [tensor.clone() for tensor in tensors]  # the memory may be used again
+        self._duration_s = time.perf_counter() - began
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def duration_s(self) -> float:
+        return self._duration_s
+
+
+class HostDevice:
+    """A CPU: all is done at once."""
+
+    is_async = False
+    can_capture = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def pinned(self, num_words: int) -> torch.Tensor:
+        return torch.zeros(num_words, dtype=torch.int32)
+
+    def run(self, work: Work) -> Arrival:
+        began = time.perf_counter()
+        return _Here(work(), began)
+
+    def begin_capture(self) -> Graph:
+        raise NotImplementedError("a CPU records no graphs")
+
+    def end_capture(self, graph: Graph) -> None:
+        raise NotImplementedError("a CPU records no graphs")
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor

@@ -1,0 +1,171 @@
+"""A step's work on rows and logits by Triton's kernels: a fixed sequence of launches for what the
+rows of a step need, so that it can be recorded. The lists of the step that is served are the
+device's, in an inbox.
+
+Shape legend: S scheduled rows (and places for sampling rows), N sampling rows of the step (or
+places for them), V vocabulary, F forks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.gpu import DTYPES
+from quire.ops.kernels import row_deltas, step_inputs
+from quire.ops.kernels.penalties import apply_penalties
+from quire.ops.kernels.sampling import SamplingColumns, sample
+from quire.ops.kernels.sampling_edits import edit_logits
+from quire.ops.kernels.step_inputs import Inbox, StepBuffers
+from quire.ops.logit_edits import EditTable
+from quire.ops.row_state import RowTensors
+from quire.ops.step_inputs import SampleInputs, StepInputs
+from quire.runner.columns import narrow, penalties_of, wide
+from quire.runner.device import Arrival, Device
+from quire.runner.gpu.slots import SlotContents, SlotRing
+from quire.runner.row_updates import RowUpdates
+from quire.runner.step_ops import Gathered, Needs, StepLists, StepShape, Update
+
+Int32 = npt.NDArray[np.int32]
+
+
+class KernelOps:
+    """Changes cross in slots of pinned memory, which the kernels read."""
+
+    can_be_recorded = True
+
+    def __init__(self, device: Device, state: RowTensors, vocab_size: int) -> None:
+        self._device, self._state, self._vocab_size = device, state, vocab_size
+        max_num_rows = len(state.computed_R)
+        self._inbox = Inbox.empty(max_num_rows, device.device)
+        self._ring = SlotRing(device, max_num_rows)
+        self._columns = sampling_columns(state)
+        self._counts_RV: torch.Tensor | None = None
+
+    def fork(self, pairs_F2: Int32) -> None:
+        """Copy rows, in one launch."""
+        slot, layout, state = self._ring.take(), self._ring.layout, self._state
+        slot.array[layout.forks_at : layout.forks_at + pairs_F2.size] = pairs_F2.ravel()
+
+        def work() -> list[torch.Tensor]:
+            row_deltas.copy_rows(state, slot.words, layout, len(pairs_F2))
+            return []
+
+        slot.used = self._device.run(work)
+
+    def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
+        """Launch all chunks of the changes but the last, which goes with the step's lists."""
+        ring = self._ring
+        *chunks, last = ring.cut(updates)
+        for chunk in chunks:
+            before = ring.fill(ring.take(), chunk)
+
+            def work(contents: SlotContents = before) -> list[torch.Tensor]:
+                self._receive(contents, False)
+                return []
+
+            before.slot.used = self._device.run(work)
+        contents = ring.fill(ring.take(), last)
+        if lists is not None:
+            header = len(lists.rows), len(lists.sample_rows), lists.result_slot
+            arrays = lists.rows, lists.num_tokens, sample_pairs(lists)
+            ring.write_lists(contents.slot, header, arrays)
+
+        def hold(arrival: Arrival) -> None:
+            contents.slot.used = arrival
+
+        return Update(lambda: self._receive(contents, lists is not None), hold)
+
+    def gather(self, shape: StepShape) -> Gathered:
+        """Gather into buffers with places for all rows that are scheduled, and all that sample."""
+        state, num_rows = self._state, len(shape.query_lens)
+        longest = -(-int(shape.context_lens.max()) // state.block_size)
+        num_places, num_groups = max(num_rows, shape.num_samples), len(state.tables_GRL)
+        buffers = StepBuffers.empty(shape.num_tokens, num_places, num_groups, longest, state.device)
+        found = step_inputs.gather_step(state, self._inbox, buffers)
+        inputs = StepInputs(
+            found.ids_T,
+            found.positions_T,
+            found.query_starts_S1[: num_rows + 1],
+            found.context_lens_S[:num_rows],
+            found.slots_T,
+            tuple(table_SL[:num_rows] for table_SL in found.block_tables_SL),
+        )
+        return Gathered(inputs, buffers.first_samples(shape.num_samples), buffers.context_lens_S)
+
+    def edit(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
+    ) -> torch.Tensor:
+        """All rows at once; in the model's dtype if no row has any."""
+        x_NV = logits_NV if logits_NV.dtype in DTYPES else logits_NV.float()
+        if needs.edits is not None:
+            places_N = narrow(self._state, "edits").index_select(0, samples.rows)
+            tokens_RM, lengths_N = self._state.tokens_RM, samples.lengths
+            x_NV = edit_logits(
+                x_NV, table, places_N, tokens_RM, samples.rows, lengths_N, samples.prompt_lens
+            )
+        if needs.has_penalties:
+            if needs.edits is None:
+                x_NV = x_NV.to(torch.float32, copy=True)
+            self._penalise(x_NV, samples)
+        return x_NV
+
+    def choose(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two launches."""
+        return sample(
+            logits_NV, self._columns, samples.lengths, samples.rows, has_filters=needs.has_filters
+        )
+
+    def advance(
+        self,
+        gathered: Gathered,
+        ids_N: torch.Tensor,
+        is_valid_N: torch.Tensor,
+        results_QS: torch.Tensor,
+    ) -> None:
+        """One launch."""
+        step_inputs.advance(
+            self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, results_QS
+        )
+
+    def _receive(self, contents: SlotContents, has_lists: bool) -> None:
+        counts = contents.num_deltas, contents.num_runs
+        words, layout = contents.slot.words, self._ring.layout
+        row_deltas.receive(self._state, self._inbox, words, layout, *counts, has_lists)
+
+    def _penalise(self, logits_NV: torch.Tensor, samples: SampleInputs) -> None:
+        """Rows without penalties count as if they had no tokens."""
+        state, num_rows, device = self._state, len(logits_NV), logits_NV.device
+        if self._counts_RV is None:
+            shape = len(state.computed_R), self._vocab_size
+            self._counts_RV = torch.zeros(shape, dtype=torch.int32, device=device)
+        is_penalised_N = narrow(state, "penalised").index_select(0, samples.rows)
+        apply_penalties(
+            logits_NV,
+            torch.arange(num_rows, device=device),
+            state.tokens_RM,
+            samples.lengths * is_penalised_N,
+            samples.prompt_lens,
+            penalties_of(state, samples.rows),
+            rows_P=samples.rows,
+            counts_PV=self._counts_RV,
+        )
+
+
+def sampling_columns(state: RowTensors) -> SamplingColumns:
+    """Views, as the sampling kernel reads them."""
+    return SamplingColumns(
+        temperature=narrow(state, "temperature"),
+        top_k=wide(state, "top_k"),
+        top_p=narrow(state, "top_p"),
+        min_p=narrow(state, "min_p"),
+        seeds=wide(state, "seed"),
+        sample_index=wide(state, "sample_index"),
+    )
+
+
+def sample_pairs(lists: StepLists) -> Int32:
+    """[N, 2] sampling rows and their places."""
+    pairs: Int32 = np.stack((lists.sample_rows, lists.sample_places), axis=1).astype(np.int32)
+    return pairs

@@ -1,0 +1,48 @@
+"""What a plan changes of the rows: deltas, as `quire.ops.row_state` has them, and tokens."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.plan import Plan
+from quire.ops.attention.block_moves import last_writes
+from quire.ops.row_state import COMPUTED
+from quire.runner.columns import wide_deltas
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass
+class RowUpdates:
+    """Deltas [K, 4] and tokens of rows (row, position, tokens), in the order of the plan."""
+
+    deltas: list[Int32] = field(default_factory=list)
+    runs: list[tuple[int, int, Int32]] = field(default_factory=list)
+
+    def add_plan(self, plan: Plan) -> None:
+        """Add what comes after rows have started and were forked."""
+        for row, num_tokens in plan.truncated:
+            self.deltas.append(np.array([(COMPUTED, row, 0, num_tokens)], np.int32))
+        for host in plan.host_tokens:
+            self.runs.append((host.row, host.position, host.token_ids))
+            if host.is_prompt:
+                end = host.position + len(host.token_ids)
+                deltas = wide_deltas(host.row, "num_prompt_tokens", end)
+                self.deltas.append(np.array(deltas, np.int32))
+        writes = plan.block_writes
+        if len(writes.row):
+            columns = (writes.group, writes.row, writes.index, writes.block_id)
+            self.deltas.append(np.stack(columns, axis=1))
+
+    def merged_deltas(self) -> Int32:
+        """All deltas; of several for one place the last."""
+        if not self.deltas:
+            return np.empty((0, 4), np.int32)
+        merged = np.concatenate(self.deltas)
+        if len(merged) == 1:
+            return merged
+        wide = merged.astype(np.int64)
+        places = ((wide[:, 0] + 8) << 56) + (wide[:, 1] << 31) + wide[:, 2]
+        kept: Int32 = merged[last_writes(places)]
+        return kept

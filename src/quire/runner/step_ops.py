@@ -1,0 +1,140 @@
+"""What a step does to the rows and to its logits, by kernels or by torch's operations.
+
+A step is
+
+    take an update  ->  gather  ->  forward pass  ->  edit  ->  choose  ->  advance
+
+Each part may be carried out long after it was asked for, so it reads nothing of the host that may
+change until then.
+
+Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabulary, F forks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops.logit_edits import EditTable
+from quire.ops.step_inputs import SampleInputs, StepInputs
+from quire.runner.device import Arrival
+from quire.runner.row_updates import RowUpdates
+from quire.runner.sampling_flags import NO_LOGPROBS, SamplingFlags
+
+Int32 = npt.NDArray[np.int32]
+Spans = dict[int, Int32]  # of edits, by the place among the sampling rows
+
+# Numbers of candidates for which a step is recorded; fewer are taken as the next of these.
+RECORDED_CANDIDATES = (0, 5, 20)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """How large a step is, on the host: new tokens and context of each place for a row, which are
+    upper bounds of what the device has; num_samples: rows that sample."""
+
+    query_lens: Int32
+    context_lens: Int32
+    num_samples: int
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_lens.sum())
+
+
+@dataclass(frozen=True)
+class StepLists:
+    """What a step serves: scheduled rows and how many tokens of each; sampling rows, and at which
+    places among the scheduled ones those stand whose logits they use; where its tokens go.
+
+    flags, spans, prompt_lens: how the sampling rows sample, their edits, and how many of their
+    tokens are prompt.
+    """
+
+    rows: Int32
+    num_tokens: Int32
+    sample_rows: Int32
+    sample_places: npt.NDArray[np.intp]
+    result_slot: int
+    flags: SamplingFlags
+    spans: Spans
+    prompt_lens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a step's sampling does, beside choosing: part of a graph's key. edits: the generation of
+    the table, None without. num_candidates: NO_LOGPROBS, or how many for each row."""
+
+    has_filters: bool = False
+    has_penalties: bool = False
+    edits: int | None = None
+    num_candidates: int = NO_LOGPROBS
+
+    @property
+    def can_be_recorded(self) -> bool:
+        return self.num_candidates <= RECORDED_CANDIDATES[-1]
+
+
+@dataclass(frozen=True)
+class Update:
+    """Changes on their way to the rows. take: bring them in, before anything else of the step.
+    hold: told by when they were read."""
+
+    take: Callable[[], None]
+    hold: Callable[[Arrival], None]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """inputs: of the forward pass, without padded rows. contexts: tokens that each place for a row
+    has with this step."""
+
+    inputs: StepInputs
+    samples: SampleInputs
+    contexts: torch.Tensor
+
+
+class StepOps(Protocol):
+    """can_be_recorded: whether a graph can hold what it launches."""
+
+    can_be_recorded: bool
+
+    def fork(self, pairs_F2: Int32) -> None:
+        """Make rows (parent, child) copies of others, behind all work that was given before. No
+        child may be another fork's parent or child."""
+        ...
+
+    def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
+        """Get changes ready; with a step's lists, that step comes next."""
+        ...
+
+    def gather(self, shape: StepShape) -> Gathered:
+        """The inputs of the step whose lists were taken last."""
+        ...
+
+    def edit(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
+    ) -> torch.Tensor:
+        """The logits with masks, biases and penalties; those that are given are not changed."""
+        ...
+
+    def choose(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token per row, int64 [N], and whether there was one to choose, bool [N]."""
+        ...
+
+    def advance(
+        self,
+        gathered: Gathered,
+        ids_N: torch.Tensor,
+        is_valid_N: torch.Tensor,
+        results_QS: torch.Tensor,
+    ) -> None:
+        """Store the chosen tokens, move the counters, and leave the tokens, -1 where there was
+        none, in the step's result slot. A second time it changes nothing."""
+        ...

@@ -1,0 +1,165 @@
+"""A step's work on rows and logits by torch's operations, on any device, and by the C++ core on a
+CPU: only the rows that ask for something cost anything. What the kernels are tested against.
+
+Nothing waits for the device, but for filters that may leave more than the largest logits on a CPU
+(`ops/sampling.py`), which is the host.
+
+Shape legend: S scheduled rows, N sampling rows, V vocabulary, M a row's token places, F forks.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.ops import row_state
+from quire.ops.logit_edits import EditTable, apply_edits
+from quire.ops.memory import to_device
+from quire.ops.penalties import apply_penalties
+from quire.ops.row_state import RowTensors
+from quire.ops.sampling import Filters, Streams, choose
+from quire.ops.step_inputs import SampleInputs, gather_step
+from quire.ops.top_k import arg_max
+from quire.runner.columns import narrow, penalties_of, wide
+from quire.runner.device import Device
+from quire.runner.row_updates import RowUpdates
+from quire.runner.step_ops import Gathered, Needs, StepLists, StepShape, Update
+
+Int32 = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.intp]
+
+
+class TorchOps:
+    """The lists of the step that is served are the host's."""
+
+    can_be_recorded = False
+
+    def __init__(self, device: Device, state: RowTensors) -> None:
+        self._device, self._state = device, state
+        self._lists: StepLists | None = None
+        self._context_lens = np.empty(0, np.int32)  # of the scheduled rows, upper bounds
+
+    def fork(self, pairs_F2: Int32) -> None:
+        """Copy rows."""
+
+        def work() -> list[torch.Tensor]:
+            row_state.copy_rows(self._state, pairs_F2)
+            return []
+
+        self._device.run(work)
+
+    def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
+        """Merge the changes."""
+        deltas, runs = updates.merged_deltas(), updates.runs
+
+        def take() -> None:
+            for row, position, token_ids in runs:
+                row_state.write_tokens(self._state, row, position, token_ids)
+            if len(deltas):
+                row_state.write_deltas(self._state, deltas)
+            if lists is not None:
+                self._lists = lists
+
+        return Update(take, lambda arrival: None)
+
+    def gather(self, shape: StepShape) -> Gathered:
+        """Gather as many tokens and rows as there are."""
+        lists, state = self._now, self._state
+        self._context_lens = shape.context_lens
+        longest = -(-int(shape.context_lens.max()) // state.block_size)
+        inputs = gather_step(state, lists.rows, lists.num_tokens, longest)
+        ends = np.cumsum(lists.num_tokens, dtype=np.int64)
+        rows_N, places_N = self._index(lists.sample_rows), self._index(lists.sample_places)
+        samples = SampleInputs(
+            rows=rows_N,
+            last=self._index(ends[lists.sample_places] - 1),
+            lengths=inputs.context_lens_S[places_N].long(),
+            prompt_lens=wide(state, "num_prompt_tokens")[rows_N],
+        )
+        return Gathered(inputs, samples, inputs.context_lens_S)
+
+    def edit(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
+    ) -> torch.Tensor:
+        """Masks, biases and penalties, on a copy in float32; the logits if no row has any."""
+        raw_NV = logits_NV.float().contiguous()
+        if needs.edits is None and not needs.has_penalties:
+            return raw_NV
+        lists, tokens_RM = self._now, self._state.tokens_RM
+        logits_NV = raw_NV.clone()
+        lengths = self._context_lens[lists.sample_places]
+        for n, span in lists.spans.items():
+            tokens_M = tokens_RM[lists.sample_rows[n]]
+            num_tokens, num_prompt_tokens = int(lengths[n]), int(lists.prompt_lens[n])
+            apply_edits(logits_NV[n], table, span, tokens_M, num_tokens, num_prompt_tokens)
+        penalised = np.flatnonzero(lists.flags.has_penalties)
+        if len(penalised) > 0:
+            which_P = self._index(penalised)
+            rows_P = samples.rows[which_P]
+            apply_penalties(
+                logits_NV,
+                which_P,
+                tokens_RM[rows_P, : int(lengths[penalised].max())],
+                samples.lengths[which_P],
+                samples.prompt_lens[which_P],
+                penalties_of(self._state, rows_P),
+            )
+        return logits_NV
+
+    def choose(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The greedy choice, with that of the rows that sample written over it."""
+        best_N, values_N = arg_max(logits_NV)
+        flags = self._now.flags
+        is_random, ids_N = ~flags.is_greedy, best_N
+        if is_random.any():
+            ids_N = best_N.clone()
+            for is_in_part in is_random & ~flags.has_filter, flags.has_filter:
+                which = np.flatnonzero(is_in_part)
+                if len(which) > 0:
+                    index = self._index(which)
+                    ids_N[index] = self._choose_some(logits_NV, samples, which, index)
+        is_valid_N = values_N.isfinite()
+        return torch.where(is_valid_N, ids_N, 0), is_valid_N
+
+    def advance(
+        self,
+        gathered: Gathered,
+        ids_N: torch.Tensor,
+        is_valid_N: torch.Tensor,
+        results_QS: torch.Tensor,
+    ) -> None:
+        """Results first, counters last."""
+        lists, samples = self._now, gathered.samples
+        if len(lists.sample_rows):
+            results_QS[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
+        rows_S = self._index(lists.rows)
+        row_state.advance(
+            self._state, rows_S, gathered.contexts, samples.rows, samples.lengths, ids_N
+        )
+
+    @property
+    def _now(self) -> StepLists:
+        assert self._lists is not None, "a step's lists are taken first"
+        return self._lists
+
+    def _choose_some(
+        self, logits_NV: torch.Tensor, samples: SampleInputs, which: Indices, index: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows `which`, either all with filters or all without."""
+        state, flags = self._state, self._now.flags
+        some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
+        rows = samples.rows[index]
+        temperatures = narrow(state, "temperature")[rows]
+        seeds, sample_index = wide(state, "seed")[rows], wide(state, "sample_index")[rows]
+        streams = Streams(seeds, sample_index, samples.lengths[index])
+        if not flags.has_filter[which[0]]:
+            return choose(some_NV, temperatures, streams)
+        top_k = flags.top_k[which]
+        largest_k = int(top_k.max()) if (top_k > 0).all() else None
+        columns = wide(state, "top_k"), narrow(state, "top_p"), narrow(state, "min_p")
+        filters = Filters(*(column[rows] for column in columns))
+        return choose(some_NV, temperatures, streams, filters, largest_k)
+
+    def _index(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
+        return to_device(values.astype(np.int64), self._state.device)
