@@ -14,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
 from quire.base.config import config_from_flat
@@ -29,6 +30,7 @@ from quire.base.plugins import (
 from quire.engine.connectors.store import BlockStore
 from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
+from quire.ops.attention.select import make_backend
 from quire.scheduler.policies import make_policy
 from quire.scheduler.policy import Policy
 from tests.cli.commands import run
@@ -274,6 +276,15 @@ def test_a_model_that_is_no_module(site: Site) -> None:
         model_class("plain")
 
 
+def test_a_backend_that_lacks_the_defaults(site: Site) -> None:
+    names = ("prepare", "write", "run", "copy_blocks", "swap_out", "load")
+    source = "class Backend:\n" + "".join(f"    def {name}(self): ...\n" for name in names)
+    site.install("bare", ATTENTION_BACKENDS, "bare", "bare_one:Backend", source)
+    layout = KVLayout((), (), 4, torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="Backend must be a subclass of AttentionBackend"):
+        make_backend("bare", layout)
+
+
 def test_two_packages_with_one_name_are_both_named(site: Site) -> None:
     for package in ("first-lifo", "second-lifo"):
         site.install(package, POLICIES, "lifo", "quire_lifo:Lifo", EXAMPLES["quire_lifo"][0])
@@ -294,7 +305,7 @@ def test_a_built_in_name_stays_built_in_and_the_claim_is_told(
 
 
 def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
-    pairs = ((POLICIES, Policy), (ATTENTION_BACKENDS, AttentionBackend), (CONNECTORS, BlockStore))
+    pairs = ((POLICIES, Policy), (CONNECTORS, BlockStore))
     for kind, protocol in pairs:
         methods = [
             name
@@ -302,6 +313,7 @@ def test_what_a_class_must_have_is_what_the_protocols_say() -> None:
             if callable(value) and (not name.startswith("_") or name == "__len__")
         ]
         assert sorted(methods) == sorted(kind.methods)
+    assert AttentionBackend.__abstractmethods__ == set(ATTENTION_BACKENDS.methods)
 
 
 def test_built_in_names_do_not_read_entry_points() -> None:
