@@ -13,7 +13,7 @@ from torch import nn
 
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import WeightFormats
-from quire.models.layers import Layer, Place, Source
+from quire.models.layers import Layer, ParamFactory, Source
 from quire.models.model import Model
 from quire.models.packing import Stored, pack_modules
 from quire.models.registry import model_class
@@ -26,7 +26,7 @@ LARGE_BYTES = 1 << 20
 META = torch.device("meta")
 
 
-class EmptyPlace(Place):
+class EmptyParamFactory(ParamFactory):
     """Where parameters have no memory yet."""
 
     def parameter(self, *shape: int) -> nn.Parameter:
@@ -36,7 +36,7 @@ class EmptyPlace(Place):
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
     """The model with parameters that have no memory. Raises ModelError for an unknown type."""
-    return model_class(spec.model_type)(spec, EmptyPlace(dtype, device)).eval()
+    return model_class(spec.model_type)(spec, EmptyParamFactory(dtype, device)).eval()
 
 
 class Unit:

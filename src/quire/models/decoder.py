@@ -19,7 +19,7 @@ from quire.models.layers import (
     HeadNorm,
     Linear,
     LMHead,
-    Place,
+    ParamFactory,
     RMSNorm,
 )
 from quire.models.model import Model
@@ -33,7 +33,7 @@ class DecoderAttention(nn.Module):
     """Queries, keys and values, their rotation, attention and the output projection."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, name: str, options: DecoderOptions, place: Place
+        self, spec: ModelSpec, layer: int, name: str, options: DecoderOptions, factory: ParamFactory
     ) -> None:
         super().__init__()
         heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -42,18 +42,18 @@ class DecoderAttention(nn.Module):
             [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
             spec.hidden_size,
             [heads * size, kv_heads * size, kv_heads * size],
-            place,
+            factory,
             bias=options.qkv_bias,
         )
         self.qk_norm = None
         if options.qk_norm:
             names = (f"{name}.q_norm", f"{name}.k_norm")
-            self.qk_norm = HeadNorm(names, (heads, kv_heads), size, spec.layers.norm_eps, place)
+            self.qk_norm = HeadNorm(names, (heads, kv_heads), size, spec.layers.norm_eps, factory)
         self.output = Linear(
             [f"{name}.o_proj"],
             heads * size,
             [spec.hidden_size],
-            place,
+            factory,
             bias=options.output_bias,
         )
         self.attention = Attention(layer, size**-0.5)
@@ -74,17 +74,19 @@ class DecoderAttention(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, name: str, options: DecoderOptions, place: Place) -> None:
+    def __init__(
+        self, spec: ModelSpec, name: str, options: DecoderOptions, factory: ParamFactory
+    ) -> None:
         super().__init__()
         inner, bias = spec.intermediate_size, options.mlp_bias
         self.gate_up = Linear(
             [f"{name}.gate_proj", f"{name}.up_proj"],
             spec.hidden_size,
             [inner, inner],
-            place,
+            factory,
             bias=bias,
         )
-        self.down = Linear([f"{name}.down_proj"], inner, [spec.hidden_size], place, bias=bias)
+        self.down = Linear([f"{name}.down_proj"], inner, [spec.hidden_size], factory, bias=bias)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(silu_mul(self.gate_up(x_TD)))
@@ -94,18 +96,20 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm before it."""
 
-    def __init__(self, spec: ModelSpec, layer: int, options: DecoderOptions, place: Place) -> None:
+    def __init__(
+        self, spec: ModelSpec, layer: int, options: DecoderOptions, factory: ParamFactory
+    ) -> None:
         super().__init__()
         name, size, eps = f"model.layers.{layer}", spec.hidden_size, spec.layers.norm_eps
-        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, place)
-        self.attention = DecoderAttention(spec, layer, f"{name}.self_attn", options, place)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, place)
+        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, factory)
+        self.attention = DecoderAttention(spec, layer, f"{name}.self_attn", options, factory)
+        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, factory)
         experts = options.experts
         self.mlp: nn.Module
         if experts is not None and experts.is_sparse(layer):
-            self.mlp = SparseMLP(f"{name}.mlp", size, experts, place)
+            self.mlp = SparseMLP(f"{name}.mlp", size, experts, factory)
         else:
-            self.mlp = GatedMLP(spec, f"{name}.mlp", options, place)
+            self.mlp = GatedMLP(spec, f"{name}.mlp", options, factory)
 
     def forward(
         self,
@@ -127,18 +131,18 @@ class Decoder(Model):
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
 
-    def __init__(self, spec: ModelSpec, options: DecoderOptions, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
         check_activation(spec.layers, spec.model_type)
         size = spec.hidden_size
-        self.embedding = Embedding("model.embed_tokens", spec.vocab_size, size, place)
-        self.rotary = Rotary(spec, place)
+        self.embedding = Embedding("model.embed_tokens", spec.vocab_size, size, factory)
+        self.rotary = Rotary(spec, factory)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, options, place) for layer in range(spec.num_layers)
+            DecoderLayer(spec, layer, options, factory) for layer in range(spec.num_layers)
         )
-        self.norm = RMSNorm("model.norm", size, spec.layers.norm_eps, place)
+        self.norm = RMSNorm("model.norm", size, spec.layers.norm_eps, factory)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, size, place, tied)
+        self.head = LMHead("lm_head", spec.vocab_size, size, factory, tied)
 
     def forward(
         self,

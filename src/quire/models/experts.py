@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quire.base.model_options import ExpertOptions
-from quire.models.layers import Layer, Linear, Place, Source
+from quire.models.layers import Layer, Linear, ParamFactory, Source
 from quire.ops.linear import Weight
 from quire.ops.moe import moe_experts, moe_route
 
@@ -24,23 +24,23 @@ class Router(Linear):
 
     keeps_dtype = True
 
-    def __init__(self, name: str, size: int, num_experts: int, place: Place) -> None:
-        super().__init__([name], size, [num_experts], place)
+    def __init__(self, name: str, size: int, num_experts: int, factory: ParamFactory) -> None:
+        super().__init__([name], size, [num_experts], factory)
 
 
 class ExpertList(nn.Module):
     """Experts with linear layers of their own."""
 
-    def __init__(self, name: str, size: int, options: ExpertOptions, place: Place) -> None:
+    def __init__(self, name: str, size: int, options: ExpertOptions, factory: ParamFactory) -> None:
         super().__init__()
         inner, names = options.inner_size, _expert_names(name, options)
         self.num_chosen = options.num_chosen
         self.gate_up = nn.ModuleList(
-            Linear([f"{each}.gate_proj", f"{each}.up_proj"], size, [inner, inner], place)
+            Linear([f"{each}.gate_proj", f"{each}.up_proj"], size, [inner, inner], factory)
             for each in names
         )
         self.down = nn.ModuleList(
-            Linear([f"{each}.down_proj"], inner, [size], place) for each in names
+            Linear([f"{each}.down_proj"], inner, [size], factory) for each in names
         )
 
     def forward(
@@ -52,13 +52,13 @@ class ExpertList(nn.Module):
 class StackedExperts(Layer):
     """Experts whose weights stand side by side: [E, 2 F, D], the gate first, and [E, D, F]."""
 
-    def __init__(self, name: str, size: int, options: ExpertOptions, place: Place) -> None:
+    def __init__(self, name: str, size: int, options: ExpertOptions, factory: ParamFactory) -> None:
         super().__init__()
         count, inner = options.num_experts, options.inner_size
         self._inner = inner
         self._numbers = {each: i for i, each in enumerate(_expert_names(name, options))}
-        self.gate_up = place.parameter(count, 2 * inner, size)
-        self.down = place.parameter(count, size, inner)
+        self.gate_up = factory.parameter(count, 2 * inner, size)
+        self.down = factory.parameter(count, size, inner)
 
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
@@ -82,11 +82,11 @@ class StackedExperts(Layer):
 class SparseMLP(nn.Module):
     """Sends each token to some of the experts, and adds up what they say of it."""
 
-    def __init__(self, name: str, size: int, options: ExpertOptions, place: Place) -> None:
+    def __init__(self, name: str, size: int, options: ExpertOptions, factory: ParamFactory) -> None:
         super().__init__()
         self.options = options
-        self.router = Router(f"{name}.gate", size, options.num_experts, place)
-        self.experts = experts_class(place.device)(f"{name}.experts", size, options, place)
+        self.router = Router(f"{name}.gate", size, options.num_experts, factory)
+        self.experts = experts_class(factory.device)(f"{name}.experts", size, options, factory)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         options = self.options

@@ -12,7 +12,7 @@ from quire.models.layers import (
     LayerNorm,
     Linear,
     LMHead,
-    Place,
+    ParamFactory,
     activation,
 )
 from quire.models.model import PositionedAttention, PositionedModel
@@ -20,30 +20,32 @@ from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
 
-def _linear(name: str, inputs: int, outputs: int, place: Place) -> Linear:
-    return Linear([name], inputs, [outputs], place, bias=True, transposed=True)
+def _linear(name: str, inputs: int, outputs: int, factory: ParamFactory) -> Linear:
+    return Linear([name], inputs, [outputs], factory, bias=True, transposed=True)
 
 
-def _attention(spec: ModelSpec, layer: int, name: str, place: Place) -> PositionedAttention:
+def _attention(
+    spec: ModelSpec, layer: int, name: str, factory: ParamFactory
+) -> PositionedAttention:
     size, scale = spec.hidden_size, spec.head_dim**-0.5 if spec.gpt2.scales_attention else 1.0
     if spec.gpt2.scales_by_layer:
         scale /= layer + 1
-    qkv = _linear(f"{name}.c_attn", size, 3 * size, place)
-    output = _linear(f"{name}.c_proj", size, size, place)
+    qkv = _linear(f"{name}.c_attn", size, 3 * size, factory)
+    output = _linear(f"{name}.c_proj", size, size, factory)
     return PositionedAttention(spec, layer, qkv, output, scale)
 
 
 class GPT2Layer(nn.Module):
     """Attention and feed-forward, each with a norm before it."""
 
-    def __init__(self, spec: ModelSpec, layer: int, eps: float, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, eps: float, factory: ParamFactory) -> None:
         super().__init__()
         size, inner, name = spec.hidden_size, spec.intermediate_size, f"transformer.h.{layer}"
-        self.attention_norm = LayerNorm(f"{name}.ln_1", size, eps, place)
-        self.attention = _attention(spec, layer, f"{name}.attn", place)
-        self.mlp_norm = LayerNorm(f"{name}.ln_2", size, eps, place)
-        self.up = _linear(f"{name}.mlp.c_fc", size, inner, place)
-        self.down = _linear(f"{name}.mlp.c_proj", inner, size, place)
+        self.attention_norm = LayerNorm(f"{name}.ln_1", size, eps, factory)
+        self.attention = _attention(spec, layer, f"{name}.attn", factory)
+        self.mlp_norm = LayerNorm(f"{name}.ln_2", size, eps, factory)
+        self.up = _linear(f"{name}.mlp.c_fc", size, inner, factory)
+        self.down = _linear(f"{name}.mlp.c_proj", inner, size, factory)
         self._activation = activation(spec.layers.activation)
 
     def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
@@ -58,14 +60,14 @@ class GPT2(PositionedModel):
     base_prefix = "transformer."
     ignored_tensors = (".attn.bias", ".attn.masked_bias")  # constants: the causal mask
 
-    def __init__(self, spec: ModelSpec, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__()
         size, eps = spec.hidden_size, spec.layers.norm_eps
-        self.embedding = Embedding("transformer.wte", spec.vocab_size, size, place)
-        self.positions = Embedding("transformer.wpe", spec.max_position, size, place)
+        self.embedding = Embedding("transformer.wte", spec.vocab_size, size, factory)
+        self.positions = Embedding("transformer.wpe", spec.max_position, size, factory)
         self.layers = nn.ModuleList(
-            GPT2Layer(spec, layer, eps, place) for layer in range(spec.num_layers)
+            GPT2Layer(spec, layer, eps, factory) for layer in range(spec.num_layers)
         )
-        self.norm = LayerNorm("transformer.ln_f", size, eps, place)
+        self.norm = LayerNorm("transformer.ln_f", size, eps, factory)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, size, place, tied)
+        self.head = LMHead("lm_head", spec.vocab_size, size, factory, tied)

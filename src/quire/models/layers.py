@@ -28,8 +28,8 @@ from quire.ops.rms_norm import add_rms_norm, rms_norm
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and in which precision a model's parameters live."""
+class ParamFactory:
+    """Makes a model's parameters: where, and in which precision."""
 
     dtype: torch.dtype
     device: torch.device
@@ -102,15 +102,15 @@ class Linear(Layer):
         names: Sequence[str],
         inputs: int,
         outputs: Sequence[int],
-        place: Place,
+        factory: ParamFactory,
         *,
         bias: bool = False,
         transposed: bool = False,
     ) -> None:
         super().__init__()
         self._names, self._outputs, self._transposed = tuple(names), tuple(outputs), transposed
-        self.weight = place.parameter(sum(outputs), inputs)
-        self.bias = place.parameter(sum(outputs)) if bias else None
+        self.weight = factory.parameter(sum(outputs), inputs)
+        self.bias = factory.parameter(sum(outputs)) if bias else None
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         return linear(x_TI, self.weight, self.bias)
@@ -138,10 +138,12 @@ class Linear(Layer):
 class Embedding(Layer):
     """A table of vectors. `first_row`: rows before it are never looked up (OPT's positions)."""
 
-    def __init__(self, name: str, rows: int, size: int, place: Place, first_row: int = 0) -> None:
+    def __init__(
+        self, name: str, rows: int, size: int, factory: ParamFactory, first_row: int = 0
+    ) -> None:
         super().__init__()
-        self._name, self._first_row, self._dtype = name, first_row, place.dtype
-        self.weight = place.parameter(first_row + rows, size)
+        self._name, self._first_row, self._dtype = name, first_row, factory.dtype
+        self.weight = factory.parameter(first_row + rows, size)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
         if isinstance(self.weight, PackedWeight):
@@ -166,11 +168,11 @@ class LMHead(Layer):
     """
 
     def __init__(
-        self, name: str, vocab_size: int, size: int, place: Place, tied: Embedding | None
+        self, name: str, vocab_size: int, size: int, factory: ParamFactory, tied: Embedding | None
     ) -> None:
         super().__init__()
         self._name, self._is_tied = name, tied is not None
-        self.weight = place.parameter(vocab_size, size) if tied is None else tied.weight
+        self.weight = factory.parameter(vocab_size, size) if tied is None else tied.weight
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """[R, V] in the model's dtype."""
@@ -189,10 +191,10 @@ class LMHead(Layer):
 class RMSNorm(Layer):
     """RMS normalisation, fused with the residual addition before it where there is one."""
 
-    def __init__(self, name: str, size: int, eps: float, place: Place) -> None:
+    def __init__(self, name: str, size: int, eps: float, factory: ParamFactory) -> None:
         super().__init__()
         self._name, self._eps = name, eps
-        self.weight = place.parameter(size)
+        self.weight = factory.parameter(size)
 
     def forward(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
@@ -213,11 +215,16 @@ class HeadNorm(Layer):
     """
 
     def __init__(
-        self, names: tuple[str, str], heads: tuple[int, int], size: int, eps: float, place: Place
+        self,
+        names: tuple[str, str],
+        heads: tuple[int, int],
+        size: int,
+        eps: float,
+        factory: ParamFactory,
     ) -> None:
         super().__init__()
         self._names, self._heads, self.eps = names, heads, eps
-        self.weight = place.parameter(sum(heads), size)
+        self.weight = factory.parameter(sum(heads), size)
 
     def sources(self) -> list[Source]:
         parts = self.weight.split(self._heads)
@@ -230,11 +237,13 @@ class HeadNorm(Layer):
 class LayerNorm(Layer):
     """Layer normalisation, with or without weight and bias."""
 
-    def __init__(self, name: str, size: int, eps: float, place: Place, affine: bool = True) -> None:
+    def __init__(
+        self, name: str, size: int, eps: float, factory: ParamFactory, affine: bool = True
+    ) -> None:
         super().__init__()
         self._name, self._eps = name, eps
-        self.weight = place.parameter(size) if affine else None
-        self.bias = place.parameter(size) if affine else None
+        self.weight = factory.parameter(size) if affine else None
+        self.bias = factory.parameter(size) if affine else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return layer_norm(x_TD, self.weight, self.bias, self._eps)

@@ -13,7 +13,7 @@ from quire.models.layers import (
     LayerNorm,
     Linear,
     LMHead,
-    Place,
+    ParamFactory,
     activation,
 )
 from quire.models.model import PositionedAttention, PositionedModel
@@ -23,29 +23,31 @@ from quire.ops.attention.base import AttentionBackend
 POSITION_OFFSET = 2  # the first rows of the position table stand for padding
 
 
-def _attention(spec: ModelSpec, layer: int, name: str, place: Place) -> PositionedAttention:
+def _attention(
+    spec: ModelSpec, layer: int, name: str, factory: ParamFactory
+) -> PositionedAttention:
     size, bias = spec.hidden_size, spec.opt.has_biases
     parts = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
-    qkv = Linear(parts, size, [size] * 3, place, bias=bias)
-    output = Linear([f"{name}.out_proj"], size, [size], place, bias=bias)
+    qkv = Linear(parts, size, [size] * 3, factory, bias=bias)
+    output = Linear([f"{name}.out_proj"], size, [size], factory, bias=bias)
     return PositionedAttention(spec, layer, qkv, output, spec.head_dim**-0.5)
 
 
 class OPTLayer(nn.Module):
     """Attention and feed-forward, each with a norm before it (or after it, in opt-350m)."""
 
-    def __init__(self, spec: ModelSpec, layer: int, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, factory: ParamFactory) -> None:
         super().__init__()
         size, inner, eps = spec.hidden_size, spec.intermediate_size, spec.layers.norm_eps
         name = f"model.decoder.layers.{layer}"
         bias, affine = spec.opt.has_biases, spec.opt.has_affine_norms
         self._norm_before = spec.opt.norms_first
         self._activation = activation(spec.layers.activation)
-        self.attention = _attention(spec, layer, f"{name}.self_attn", place)
-        self.attention_norm = LayerNorm(f"{name}.self_attn_layer_norm", size, eps, place, affine)
-        self.up = Linear([f"{name}.fc1"], size, [inner], place, bias=bias)
-        self.down = Linear([f"{name}.fc2"], inner, [size], place, bias=bias)
-        self.mlp_norm = LayerNorm(f"{name}.final_layer_norm", size, eps, place, affine)
+        self.attention = _attention(spec, layer, f"{name}.self_attn", factory)
+        self.attention_norm = LayerNorm(f"{name}.self_attn_layer_norm", size, eps, factory, affine)
+        self.up = Linear([f"{name}.fc1"], size, [inner], factory, bias=bias)
+        self.down = Linear([f"{name}.fc2"], inner, [size], factory, bias=bias)
+        self.mlp_norm = LayerNorm(f"{name}.final_layer_norm", size, eps, factory, affine)
 
     def forward(self, x_TD: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         if self._norm_before:
@@ -66,22 +68,22 @@ class OPT(PositionedModel):
     base_prefix = "model."
     ignored_tensors = NAME_ENDS
 
-    def __init__(self, spec: ModelSpec, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__()
         options, size, name = spec.opt, spec.hidden_size, "model.decoder"
         width = options.width
-        self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, place)
+        self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, factory)
         self.positions = Embedding(
-            f"{name}.embed_positions", spec.max_position, size, place, POSITION_OFFSET
+            f"{name}.embed_positions", spec.max_position, size, factory, POSITION_OFFSET
         )
         if width != size:
-            self.project_in = Linear([f"{name}.project_in"], width, [size], place)
-            self.project_out = Linear([f"{name}.project_out"], size, [width], place)
+            self.project_in = Linear([f"{name}.project_in"], width, [size], factory)
+            self.project_out = Linear([f"{name}.project_out"], size, [width], factory)
         self.layers = nn.ModuleList(
-            OPTLayer(spec, layer, place) for layer in range(spec.num_layers)
+            OPTLayer(spec, layer, factory) for layer in range(spec.num_layers)
         )
         if options.has_final_norm:
             eps, affine = spec.layers.norm_eps, options.has_affine_norms
-            self.norm = LayerNorm(f"{name}.final_layer_norm", size, eps, place, affine)
+            self.norm = LayerNorm(f"{name}.final_layer_norm", size, eps, factory, affine)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, width, place, tied)
+        self.head = LMHead("lm_head", spec.vocab_size, width, factory, tied)

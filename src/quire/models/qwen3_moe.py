@@ -2,14 +2,14 @@
 
 from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder
-from quire.models.layers import Place
+from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
 
 
 class Qwen3Moe(Decoder):
     """As Qwen 3; the feed-forward layers, or some of them, are mixtures of experts."""
 
-    def __init__(self, spec: ModelSpec, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias = spec.layers.attention_bias
         options = DecoderOptions(bias, bias, qk_norm=True, experts=spec.experts)
-        super().__init__(spec, options, place)
+        super().__init__(spec, options, factory)

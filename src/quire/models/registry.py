@@ -9,7 +9,7 @@ from quire.base import plugins
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.gpt2 import GPT2
-from quire.models.layers import Place
+from quire.models.layers import ParamFactory
 from quire.models.llama import Llama
 from quire.models.mistral import Mistral
 from quire.models.model import Model
@@ -18,7 +18,7 @@ from quire.models.qwen2 import Qwen2
 from quire.models.qwen3 import Qwen3
 from quire.models.qwen3_moe import Qwen3Moe
 
-MODELS: dict[str, Callable[[ModelSpec, Place], Model]] = {
+MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "gpt2": GPT2,
     "llama": Llama,
     "mistral": Mistral,
@@ -31,10 +31,10 @@ MODELS: dict[str, Callable[[ModelSpec, Place], Model]] = {
 
 def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
     """Make the model with uninitialised parameters. Raises ModelError for an unknown model_type."""
-    return model_class(spec.model_type)(spec, Place(dtype, device)).eval()
+    return model_class(spec.model_type)(spec, ParamFactory(dtype, device)).eval()
 
 
-def model_class(model_type: str) -> Callable[[ModelSpec, Place], Model]:
+def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
     """One of ours, or of another package. Raises ModelError, naming all, if there is none."""
     if model_type in MODELS:
         return MODELS[model_type]

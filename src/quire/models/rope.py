@@ -12,17 +12,17 @@ import torch
 
 from quire.base.model_options import RopeOptions
 from quire.base.model_spec import ModelSpec
-from quire.models.layers import Place
+from quire.models.layers import ParamFactory
 from quire.ops.rotary import rotary_rows
 
 
 class Rotary:
     """The model's rotary embedding. Called once per step; all layers share what it returns."""
 
-    def __init__(self, spec: ModelSpec, place: Place) -> None:
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         options = spec.rope
-        self._frequencies_E = rope_frequencies(options, spec.head_dim).to(place.device)
-        self._scale, self._dtype = options.scale, place.dtype
+        self._frequencies_E = rope_frequencies(options, spec.head_dim).to(factory.device)
+        self._scale, self._dtype = options.scale, factory.dtype
 
     def __call__(self, positions_T: torch.Tensor) -> torch.Tensor:
         """The factors of these positions, as ops.rotary takes them."""
