@@ -49,7 +49,6 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     is_open: bool = False
     pin_s: float | None = None
     pin_share: float = 1.0
-    client_id: int = 0
     core_id: int = 0
 
 

@@ -169,7 +169,6 @@ class StepResult:
     candidates: dict[int, Candidates] = field(default_factory=dict)
     prompt_candidates: dict[int, list[Candidates]] = field(default_factory=dict)
     row_errors: dict[int, str] = field(default_factory=dict)
-    completed_moves: tuple[int, ...] = ()
     duration_s: float = 0.0
     error: str | None = None
     unservable_rows: tuple[int, ...] = ()

@@ -8,7 +8,6 @@ its size.
 import enum
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
@@ -93,7 +92,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool | None = None
-    extra_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()

@@ -229,7 +229,6 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
     num_accepted = np.ones(len(plan.sample_rows), np.int32)
     whole = StepResult(plan.step_id, token_ids, num_accepted)
     place = {row: i for i, row in enumerate(plan.sample_rows.tolist())}
-    moves: tuple[int, ...] = ()
     unservable: tuple[int, ...] = ()
     for part, result in parts:
         at = [place[row] for row in part.sample_rows.tolist()]
@@ -239,12 +238,9 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
         whole.prompt_candidates.update(result.prompt_candidates)
         whole.row_errors.update(result.row_errors)
         unservable += result.unservable_rows
-        moves += result.completed_moves
     whole.row_errors.update(errors or {})
     duration_s = sum(result.duration_s for _, result in parts)
-    return dataclasses.replace(
-        whole, completed_moves=moves, unservable_rows=unservable, duration_s=duration_s
-    )
+    return dataclasses.replace(whole, unservable_rows=unservable, duration_s=duration_s)
 
 
 def _rows_alone(plan: Plan) -> Plan:

@@ -117,7 +117,6 @@ class CallEncoder:
             "candidates": candidates,
             "prompt_candidates": prompts,
             "row_errors": errors,
-            "completed_moves": result.completed_moves,
             "unservable_rows": result.unservable_rows,
             "lost_swaps": result.lost_swaps,
         }
@@ -286,9 +285,6 @@ def _result(fields: Fields) -> StepResult:
     accepted = np.ones(shape[0], np.int32)
     if "accepted" in fields:
         accepted = np.frombuffer(fields["accepted"], np.int32)
-    names = (
-        "candidates", "prompt_candidates", "row_errors", "completed_moves", "unservable_rows",
-        "lost_swaps",
-    )  # fmt: skip
+    names = "candidates", "prompt_candidates", "row_errors", "unservable_rows", "lost_swaps"
     more = {name: decode(fields[name]) for name in names if name in fields}
     return StepResult(fields["step"], token_ids, accepted, duration_s=fields["s"], **more)
