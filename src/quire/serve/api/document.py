@@ -11,8 +11,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from quire.serve.api.context import ApiContext
-from quire.serve.api.protocol import ONLY_NEUTRAL
-from quire.serve.api.unsupported_fields import RULES
 
 Json = dict[str, Any]
 
@@ -41,7 +39,8 @@ def document(app: FastAPI) -> Json:
             schemas.pop(name, None)
         context: ApiContext = app.state.context
         for schema in schemas.values():
-            _say_values(schema.get("properties", {}), context.model_names)
+            if "model" in schema.get("properties", {}):
+                schema["properties"]["model"] = {"enum": [*context.model_names, None]}
         schemas["CompletionRequest"]["required"] = ["prompt"]
         for name in ("PrefixBody", "TokenizeBody"):
             schemas[name]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
@@ -54,15 +53,6 @@ def document(app: FastAPI) -> Json:
                 _describe(method, path, operation, needs_key and path not in PUBLIC)
         app.openapi_schema = found
     return app.openapi_schema
-
-
-def _say_values(fields: Json, model_names: tuple[str, ...]) -> None:
-    """Say of fields that may have few values which these are."""
-    for name, field in fields.items():
-        if field.get("description") == ONLY_NEUTRAL:
-            field["enum"] = [None, *RULES[name].values]
-    if "model" in fields:
-        fields["model"] = {"enum": [*model_names, None]}
 
 
 def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:

@@ -27,13 +27,13 @@ from quire.serve.api.validation_errors import invalid_fields, shown
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
 ONE = "a prompt in pieces has one continuation; leave it out"
 RULES = {
-    "n": Rule((1,), ONE),
-    "best_of": Rule((1,), ONE),
-    "use_beam_search": Rule((False,), ONE),
-    "stream": Rule((True,), "the answer is always sent as it comes; leave it out"),
-    "echo": Rule((False,), "the prompt is not shown again; leave it out"),
-    "prompt_logprobs": Rule((), "a prompt in pieces has none; send it whole to /v1/completions"),
-    "truncate_prompt_tokens": Rule((), "pieces are computed as they come; leave it out"),
+    "n": Rule(ONE, (1,)),
+    "best_of": Rule(ONE, (1,)),
+    "use_beam_search": Rule(ONE, (False,)),
+    "stream": Rule("the answer is always sent as it comes; leave it out", (True,)),
+    "echo": Rule("the prompt is not shown again; leave it out", (False,)),
+    "prompt_logprobs": Rule("a prompt in pieces has none; send it whole to /v1/completions", ()),
+    "truncate_prompt_tokens": Rule("pieces are computed as they come; leave it out", ()),
 }
 
 

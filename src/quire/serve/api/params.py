@@ -15,14 +15,9 @@ from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, G
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
-# Fields that SamplingParams has by the same name.
-SAME = (
-    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
-    "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words",
-    "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "skip_special_tokens", "spaces_between_special_tokens", "use_beam_search", "beam_width",
-    "length_penalty", "early_stopping",
-)  # fmt: skip
+# Fields that SamplingParams has by the same name and with the same meaning.
+OTHERS = {"max_tokens", "prompt_logprobs"}
+SAME = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__) - OTHERS
 # What they are where they mean nothing.
 BEAMS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}
 

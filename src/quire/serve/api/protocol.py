@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from quire.serve.api.unsupported_fields import unsupported
+
 MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_LOGIT_BIAS = 1024
@@ -34,7 +36,9 @@ MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 19
 MAX_NAME_CHARS = 256  # of an object's fields
 INT32 = 2**31
-ONLY_NEUTRAL = "only at its neutral value"
+NOT_HERE = "is not supported; leave it out"
+GRAMMAR = "structured output is not supported; ask for the format in the prompt"
+TEXT_ONLY = "this model takes text only; leave it out"
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -98,7 +102,6 @@ def at_most(most: int) -> BeforeValidator:
 
 
 Ignored = Annotated[Any, Field(default=None, description="accepted and ignored")]
-NeutralOnly = Annotated[Any, Field(default=None, description=ONLY_NEUTRAL)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 StopStrings = Annotated[
     list[StopString],
@@ -203,18 +206,20 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
 
-    response_format: NeutralOnly
-    structured_outputs: NeutralOnly
-    logits_processors: NeutralOnly
-    logprob_token_ids: NeutralOnly
-    return_token_offsets: NeutralOnly
-    repetition_detection: NeutralOnly
-    thinking_token_budget: NeutralOnly
-    stream_interval: NeutralOnly
-    watermarking: NeutralOnly
-    kv_transfer_params: NeutralOnly
-    ec_transfer_params: NeutralOnly
-    vllm_xargs: NeutralOnly
+    response_format: Any = unsupported(GRAMMAR, {"type": "text"})
+    structured_outputs: Any = unsupported(GRAMMAR, {})
+    logits_processors: Any = unsupported(
+        "use logit_bias, bad_words or allowed_token_ids instead", []
+    )
+    logprob_token_ids: Any = unsupported("use logprobs, which shows the most probable tokens", [])
+    return_token_offsets: Any = unsupported(NOT_HERE, False)
+    repetition_detection: Any = unsupported("use repetition_penalty or max_tokens instead")
+    thinking_token_budget: Any = unsupported("use max_tokens to bound the answer", -1)
+    stream_interval: Any = unsupported("chunks are sent as their tokens come; leave it out", 1)
+    watermarking: Any = unsupported(NOT_HERE, False)
+    kv_transfer_params: Any = unsupported(NOT_HERE, {})
+    ec_transfer_params: Any = unsupported(NOT_HERE, {})
+    vllm_xargs: Any = unsupported(NOT_HERE, {})
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -234,8 +239,8 @@ class CompletionRequest(GenerationRequest):
 
     best_of: Count | None = None
 
-    suffix: NeutralOnly
-    prompt_embeds: NeutralOnly
+    suffix: Any = unsupported("filling in before a suffix is not supported; leave it out", "")
+    prompt_embeds: Any = unsupported("send the prompt as text or token ids", [])
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -247,7 +252,9 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     tools: Tools | None = None
-    tool_choice: NeutralOnly
+    tool_choice: Any = unsupported(
+        "forced tool calls are not supported; use 'auto' and ask in the prompt", "auto", "none"
+    )
     parallel_tool_calls: Ignored
     documents: Documents | None = None
     add_generation_prompt: bool | None = None
@@ -259,14 +266,14 @@ class ChatCompletionRequest(GenerationRequest):
     verbosity: Ignored
     prediction: Ignored
 
-    functions: NeutralOnly
-    function_call: NeutralOnly
-    modalities: NeutralOnly
-    audio: NeutralOnly
-    web_search_options: NeutralOnly
-    media_io_kwargs: NeutralOnly
-    mm_processor_kwargs: NeutralOnly
-    return_prompt_text: NeutralOnly
+    functions: Any = unsupported("use tools, which replaced it", [])
+    function_call: Any = unsupported("use tools and tool_choice, which replaced it", "none", "auto")
+    modalities: Any = unsupported("this model answers with text only; use ['text']", ["text"], [])
+    audio: Any = unsupported("this model answers with text only; leave it out")
+    web_search_options: Any = unsupported("the server does not search the web; leave it out")
+    media_io_kwargs: Any = unsupported(TEXT_ONLY, {})
+    mm_processor_kwargs: Any = unsupported(TEXT_ONLY, {})
+    return_prompt_text: Any = unsupported("use /tokenize, or return_token_ids", False)
 
     @property
     def parses_tools(self) -> bool:
