@@ -114,14 +114,6 @@ void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::H
     quire::store_kv(kv, k, v, as<ConstInts>(slots), count, num_threads);
 }
 
-std::vector<std::string> attention_variants() {
-    std::vector<std::string> names;
-    for (int v = 0; v < quire::num_attention_variants(); ++v) {
-        names.emplace_back(quire::attention_variant_name(v));
-    }
-    return names;
-}
-
 void make_packed_weight(quire::PackedWeight* at, int format, int variant, int64_t outputs,
                         int64_t inputs, int64_t group, Address data) {
     new (at) quire::PackedWeight{static_cast<quire::WeightFormat>(format), variant, outputs, inputs,
@@ -134,10 +126,14 @@ quire::MutableMatrix matrix(Address data, int element, int64_t rows, int64_t col
 }
 
 std::vector<std::string> linear_variants() {
-    std::vector<std::string> names;
-    for (int v = 0; v < quire::num_linear_variants(); ++v) {
-        names.emplace_back(quire::linear_kernels(v).name);
-    }
+    std::vector<std::string> names(static_cast<size_t>(quire::num_linear_variants()));
+    for (size_t v = 0; v < names.size(); ++v) names[v] = quire::linear_kernels(int(v)).name;
+    return names;
+}
+
+std::vector<std::string> attention_variants() {
+    std::vector<std::string> names(static_cast<size_t>(quire::num_attention_variants()));
+    for (size_t v = 0; v < names.size(); ++v) names[v] = quire::attention_variant_name(int(v));
     return names;
 }
 
@@ -179,38 +175,20 @@ double linear_peak(int format, int variant, int num_threads) {
 
 // --- programs (program.h) ---
 
-void make_program(quire::Program* at, std::vector<int64_t> widths, std::vector<int64_t> places,
-                  int64_t arena_width, int attention_variant) {
-    new (at) quire::Program(std::move(widths), std::move(places), arena_width, attention_variant);
-}
-
-void add_layer(quire::Program& program, size_t group, const quire::KvLayer& kv) {
-    program.add_layer({group, kv});
-}
-
 // views: buffer and offset of up to four. What a kind does not read may be anything.
 void add_instruction(quire::Program& program, bool begins_phase, int kind,
                      const std::vector<std::pair<int64_t, int64_t>>& views, int64_t heads,
                      int64_t size, int64_t stride, int64_t layer, int input, int element,
                      Address table, Address frequencies, Address weight, Address bias, double scale,
                      double eps, const quire::PackedWeight& packed) {
-    quire::Instruction instruction{static_cast<quire::Kind>(kind)};
+    quire::Instruction instruction{static_cast<quire::Kind>(kind), {}, heads, size, stride, layer,
+                                   static_cast<quire::Input>(input),
+                                   static_cast<quire::Element>(element), as<const void*>(table),
+                                   as<const double*>(frequencies), as<ConstFloats>(weight),
+                                   as<ConstFloats>(bias), scale, static_cast<float>(eps), packed};
     for (size_t i = 0; i < views.size(); ++i) {
         instruction.views.at(i) = {views[i].first, views[i].second};
     }
-    instruction.heads = heads;
-    instruction.size = size;
-    instruction.stride = stride;
-    instruction.layer = layer;
-    instruction.input = static_cast<quire::Input>(input);
-    instruction.element = static_cast<quire::Element>(element);
-    instruction.table = as<const void*>(table);
-    instruction.frequencies = as<const double*>(frequencies);
-    instruction.weight = as<ConstFloats>(weight);
-    instruction.bias = as<ConstFloats>(bias);
-    instruction.scale = scale;
-    instruction.eps = static_cast<float>(eps);
-    instruction.packed = packed;
     program.add(instruction, begins_phase);
 }
 
@@ -290,8 +268,8 @@ NB_MODULE(_core, m) {
     m.def("linear_operand_bytes", &linear_operand_bytes);
     m.def("linear_peak", &linear_peak, Unlocked());
     nb::class_<quire::Program>(m, "Program")
-        .def("__init__", &make_program)
-        .def("add_layer", &add_layer)
+        .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
+        .def("add_layer", &quire::Program::add_layer)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
              "heads"_a, "size"_a, "stride"_a, "layer"_a, "input"_a, "element"_a, "table"_a,
              "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "eps"_a, "packed"_a)

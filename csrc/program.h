@@ -46,20 +46,20 @@ struct View {
 
 struct Instruction {
     Kind kind;
-    std::array<View, 4> views{};
-    int64_t heads = 1;
-    int64_t size = 0;    // of a row, or of one of its heads
-    int64_t stride = 0;  // bytes between the rows of an operand
-    int64_t layer = 0;
-    Input input = Input::kIds;
-    Element element = Element::kFloat32;  // of the table
-    const void* table = nullptr;
-    const double* frequencies = nullptr;
-    const float* weight = nullptr;
-    const float* bias = nullptr;
-    double scale = 1;
-    float eps = 0;
-    PackedWeight packed{};
+    std::array<View, 4> views;
+    int64_t heads;
+    int64_t size;    // of a row, or of one of its heads
+    int64_t stride;  // bytes between the rows of an operand
+    int64_t layer;
+    Input input;
+    Element element;  // of the table
+    const void* table;
+    const double* frequencies;
+    const float* weight;
+    const float* bias;
+    double scale;
+    float eps;
+    PackedWeight packed;
 };
 
 // Keys and values of a layer, and which of the step's cache groups they belong to.
@@ -90,7 +90,7 @@ class Program {
     Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,
             int attention_variant);
 
-    void add_layer(const LayerCache& layer) { layers_.push_back(layer); }
+    void add_layer(size_t group, const KvLayer& kv) { layers_.push_back({group, kv}); }
     void add(const Instruction& instruction, bool begins_phase);
     void run(ProgramStep step, int num_threads);
 
