@@ -107,7 +107,7 @@ def packing(dtype: torch.dtype, device: torch.device) -> Packing:
 
 
 def packed_weight_bytes(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
     quantization: Quantization | None = None,

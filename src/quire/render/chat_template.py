@@ -139,8 +139,8 @@ def _mark_final(messages: list[Message], options: ChatOptions) -> str:
     message = messages[-1]
     content = message["content"]
     if not content:
-        message = "continue_final_message needs a last message with text to continue."
-        raise RequestError(message, "continue_final_message")
+        reason = "continue_final_message needs a last message with text to continue."
+        raise RequestError(reason, "continue_final_message")
     if isinstance(content, str):
         message["content"] = content + FINAL_MARK
         return content

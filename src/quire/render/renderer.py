@@ -157,8 +157,9 @@ class Renderer:
 
 def is_conversation(prompt: object) -> bool:
     """Whether a prompt is a list of messages."""
-    is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str)
-    return is_list and bool(prompt) and isinstance(prompt[0], Mapping)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        return False
+    return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _checked_ids(values: object) -> list[int]:

@@ -177,9 +177,11 @@ class TemplatePool:
         data = job.pack()
         heavy = _is_heavy(job, data)
         place = self._ask(heavy)
-        process = _living(place.result() if place.done() else await self._wait(place, heavy))
+        living = _living(place.result() if place.done() else await self._wait(place, heavy))
         try:
-            process = process or await asyncio.to_thread(TemplateProcess, self._cpu_s)
+            process = living
+            if process is None:
+                process = await asyncio.to_thread(TemplateProcess, self._cpu_s)
         except BaseException:
             self._give_back(None, heavy)
             raise

@@ -220,8 +220,8 @@ def _declared(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
     declared = files.config.get(name) or {}
     found: list[tuple[int, dict[str, Any]]] = []
     for key, value in declared.items() if isinstance(declared, dict) else [("", None)]:
-        text = value.get("content") if isinstance(value, dict) else None
-        if not (key.isascii() and key.isdecimal() and len(key) < 10 and isinstance(text, str)):
+        is_id = key.isascii() and key.isdecimal() and len(key) < 10
+        if not (is_id and isinstance(value, dict) and isinstance(value.get("content"), str)):
             path = files.directory / "tokenizer_config.json"
             raise ModelError(
                 f"{path}: {name} is not an object of token ids, each with an object that has a"

@@ -248,7 +248,7 @@ class LLM:
 
     def _step(self) -> list[RequestOutput]:
         """One step of the engine; what belongs to an open stream is kept for it."""
-        outputs = []
+        outputs: list[RequestOutput] = []
         for output in self._alive.client.step():
             stream = self._streams.get(output.request_id)
             (outputs if stream is None else stream).append(output)

@@ -3,7 +3,7 @@
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from quire.base.outputs import RequestOutput
 
@@ -18,7 +18,7 @@ class _Bar:
         self._shown: Progress | None = None
         self._enabled = enabled and sys.stderr.isatty()
 
-    def __enter__(self) -> "_Bar":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -67,9 +67,6 @@ class RequestBar(_Bar):
         if self._enabled:
             unit = "{task.completed}/{task.total} {task.fields[speed]}"
             self._open("Processed prompts", num_outputs, unit)
-
-    def __enter__(self) -> "RequestBar":
-        return self
 
     def finished(self, output: RequestOutput) -> None:
         if self._shown is None:

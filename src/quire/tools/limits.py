@@ -74,8 +74,8 @@ def step_cost(
     heads = [m.weight for m in modules if isinstance(m, LMHead)]
     weight_bytes = sum(_stored_bytes(weight, formats.layers) for weight in layers)
     weight_bytes += sum(_stored_bytes(weight, formats.head) for weight in heads)
-    counts = [sum(weight.numel() for weight in group) for group in (layers, heads)]
-    return StepCost(*counts, weight_bytes)
+    in_layers, in_heads = (sum(each.numel() for each in group) for group in (layers, heads))
+    return StepCost(in_layers, in_heads, weight_bytes)
 
 
 def _counted(module: nn.Module) -> Iterator[nn.Module]:

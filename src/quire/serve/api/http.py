@@ -8,7 +8,7 @@ its request: a few thousand of those would use up all open files.
 import asyncio
 import codecs
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -27,6 +27,7 @@ class TimedProtocol(H11Protocol):
     the connection was made."""
 
     _closing: asyncio.TimerHandle | None = None
+    conn: StrictConnection
     _is_upgraded = False
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -51,7 +52,8 @@ class TimedProtocol(H11Protocol):
         self._is_upgraded = True
         self._forget()
         super().handle_websocket_upgrade(event)
-        if not self.transport.get_protocol().handshake_initiated:
+        other = cast(WebSocketsSansIOProtocol, self.transport.get_protocol())
+        if not other.handshake_initiated:
             self.send_400_response("Invalid WebSocket handshake.")
 
     def send_400_response(self, msg: str) -> None:
@@ -70,7 +72,7 @@ class TimedProtocol(H11Protocol):
         phrase = HTTPStatus(status).phrase.encode()
         for event in (
             h11.Response(status_code=status, headers=headers, reason=phrase),
-            h11.Data(data=answer.body),
+            h11.Data(data=bytes(answer.body)),
             h11.EndOfMessage(),
         ):
             self.transport.write(self.conn.send(event) or b"")

@@ -48,7 +48,8 @@ class OpenRequest:
         check_neutral(body)
         check_neutral(body, RULES)
         running = body.wants_running_usage
-        options = StreamOptions(include_usage=True, continuous_usage_stats=running)
+        usage = {"include_usage": True, "continuous_usage_stats": running}
+        options = StreamOptions.model_validate(usage)
         self.body = body.model_copy(update={"stream": True, "stream_options": options})
         self.is_complete = False
         self.answer: Answer | None = None
@@ -163,7 +164,7 @@ def _body(fields: Json) -> CompletionRequest:
     try:
         return CompletionRequest.model_validate(fields)
     except ValidationError as error:
-        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]  # type: ignore[operator]
+        errors = [item | {"loc": ("body", *item["loc"])} for item in error.errors()]
         raise invalid_fields(errors, list(CompletionRequest.model_fields)) from error
 
 

@@ -65,7 +65,8 @@ async def stream(websocket: WebSocket) -> None:
     except Broken as broken:
         with suppress(WebSocketDisconnect):
             await connection.send_error(broken.error)
-            await websocket.close(broken.close_code, broken.error.code)
+            code = broken.error.code
+            await websocket.close(broken.close_code, None if code is None else str(code))
     finally:
         connection.leave()
 
