@@ -109,7 +109,7 @@ class CudaDevice:
         except BaseException:
             index = self._stream.device.index
             with suppress(RuntimeError, AttributeError):  # it was put right
-                torch._C._cuda_endAllocateToPool(index, self._pool)  # type: ignore[attr-defined]
+                torch._C._cuda_endAllocateToPool(index, self._pool)
             raise
 
     @contextmanager
