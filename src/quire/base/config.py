@@ -24,7 +24,7 @@ def setting(
     plugins: PluginKind | None = None,
     words: dict[str, int] | None = None,
 ) -> Any:
-    """A dataclass field with what the command line needs to know about it.
+    """Return a dataclass field with what the command line needs to know about it.
 
     plugins: other packages may bring more choices. words: what may be written in place of certain
     numbers.
@@ -142,7 +142,7 @@ class CacheConfig:
 
     @property
     def stores(self) -> list[str]:
-        """The stores that are asked for, each as NAME:ADDRESS, nearest first."""
+        """Return the stores that are asked for, each as NAME:ADDRESS, nearest first."""
         disk = [] if self.kv_disk_dir is None else [f"disk:{self.kv_disk_dir}"]
         return disk + ([] if self.kv_store is None else [self.kv_store])
 
@@ -305,7 +305,7 @@ class ServerConfig:
 
     @property
     def pin_share_of_key(self) -> float:
-        """Of what pinned prefixes may hold; all of it on a server without keys."""
+        """Return the share of what pinned prefixes may hold; all of it on a server without keys."""
         if not self.api_key:
             return 1.0
         return self.pin_share or 1 / len(set(self.api_key))
@@ -330,7 +330,7 @@ def _check_choices(*configs: Any) -> None:
 
 
 def _number_of(name: str, value: Any, words: dict[str, int]) -> Any:
-    """The number that a word stands for."""
+    """Return the number that a word stands for."""
     if not isinstance(value, str):
         return value
     if value not in words:
@@ -372,7 +372,7 @@ def config_from_flat(**settings: Any) -> EngineConfig:
 
 
 def flat_settings(config: EngineConfig) -> dict[str, Any]:
-    """All settings by name, without the groups."""
+    """Return all settings by name, without the groups."""
     flat: dict[str, Any] = {}
     for name, value in dataclasses.asdict(config).items():
         flat |= value if isinstance(value, dict) else {name: value}

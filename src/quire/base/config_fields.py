@@ -25,17 +25,17 @@ class Fields:
         return self._raw.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether it is there and null: for the few fields where that is not the default."""
+        """Tell whether it is there and null: for the few fields where that is not the default."""
         return name in self._raw and self._raw[name] is None
 
     def value(self, name: str) -> Any:
-        """As it stands there; None if absent."""
+        """Return it as it stands there; None if absent."""
         return self._raw.get(name)
 
     def integer(
         self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE
     ) -> int:
-        """The first of the names that is there. Raises ModelError if none is and there is no
+        """Return the first of the names that is there. Raises ModelError if none is and there is no
         default, for what is no whole number, and for one out of the range; so do the others."""
         name = self._present(names, default is not None)
         if name is None:
@@ -49,7 +49,7 @@ class Fields:
     def number(
         self, name: str, default: float | None = None, least: float = 0.0, above: bool = True
     ) -> float:
-        """One above `least`, or not below it, and not above 1e30."""
+        """Return a number above `least`, or not below it, and not above 1e30."""
         if self._present((name,), default is not None) is None:
             assert default is not None
             return default
@@ -78,7 +78,7 @@ class Fields:
         return value
 
     def integers(self, name: str, most: int = MAX_COUNT) -> tuple[int, ...]:
-        """A list of whole numbers from 0, or a single one; empty if absent."""
+        """Return a list of whole numbers from 0, or a single one; empty if absent."""
         value = self._raw.get(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         for each in found:
@@ -87,7 +87,7 @@ class Fields:
         return tuple(found)
 
     def texts(self, name: str) -> tuple[str, ...] | None:
-        """A list of texts; None if absent."""
+        """Return a list of texts; None if absent."""
         value = self._raw.get(name)
         if value is None:
             return None
@@ -96,7 +96,7 @@ class Fields:
         return tuple(value)
 
     def inner(self, name: str) -> "Fields | None":
-        """A dictionary in this one; None if it is absent or empty."""
+        """Return a dictionary in this one; None if it is absent or empty."""
         value = self._raw.get(name)
         if value is None:
             return None
@@ -108,7 +108,7 @@ class Fields:
         return list(self._raw)
 
     def error(self, name: str, what: str) -> ModelError:
-        """To be raised: names the field and its value, and says `what` about it."""
+        """Return the error to raise: it names the field and its value, and says `what` about it."""
         return ModelError(f"{self._where}: {name} is {shown(self._raw.get(name))}; {what}.")
 
     def _present(self, names: tuple[str, ...], has_default: bool) -> str | None:
@@ -122,7 +122,7 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """A value as errors show it: as JSON would, and not long."""
+    """Return a value as errors show it: as JSON would, and not long."""
     plain: dict[Any, str] = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return plain[value]

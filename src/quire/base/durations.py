@@ -12,18 +12,18 @@ MAX_WAIT_S = 1.0  # at once; then whoever waits looks around, and waits again
 
 
 def is_duration(seconds: float) -> bool:
-    """Whether this is a number of seconds that may be asked for, from 0 to MAX_DURATION_S."""
+    """Tell whether this is a number of seconds that may be asked for, from 0 to MAX_DURATION_S."""
     return 0.0 <= seconds <= MAX_DURATION_S  # not so for what is no number (NaN)
 
 
 def duration_rule(otherwise: str) -> str:
-    """What a duration must be, for an error. otherwise: what 0 means."""
+    """Return what a duration must be, for an error. otherwise: what 0 means."""
     return f"a number of seconds from 0 ({otherwise}) to {MAX_DURATION_S:.0f}, a year"
 
 
 def bounded_wait_s(seconds: float | None, most_s: float = MAX_WAIT_S) -> float:
-    """How long to wait now for what is so many seconds away; None is not known. Never negative,
-    and never more than most_s."""
+    """Return how long to wait now for what is so many seconds away; None is not known. Never
+    negative, and never more than most_s."""
     if seconds is None or math.isnan(seconds):
         return most_s
     return max(0.0, min(seconds, most_s))

@@ -58,7 +58,7 @@ class TensorKind:
 
     @property
     def is_float(self) -> bool:
-        """Whether each value stands for itself."""
+        """Tell whether each value stands for itself."""
         return self.block_size == 1
 
 
@@ -107,7 +107,7 @@ class TensorPlace:
 
 
 def is_gguf(path: str | Path) -> bool:
-    """Whether this is a GGUF file, by its first bytes or at least by its name."""
+    """Tell whether this is a GGUF file, by its first bytes or at least by its name."""
     path = Path(path)
     if not path.is_file():
         return False
@@ -139,12 +139,12 @@ class GGUFFile:
         self.tensors = _placed(infos, data_start, alignment, cursor)
 
     def describe(self) -> str:
-        """How many tensors of which kind, such as `Q8_0 197, F32 113`."""
+        """Tell how many tensors there are of which kind, such as `Q8_0 197, F32 113`."""
         counts = Counter(place.kind.name for place in self.tensors.values())
         return ", ".join(f"{name} {count}" for name, count in counts.most_common())
 
     def data(self, place: TensorPlace) -> memoryview:
-        """A tensor's blocks, mapped."""
+        """Return a tensor's blocks, mapped."""
         return memoryview(self._map)[place.start : place.start + place.num_bytes]
 
     def forget(self, place: TensorPlace) -> None:
@@ -154,8 +154,8 @@ class GGUFFile:
         self._map.madvise(mmap.MADV_DONTNEED, first, place.start + place.num_bytes - first)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number of the metadata. Raises ModelError if it is none, or absent without a
-        default; so do the others."""
+        """Return a whole number of the metadata. Raises ModelError if it is none, or absent without
+        a default; so do the others."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong(key, "a whole number")
@@ -180,7 +180,7 @@ class GGUFFile:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """An array of texts; empty if absent. What is no UTF-8 is replaced."""
+        """Return an array of texts; empty if absent. What is no UTF-8 is replaced."""
         place = self._array(key, "an array of texts", {TEXT})
         if place is None:
             return []
@@ -188,7 +188,7 @@ class GGUFFile:
         return [cursor.text() for _ in range(place.count)]
 
     def numbers(self, key: str) -> list[float]:
-        """An array of numbers; empty if absent."""
+        """Return an array of numbers; empty if absent."""
         place = self._array(key, "an array of numbers", set(NUMBERS))
         if place is None:
             return []
@@ -257,7 +257,7 @@ class _Cursor:
         return self.raw_text().decode("utf-8", errors="replace")
 
     def name(self) -> str:
-        """A text that identifies something, so it must be exact."""
+        """Return a text that identifies something, so it must be exact."""
         try:
             return self.raw_text().decode("utf-8")
         except UnicodeDecodeError as error:
@@ -295,7 +295,7 @@ class _Cursor:
         )
 
     def _skip_texts(self, count: int) -> None:
-        """A vocabulary has 150,000 texts, so there are no calls of our own inside."""
+        """Step over texts; a vocabulary has 150,000, so there are no calls of our own inside."""
         self._check_count(count)
         data, position, end = self._data, self.position, self.position + self.left
         unpack = struct.Struct("<Q").unpack_from
@@ -309,13 +309,13 @@ class _Cursor:
         self.position = position
 
     def _check_count(self, count: int) -> None:
-        """Each text or array takes 8 bytes at least."""
+        """Refuse a count that cannot be: each text or array takes 8 bytes at least."""
         if count > self.left // 8:
             raise self.error(f"it announces {count} elements where there is no room for them")
 
 
 def _read_start(cursor: _Cursor) -> tuple[int, int]:
-    """(number of tensors, number of pairs)."""
+    """Read the head: (number of tensors, number of pairs)."""
     if cursor.left < 24 or cursor.integer("I") != int.from_bytes(MAGIC, "little"):
         raise cursor.error("it does not begin with GGUF")
     version = cursor.integer("I")
@@ -340,7 +340,7 @@ def _read_pairs(cursor: _Cursor, count: int) -> dict[str, Scalar | ArrayPlace]:
 
 
 def _read_tensor(cursor: _Cursor) -> TensorPlace:
-    """A tensor's place, counted from the start of the data."""
+    """Return a tensor's place, counted from the start of the data."""
     name = cursor.name()
     num_dims = cursor.integer("I")
     if not 1 <= num_dims <= MAX_DIMS:
@@ -363,7 +363,7 @@ def _read_tensor(cursor: _Cursor) -> TensorPlace:
 def _placed(
     infos: list[TensorPlace], data_start: int, alignment: int, cursor: _Cursor
 ) -> dict[str, TensorPlace]:
-    """The tensors by name, with their places counted from the start of the file."""
+    """Return the tensors by name, with their places counted from the start of the file."""
     tensors: dict[str, TensorPlace] = {}
     for info in infos:
         start = data_start + info.start

@@ -29,7 +29,7 @@ EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freq
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """Raises ModelError for an architecture, or a variant of one, that is not supported."""
+    """Make a config of a file's metadata."""
     architecture = file.text("general.architecture")
     if architecture not in ARCHITECTURES:
         raise ModelError(
@@ -72,7 +72,7 @@ class _Reader:
         return f"{self.architecture}.{key}" in self.file.metadata
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A number of things, of which there is at least one."""
+        """Return a number of things, of which there is at least one."""
         name = f"{self.architecture}.{key}"
         value = self.file.integer(name, default)
         if not 0 < value < 1 << 31:
@@ -150,7 +150,8 @@ def _decoder(reader: _Reader) -> dict[str, Any]:
 
 
 def _check_layers(file: GGUFFile, num_layers: int, **shapes: tuple[int, ...]) -> None:
-    """Before memory is taken for what the metadata says: the matrices that fix all other sizes."""
+    """Check the matrices that fix all other sizes, before memory is taken for what the metadata
+    says."""
     for layer in range(num_layers):
         for part, shape in shapes.items():
             _check_shape(file, f"blk.{layer}.{part}.weight", shape)
@@ -167,12 +168,13 @@ def _check_shape(file: GGUFFile, name: str, wanted: tuple[int, ...]) -> None:
 
 
 def _heads(reader: _Reader) -> int:
-    """Files whose layers have different numbers of heads hold an array here: an error."""
+    """Read a number of heads. Files whose layers differ in it hold an array here: an error."""
     return reader.count("attention.head_count")
 
 
 def _rope(reader: _Reader, head_dim: int) -> dict[str, Any]:
-    """The rotary embedding as configs write it, with the frequencies' divisors if there are any."""
+    """Return the rotary embedding as configs write it, with the frequencies' divisors if there are
+    any."""
     theta = reader.number("rope.freq_base", 10000.0)
     kind = reader.text("rope.scaling.type", "none")
     factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0))
@@ -198,7 +200,7 @@ def _rope(reader: _Reader, head_dim: int) -> dict[str, Any]:
 
 
 def _yarn(reader: _Reader, factor: float) -> dict[str, Any]:
-    """llama.cpp multiplies yarn's own factor on attention by `attn_factor`."""
+    """Read yarn's fields. llama.cpp multiplies yarn's own factor on attention by `attn_factor`."""
     sharpness = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     config = {
         "rope_type": "yarn",
@@ -214,7 +216,7 @@ def _yarn(reader: _Reader, factor: float) -> dict[str, Any]:
 
 
 def _divisors(file: GGUFFile, head_dim: int) -> list[float]:
-    """What each frequency is divided by (Llama 3.1 and later); empty for most models."""
+    """Return what each frequency is divided by (Llama 3.1 and later); empty for most models."""
     place = file.tensors.get(ROPE_FACTORS)
     if place is None:
         return []
@@ -227,7 +229,8 @@ def _divisors(file: GGUFFile, head_dim: int) -> list[float]:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """That of the matrices if all are floats; quantised ones are computed with in bfloat16."""
+    """Return the matrices' dtype if all are floats; quantised ones are computed with in
+    bfloat16."""
     kinds = {place.kind.name for place in file.tensors.values() if len(place.shape) > 1}
     if kinds <= {"F32"}:
         return "float32"

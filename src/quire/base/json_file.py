@@ -10,8 +10,8 @@ MAX_JSON_BYTES, MAX_NESTING = 1 << 26, 32
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises FileNotFoundError, and ModelError for what is none, for more
-    than 64 MiB, and for lists and objects within more than 31 others."""
+    """Return the object in a file. Raises FileNotFoundError, and ModelError for what is none, for
+    more than 64 MiB, and for lists and objects within more than 31 others."""
     try:
         with path.open("rb") as file:
             text = file.read(MAX_JSON_BYTES + 1)

@@ -16,7 +16,7 @@ WITHOUT = ("llama", "gpt2", "opt")
 
 
 def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
-    """The window of each layer: None where a layer attends to everything before it. Raises
+    """Return the window of each layer: None where a layer attends to everything before it. Raises
     ModelError."""
     if model_type in WITHOUT:
         windows = _without(fields, model_type, num_layers)
@@ -50,7 +50,7 @@ def _without(fields: Fields, model_type: str, num_layers: int) -> Windows:
 
 
 def _everywhere(fields: Fields, num_layers: int) -> Windows:
-    """Mistral: the window is the switch, and only null turns it off."""
+    """Give all layers one window. Mistral: the window is the switch, only null turns it off."""
     if fields.is_null("sliding_window"):
         return (None,) * num_layers
     window = _window(fields)
@@ -82,7 +82,7 @@ def _by_layer(fields: Fields, num_layers: int) -> Windows:
 
 
 def _of_others(fields: Fields, num_layers: int) -> Windows:
-    """Of models that other packages bring: as the config says it for each layer, else none."""
+    """Read windows of other packages' models: as the config says it for each layer, else none."""
     if not fields.has("sliding_window") or not fields.flag("use_sliding_window", True):
         return (None,) * num_layers
     window, kinds = _window(fields), _kinds(fields, num_layers, FULL)
@@ -97,7 +97,7 @@ def _window(fields: Fields) -> int:
 
 
 def _kinds(fields: Fields, num_layers: int, others: str = "") -> tuple[str, ...] | None:
-    """What `layer_types` says; others: what an unknown kind counts as, an error if empty."""
+    """Return what `layer_types` says; others: what an unknown kind counts as, an error if empty."""
     found = fields.texts("layer_types")
     if found is None:
         return None

@@ -66,18 +66,19 @@ class ExpertOptions:
     dense_layers: tuple[int, ...] = ()
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether this layer has experts."""
+        """Tell whether this layer has experts."""
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
 
     def activations(self, size: int) -> int:
-        """Upper bound of the elements that a layer makes of a token of so many: each expert's
-        product and output, the inputs of one expert, sums in float32, and the router's."""
+        """Bound the elements that a layer makes of a token of so many: each expert's product and
+        output, the inputs of one expert, sums in float32, and the router's."""
         inner = self.inner_size
         return self.num_chosen * (inner + size) + 3 * inner + 8 * size + 8 * self.num_experts
 
 
 def layer_options(fields: Fields, model_type: str) -> LayerOptions:
-    """Raises ModelError for a field that cannot be, as all of these functions."""
+    """Read what layers are made of. Raises ModelError for a field that cannot be; so do the
+    others."""
     if model_type == "gpt2":
         eps = fields.number("layer_norm_epsilon", 1e-5, above=False)
     elif model_type == "opt":
@@ -125,7 +126,7 @@ def opt_options(fields: Fields, hidden_size: int) -> OPTOptions:
 
 
 def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOptions | None:
-    """None if no layer has experts.
+    """Read the experts; None if no layer has any.
 
     Checkpoints on the hub say num_experts, those that transformers 5 writes num_local_experts.
     """
@@ -182,7 +183,8 @@ def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:
 
 
 def _has_quantised_weights(quantised: Fields) -> bool:
-    """Not where only keys and values are quantised, as calibration for them writes it."""
+    """Tell whether weights are quantised: not where only keys and values are, as calibration for
+    them writes it."""
     method = quantised.text("quant_method", "")
     if method == "compressed-tensors":
         return bool(quantised.value("config_groups"))
@@ -220,8 +222,9 @@ ROPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 
 def rope_options(fields: Fields, head_dim: int, max_position: int) -> RopeOptions:
-    """As transformers reads them: from `rope_scaling`, else from `rope_parameters`, with the
-    `rope_theta` in it or else beside it; an `original_max_position_embeddings` beside it wins."""
+    """Read rotary options as transformers does: from `rope_scaling`, else from `rope_parameters`,
+    with the `rope_theta` in it or else beside it; an `original_max_position_embeddings` beside it
+    wins."""
     own = fields.inner("rope_scaling") or fields.inner("rope_parameters") or Fields({})
     for name in own.names():
         if isinstance(own.value(name), dict):
@@ -280,7 +283,7 @@ def _yarn(own: Fields, theta: float, trained: int, max_position: int) -> RopeOpt
 
 
 def _yarn_scale(own: Fields, factor: float) -> float:
-    """The factor on sines and cosines: attention grows sharper with the length."""
+    """Return the factor on sines and cosines: attention grows sharper with the length."""
 
     def sharpness(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -59,12 +59,14 @@ class CacheGroup:
     window: int | None = None
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Bytes of one block: K and V of `block_size` tokens in all layers of the group."""
+        """Return the bytes of a block: K and V of `block_size` tokens in all layers of the
+        group."""
         return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * dtype_bytes * block_size
 
     def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
-        """The same of keys and values that are stored in a format: `auto` is the model's dtype, of
-        so many bytes, `int8` has a float32 scale with each token's vector, `fp8` has none."""
+        """Return the same of keys and values that are stored in a format: `auto` is the model's
+        dtype, of so many bytes, `int8` has a float32 scale with each token's vector, `fp8` has
+        none."""
         if kv_format == "int8":
             scales = self.block_bytes(block_size, 4) // self.head_dim
             return self.block_bytes(block_size, 1) + scales
@@ -95,7 +97,7 @@ class ModelSpec:
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """One group per distinct window, the full group first."""
+        """Return one group per distinct window, the full group first."""
         windows = sorted(set(self.layer_windows), key=lambda w: (w is not None, w or 0))
         return tuple(
             CacheGroup(
@@ -110,14 +112,15 @@ class ModelSpec:
 
     @property
     def identity(self) -> str:
-        """Digest of all that the config says, read or not: what a model of another package reads
-        of `raw` is not known here."""
+        """Return a digest of all that the config says, read or not: what a model of another package
+        reads of `raw` is not known here."""
         text = json.dumps(self.raw, sort_keys=True, default=repr)
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
     def layers(self) -> LayerOptions:
-        """Raises ModelError for what a model cannot have; so do the others."""
+        """Read the layers' options. Raises ModelError for what a model cannot have; so do the
+        others."""
         return layer_options(Fields(self.raw), self.model_type)
 
     @property
@@ -208,7 +211,8 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
-    """As many as query heads if it is null, or where transformers has no number of its own."""
+    """Return the number: as many as query heads if it is null, or where transformers has no number
+    of its own."""
     if model_type in ("gpt2", "opt"):
         return heads
     default = heads
@@ -245,7 +249,7 @@ def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
 
 
 def _dtype(fields: Fields) -> str:
-    """Of the weights. `torch_dtype` is its old name."""
+    """Return the weights' dtype. `torch_dtype` is its old name."""
     name = "dtype" if fields.has("dtype") else "torch_dtype"
     found = fields.text(name, "float32")
     if found not in DTYPE_BYTES:

@@ -47,19 +47,19 @@ KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS)
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
-    """For messages: the names that are built in, then what installed packages bring."""
+    """List names for messages: those built in, then what installed packages bring."""
     ours = tuple(built_in)
     found = [f"{point.name} (of {_package(point)})" for point in _entry_points(kind, ours)]
     return ", ".join([*ours, *found])
 
 
 def is_installed(kind: PluginKind, name: str, built_in: Iterable[str]) -> bool:
-    """Whether a package brings this name. It is not imported."""
+    """Tell whether a package brings this name. It is not imported."""
     return any(point.name == name for point in _entry_points(kind, tuple(built_in)))
 
 
 def installed() -> list[tuple[str, str, str]]:
-    """Of all kinds: (name, noun of its kind, package with version). Nothing is imported."""
+    """List all kinds: (name, noun of its kind, package with version). Nothing is imported."""
     from importlib.metadata import entry_points
 
     return [
@@ -70,7 +70,7 @@ def installed() -> list[tuple[str, str, str]]:
 
 
 def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[Any]:
-    """The class that a package brings under this name, which is none of the built-in ones.
+    """Return the class that a package brings under this name, which is none of the built-in ones.
 
     Raises the kind's error if there is none, if two packages bring one, or if it cannot be used.
     """
@@ -98,7 +98,7 @@ def load_plugin(kind: PluginKind, name: str, built_in: Iterable[str]) -> type[An
 
 
 def _why_not(kind: PluginKind, loaded: Any) -> str | None:
-    """Why what an entry point names is not of this kind; None if it is."""
+    """Say why what an entry point names is not of this kind; None if it is."""
     if not isinstance(loaded, type):
         return f"it must be a class, and is a {type(loaded).__name__}"
     missing = [name for name in kind.methods if not callable(getattr(loaded, name, None))]
@@ -106,7 +106,7 @@ def _why_not(kind: PluginKind, loaded: Any) -> str | None:
 
 
 def _entry_points(kind: PluginKind, built_in: tuple[str, ...]) -> "list[EntryPoint]":
-    """Those of installed packages, by name, but for built-in names, of which it warns."""
+    """Return those of installed packages by name, but for built-in names, of which it warns."""
     from importlib.metadata import entry_points  # takes 20 ms, by those who need it only
 
     found = []

@@ -35,5 +35,5 @@ class PrefixReport(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
     @property
     def num_tokens(self) -> int:
-        """Of all tiers."""
+        """Count the tokens of all tiers."""
         return self.device + self.pinned + self.host + self.store

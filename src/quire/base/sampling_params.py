@@ -101,14 +101,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
 
     @property
     def num_samples(self) -> int:
-        """Sequences that are made of the prompt."""
+        """Return how many sequences are made of the prompt."""
         if self.use_beam_search:
             return self.beam_width or self.n
         return self.n if self.best_of is None else self.best_of
 
     @property
     def is_ranked(self) -> bool:
-        """Whether it is known at the end only which sequences are returned."""
+        """Tell whether only the end shows which sequences are returned."""
         return self.use_beam_search or self.num_samples > self.n
 
     @property
@@ -123,7 +123,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Prompt logprobs need every position computed, so they do without prefix hits."""
+        """Tell whether prefix hits are of use: prompt logprobs need every position computed, so
+        they do without prefix hits."""
         if self.skip_reading_prefix_cache is not None:
             return not self.skip_reading_prefix_cache
         return self.prompt_logprobs is None
@@ -134,7 +135,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         return self.stop or []
 
     def clone(self) -> "SamplingParams":
-        """A deep copy that can be changed without touching this one."""
+        """Return a deep copy that can be changed without touching this one."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         for name, value in fields.items():
             if isinstance(value, (list, dict)):
@@ -180,7 +181,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             )
 
     def _check_beams(self) -> None:
-        """Beam search chooses by the model's own probabilities; nothing may bend them."""
+        """Refuse what bends probabilities: beam search chooses by the model's own probabilities;
+        nothing may bend them."""
         width, n = self.beam_width, self.n
         ok = width is None or (_is_int(width) and n <= width <= MAX_N)
         _require(ok, "beam_width", width, f"None or an integer from n={n} to {MAX_N}")
@@ -224,7 +226,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
 
     def _check_kinds(self) -> None:
-        """Lists must be lists and the bias a dictionary, before anything looks into them."""
+        """Check kinds: lists must be lists and the bias a dictionary, before anything looks into
+        them."""
         for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")

@@ -209,5 +209,5 @@ class Interrupts:
 
 
 def tell(text: str) -> None:
-    """To the person, not into the answer."""
+    """Say something to the person, not into the answer."""
     print(text, file=sys.stderr, flush=True)

@@ -30,11 +30,13 @@ class Piece:
 
 class ChatTarget(Protocol):
     def answer(self, messages: Messages, is_enough: Callable[[], bool]) -> Iterator[Piece]:
-        """The answer, until it ends or `is_enough`. Raises RequestError, EngineError, HttpError."""
+        """Yield the answer, until it ends or `is_enough`. Raises RequestError, EngineError,
+        HttpError."""
         ...
 
     def size(self, messages: Messages) -> tuple[int, int] | None:
-        """Tokens of the conversation, and of the longest context; None if nobody knows."""
+        """Count the tokens of the conversation, and of the longest context; None if nobody
+        knows."""
         ...
 
     def close(self) -> None: ...
@@ -98,7 +100,7 @@ class ServerTarget:
             self._runner.run(events.aclose())
 
     def size(self, messages: Messages) -> tuple[int, int] | None:
-        """From /tokenize, which servers other than quire and vLLM do not have."""
+        """Ask /tokenize, which servers other than quire and vLLM do not have."""
         from quire.tools.http_client import HttpError
 
         if not self._counts:
@@ -121,7 +123,7 @@ class ServerTarget:
 
 
 async def _next(events: AsyncGenerator[str, None], is_enough: Callable[[], bool]) -> str | None:
-    """The next event; None at the end, or as soon as it is enough."""
+    """Read the next event; None at the end, or as soon as it is enough."""
     task = asyncio.ensure_future(anext(events, None))
     while not task.done() and not is_enough():
         await asyncio.wait([task], timeout=LOOK_S)
@@ -133,7 +135,7 @@ async def _next(events: AsyncGenerator[str, None], is_enough: Callable[[], bool]
 
 
 def _pieces(data: str) -> Iterator[Piece]:
-    """What an event of a chat completion holds. Raises EngineError for an error event."""
+    """Return what an event of a chat completion holds. Raises EngineError for an error event."""
     chunk = json.loads(data)
     if "error" in chunk:
         error = chunk["error"]

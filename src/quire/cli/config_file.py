@@ -54,13 +54,13 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
 
 
 def describe(settings: dict[str, Given]) -> list[str]:
-    """One line per setting that was given: its value and its origin. Keys are not shown."""
+    """Describe each setting that was given in a line: value and origin. Keys are not shown."""
     shown = {n: f"{len(g.value)} given" if n in SECRETS else g.value for n, g in settings.items()}
     return [f"{name} = {shown[name]} ({given.origin})" for name, given in sorted(settings.items())]
 
 
 def read_config_file(path: Path) -> dict[str, Given]:
-    """The settings of a file. Raises ConfigError, naming the file, the key and the value."""
+    """Read the settings of a file. Raises ConfigError, naming the file, the key and the value."""
     import yaml  # type: ignore[import-untyped]  # by those who need it only
 
     try:
@@ -85,7 +85,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
 
 
 def _take_model(flags: dict[str, Any]) -> None:
-    """MODEL and --model are the same thing."""
+    """Take MODEL and --model as the same thing."""
     if "given_model" not in flags:
         return
     first = flags.pop("given_model")
@@ -94,7 +94,8 @@ def _take_model(flags: dict[str, Any]) -> None:
 
 
 def _ignored(name: str, given: Given) -> str:
-    """What is said about a setting of vLLM that asks for nothing. Raises ConfigError for others."""
+    """Return what is said about a setting of vLLM that asks for nothing. Raises ConfigError for
+    others."""
     return f"{name} ({given.origin}) is ignored: {ignore_vllm_setting(name, given.value)}."
 
 
@@ -120,7 +121,7 @@ def _checked(path: Path, key: str, value: Any, option: Option) -> Any:
 
 
 def _single(path: Path, key: str, value: Any, option: Option) -> Any:
-    """One value, as its setting has it."""
+    """Return one value as its setting has it."""
     wanted = KINDS[option.kind]
     choices = () if option.is_open else option.choices
     if choices:

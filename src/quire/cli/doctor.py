@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(settings: dict[str, Any]) -> Report:
-    """Everything, for an engine with these settings."""
+    """Examine everything, for an engine with these settings."""
     report = Report()
     _python(report)
     _plugins(report)
@@ -110,7 +110,7 @@ def _python(report: Report) -> None:
 
 
 def _plugins(report: Report) -> None:
-    """What other packages bring. They are not imported."""
+    """Tell what other packages bring. They are not imported."""
     facts: dict[str, list[str]] = {}
     for name, noun, package in installed():
         facts.setdefault(name, []).append(f"{noun} of {package}")
@@ -141,7 +141,7 @@ def _memory(report: Report) -> None:
 
 
 def _packages(report: Report) -> bool:
-    """Whether all are there."""
+    """Check that all are there."""
     versions = machine.dependencies()
     report.facts["packages"] = versions
     missing = [name for name, version in versions.items() if version is None]
@@ -200,7 +200,7 @@ def _core(report: Report, cpu: machine.Cpu) -> None:
 
 
 def _kernels(report: Report) -> None:
-    """What each weight format is multiplied with, and why."""
+    """Tell what each weight format is multiplied with, and why."""
     from quire.ops import formats
 
     try:
@@ -221,8 +221,8 @@ def _kernels(report: Report) -> None:
 
 
 def _reason(speeds: Mapping[str, Speed], names: Sequence[str], forced: str | None) -> str:
-    """The instruction set of a format, and how fast all of them are: operations of a thread with a
-    tile of rows, bytes of the weight with one row."""
+    """Tell the instruction set of a format, and how fast all of them are: operations of a thread
+    with a tile of rows, bytes of the weight with one row."""
     chosen, default = forced or choose_variant(speeds, names), names[-1]
     if forced is not None:
         why = "as QUIRE_CPU_VARIANT says"
@@ -238,7 +238,7 @@ def _reason(speeds: Mapping[str, Speed], names: Sequence[str], forced: str | Non
 
 
 def _model(report: Report, settings: dict[str, Any]) -> None:
-    """What the engine would choose."""
+    """Tell what the engine would choose."""
     from quire.models.source import CONFIG_ONLY, resolve_model
     from quire.runner.preview import preview_runner
 
@@ -270,7 +270,7 @@ def _model(report: Report, settings: dict[str, Any]) -> None:
 
 
 def _budget(preview: "Preview") -> str:
-    """What becomes of the tokens per step."""
+    """Tell what becomes of the tokens per step."""
     most = preview.config.scheduler.max_num_batched_tokens
     if preview.first_budget is None:
         return f"always {most} tokens"

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> "Device":
-    """Of this machine, or of any other. Raises ConfigError for one that is not known."""
+    """Describe this machine, or any other. Raises ConfigError for one that is not known."""
     from quire.runner.memory import available_cpu_bytes
     from quire.tools.devices import CPU, GPU, Device, find_gpu
 
@@ -94,7 +94,7 @@ def _device(name: str) -> "Device":
 
 
 def as_data(found: "Fit") -> dict[str, Any]:
-    """All figures, for JSON."""
+    """Return all figures, for JSON."""
     config, memory = found.config, found.memory
     return {
         "model": {"name": found.model, "type": found.spec.model_type, "dtype": config.model.dtype},
@@ -189,7 +189,7 @@ def _section(title: str, *facts: tuple[str, str]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns of words to the left, of figures to the right."""
+    """Lay out columns of words to the left, of figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     is_figure = [column[-1][:1].isdigit() for column in zip(*rows, strict=True)]
     for row in rows:

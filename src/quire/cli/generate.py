@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(arguments: argparse.Namespace) -> Any:
-    """A text, or a conversation of one or two messages."""
+    """Make a text, or a conversation of one or two messages."""
     text = arguments.prompt
     if text is None:
         if sys.stdin.isatty():

@@ -46,7 +46,7 @@ def cpu() -> Cpu:
 
 
 def memory_bytes(cgroup: Path = CGROUP) -> int:
-    """What the machine has, or its control group allows if that is less."""
+    """Return what the machine has, or its control group allows if that is less."""
     found = re.search(r"^MemTotal:\s+(\d+)", _read(MEMINFO) or "", re.MULTILINE)
     sizes = [int(found[1]) * 1024] if found else []
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
@@ -56,7 +56,7 @@ def memory_bytes(cgroup: Path = CGROUP) -> int:
 
 
 def gpus() -> list[dict[str, str]]:
-    """Name, memory, driver and compute capability of each GPU, as nvidia-smi tells them."""
+    """Ask nvidia-smi for name, memory, driver and compute capability of each GPU."""
     command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -67,7 +67,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def dependencies() -> dict[str, str | None]:
-    """Version of each package that quire needs; None for one that is not installed."""
+    """Look up the version of each package that quire needs; None for one that is not installed."""
     try:
         wanted = metadata.requires("quire") or []
     except metadata.PackageNotFoundError:  # run from its sources

@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the command, or of its kind, that these words name."""
+    """Return the parser of the command, or of its kind, that these words name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for index, word in enumerate(words):
@@ -84,7 +84,7 @@ def _command(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.
 
 
 def with_dashes(argv: Iterable[str]) -> Iterable[str]:
-    """--max_model_len is --max-model-len."""
+    """Turn --max_model_len into --max-model-len."""
     is_text = False
     for argument in argv:
         is_text = is_text or argument == "--"
@@ -96,7 +96,7 @@ def with_dashes(argv: Iterable[str]) -> Iterable[str]:
 
 
 def _hint(unknown: str, command: argparse.ArgumentParser) -> str:
-    """The flag that comes closest to an unknown one."""
+    """Name the flag that comes closest to an unknown one."""
     flags = list(command._option_string_actions)
     close = difflib.get_close_matches(unknown.split("=")[0], flags, n=1)
     return f" (did you mean {close[0]}?)" if close and unknown.startswith("-") else ""

@@ -21,7 +21,7 @@ EPILOG = (
 
 
 def tell(outcome: "Outcome") -> int:
-    """Warn of what a reader must know of the recording; the exit status."""
+    """Warn of what a reader must know of the recording; return the exit status."""
     for note in outcome.notes:
         logger.warning("%s", note)
     return DIFFERS if outcome.difference is not None else STATUS[outcome.state]

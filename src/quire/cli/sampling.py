@@ -33,7 +33,8 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What was given, by field of SamplingParams, which are also the fields of the HTTP API."""
+    """Collect what was given, by field of SamplingParams, which are also the fields of the HTTP
+    API."""
     fields = {name: getattr(arguments, name) for name in SAMPLING}
     fields |= {"stop": arguments.stop, "seed": arguments.sampling_seed}
     fields |= {"ignore_eos": arguments.ignore_eos or None}
@@ -41,6 +42,6 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_params(arguments: argparse.Namespace, defaults: "SamplingParams") -> "SamplingParams":
-    """The model's defaults, with what was given in their place. Raises RequestError."""
+    """Return the model's defaults, with what was given in their place. Raises RequestError."""
     fields = {name: getattr(defaults, name) for name in SAMPLING} | {"max_tokens": None}
     return type(defaults)(**(fields | given_sampling(arguments)))

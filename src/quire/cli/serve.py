@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_certificate(server: ServerConfig) -> None:
-    """Before a model is loaded. Raises ConfigError for files that HTTPS cannot use."""
+    """Check the files for HTTPS before a model is loaded. Raises ConfigError."""
     if server.ssl_certfile is None:
         return
     import ssl

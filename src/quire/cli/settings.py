@@ -73,7 +73,7 @@ class Option:
         return "--" + self.name.replace("_", "-")
 
     def parse(self, text: str) -> Any:
-        """The value that a text stands for; one of them where there are several.
+        """Return the value that a text stands for; one of them where there are several.
 
         Raises ArgumentTypeError.
         """
@@ -95,7 +95,7 @@ class Given:
 
 
 def options_of(groups: tuple[tuple[str, type], ...]) -> dict[str, Option]:
-    """The options of these dataclasses, by name."""
+    """Return the options of these dataclasses, by name."""
     found = {}
     for _, config in groups:
         kinds = typing.get_type_hints(config)
@@ -106,15 +106,15 @@ def options_of(groups: tuple[tuple[str, type], ...]) -> dict[str, Option]:
 
 
 def all_options() -> dict[str, Option]:
-    """What a configuration file may hold, whatever command reads it."""
+    """Return what a configuration file may hold, whatever command reads it."""
     return options_of(ENGINE + SERVER + LOG)
 
 
 def add_settings(
     parser: argparse.ArgumentParser, *more: tuple[str, type], model_first: bool = False
 ) -> None:
-    """--config, and one option per field in one group per dataclass. None has a default here: what
-    is in the parsed arguments was given.
+    """Add --config, and one option per field in one group per dataclass. None has a default here:
+    what is in the parsed arguments was given.
 
     more: dataclasses beside the engine's. model_first: MODEL may also be given without a flag.
     `quire.cli.config_file.resolve` puts it all together.
@@ -128,7 +128,7 @@ def add_settings(
 
 
 def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
-    """As add_settings with MODEL first, but only these of the engine's options."""
+    """Add as add_settings does with MODEL first, but only these of the engine's options."""
     _add_common(parser, model_first=True)
     group = parser.add_argument_group("settings, as the engine takes them")
     for name, option in options_of(ENGINE).items():
@@ -138,7 +138,7 @@ def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -
 
 
 def _add_common(parser: argparse.ArgumentParser, model_first: bool) -> None:
-    """MODEL, --config and what is told."""
+    """Add MODEL, --config and what is told."""
     parser.set_defaults(has_settings=True)
     if model_first:
         parser.add_argument(
@@ -153,18 +153,18 @@ def _add_common(parser: argparse.ArgumentParser, model_first: bool) -> None:
 
 
 def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The engine's settings that were given, as `LLM` and `config_from_flat` take them."""
+    """Return the engine's settings that were given, as `LLM` and `config_from_flat` take them."""
     return _given(arguments, ENGINE)
 
 
 def given_server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The server's settings that were given, as `ServerConfig` takes them."""
+    """Return the server's settings that were given, as `ServerConfig` takes them."""
     return _given(arguments, SERVER)
 
 
 def check_several(settings: dict[str, Given]) -> None:
-    """An option that takes several values takes a MODEL that follows it, too. Raises ConfigError
-    where that has happened, so that no model becomes a key."""
+    """Raise ConfigError where an option of several values has taken the MODEL that follows it, so
+    that no model becomes a key."""
     if "model" in settings:
         return
     for name in (n for n, option in options_of(SERVER).items() if option.several):
@@ -187,7 +187,7 @@ def _given(arguments: argparse.Namespace, groups: tuple[tuple[str, type], ...]) 
 
 
 def human_integer(text: str) -> int:
-    """`4096`, `4k` (thousand), `4K` (1,024), `2.5G`. Raises ArgumentTypeError."""
+    """Parse `4096`, `4k` (thousand), `4K` (1,024), `2.5G`. Raises ArgumentTypeError."""
     number, factor = text, 1
     if text and text[-1] in SUFFIXES:
         number, factor = text[:-1], SUFFIXES[text[-1]]
@@ -226,7 +226,7 @@ def _option(item: "dataclasses.Field[Any]", hint: Any) -> Option:
 
 
 def _plain(kind: Any) -> tuple[Any, bool]:
-    """X, and whether it may be None, of `X | None`."""
+    """Return X, and whether it may be None, of `X | None`."""
     if isinstance(kind, types.UnionType):
         kinds = [k for k in typing.get_args(kind) if k is not type(None)]
         return (kinds[0], True) if len(kinds) == 1 else (kind, True)
@@ -268,7 +268,8 @@ def _help(option: Option) -> str:
 
 
 def _add_vllm_settings(parser: argparse.ArgumentParser) -> None:
-    """vLLM's flags without a counterpart: known, so that they are answered, but not in the help."""
+    """Add vLLM's flags without a counterpart: known, so that they are answered, but not in the
+    help."""
     for name, theirs in VLLM_SETTINGS.items():
         flag = "--" + name.replace("_", "-")
         known: dict[str, Any] = {

@@ -26,7 +26,7 @@ TIMES = (0.0, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0)
 
 
 def tokens_up_to(most: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50 and so on, not above `most`."""
+    """Return 1, 2, 5, 10, 20, 50 and so on, not above `most`."""
     return tuple(_one_two_five(most))
 
 
@@ -53,11 +53,11 @@ class Histogram:
         self.total += value
 
     def observe_all(self, values: npt.NDArray[np.float64]) -> None:
-        """values: [N]."""
+        """Count many values at once: [N]."""
         places = self._bounds.searchsorted(values)
         self.counts += np.bincount(places, minlength=len(self.counts))
         self.total += float(values.sum())
 
     def cumulative(self) -> list[int]:
-        """Values up to each bound, and all of them."""
+        """Return how many values are up to each bound, and how many there are."""
         return [int(number) for number in self.counts.cumsum()]

@@ -127,7 +127,8 @@ class EngineMetrics:
                 self._finish(event)
 
     def _step(self, event: Stepped) -> None:
-        """Rows without a last token have got their first one; for the others an interval ends."""
+        """Count a step: rows without a last token have got their first one; for the others an
+        interval ends."""
         rows, now = event.rows, event.at_s
         self.num_generation_tokens += len(rows)
         self.histograms["iteration_tokens_total"].observe(event.num_tokens)
@@ -168,7 +169,8 @@ class EngineMetrics:
             times.num_prompt_tokens += event.num_tokens
 
     def _admit(self, event: Admitted) -> None:
-        """A request takes over a row, and with it the place where its last token's time is kept.
+        """Note that a request takes over a row, and with it the place where its last token's time
+        is kept.
 
         Its former row may still be its own, be another one's, or be this very one.
         """

@@ -37,7 +37,7 @@ class Reading:
         )
 
     def shows_work_since(self, last: "Reading") -> bool:
-        """Whether anything moved, or should have."""
+        """Tell whether anything moved, or should have."""
         moved = (last.prompt_tokens, last.output_tokens, last.finished) != (
             self.prompt_tokens,
             self.output_tokens,

@@ -121,7 +121,8 @@ class Timelines:
 
     @classmethod
     def of(cls, scheduler: Scheduler, most: int = MOST_REQUESTS) -> "Timelines":
-        """For a scheduler; requests that it has already are known by what its state tells."""
+        """Make them for a scheduler; requests that it has already are known by what its state
+        tells."""
         lines = cls(scheduler.table.num_rows, scheduler.kv.block_size, most)
         for request_id, sequence in scheduler.sequences.items():
             request = sequence.request
@@ -139,7 +140,7 @@ class Timelines:
         return lines
 
     def find(self, request_id: str) -> list[Timeline]:
-        """That of a request; or those of all prompts of an answer's id, such as cmpl-...-0."""
+        """Find a request's line; or those of all prompts of an answer's id, such as cmpl-...-0."""
         for lines in (self.open, self.ended):
             if request_id in lines:
                 return [lines[request_id]]
@@ -148,8 +149,8 @@ class Timelines:
         return [line for line in parts if request_id and line.request_id.startswith(prefix)]
 
     def text(self, request_id: str, tenant: str | None = None) -> str:
-        """JSON for a client, who is told nothing of other requests; empty for an unknown one, and
-        for one of another tenant than this, if it is given."""
+        """Return JSON for a client, who is told nothing of other requests; empty for an unknown
+        one, and for one of another tenant than this, if it is given."""
         mine = [line for line in self.find(request_id) if tenant in (None, line.tenant)]
         found = [as_data(line, self.block_size, hides_others=True) for line in mine]
         if not found:
@@ -183,7 +184,7 @@ class Timelines:
                 self._finish(event)
 
     def _plan(self, event: Planned) -> None:
-        """Chunks of the prompts under way."""
+        """Note the chunks of the prompts under way."""
         plan = event.plan
         if plan is None:
             return
@@ -224,7 +225,7 @@ class Timelines:
         self._filling[event.row] = line
 
     def _see_others(self, line: Timeline) -> None:
-        """Whose prompts were computed between its arrival and its admission."""
+        """Note whose prompts were computed between its arrival and its admission."""
         found: dict[str, tuple[int, int]] = {}
         for at_s, request_id, num_prompt, num_tokens in reversed(self._work):
             if at_s < line.queued_s:
@@ -273,7 +274,7 @@ class Timelines:
 
 
 def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict[str, Any]:
-    """For JSON; times in milliseconds since the request was received, null if not yet.
+    """Return it for JSON; times in milliseconds since the request was received, null if not yet.
 
     hides_others: without the ids of other requests, which are not the reader's business.
     """
@@ -331,7 +332,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
 
 
 def in_words(line: Timeline, block_size: int, hides_others: bool = False) -> list[str]:
-    """What happened, a sentence each."""
+    """Tell what happened, a sentence each."""
     told = [f"{_count(line.num_prompt_tokens, 'prompt token')}, {_limit(line)}"]
     if line.was_there:
         told.append("was there before the recording began; what happened until then is not known")

@@ -48,8 +48,8 @@ class Device:
 
 
 def find_gpu(name: str) -> Device:
-    """The GPU of this name, in any case, with `-`, `_`, spaces or without; or one of a size such
-    as 24GB. Raises ConfigError, which lists the known ones."""
+    """Return the GPU of this name, in any case, with `-`, `_`, spaces or without; or one of a size
+    such as 24GB. Raises ConfigError, which lists the known ones."""
     size = SIZE.fullmatch(name.strip())
     if size is not None and float(size[1]) > 0:
         num_bytes = int(float(size[1]) * UNITS[size[2].lower()])

@@ -13,8 +13,8 @@ MOST_REQUESTS = 1_000_000  # of a recording
 
 
 def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
-    """The time lines, and what a reader must know of the recording. Raises ConfigError for a whole
-    one in which nothing happened."""
+    """Return the time lines, and what a reader must know of the recording. Raises ConfigError for a
+    whole one in which nothing happened."""
     lines: list[Timelines] = []
     last: list[Segment] = []
 

@@ -117,7 +117,7 @@ class _Question:
     file: GGUFFile | None
 
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
-        """By format, once they are packed."""
+        """Count the weights by format, once they are packed."""
         formats = weight_formats(config.model)
         how = _packing(self.device, config)
         stored: Stored = {}
@@ -133,7 +133,8 @@ class _Question:
     def plan(
         self, config: EngineConfig, weights_bytes: int, block_bytes: tuple[int, ...] = ()
     ) -> MemoryPlan:
-        """Raises OutOfMemory. block_bytes: if they are not what the config says."""
+        """Divide the memory. Raises OutOfMemory. block_bytes: if they are not what the config
+        says."""
         total = self.device.memory_bytes
         if self.device.kind == CPU:
             return plan_cpu_memory(config, self.spec, weights_bytes, total)
@@ -143,7 +144,8 @@ class _Question:
         return dataclasses.replace(plan, graph_bytes=estimated_graph_bytes(config, self.spec))
 
     def budget(self, config: EngineConfig, weights_bytes: int) -> int:
-        """Bytes for the pool, before kv_cache_memory_bytes; below zero if there are none."""
+        """Return the bytes for the pool, before kv_cache_memory_bytes; below zero if there are
+        none."""
         total, workspace = self.device.memory_bytes, workspace_of(config, self.spec)
         if self.device.kind == CPU:
             return cpu_pool_budget(total, weights_bytes, workspace)
@@ -153,7 +155,8 @@ class _Question:
         return gpu_pool_budget(total, share, used, total - used, taken)
 
     def least_pool(self, config: EngineConfig) -> int:
-        """Bytes of a pool that holds one request of max_model_len, or any one if that is auto."""
+        """Return the bytes of a pool that holds one request of max_model_len, or any one if that is
+        auto."""
         length, scheduler = config.model.max_model_len, config.scheduler
         assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
         return least_pool_bytes(
@@ -167,7 +170,7 @@ class _Question:
 
 
 def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
-    """The figures of a model on a device. config: its device is not looked at.
+    """Compute the figures of a model on a device. config: its device is not looked at.
 
     Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
     fit: it says by how much, and which settings would help.
@@ -200,8 +203,8 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
 
 
 def _packing(device: Device, config: EngineConfig) -> Packing:
-    """How weights are stored there. Quantised ones, which GPUs do not have yet, are counted there
-    without the core's filling up."""
+    """Return how weights are stored there. Quantised ones, which GPUs do not have yet, are counted
+    there without the core's filling up."""
     dtype, is_quantised = config.model.dtype, weight_formats(config.model).is_quantised
     if device.kind != CPU:
         return Packing(dtype, panel=int(is_quantised))
@@ -209,12 +212,12 @@ def _packing(device: Device, config: EngineConfig) -> Packing:
 
 
 def _has_int8(device: Device, config: EngineConfig) -> bool:
-    """Whether weights, keys and values can be integers there, or on a GPU may be one day."""
+    """Tell whether weights, keys and values can be integers there, or on a GPU may be one day."""
     return device.kind != CPU or core_packing(config.model.dtype) is not None
 
 
 def _is_reordered(dtype: str) -> bool:
-    """Whether oneDNN, which multiplies where the core is not, has an order of its own; as
+    """Tell whether oneDNN, which multiplies where the core is not, has an order of its own; as
     ops/linear.can_pack finds out from torch."""
     fast = bool(cpu_flags() & {"avx512bw", "avx512_bf16", "amx_bf16", "bf16"})
     return dtype == "float32" or (dtype == "bfloat16" and fast)
@@ -253,7 +256,8 @@ def _requests_of(
 
 
 def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
-    """Of weights and of keys and values, all pairs; on GPUs also what they could do in fp8."""
+    """Try all pairs of formats of weights and of keys and values; on GPUs also what they could do
+    in fp8."""
     on_cpu = question.device.kind == CPU
     in_eight = ("int8",) if _has_int8(question.device, config) else ()
     for quantization in _quantizations(question, config):
@@ -266,7 +270,7 @@ def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alterna
 
 
 def _quantizations(question: _Question, config: EngineConfig) -> list[str | None]:
-    """None is what a GGUF file holds; of others it is the dtype."""
+    """List quantisations; None is what a GGUF file holds, of others the dtype."""
     is_file = question.file is not None and question.device.kind == CPU
     in_dtype: list[str | None] = [None, "none"] if is_file else ["none"]
     return [*in_dtype, *(["int8", "int4"] if _has_int8(question.device, config) else [])]
@@ -297,7 +301,8 @@ def _alternative(
 
 
 def _in_fp8(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
-    """Linear layers in 8 bits of floating point with a scale per output; keys and values too."""
+    """Count linear layers in 8 bits of floating point with a scale per output; keys and values
+    too."""
     plain = _replaced(config, quantization="none", kv_cache_dtype="auto")
     total = question.weights_bytes(plain)
     size = _packing(question.device, plain).dtype_bytes
@@ -335,7 +340,7 @@ def _row(
 
 
 def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> str:
-    """By how much a model does not fit, and which settings would make it."""
+    """Say by how much a model does not fit, and which settings would make it."""
     device, length = question.device, config.model.max_model_len
     workspace = workspace_of(config, question.spec)
     lacking = _lacking(question, config, weights_bytes)
@@ -360,7 +365,7 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
 
 
 def _lacking(question: _Question, config: EngineConfig, weights_bytes: int) -> int:
-    """Bytes by which memory for the pool is too small, at least 1."""
+    """Return the bytes by which memory for the pool is too small, at least 1."""
     left = question.budget(config, weights_bytes)
     if left >= 0 and config.cache.kv_cache_memory_bytes is not None:
         left = config.cache.kv_cache_memory_bytes
@@ -378,7 +383,7 @@ def _fits(question: _Question, config: EngineConfig) -> bool:
 def _smaller(
     question: _Question, config: EngineConfig, weights_bytes: int
 ) -> Iterator[tuple[str, EngineConfig]]:
-    """Settings with which less memory is enough, as they are written, the mildest first."""
+    """List settings with which less memory is enough, as written, the mildest first."""
     auto = {"max_model_len": AUTO_LENGTH}
     yield "--max-model-len auto", _replaced(config, **auto)
     if question.device.kind != CPU:
@@ -417,7 +422,7 @@ def _smaller_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def _replaced(config: EngineConfig, **settings: object) -> EngineConfig:
-    """The config with other settings, by flat names."""
+    """Return the config with other settings, by flat names."""
     parts = {}
     for part in ("model", "cache", "scheduler"):
         owner = getattr(config, part)
@@ -427,7 +432,7 @@ def _replaced(config: EngineConfig, **settings: object) -> EngineConfig:
 
 
 def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> Iterator[str]:
-    """What the engine would not do, or only with luck."""
+    """List what the engine would not do, or only with luck."""
     pool, left = config.cache.kv_cache_memory_bytes, question.budget(config, weights_bytes)
     if question.device.kind == CPU:
         workspace = workspace_of(config, question.spec)
@@ -445,7 +450,7 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
 
 
 def _differences(question: _Question, config: EngineConfig, source: ModelSource) -> list[str]:
-    """How the headers of the weight files differ from what the config asks for."""
+    """List how the headers of the weight files differ from what the config asks for."""
     spec, prefix = question.spec, base_prefix(question.spec)
     if "dummy" in (source.load_format, config.model.load_format):
         return []
@@ -472,8 +477,8 @@ def _differences(question: _Question, config: EngineConfig, source: ModelSource)
 
 
 def _tensors(question: _Question, source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """The tensors of the weight files by name; the shapes of a GGUF file, which has some turned,
-    are not compared. Raises ModelError."""
+    """Return the tensors of the weight files by name; the shapes of a GGUF file, which has some
+    turned, are not compared. Raises ModelError."""
     if question.file is None:
         return safetensors_shapes(weight_files(source.directory))
     names = (name for name in question.file.tensors if name != ROPE_FACTORS)

@@ -48,7 +48,7 @@ class Response:
         return self.body.decode("utf-8", "replace")
 
     def json(self) -> Any:
-        """Raises HttpError if the body is not JSON."""
+        """Parse the body. Raises HttpError if it is not JSON."""
         try:
             return json.loads(self.body)
         except ValueError as error:
@@ -68,7 +68,7 @@ class EventParser:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """The data of each event that this piece completes."""
+        """Return the data of each event that this piece completes."""
         lines = (self._rest + piece).split(b"\n")
         self._rest = lines.pop()
         events = []
@@ -115,12 +115,12 @@ class _Connection:
                 raise HttpError("the server closed the connection without an answer.")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, as it arrives."""
+        """Yield the body as it arrives."""
         while not isinstance(event := await self.next_event(), h11.EndOfMessage):
             yield event.data
 
     def renew(self) -> bool:
-        """Whether the next exchange can use it."""
+        """Make it ready for the next exchange; False if it cannot be."""
         if self.state.our_state is not h11.DONE or self.state.their_state is not h11.DONE:
             return False
         self.state.start_next_cycle()
@@ -164,7 +164,7 @@ class HttpClient:
         headers: Headers | None = None,
         timeout_s: float | None = None,
     ) -> Response:
-        """One exchange. body: bytes, or what is sent as JSON.
+        """Do one exchange. body: bytes, or what is sent as JSON.
 
         Raises HttpError, also for a status that is not 2xx, with the server's message.
         """
@@ -183,7 +183,7 @@ class HttpClient:
     async def stream_json(
         self, path: str, body: Any, headers: Headers | None = None, method: str = "POST"
     ) -> AsyncGenerator[str, None]:
-        """The `data` of each event, up to `[DONE]` or the end of the answer.
+        """Yield the `data` of each event, up to `[DONE]` or the end of the answer.
 
         An answer that is not a stream is given as one payload. Closing the iterator early closes
         the connection. Raises HttpError as `request` does.
@@ -268,7 +268,7 @@ async def request(
     headers: Headers | None = None,
     timeout_s: float | None = None,
 ) -> Response:
-    """`HttpClient.request` over a connection of its own."""
+    """Do `HttpClient.request` over a connection of its own."""
     client = HttpClient(url)
     try:
         return await client.request(path, method, body, headers, timeout_s)
@@ -279,7 +279,7 @@ async def request(
 async def stream_json(
     url: str, path: str, body: Any, headers: Headers | None = None
 ) -> AsyncGenerator[str, None]:
-    """`HttpClient.stream_json` over a connection of its own."""
+    """Do `HttpClient.stream_json` over a connection of its own."""
     client = HttpClient(url)
     try:
         async with aclosing(client.stream_json(path, body, headers)) as events:
@@ -290,7 +290,7 @@ async def stream_json(
 
 
 async def first_model(client: HttpClient) -> str:
-    """The one that /v1/models names first. Raises ConfigError if there is none."""
+    """Return the model that /v1/models names first. Raises ConfigError if there is none."""
     listed = (await client.request("/v1/models")).json()
     try:
         return str(listed["data"][0]["id"])
@@ -301,7 +301,7 @@ async def first_model(client: HttpClient) -> str:
 
 
 def _parts_of(url: str) -> SplitResult:
-    """Raises ConfigError for what is no address."""
+    """Split an address. Raises ConfigError for what is none."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
@@ -330,7 +330,7 @@ def _to_json(value: Any) -> bytes:
 
 
 def _refusal(response: Response) -> str:
-    """What the server said, in OpenAI's shape of errors, FastAPI's, or as text."""
+    """Return what the server said, in OpenAI's shape of errors, FastAPI's, or as text."""
     try:
         said = json.loads(response.body)
     except ValueError:

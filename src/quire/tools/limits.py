@@ -37,7 +37,7 @@ class Limits:
     bytes_per_s: float
 
     def better(self, other: "Limits") -> "Limits":
-        """The best that was seen of each."""
+        """Return the best that was seen of each."""
         return Limits(
             max(self.flops_per_s, other.flops_per_s), max(self.bytes_per_s, other.bytes_per_s)
         )
@@ -60,7 +60,7 @@ class StepCost:
         return 2 * (num_tokens * self.layers + num_sampled * self.head)
 
     def least_s(self, num_tokens: int, num_sampled: int, limits: Limits) -> float:
-        """The shortest time that the machine's limits allow."""
+        """Return the shortest time that the machine's limits allow."""
         arithmetic = self.flops(num_tokens, num_sampled) / limits.flops_per_s
         return max(arithmetic, self.weight_bytes / limits.bytes_per_s)
 
@@ -68,7 +68,7 @@ class StepCost:
 def step_cost(
     spec: ModelSpec, dtype: torch.dtype, formats: WeightFormats = AS_THEY_ARE
 ) -> StepCost:
-    """Counted on a model without memory."""
+    """Count the work of a step on a model without memory."""
     modules = list(_counted(make_model(spec, dtype, torch.device("meta"))))
     layers = [m.weight for m in modules if isinstance(m, Linear)]
     heads = [m.weight for m in modules if isinstance(m, LMHead)]
@@ -79,7 +79,7 @@ def step_cost(
 
 
 def _counted(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules but the experts that one token is not sent to."""
+    """Yield all modules but the experts that one token is not sent to."""
     yield module
     if isinstance(module, ExpertList):
         for experts in module.children():
@@ -98,15 +98,15 @@ def _stored_bytes(weight: torch.Tensor, quantization: Quantization | None) -> in
 def measure_limits(
     dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
 ) -> Limits:
-    """Takes about a second on a small machine."""
+    """Measure both limits, which takes about a second on a small machine."""
     return Limits(gemm_flops_per_s(dtype, device, quantization), read_bytes_per_s(device))
 
 
 def gemm_flops_per_s(
     dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
 ) -> float:
-    """Of [M, K] times [K, N], packed or not, at sizes large enough to reach the peak. Of quantised
-    weights a product and its addition count as two operations, too."""
+    """Measure [M, K] times [K, N], packed or not, at sizes large enough to reach the peak. Of
+    quantised weights a product and its addition count as two operations, too."""
     tokens, size = (1024, 2048) if device.type == "cpu" else (8192, 8192)
     x_TK = torch.randn(tokens, size, device=device).to(dtype)
     weight_NK = torch.randn(size, size, device=device).to(dtype)
@@ -118,7 +118,7 @@ def gemm_flops_per_s(
 
 
 def read_bytes_per_s(device: torch.device, cpu_bytes: int = 1 << 30) -> float:
-    """Of sums by all threads, over more memory than any cache holds.
+    """Measure sums by all threads, over more memory than any cache holds.
 
     On a CPU it is walked in pieces of a few milliseconds, none of which a cache still holds when
     its turn comes again; the fastest piece is one that other processes left alone.
@@ -133,7 +133,7 @@ def read_bytes_per_s(device: torch.device, cpu_bytes: int = 1 << 30) -> float:
 
 
 def _best_s(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
-    """The shortest of some runs, after one that does not count if there are several."""
+    """Return the shortest of some runs, after one that does not count if there are several."""
     best = float("inf")
     for round_ in range(rounds + (rounds > 1)):
         began = time.perf_counter()

@@ -110,7 +110,7 @@ class Outcome:
         self.notes.append(f"{segment.path.name} {IN_WORDS[state]} ({problem})")
 
     def note_difference(self) -> None:
-        """For those who tell of what was recorded, and not of what differs."""
+        """Note the difference, for those who tell of what was recorded and not of what differs."""
         if self.difference is not None:
             self.notes.append(
                 f"this version of quire plans otherwise from step {self.difference.step_id} on;"
@@ -256,7 +256,7 @@ class _Replay:
         return self._difference(call, f"plan.{name}", *shown)
 
     def _compare_orders(self, call: Call, orders: list[Order]) -> Difference | None:
-        """The first order to a store that differs; nothing is said of a call that raised."""
+        """Find the first order to a store that differs; nothing is said of a call that raised."""
         found = [plain(order_fields(order, self.redaction)) for order in orders]
         if call.raised is not None or found == call.orders:
             return None
@@ -278,7 +278,7 @@ class _Replay:
 
 
 def restored(segment: Segment) -> Scheduler:
-    """The scheduler as it was at the beginning of a segment. Raises EngineError."""
+    """Restore the scheduler as it was at the beginning of a segment. Raises EngineError."""
     if segment.header["new"] is not None:
         return _new_scheduler(segment.header)
     scheduler = restore(segment.snapshot)
@@ -291,8 +291,8 @@ def restored(segment: Segment) -> Scheduler:
 
 
 def _new_scheduler(header: dict[str, Any]) -> Scheduler:
-    """One that has had no request yet, made as this version makes it: a recording from the start of
-    an engine can be replayed also where the state is kept in another way than it was."""
+    """Make one that has had no request yet, made as this version makes it: a recording from the
+    start of an engine can be replayed also where the state is kept in another way than it was."""
     settings, parts = header["settings"], decode(header["new"])
     kv = KVManager(
         parts["groups"],
@@ -337,12 +337,12 @@ def carry_out(scheduler: Scheduler, call: Call) -> Plan | None:
 
 
 def plain(fields: Fields) -> Any:
-    """Fields as they come back from a file."""
+    """Return fields as they come back from a file."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(fields))
 
 
 def in_words(call: Call | None) -> str:
-    """A call in one line."""
+    """Describe a call in one line."""
     if call is None:
         return "none in this segment"
     about = ""
@@ -372,7 +372,7 @@ def _show(name: str, recorded: Any, replayed: Any) -> tuple[str, str]:
 
 
 def _array(values: Any, at: int) -> str:
-    """Where it first differs, with a few around it."""
+    """Show where it first differs, with a few around it."""
     first = max(0, at - 2)
     shown = ", ".join(str(v) for v in values[first : at + 6].tolist())
     return f"{len(values)} entries; from entry {first}: [{shown}]"

@@ -81,8 +81,8 @@ class _Runs:
 
 
 def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any]) -> Outcome:
-    """overrides: settings that replace the recorded ones. Raises ConfigError if the recording has
-    no tokens, or does not begin with the engine's start."""
+    """Replay with the model, too. overrides: settings that replace the recorded ones. Raises
+    ConfigError if the recording has no tokens, or does not begin with the engine's start."""
     listed = list(segments)
     if not listed[0].is_readable:
         return replay_all(listed[:1])
@@ -116,7 +116,7 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
 
 
 def _host_gb(scheduler: Scheduler) -> float:
-    """As much host memory as the recorded tier had, and a little for rounding."""
+    """Return as much host memory as the recorded tier had, and a little for rounding."""
     assert scheduler.kv.tier is not None
     return (max(scheduler.kv.tier.limits) + 0.5) * sum(scheduler.kv.block_bytes) / 1e9
 

@@ -14,7 +14,8 @@ from quire.base.errors import ConfigError
 
 
 def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the option that all benchmarks have. description: the script's docstring."""
+    """Make a parser with the option that all benchmarks have. description: the script's
+    docstring."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -23,7 +24,7 @@ def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine_facts() -> dict[str, Any]:
-    """The machine and the software, for the head of a report."""
+    """Collect machine and software for the head of a report."""
     import torch
 
     from quire.ops.threads import num_threads
@@ -36,7 +37,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def plain_facts() -> dict[str, Any]:
-    """What can be said without loading torch, for what only asks a server."""
+    """Collect what can be said without loading torch, for what only asks a server."""
     return {
         "cpu": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -47,7 +48,7 @@ def plain_facts() -> dict[str, Any]:
 
 
 def print_head(title: str) -> None:
-    """The benchmark's title and what it runs on."""
+    """Print the benchmark's title and what it runs on."""
     facts = machine_facts()
     device = facts["gpu"] or f"{facts['cpu']}, {facts['cores']} cores, {facts['threads']} threads"
     print(f"# {title}")
@@ -75,7 +76,8 @@ def write_report(
 
 
 def cpu_name() -> str:
-    """What /proc/cpuinfo calls the processor, with family and model, which some names leave out."""
+    """Return what /proc/cpuinfo calls the processor, with family and model, which some names leave
+    out."""
     fields: dict[str, str] = {}
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -91,7 +93,8 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this file is in, with a `+` if it was changed since."""
+    """Return the commit of the checkout that this file is in, with a `+` if it was changed
+    since."""
     directory = Path(__file__).parent
     head = _git(directory, "rev-parse", "--short", "HEAD")
     if head is None:

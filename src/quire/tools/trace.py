@@ -42,7 +42,7 @@ class Trace:
         self._last_s = 0.0
 
     def begin(self, scheduler: Scheduler, now: float) -> None:
-        """Whoever is there when the recording, or what follows a gap, begins."""
+        """Open a span for whoever is there when the recording, or what follows a gap, begins."""
         self._holders.clear()
         self._waits.clear()
         self._flights = deque((flight.plan, now) for flight in scheduler.flights)
@@ -102,7 +102,8 @@ class Trace:
                 self.events.append(_name("thread_name", ROWS, row, f"row {row}"))
 
     def _take_step(self, plan: Plan, planned_s: float, now: float, duration_s: float) -> None:
-        """It ran for duration_s until its result came, but not before the one before it ended."""
+        """Take in a step: it ran for duration_s until its result came, not before its forerunner's
+        end."""
         start = max(planned_s, self._busy_until_s)
         if duration_s > 0:
             start = max(start, now - duration_s)
@@ -147,7 +148,7 @@ class Trace:
 
 
 def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> list[TraceEvent]:
-    """All trace events of a recording. outcome: of the replay, to be filled."""
+    """Return all trace events of a recording. outcome: of the replay, to be filled."""
     trace = Trace()
     state: dict[str, Any] = {"path": None}
 
@@ -164,7 +165,8 @@ def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> lis
 
 
 def write_trace(recording: Path, output: Path, outcome: Outcome | None = None) -> int:
-    """Returns the number of events. outcome: of the replay, to be filled. Raises ConfigError."""
+    """Write the file; returns the number of events. outcome: of the replay, to be filled. Raises
+    ConfigError."""
     events = trace_of(read_recording(recording), outcome)
     try:
         with output.open("w", encoding="utf-8") as file:
@@ -175,7 +177,7 @@ def write_trace(recording: Path, output: Path, outcome: Outcome | None = None) -
 
 
 def _write(events: list[TraceEvent], file: TextIO) -> None:
-    """One event per line, so that other tools can look at it, too."""
+    """Write one event per line, so that other tools can look at it, too."""
     file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     for i, event in enumerate(events):
         file.write(json.dumps(event) + (",\n" if i + 1 < len(events) else "\n"))

@@ -24,13 +24,14 @@ class Lengths:
     high: int
 
     def sample(self, num: int, rng: np.random.Generator) -> Int64:
-        """Whole numbers of tokens, [num]."""
+        """Draw whole numbers of tokens, [num]."""
         drawn = rng.lognormal(self.mu, self.sigma, num)
         return np.rint(np.clip(drawn, self.low, self.high)).astype(np.int64)
 
     @property
     def mu(self) -> float:
-        """Mean of the logarithm before clipping, by bisection: the clipped mean grows with it."""
+        """Return the mean of the logarithm before clipping, by bisection: the clipped mean grows
+        with it."""
         low, high = math.log(self.low), math.log(self.high)
         for _ in range(60):
             middle = (low + high) / 2
@@ -60,7 +61,7 @@ class Workload:
     outputs: Lengths
 
     def sample(self, num: int, seed: int) -> tuple[Int64, Int64]:
-        """Prompt and output lengths of `num` requests."""
+        """Draw prompt and output lengths of `num` requests."""
         rng = np.random.default_rng(seed)
         return self.inputs.sample(num, rng), self.outputs.sample(num, rng)
 
@@ -70,7 +71,7 @@ ALPACA = Workload("Alpaca-like", Lengths(19.31, 0.5, 4, 256), Lengths(58.45, 0.9
 
 
 def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Prompts of uniformly random token ids, all of one length."""
+    """Draw prompts of uniformly random token ids, all of one length."""
     rng = np.random.default_rng(seed)
     prompts: list[list[int]] = rng.integers(0, vocab_size, (num, length)).tolist()
     return prompts
@@ -79,11 +80,12 @@ def random_prompts(num: int, length: int, vocab_size: int, seed: int) -> list[li
 def shared_prefix_prompts(
     num: int, shared: int, own: int, vocab_size: int, seed: int
 ) -> list[list[int]]:
-    """Prompts that begin with the same `shared` random tokens and go on with `own` of their own."""
+    """Draw prompts that begin with the same `shared` random tokens and go on with `own` of their
+    own."""
     prefix = random_prompts(1, shared, vocab_size, seed)[0]
     return [prefix + rest for rest in random_prompts(num, own, vocab_size, seed + 1)]
 
 
 def _normal(x: float) -> float:
-    """Share of a standard normal below x."""
+    """Return the share of a standard normal below x."""
     return 0.5 * (1 + math.erf(x / math.sqrt(2)))

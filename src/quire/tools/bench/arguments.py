@@ -29,7 +29,7 @@ SAMPLING: dict[str, tuple[type, str]] = {
 def add_dataset_arguments(
     parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
 ) -> None:
-    """What is asked. The numbers are the defaults of a benchmark."""
+    """Add what is asked. The numbers are the defaults of a benchmark."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--dataset-name", choices=DATASETS, default="random",
@@ -73,7 +73,8 @@ def add_dataset_arguments(
 
 
 def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
-    """`bench throughput`, without the settings of the engine (which bring --model and --seed)."""
+    """Add the options of `bench throughput`, without the settings of the engine (which bring
+    --model and --seed)."""
     add_dataset_arguments(parser, num_prompts=16, input_len=128, output_len=64)
     group = parser.add_argument_group("measurement")
     _add_count(group, ("--num-warmups",), 1, "short runs that do not count", least=0)
@@ -82,7 +83,7 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """`bench serve`."""
+    """Add the options of `bench serve`."""
     _add_server(parser)
     add_dataset_arguments(parser, num_prompts=1000, input_len=1024, output_len=128)
     _add_load(parser)
@@ -179,7 +180,7 @@ def _add_count(
     text: str,
     least: int = 1,
 ) -> None:
-    """A whole number of at least `least`."""
+    """Add an option for a whole number of at least `least`."""
 
     def count(given: str) -> int:
         value = int(given)

@@ -34,7 +34,7 @@ class Asker:
     common: dict[str, Any]
 
     def body(self, request: BenchRequest) -> dict[str, Any]:
-        """A chat needs a text as prompt."""
+        """Make the body. A chat needs a text as prompt."""
         if self.is_chat:
             own = {
                 "messages": [{"role": "user", "content": request.prompt}],
@@ -45,7 +45,7 @@ class Asker:
         return own | self.common
 
     async def ask(self, request: BenchRequest) -> RequestResult:
-        """Never raises for what the server does: the result holds the error."""
+        """Send a request and time its chunks. Never raises: the result holds the server's error."""
         body = json.dumps(self.body(request), separators=(",", ":")).encode()
         reading = _Reading(RequestResult(time.perf_counter(), request.prompt_len), self.is_chat)
         try:
@@ -71,7 +71,7 @@ class _Reading:
         self._texts: list[str] = []
 
     def take(self, payload: str, now_s: float) -> None:
-        """Raises HttpError for what is no chunk."""
+        """Take in one payload. Raises HttpError for what is no chunk."""
         try:
             chunk = json.loads(payload)
         except ValueError as error:
@@ -113,7 +113,7 @@ class _Reading:
 
 
 def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> Asker:
-    """Raises ConfigError for an --extra-body that is no object."""
+    """Make an asker. Raises ConfigError for an --extra-body that is no object."""
     is_chat = options.backend == "openai-chat"
     common: dict[str, Any] = {
         "model": model,
@@ -132,7 +132,8 @@ def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> A
 
 
 def as_texts(requests: list[BenchRequest], tokens: Tokens) -> list[BenchRequest]:
-    """For a chat, which takes no token ids. The text may be tokenised otherwise than it was."""
+    """Turn prompts into texts for a chat, which takes no token ids. The text may be tokenised
+    otherwise than it was."""
     return [
         BenchRequest(tokens.decode(request.prompt), request.prompt_len, request.output_len)
         if isinstance(request.prompt, list)

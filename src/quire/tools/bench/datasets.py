@@ -36,7 +36,7 @@ class Tokens(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids below this may stand in a prompt."""
+        """Return the bound below which ids may stand in a prompt."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -45,7 +45,7 @@ class Tokens(Protocol):
 
 
 def make_requests(options: argparse.Namespace, tokens: Tokens, seed: int) -> list[BenchRequest]:
-    """The requests that the options describe. Raises ConfigError."""
+    """Make the requests that the options describe. Raises ConfigError."""
     num, rng = options.num_prompts, np.random.default_rng(seed)
     output_len: int | None = options.random_output_len
     match options.dataset_name:
@@ -84,8 +84,8 @@ def random_requests(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> list[BenchRequest]:
-    """A shared prefix, then own tokens. lengths: own prompt tokens, output tokens; each varies
-    evenly within `range_ratio` of itself."""
+    """Make prompts of a shared prefix, then own tokens. lengths: own prompt tokens, output tokens;
+    each varies evenly within `range_ratio` of itself."""
     prefix = _ids(rng, prefix_len, vocab_size)
     drawn = []
     for length in lengths:
@@ -106,7 +106,7 @@ def prefix_requests(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> list[BenchRequest]:
-    """Each prefix begins about as many prompts as any other; shuffled."""
+    """Make prompts of shared prefixes, each of which begins about as many; shuffled."""
     prefixes = [_ids(rng, prefix_len, vocab_size) for _ in range(num_prefixes)]
     prompts = [prefixes[i % num_prefixes] + _ids(rng, suffix_len, vocab_size) for i in range(num)]
     return [
@@ -115,7 +115,7 @@ def prefix_requests(
 
 
 def like_requests(workload: Workload, num: int, vocab_size: int, seed: int) -> list[BenchRequest]:
-    """Random tokens in the lengths of a data set."""
+    """Make prompts of random tokens in the lengths of a data set."""
     rng = np.random.default_rng([seed, 1])  # not the bits that the lengths come from
     inputs, outputs = workload.sample(num, seed)
     return [
@@ -127,7 +127,7 @@ def like_requests(workload: Workload, num: int, vocab_size: int, seed: int) -> l
 def sharegpt_requests(
     path: Path, num: int, tokens: Tokens, rng: np.random.Generator, output_len: int | None
 ) -> list[BenchRequest]:
-    """The first question of each conversation, and as many tokens as its answer has."""
+    """Take the first question of each conversation, and as many tokens as its answer has."""
     pairs = list(_first_turns(_read_json(path), path))
     found: list[BenchRequest] = []
     for i in rng.permutation(len(pairs)):
@@ -151,7 +151,7 @@ def sharegpt_requests(
 def custom_requests(
     path: Path, num: int, tokens: Tokens, rng: np.random.Generator, output_len: int
 ) -> list[BenchRequest]:
-    """One prompt per line, in random order."""
+    """Make one prompt per line, in random order."""
     prompts = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if line.strip():
@@ -168,7 +168,7 @@ def custom_requests(
 
 
 def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
-    """The first turn of a person that is answered, with the answer."""
+    """Yield the first turn of a person that is answered, with the answer."""
     if not isinstance(conversations, list):
         raise ConfigError(f"{path} holds no list of conversations, as a ShareGPT file does.")
     num_read = 0
@@ -193,7 +193,7 @@ def _first_turns(conversations: Any, path: Path) -> Iterator[tuple[str, str]]:
 def _oversample(
     found: list[BenchRequest], num: int, rng: np.random.Generator
 ) -> list[BenchRequest]:
-    """Some again, if there are too few."""
+    """Repeat some, if there are too few."""
     missing = num - len(found)
     return found + [found[i] for i in rng.integers(0, len(found), max(0, missing))]
 

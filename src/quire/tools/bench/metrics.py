@@ -103,7 +103,7 @@ def measure(
     percentiles: tuple[float, ...],
     limits_ms: dict[str, float],
 ) -> ServingMetrics:
-    """limits_ms: of goodput, by metric; empty is none."""
+    """Compute all numbers of a run. limits_ms: of goodput, by metric; empty is none."""
     done = [result for result in results if result.is_ok]
     tokens_per_s, open_per_s = _by_second(done)
     times = {
@@ -131,7 +131,7 @@ def _is_good(result: RequestResult, limits_ms: dict[str, float]) -> bool:
 
 
 def _by_second(done: list[RequestResult]) -> tuple[Any, Any]:
-    """Tokens that came, and requests that were open, in each second of the run."""
+    """Count tokens that came, and requests that were open, in each second of the run."""
     if not done:
         return np.zeros(0), np.zeros(0, np.int64)
     began = min(result.start_s for result in done)
@@ -153,7 +153,7 @@ def block(
     max_concurrency: int | None,
     request_rate: float,
 ) -> str:
-    """vLLM's printed block. shown: metrics in METRICS' order, whose times are printed."""
+    """Lay out vLLM's printed block. shown: metrics in METRICS' order, whose times are printed."""
     lines = [f"{' Serving Benchmark Result ':=^50}"]
 
     def add(name: str, value: object, form: str = "") -> None:
@@ -186,7 +186,7 @@ def block(
 
 
 def json_keys(metrics: ServingMetrics) -> dict[str, Any]:
-    """The keys of vLLM's result files."""
+    """Return the numbers under the keys of vLLM's result files."""
     found: dict[str, Any] = {
         "duration": metrics.duration_s,
         "completed": metrics.completed,
@@ -209,7 +209,7 @@ def json_keys(metrics: ServingMetrics) -> dict[str, Any]:
 
 
 def json_details(results: list[RequestResult]) -> dict[str, Any]:
-    """One entry per request, in the order in which they were asked."""
+    """Return one entry per request, in the order in which they were asked."""
     return {
         "input_lens": [result.prompt_len for result in results],
         "output_lens": [result.output_len for result in results],

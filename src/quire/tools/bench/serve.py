@@ -55,7 +55,7 @@ class Wanted:
 
     @classmethod
     def from_options(cls, options: argparse.Namespace) -> "Wanted":
-        """Raises ConfigError."""
+        """Read what is wanted from the options. Raises ConfigError."""
         shown = tuple(name for name in options.percentile_metrics.split(",") if name)
         for name in shown:
             _check_metric(name, "--percentile-metrics", METRICS)
@@ -80,8 +80,8 @@ class Load:
     seed: int
 
     def arrivals_s(self, num: int) -> list[float]:
-        """When each request is sent. Stretched so that the last one comes at num / rate: the rate
-        of the run is the one asked for, also where the run is short."""
+        """Draw when each request is sent. Stretched so that the last one comes at num / rate: the
+        rate of the run is the one asked for, also where the run is short."""
         if self.rate_per_s == math.inf:
             return [0.0] * num
         rng = np.random.default_rng([self.seed, 2])
@@ -131,7 +131,7 @@ async def send_all(
 
 
 def run(options: argparse.Namespace) -> int:
-    """The command. Returns the exit status: 1 if all requests failed."""
+    """Run the command. Returns the exit status: 1 if all requests failed."""
     wanted = Wanted.from_options(options)
     client = HttpClient(_base_url(options), _headers(options), verify=not options.insecure)
     load = Load(
@@ -159,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def wait_until_ready(client: HttpClient, timeout_s: float) -> None:
-    """Until the server lists its models; the first refusal is final once it answers at all."""
+    """Wait until the server lists its models; the first refusal is final once it answers at all."""
     deadline = time.monotonic() + timeout_s
     while timeout_s > 0:
         try:
@@ -172,7 +172,7 @@ async def wait_until_ready(client: HttpClient, timeout_s: float) -> None:
 
 
 async def _warm_up(asker: Asker, request: BenchRequest, num: int) -> None:
-    """One at a time; a server that refuses the first one would refuse them all."""
+    """Send some one at a time; a server that refuses the first one would refuse them all."""
     for _ in range(num):
         result = await asker.ask(request)
         if not result.is_ok:
@@ -220,7 +220,7 @@ def _number(text: str, flag: str, most: float) -> float:
 
 
 def _show_errors(results: list[RequestResult]) -> None:
-    """The first different ones."""
+    """Print the first different ones."""
     errors = list(dict.fromkeys(result.error for result in results if not result.is_ok))
     for error in errors[:ERRORS_SHOWN]:
         print(f"failed: {error}", file=sys.stderr)
@@ -231,7 +231,7 @@ def _show_errors(results: list[RequestResult]) -> None:
 def _save(
     options: argparse.Namespace, model: str, metrics: ServingMetrics, outcome: Outcome
 ) -> None:
-    """Where --output-json and --save-result say."""
+    """Write the results where --output-json and --save-result say."""
     now = datetime.now()
     date = now.strftime("%Y%m%d-%H%M%S")
     rate = "inf" if options.request_rate == math.inf else options.request_rate

@@ -83,14 +83,14 @@ class Run:
 
 
 def greedy(output_len: int) -> SamplingParams:
-    """Exactly `output_len` tokens, the most probable ones."""
+    """Ask for exactly `output_len` tokens, the most probable ones."""
     return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
 
 def run_once(
     llm: LLM, times: StepTimes, prompts: list[list[int]], output_len: int, resets: bool = True
 ) -> Run:
-    """`run_requests` with outputs of one length."""
+    """Run `run_requests` with outputs of one length."""
     requests = [BenchRequest(prompt, len(prompt), output_len) for prompt in prompts]
     return run_requests(llm, times, requests, resets)
 
@@ -135,7 +135,7 @@ class Share:
 
 
 def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
-    """The decode step is the median of those with the most rows."""
+    """Compare a run with the limits. The decode step is the median of those with the most rows."""
     decode = [step for step in run.steps if step.is_decode]
     most = max((step.num_rows for step in decode), default=0)
     full = [step.duration_s for step in decode if step.num_rows == most]
@@ -154,7 +154,7 @@ def share_of_limits(run: Run, cost: StepCost, limits: Limits) -> Share:
 
 
 def print_run(run: Run) -> None:
-    """vLLM's lines."""
+    """Print vLLM's lines."""
     print(
         f"Throughput: {run.num_requests / run.elapsed_s:.2f} requests/s, "
         f"{run.num_tokens / run.elapsed_s:.2f} total tokens/s, "
@@ -165,7 +165,7 @@ def print_run(run: Run) -> None:
 
 
 def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
-    """The limits beside the results."""
+    """Print the limits beside the results."""
     print(
         f"Arithmetic: {share.flops_per_s / 1e9:,.1f} GFLOP/s, {share.of_flops:.0%} of the"
         f" {limits.flops_per_s / 1e9:,.1f} of a large matrix product"
@@ -181,7 +181,7 @@ def print_share(share: Share, cost: StepCost, limits: Limits) -> None:
 def results(
     model: str, runs: list[Run], cost: StepCost, limits: Limits, engine: Engine
 ) -> dict[str, Any]:
-    """The keys of `vllm bench throughput` for the median run, and ours beside them."""
+    """Return the keys of `vllm bench throughput` for the median run, and ours beside them."""
     run = median_run(runs)
     return {
         "model_id": model,
@@ -200,12 +200,13 @@ def results(
 
 
 def median_run(runs: list[Run]) -> Run:
-    """The run in the middle; the slower of two."""
+    """Return the run in the middle; the slower of two."""
     return sorted(runs, key=lambda run: run.elapsed_s)[len(runs) // 2]
 
 
 def settings_for(requests: list[BenchRequest], given: dict[str, Any]) -> dict[str, Any]:
-    """The engine's settings: as given, and where nothing was, large enough for these requests."""
+    """Return the engine's settings: as given, and where nothing was, large enough for these
+    requests."""
     longest = max(request.prompt_len + request.output_len for request in requests)
     settings = {"model": "demo", "max_model_len": longest} | given
     if len(requests) <= MOST_ROWS:
@@ -216,7 +217,7 @@ def settings_for(requests: list[BenchRequest], given: dict[str, Any]) -> dict[st
 def measure_rounds(
     llm: LLM, requests: list[BenchRequest], options: argparse.Namespace
 ) -> list[Run]:
-    """Short runs that warm up, then those that count."""
+    """Do short runs that warm up, then those that count."""
     times = StepTimes.of(llm)
     for _ in range(options.num_warmups):
         run_requests(llm, times, [replace(request, output_len=4) for request in requests])
@@ -224,7 +225,7 @@ def measure_rounds(
 
 
 def run(options: argparse.Namespace, given: dict[str, Any]) -> int:
-    """The command. given: the engine's settings that were given. Returns the exit status."""
+    """Run the command. given: the engine's settings that were given. Returns the exit status."""
     model, revision = given.get("model", "demo"), given.get("revision")
     tokens = LocalTokens(model, given.get("tokenizer"), revision)
     requests = make_requests(options, tokens, given.get("seed", 0))
