@@ -1,13 +1,14 @@
 """Triton's interpreter on a CPU, for tests and where the code of a benchmark is tried out.
 
-Of triton 3.6 is changed what stops it or takes half of its time. It makes loop bounds of arrays
-with one element, which numpy 2.4 refuses to take for numbers. It replaces what is in
+Of triton 3.6 is changed what stops it or takes two thirds of its time. It makes loop bounds of
+arrays with one element, which numpy 2.4 refuses to take for numbers. It replaces what is in
 `triton.language` not only for a launch but again for every call of a function within the kernel. It
-describes in words the type of every tuple that is made, which only the compiler asks for, and makes
-a table of all dtypes whenever it looks one up.
+describes in words the type of every tuple and block that is made, which only the compiler asks for,
+and makes a table of all dtypes whenever it looks one up. It computes whether sums and products
+overflow, which it would tell only with `debug`. It checks and wraps the shape of every block again.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -60,7 +61,10 @@ def repair_interpreter() -> None:
         interpreter._patch_lang, (tl, tl.core), interpreter._LangPatchScope
     )
     interpreter._get_np_dtype = remembered(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
     describe_tuples_when_asked(tl.core)
+    shape_blocks_once(tl.core)
 
 
 def remembered(find: Any) -> Any:
@@ -93,3 +97,30 @@ def describe_tuples_when_asked(core: Any) -> None:
 
     core.tuple.__init__ = without_type
     core.tuple.type = property(type_of, lambda self, type: setattr(self, "_type", type))
+
+
+def shape_blocks_once(core: Any) -> None:
+    """core: `triton.language.core`. Shapes are powers of two, of which a process has few."""
+    scalar = core.constexpr(1), core.tuple(())
+    # By shape: of blocks' types (numbers) and of blocks (constexpr), and how many elements.
+    known: dict[tuple[int, ...], tuple[Any, Any, Any]] = {}
+
+    def make_type(self: Any, element_ty: Any, shape: Any) -> None:
+        plain = tuple(size.value if isinstance(size, core.constexpr) else size for size in shape)
+        if plain not in known:
+            if not plain:
+                raise TypeError("0d block_type is forbidden")
+            numel = core.constexpr(core.validate_block_shape(plain))
+            sizes = core.tuple([core.constexpr(size) for size in plain])
+            known[plain] = core.tuple(plain), sizes, numel
+        self.element_ty = element_ty
+        self.shape, self.sizes, self.count = known[plain]
+        self.numel = self.count.value
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = (type.count, type.sizes) if type.is_block() else scalar
+
+    core.tensor.__init__ = make_tensor
+    core.block_type.__init__ = make_type
+    core.block_type.name = property(lambda self: f"<{self.shape}, {self.element_ty}>")

@@ -52,7 +52,7 @@ def steps_to_first_token(engine: Engine) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("num_last", [1, 7, 63, 64, 65, 150])
-@pytest.mark.parametrize("num_before", [1, 200, 641])
+@pytest.mark.parametrize("num_before", [1, 200, pytest.param(641, marks=pytest.mark.slow)])
 def test_as_many_steps_as_a_prompt_of_the_last_piece(
     engine: Engine, num_before: int, num_last: int
 ) -> None:

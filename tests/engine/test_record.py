@@ -23,7 +23,7 @@ from quire.engine.recording import RecordingFiles, read_recording, read_segment,
 from quire.tools.replay import Outcome, replay_all
 from tests.engine.bench import POISON, prompt, with_poison
 from tests.engine.recordings import SALT, STOP, Run
-from tests.scheduler.programs import run_machine
+from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_scheduler_machine import MixedMachine, SchedulerMachine
 
 
@@ -155,10 +155,11 @@ class Recorded:
             replayed(self.directory)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine])
-def test_random_programs(tmp_path: Path, kind: type) -> None:
+def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
-    run_machine(machine, max_examples=40)
+    run_machine(machine, max_examples)
 
 
 def test_segments_rotate_within_a_bound(tmp_path: Path) -> None:

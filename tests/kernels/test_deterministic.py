@@ -137,7 +137,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+QUICK_CASES = ("plain", "heads", "sinks_window", "int8")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=() if name in QUICK_CASES else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 def test_attention_in_any_chunks(case: Case, device: torch.device) -> None:
     (_, wanted), *rest = all_chunkings(case, torch.float32, device)
     for name, got in rest:
@@ -287,7 +296,12 @@ STEPS = {
 
 @pytest.mark.parametrize(
     ("architecture", "half"),
-    [("llama", False), ("llama", True), ("qwen3_moe", False), ("mistral", False)],
+    [
+        ("llama", True),
+        ("qwen3_moe", False),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+        pytest.param("mistral", False, marks=pytest.mark.slow),
+    ],
 )
 def test_models(
     architecture: str,

@@ -88,7 +88,7 @@ def test_what_is_no_number_stays_in_its_row_and_names_experts_that_exist(
     assert weights.isnan().tolist() == [[False] * 2, [True] * 2, [True] * 2]
 
 
-@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("num_tokens", [3, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_rows_of_padding_that_are_no_numbers(
     num_tokens: int, is_fixed: bool, device: torch.device
@@ -139,7 +139,7 @@ def test_pairs_are_sorted(
         check_sorted(ids, num_experts, tile_pairs)
 
 
-@pytest.mark.parametrize("num_tokens", [513, 1030])
+@pytest.mark.parametrize("num_tokens", [513, pytest.param(1030, marks=pytest.mark.slow)])
 def test_more_pairs_than_one_program_sorts(num_tokens: int, device: torch.device) -> None:
     check_sorted(some_ids(num_tokens, 12, 2).to(device), 12, 16)
 

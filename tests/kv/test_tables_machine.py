@@ -4,12 +4,12 @@ The model stores each table's tokens as a list, and what was written to each slo
 operation each table must still read back its own tokens, and the pool's book-keeping must close.
 """
 
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
+from tests.scheduler.programs import FEW_OR_MANY, run_machine
 
 
 class TableMachine(RuleBasedStateMachine):
@@ -145,14 +145,6 @@ class TableMachine(RuleBasedStateMachine):
         self.host.check_invariants(b for table, _ in away for b in table.blocks)
 
 
-def test_random_programs_keep_every_tables_tokens() -> None:
-    case = TableMachine.TestCase
-    case.settings = settings(
-        max_examples=150,
-        stateful_step_count=50,
-        phases=[Phase.generate],
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    case("runTest").runTest()
+@FEW_OR_MANY
+def test_random_programs_keep_every_tables_tokens(max_examples: int) -> None:
+    run_machine(TableMachine, max_examples)

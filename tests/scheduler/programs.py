@@ -1,6 +1,12 @@
 """Running a state machine of hypothesis as a test, the same examples each time."""
 
+import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+# How many random programs: some in `make test`, many in `make test-long`.
+FEW_OR_MANY = pytest.mark.parametrize(
+    "max_examples", [30, pytest.param(300, marks=pytest.mark.slow)]
+)
 
 
 def run_machine(machine: type, max_examples: int) -> None:

@@ -11,7 +11,6 @@ import zlib
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -50,6 +49,7 @@ from tests.scheduler.device import (
     expected_tokens,
     make_request,
 )
+from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.updates import read
 
 FULL = CacheGroup("full", (0,), 1, 8)
@@ -490,17 +490,9 @@ class MixedStoresMachine(StoresMachine):
     groups = (FULL, WINDOW)
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize(
     "machine", [SchedulerMachine, WindowMachine, MixedMachine, StoresMachine, MixedStoresMachine]
 )
-def test_random_programs_give_each_request_its_own_tokens(machine: type) -> None:
-    case = machine.TestCase
-    case.settings = settings(
-        max_examples=120,
-        stateful_step_count=50,
-        phases=[Phase.generate],
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    case("runTest").runTest()
+def test_random_programs_give_each_request_its_own_tokens(machine: type, max_examples: int) -> None:
+    run_machine(machine, max_examples)

@@ -20,7 +20,7 @@ from quire.scheduler.crossing import digest_blocks
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import CLASS, INSTANCE, METHOD, REF, decode, dump, encode, restore
-from tests.scheduler.programs import run_machine
+from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
     MixedMachine,
@@ -166,6 +166,7 @@ class RestoredStoresMachine(Restored, MixedStoresMachine):
     pass
 
 
+@FEW_OR_MANY
 @pytest.mark.parametrize("machine", [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine])
-def test_restored_in_the_middle_of_random_programs(machine: type) -> None:
-    run_machine(machine, max_examples=60)
+def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: int) -> None:
+    run_machine(machine, max_examples)

@@ -436,7 +436,12 @@ PROGRAM = """
 
 @pytest.mark.parametrize(
     ("end", "status"),
-    [("pass", 0), ("sys.exit(7)", 7), ("os._exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)],
+    [
+        pytest.param("pass", 0, marks=pytest.mark.slow),
+        ("sys.exit(7)", 7),
+        pytest.param("os._exit(7)", 7, marks=pytest.mark.slow),
+        ("os.kill(os.getpid(), 9)", -9),
+    ],
 )
 def test_no_core_outlives_its_program(end: str, status: int) -> None:
     """However the program ends; made in a thread of its own, which must not take the core along."""

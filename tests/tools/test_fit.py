@@ -129,7 +129,13 @@ def test_the_plan_of_a_gguf_file(
 
 
 @needs_core
-@pytest.mark.parametrize("settings", [{}, {"quantization": "int8", "kv_cache_dtype": "int8"}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"quantization": "int8", "kv_cache_dtype": "int8"},
+    ],
+)
 def test_the_plan_of_a_large_shape(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

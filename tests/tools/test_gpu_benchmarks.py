@@ -446,6 +446,7 @@ def test_bench_stops_when_its_time_is_used_up(tmp_path: Path) -> None:
     assert found["split"]["skipped"] == ["split: the time is used up"]
 
 
+@pytest.mark.slow
 def test_peers_make_the_same_tokens(tmp_path: Path) -> None:
     """quire and transformers, each in its process; engines that are not there are skipped."""
     pytest.importorskip("transformers.generation.continuous_batching")

@@ -6,7 +6,7 @@ runs the kernels.
 
 import functools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -138,14 +138,13 @@ def wanted(kind: str) -> list[Any]:
     return run_on_the_host(KINDS[kind], rounds=1, max_logprobs=-1)
 
 
-# The others' first round below begins with steps that are launched as they are, too.
-EAGER = ("sampled", "edits", "prompt logprobs", "n")
+def slow_but(kinds: Iterable[str], *quick: str) -> list[Any]:
+    """The kinds, of which all but the quick ones wait for `make test-long`."""
+    return [k if k in quick else pytest.param(k, marks=pytest.mark.slow) for k in kinds]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [kind if kind in EAGER else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS],
-)
+# The first round of what is recorded below begins with steps that are launched as they are, too.
+@pytest.mark.parametrize("kind", slow_but(KINDS, "edits", "n"))
 def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     found = run("triton", KINDS[kind], rounds=1, max_logprobs=-1, enforce_eager=True)
     assert found == wanted(kind)
@@ -176,13 +175,15 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     return counted
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", slow_but(KINDS, "greedy", "penalties", "edits", "n", "all logprobs", "prompt logprobs")
+)
 def test_recorded_whole(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
     """What was recorded in the first round is replayed in the second; mixed steps in pieces."""
     check_recorded(kind, "full", replays)
 
 
-@pytest.mark.parametrize("kind", ["greedy", "filters", "logprobs"])
+@pytest.mark.parametrize("kind", slow_but(["greedy", "filters", "logprobs"], "filters", "logprobs"))
 def test_recorded_in_pieces(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
     check_recorded(kind, "piecewise", replays)
 
@@ -207,7 +208,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "recomputed", "swapped", "depth 4"))
 def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
     kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
     found = run("triton", kind, rounds=2, **CASES[case])
