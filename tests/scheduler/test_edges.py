@@ -20,6 +20,7 @@ from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.swap import swap_is_cheaper
 from tests.scheduler.device import make_request
 from tests.scheduler.test_admission import add, others, scheduler_of
+from tests.scheduler.test_failures import owner
 from tests.scheduler.test_history import TEXT, ask, step
 from tests.scheduler.test_history import add as add_text
 from tests.scheduler.test_history import scheduler_of as with_history
@@ -31,7 +32,7 @@ ALSO_FULL = CacheGroup("also full", (1,), 1, 8)
 
 def flight(rows: list[int], shared: list[tuple[int, list[list[int]], list[list[int]]]]) -> object:
     lines = [(row, 0) for row in rows]
-    owners, plan = [f"of row {row}" for row in rows], SimpleNamespace(moves=())
+    owners, plan = [owner(row) for row in rows], SimpleNamespace(moves=())
     return SimpleNamespace(lines=lines, row_sequences=owners, shared=shared, plan=plan)
 
 
@@ -40,8 +41,8 @@ def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None
     first = flight([0, 1, 3], [(0, [[]], [[5]]), (1, [[5]], [[6]]), (3, [[4]], [[7]])])
     second = flight([2], [(2, [[6]], [[8]])])
     found = find_broken([first, second], {0: "bad", 1: "worse"}, 1)  # type: ignore[list-item,dict-item]
-    assert found.failed == {(0, 0): ("of row 0", "bad")}
-    assert found.dependants == {(1, 0): "of row 1", (2, 0): "of row 2"}
+    assert found.failed == {(0, 0): (owner(0), "bad")}
+    assert found.dependants == {(1, 0): owner(1), (2, 0): owner(2)}
     assert found.blocks == [{5, 6, 8}]
     assert (3, 0) not in found and (1, 0) in found
 

@@ -1,5 +1,6 @@
 """Whom a failed row takes along, over host memory and over forks: on plans made by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,19 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.failures import find_broken
 from quire.scheduler.flight import Flight
+from quire.scheduler.two_level import TwoLevel
+from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
 
 FAILS = {0: Finish("error", error=Failure(STEP_FAILED, "it failed"))}
 
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+def owner(row: int) -> SimpleNamespace:
+    """A sequence, as far as it is looked at."""
+    return SimpleNamespace(request=f"request of row {row}")
 
 
 def flight(
@@ -28,7 +36,7 @@ def flight(
     starts = tuple(RowStart(row, ints(1, 2, 3), 2, 3, SamplingParams(), 0) for row in started or [])
     plan = Plan(step, rows=ints(*rows), sample_rows=ints(*rows), moves=moves, started=starts)
     lines = rows + [row for row in started or [] if row not in rows]
-    owners = np.array([f"sequence of row {row}" for row in lines], object)
+    owners = np.array([owner(row) for row in lines], object)
     epochs = np.zeros(len(lines), np.int64)
     return Flight(plan, epochs, owners, epochs[: len(rows)], owners[: len(rows)], shared)
 
@@ -76,7 +84,7 @@ def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() 
         flight(2, [0, 1], shared, moves, started=[1, 2, 3]),
     ]
     broken = find_broken(flights, {}, 1, has_lost_swaps=True)
-    assert broken.dependants == {(1, 0): "sequence of row 1", (2, 0): "sequence of row 2"}
+    assert broken.dependants == {(1, 0): owner(1), (2, 0): owner(2)}
     flights[1].leave_out(broken.dependants)
     assert flights[1].left_out == {1, 2}
 
@@ -94,3 +102,22 @@ def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
     mine = Flight(plan, epochs, owners, epochs, owners, [])
     mine.leave_out({(0, 0)})
     assert mine.left_out == {0, 2}
+
+
+def test_who_begins_with_what_a_failing_request_computes_again() -> None:
+    """A reset makes a prefix compute again while a step of its former row, which fails, is on its
+    way; the last request begins with a block of the plan behind that step."""
+    machine = Machine()
+    machine.start(
+        policy=TwoLevel, depth=2, threshold=5, rows=5, budget=40, spare=9, lazy=True,
+        caching=True, mode="recompute", tier=None, stores=1,
+    )  # fmt: skip
+    machine.pin(seed=0, length=3, pin_s=5.0, salt="other", cursed_at=None)
+    machine.pin(seed=0, length=21, pin_s=5.0, salt="", cursed_at=12)
+    machine.open(length=3, max_tokens=None, tenant="")
+    machine.append(pick=20, length=3, is_last=True)
+    machine.plan()
+    machine.plan()
+    machine.reset()
+    machine.open(length=11, max_tokens=None, tenant="")
+    machine.teardown()

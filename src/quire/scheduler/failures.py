@@ -33,6 +33,10 @@ class Broken:
     def __contains__(self, line: Line) -> bool:
         return line in self.failed or line in self.dependants
 
+    def fails(self, sequence: Sequence) -> bool:
+        """Tell whether its request fails, whatever row it has in a later plan."""
+        return any(failed.request is sequence.request for failed, _ in self.failed.values())
+
 
 def find_broken(
     flights: Iterable[Flight],
@@ -61,7 +65,7 @@ def find_broken(
             if _holds_any(found, broken.blocks):
                 broken.dependants[line] = owners[line]
                 broken.failed.pop(line, None)
-            if line in broken:
+            if line in broken or broken.fails(owners[line]):
                 for mine, bad in zip(named, broken.blocks, strict=True):
                     bad.update(mine)
     return broken
