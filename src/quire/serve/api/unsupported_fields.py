@@ -35,8 +35,8 @@ class Rule:
 
 def unsupported(advice: str, *values: Any) -> Any:
     """Declare a field of a body, with the parts of its `Rule`."""
-    enum = {"enum": [None, *values]}
-    field = Field(default=None, description=ONLY_NEUTRAL, json_schema_extra=enum)
+    enum: dict[str, Any] = {"enum": [None, *values]}
+    field: Any = Field(default=None, description=ONLY_NEUTRAL, json_schema_extra=enum)
     field.metadata.append(Rule(advice, values))
     return field
 
