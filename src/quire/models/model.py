@@ -19,8 +19,8 @@ class Model(nn.Module):
     ignored_tensors: ends of the names of tensors that no layer needs.
     """
 
-    base_prefix: str
-    ignored_tensors: tuple[str, ...]
+    base_prefix = ""
+    ignored_tensors: tuple[str, ...] = ()
     head: LMHead
 
     def forward(

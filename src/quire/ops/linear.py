@@ -57,7 +57,7 @@ def _native_linear(
         ELEMENTS[dtype],
         x_TK.shape[0],
         x_TK.stride(0),
-        weight.for_core(),
+        weight.core,
         num_threads(),
     )
     return out_TN

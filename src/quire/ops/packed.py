@@ -6,6 +6,7 @@ the variant, the instruction set that is the fastest for the format here (kernel
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -52,8 +53,9 @@ class PackedWeight:
     def variant(self) -> str:
         return variants()[self.layout.variant]
 
-    def for_core(self) -> CoreWeight:
-        """Return the weight as the core's functions take it; the caller keeps this one alive."""
+    @cached_property
+    def core(self) -> CoreWeight:
+        """The weight as the core's functions take it, which does not keep this one alive."""
         return self.layout.at(address(self.data, torch.uint8), needed_core())
 
     def rows(self, ids_U: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -64,7 +66,7 @@ class PackedWeight:
             ELEMENTS[dtype],
             address(ids_U, torch.int64),
             len(ids_U),
-            self.for_core(),
+            self.core,
         )
         return out_UK
 
@@ -100,7 +102,7 @@ def pack(
     packed = PackedWeight(_empty(layout, memory), layout)
     needed_core().linear_pack(
         packed.data.data_ptr(),
-        packed.for_core(),
+        packed.core,
         address(weight_NK, weight_NK.dtype),
         ELEMENTS[weight_NK.dtype],
         quantization is not None and quantization.format == "int4",
@@ -121,9 +123,7 @@ def pack_blocks(
     layout = _layout((outputs, inputs), torch.float32, quantization, None)
     packed = PackedWeight(_empty(layout, memory), layout)
     blocks = address(blocks_NB, torch.uint8)
-    needed_core().linear_pack_blocks(
-        packed.data.data_ptr(), packed.for_core(), blocks, num_threads()
-    )
+    needed_core().linear_pack_blocks(packed.data.data_ptr(), packed.core, blocks, num_threads())
     return packed
 
 

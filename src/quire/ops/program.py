@@ -117,7 +117,7 @@ def _address(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> i
 
 
 def _core_weight(weight: PackedWeight | None) -> CoreWeight:
-    return NO_WEIGHT.at(0, needed_core()) if weight is None else weight.for_core()
+    return NO_WEIGHT.at(0, needed_core()) if weight is None else weight.core
 
 
 @dataclass
@@ -345,7 +345,7 @@ class Tracer:
 
 def operand_stride(weight: PackedWeight) -> int:
     """Count the bytes between rows of a product's prepared activations; 0 if none are prepared."""
-    num_bytes = needed_core().linear_operand_bytes(weight.for_core())
+    num_bytes = needed_core().linear_operand_bytes(weight.core)
     return -(-num_bytes // 64) * 64
 
 
