@@ -36,7 +36,7 @@ class Client:
         update = SequenceUpdate("a", 0, token_ids, end, **more)  # type: ignore[arg-type]
         ready, aborts = self.processor.process(StepOutputs(details=[update]), self.now_s)
         self.aborts += aborts
-        return ready[0] if ready else None
+        return ready[0].output() if ready else None
 
 
 def run(
@@ -224,7 +224,8 @@ def test_metrics_and_cached_tokens() -> None:
 def test_abort_error_and_unknown_requests() -> None:
     client = Client(SamplingParams(stop="STOP"))
     client.step(TOK.encode("a ST"))
-    (output,) = client.processor.abort(["a", "nobody"], now_s=9.0)
+    (request,) = client.processor.abort(["a", "nobody"], now_s=9.0)
+    output = request.output()
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a ST", "abort")
     assert client.step([1]) is None and client.aborts == []
     client = Client(SamplingParams(output_kind=FINAL))

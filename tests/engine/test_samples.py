@@ -9,8 +9,7 @@ from quire.base.outputs import RequestOutput
 from quire.base.plan import Candidates
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import Failure, Finish, SequenceUpdate, StepOutputs
-from quire.engine.mailbox import merged
-from quire.engine.output import OutputProcessor
+from quire.engine.output import OpenRequest, OutputProcessor
 from quire.engine.requests import RequestMaker
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
@@ -50,6 +49,11 @@ class Client:
         self.aborts: list[Abort] = []
 
     def step(self, *parts: SequenceUpdate) -> RequestOutput | None:
+        request = self.take(*parts)
+        return None if request is None else request.output()
+
+    def take(self, *parts: SequenceUpdate) -> OpenRequest | None:
+        """A step whose output nobody reads yet; the request, if there is one."""
         self.now_s += 1
         ready, aborts = self.processor.process(StepOutputs(details=[*parts]), self.now_s)
         self.aborts += aborts
@@ -115,11 +119,12 @@ def test_a_stop_string_ends_its_own_sample(kind: RequestOutputKind) -> None:
     outputs.append(client.last(part(0, TOK.encode(" STOP"))))
     assert client.aborts == [Abort("a", "stop", index=1), Abort("a", "stop", index=0)]
     got = [output for output in outputs if output is not None]
-    if kind is DELTA:
-        got = [merged(got)]
-    assert texts(got[-1]) == {0: " dog cat ", 1: " "}
-    for completion in got[-1].outputs:
-        assert (completion.finish_reason, completion.stop_reason) == ("stop", "STOP")
+    shown = {0: "", 1: ""}
+    for output in got if kind is DELTA else got[-1:]:
+        shown = {i: text + texts(output).get(i, "") for i, text in shown.items()}
+    assert shown == {0: " dog cat ", 1: " "}
+    ends = {o.index: (o.finish_reason, o.stop_reason) for output in got for o in output.outputs}
+    assert ends == {0: ("stop", "STOP"), 1: ("stop", "STOP")}
 
 
 def test_a_stop_string_in_the_last_tokens_aborts_nothing() -> None:
@@ -196,7 +201,8 @@ def test_after_an_error_nothing_is_the_best() -> None:
 def test_an_abort_ends_all_with_what_they_have() -> None:
     client = Client(n=2, stop="STOP")
     client.step(part(0, TOK.encode("a ST")), part(1, DOG, "length"))
-    [output] = client.processor.abort(["a"], now_s=9.0)
+    [request] = client.processor.abort(["a"], now_s=9.0)
+    output = request.output()
     assert texts(output) == {0: "a ST", 1: " dog"} and output.finished
     assert [o.finish_reason for o in output.outputs] == ["abort", "length"]
 
@@ -217,20 +223,26 @@ def test_prompt_logprobs_come_once() -> None:
     assert output is not None and output.prompt_logprobs is None
 
 
-def test_merged_deltas_are_those_of_each_sample() -> None:
-    client = Client(n=3, output_kind=DELTA, logprobs=0)
+def test_a_slow_reader_of_deltas_gets_those_of_each_sample_in_one() -> None:
     parts = [
         (scored(0, -1.0), scored(2, -2.0)),
         (scored(2, -3.0, "length"),),
         (scored(0, -4.0, "length"), scored(1, -5.0, "length")),
     ]
-    outputs = [output for step in parts if (output := client.step(*step)) is not None]
+    fast, slow, early = (Client(n=3, output_kind=DELTA, logprobs=0) for _ in range(3))
+    outputs = [output for step in parts if (output := fast.step(*step)) is not None]
     assert [len(output.outputs) for output in outputs] == [2, 1, 2]
-    whole = merged(outputs)
+    requests = [slow.take(*step) for step in parts]
+    assert requests[-1] is not None
+    whole = requests[-1].output()
     assert whole.finished and [o.index for o in whole.outputs] == [0, 1, 2]
     assert [o.token_ids for o in whole.outputs] == [[0, 0], [1], [2, 2]]
     assert [len(o.logprobs or ()) for o in whole.outputs] == [2, 1, 2]
     assert [o.cumulative_logprob for o in whole.outputs] == [-5.0, -5.0, -5.0]
-    early = merged(outputs[:2])
-    assert [o.index for o in early.outputs] == [0, 2] and not early.finished
-    assert [o.finish_reason for o in early.outputs] == [None, "length"]
+    early.take(*parts[0])
+    request = early.take(*parts[1])
+    assert request is not None
+    output = request.output()
+    assert [o.index for o in output.outputs] == [0, 2] and not output.finished
+    assert [o.finish_reason for o in output.outputs] == [None, "length"]
+    assert [o.token_ids for o in output.outputs] == [[0], [2, 2]]

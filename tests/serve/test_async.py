@@ -113,7 +113,7 @@ def run(llm: LLM, leave: bool = False) -> list[RequestOutput]:
         done |= {output.request_id: output for output in client.step() if output.finished}
         leaving = names[num_steps % len(names)]
         if leave and num_steps % 3 == 2 and leaving not in done:
-            done |= {output.request_id: output for output in client.abort([leaving])}
+            done |= {request.request_id: request.output() for request in client.abort([leaving])}
     raise AssertionError("a request starves")
 
 

@@ -10,8 +10,9 @@ from quire.base.clock import Clock
 from quire.base.errors import RequestError
 from quire.base.messages import Abort, Append, PinnedPrefix, Request, ResetPrefixCache, Unpin
 from quire.base.outputs import RequestOutput
+from quire.base.step_outputs import Finish
 from quire.engine.core import EngineCore
-from quire.engine.output import OutputProcessor
+from quire.engine.output import ABORTED, OpenRequest, OutputProcessor
 from quire.render.tokenizer import Tokenizer
 
 
@@ -32,10 +33,10 @@ class InProcessClient:
         """Raise RequestError if the engine can never serve this request."""
         self.core.limits.check(request)
 
-    def add(self, request: Request, prompt_text: str | None = None) -> None:
+    def add(self, request: Request, prompt_text: str | None = None) -> OpenRequest:
         """Queue a request. Raises RequestError if it cannot be served; then nothing is queued."""
         self.core.add(request)
-        self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
+        return self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         """The next piece of a prompt that was added with is_open. Raises RequestError if the prompt
@@ -49,17 +50,21 @@ class InProcessClient:
 
     def step(self) -> list[RequestOutput]:
         """Let the core take one step; what became ready to show."""
-        ready, aborts = self._outputs.process(self.core.step(), self._clock.now())
+        return [request.output() for request in self.advance()]
+
+    def advance(self) -> list[OpenRequest]:
+        """Let the core take one step; the requests that have something to show."""
+        due, aborts = self._outputs.process(self.core.step(), self._clock.now())
         for abort in aborts:
             self.core.control(abort)
-        return ready
+        return due
 
-    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """End requests now; their outputs so far."""
+    def abort(self, request_ids: Iterable[str], finish: Finish = ABORTED) -> list[OpenRequest]:
+        """End requests now, with what they have."""
         ids = list(request_ids)
         for request_id in ids:
             self.core.control(Abort(request_id))
-        return self._outputs.abort(ids, self._clock.now())
+        return self._outputs.abort(ids, self._clock.now(), finish)
 
     def reset_prefix_cache(self) -> None:
         self.core.control(ResetPrefixCache())

@@ -1,7 +1,8 @@
 """The client's side of a request: what the core's steps gave, to what the user gets.
 
-In: `StepOutputs`, in order. Out: `RequestOutput`s, and `Abort`s for sequences that a stop
-string ended, which only this side can see; what the core still sends for those is dropped.
+In: `StepOutputs`, in order. Out: requests that have something to show, and `Abort`s for sequences
+that a stop string ended, which only this side can see; what the core still sends for those is
+dropped.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,14 +28,12 @@ from quire.render.tokenizer import Tokenizer
 FAILED = ("error", "timeout")
 ABORTED = Finish("abort")
 
-Processed = tuple[list[RequestOutput], list[Abort]]
-
 
 class OutputProcessor:
     """All requests of one client that are not finished. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, _OpenRequest] = {}
+        self._requests: dict[str, OpenRequest] = {}
         self._reader = StepReader()
 
     def __len__(self) -> int:
@@ -49,20 +48,21 @@ class OutputProcessor:
         prompt_text: str | None,
         tokenizer: Tokenizer | None,
         arrival_s: float,
-    ) -> None:
+    ) -> "OpenRequest":
         """Begin to follow a request. Without a tokenizer its text stays empty."""
         name = request.request_id
         if name in self._requests:
             raise RequestError(f"request id {name!r} is in use; give each request its own.")
-        self._requests[name] = _OpenRequest(request, prompt_text, tokenizer, arrival_s)
+        self._requests[name] = OpenRequest(request, prompt_text, tokenizer, arrival_s)
+        return self._requests[name]
 
-    def process(self, outputs: StepOutputs, now_s: float) -> Processed:
-        """Take in what a step gave. What it gave requests that are not followed is dropped.
-
-        A request gives one output per step, also if several of its sequences got something.
-        """
+    def process(
+        self, outputs: StepOutputs, now_s: float
+    ) -> "tuple[list[OpenRequest], list[Abort]]":
+        """Take in what a step gave; the requests that have something to show, and the sequences
+        that are to be aborted. What it gave requests that are not followed is dropped."""
         aborts: list[Abort] = []
-        touched: dict[_OpenRequest, None] = {}
+        touched: dict[OpenRequest, None] = {}
         for name, token_id in self._reader.tokens(outputs):
             request = self._requests.get(name.request_id)
             if request is not None:
@@ -76,8 +76,7 @@ class OutputProcessor:
         for request in touched:
             if request.num_open == 0:
                 del self._requests[request.request_id]
-        ready = [request.output() for request in touched if request.is_due()]
-        return ready, aborts
+        return [request for request in touched if request.is_due()], aborts
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool) -> None:
         """A piece of a prompt that comes in pieces."""
@@ -91,22 +90,17 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
     def abort(
-        self,
-        request_ids: Iterable[str],
-        now_s: float,
-        finish: Finish = ABORTED,
-    ) -> list[RequestOutput]:
+        self, request_ids: Iterable[str], now_s: float, finish: Finish = ABORTED
+    ) -> "list[OpenRequest]":
         """Finish requests on this side, with what they have. The core is told by the caller."""
-        ready = []
-        for request_id in request_ids:
-            request = self._requests.pop(request_id, None)
-            if request is not None:
-                request.finish(finish, now_s)
-                ready.append(request.output())
-        return ready
+        known = [name for name in request_ids if name in self._requests]
+        ended = [self._requests.pop(name) for name in known]
+        for request in ended:
+            request.finish(finish, now_s)
+        return ended
 
 
-class _OpenRequest:
+class OpenRequest:
     """One request: its samples, and what they have in common.
 
     only: the sample of a request that has one; most have, and their way is kept short. num_open:
@@ -239,7 +233,7 @@ class _OpenRequest:
         return any(sample.has_news for sample in self._samples)
 
     def output(self) -> RequestOutput:
-        """What the user gets now: everything so far, or what is new (DELTA)."""
+        """Make what the user gets now: everything so far, or what is new since the last (DELTA)."""
         delta = self._kind is RequestOutputKind.DELTA
         collector = self._prompt_logprobs
         prompt_logprobs = None if collector is None else collector.logprobs

@@ -43,7 +43,6 @@ from quire.base.messages import (
     Unpin,
 )
 from quire.base.outputs import RequestOutput
-from quire.base.sampling_params import RequestOutputKind
 from quire.base.step_outputs import Failure, Finish, StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.mailbox import Mailbox
@@ -207,9 +206,8 @@ class RemoteClient:
         now, request_id = self._clock.now(), request.request_id
         if not request.received_s:
             request = msgspec.structs.replace(request, received_s=now)
-        self._outputs.add(request, prompt_text, self._tokenizer, now)
-        deltas = request.params.output_kind is RequestOutputKind.DELTA
-        box = self._boxes[request_id] = Mailbox(deltas)
+        followed = self._outputs.add(request, prompt_text, self._tokenizer, now)
+        box = self._boxes[request_id] = Mailbox(followed)
         finished = False
         limit = self._limit(request)
         try:
@@ -233,8 +231,8 @@ class RemoteClient:
 
     def _finish(self, request_id: str, finish: Finish) -> None:
         """End a request, here and in the core."""
-        for output in self._outputs.abort([request_id], self._clock.now(), finish):
-            self._boxes[request_id].put(output)
+        if self._outputs.abort([request_id], self._clock.now(), finish):
+            self._boxes[request_id].notify()
             if self._is_alive:
                 self._send(Abort(request_id))
 
@@ -401,8 +399,8 @@ class RemoteClient:
             self._changed.set()
 
     def _take_step(self, outputs: StepOutputs) -> None:
-        ready, aborts = self._outputs.process(outputs, self._clock.now())
-        for output in ready:
-            self._boxes[output.request_id].put(output)
+        due, aborts = self._outputs.process(outputs, self._clock.now())
+        for request in due:
+            self._boxes[request.request_id].notify()
         for abort in aborts:
             self._send(abort)

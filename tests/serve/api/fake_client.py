@@ -11,18 +11,15 @@ from collections.abc import AsyncIterator, Callable
 from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
 from quire.base.messages import Ready, Request
 from quire.base.outputs import RequestOutput
-from quire.base.sampling_params import RequestOutputKind
-from quire.base.step_outputs import Failure
-from quire.engine import mailbox
+from quire.base.step_outputs import Failure, Finish
 from quire.engine.build import Engine
+from quire.engine.mailbox import Mailbox
 from quire.engine.timeline import Timelines
 from quire.engine.wire import LENGTH, client_codec, core_codec
 
-Item = RequestOutput | Exception
-
 
 class FakeClient:
-    """outputs of requests wait in `_mail` by request id until their reader takes them."""
+    """boxes: of the open requests, whose readers take from them."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -43,10 +40,9 @@ class FakeClient:
         core.subscribe(self.timelines)
         self._alive = True
         self._steps_left: int | None = None  # None: no end
-        self._mail: dict[str, list[Item]] = {}
+        self._boxes: dict[str, Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news = asyncio.Event()  # replaced by one per loop
-        self._go = asyncio.Event()
+        self._go = asyncio.Event()  # replaced by one per loop
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -67,27 +63,23 @@ class FakeClient:
     async def generate(
         self, request: Request, prompt_text: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Queues at the first __anext__; what waits is merged for requests that want deltas."""
+        """Queues at the first __anext__."""
         if not self._alive:
             raise EngineDead("the core's process has ended.")
-        self.engine.client.add(over_the_wire(request), prompt_text)
+        box = Mailbox(self.engine.client.add(over_the_wire(request), prompt_text))
         self.requests.append(request)
         name, finished = request.request_id, False
-        self._mail[name] = []
+        self._boxes[name] = box
         self._run()
-        merges = request.params.output_kind is RequestOutputKind.DELTA
         try:
             while not finished:
-                for item in await self._take(name, merges):
-                    if isinstance(item, Exception):
-                        finished = True
-                        raise item
-                    finished = item.finished
-                    yield item
+                output = await box.take()
+                finished = output.finished
+                yield output
         finally:
-            del self._mail[name]
+            del self._boxes[name]
             if not finished:
-                self.num_aborted += 1
+                self.num_aborted += not box.failed
                 self.engine.client.abort([name])
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
@@ -139,7 +131,7 @@ class FakeClient:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop, self._task = loop, None
-            self._news, self._go = asyncio.Event(), asyncio.Event()
+            self._go = asyncio.Event()
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._step_until_idle())
 
@@ -151,37 +143,23 @@ class FakeClient:
             if self._steps_left is not None:
                 self._steps_left -= 1
             try:
-                outputs = self.engine.client.step()
+                due = self.engine.client.advance()
             except Exception as error:  # a test shall fail then, not wait
                 self._end_all(error)
                 raise
-            for output in outputs:
-                self._post(output.request_id, output)
+            for request in due:
+                self._boxes[request.request_id].notify()
             await asyncio.sleep(0)  # lets the readers in
 
-    def _post(self, name: str, item: Item) -> None:
-        if name in self._mail:
-            self._mail[name].append(item)
-        self._news.set()
-
-    async def _take(self, name: str, merges: bool) -> list[Item]:
-        while not self._mail[name]:
-            self._news.clear()
-            await self._news.wait()
-        items, self._mail[name] = self._mail[name], []
-        return merged(items) if merges else items
-
     def _end_all(self, error: Exception) -> None:
-        self.engine.client.abort(list(self._mail))
-        for name in self._mail:
-            self._post(name, error)
+        for box in self._boxes.values():
+            box.fail(error)
 
     def _fail_all(self, message: str, reason: str, code: str | None) -> None:
-        for output in self.engine.client.abort(list(self._mail)):
-            output.outputs[0].finish_reason = reason
-            why = TIMED_OUT if reason == "timeout" else REQUEST_FAILED
-            output.outputs[0].error = Failure(code or why, message)
-            self._post(output.request_id, output)
+        why = TIMED_OUT if reason == "timeout" else REQUEST_FAILED
+        finish = Finish(reason, error=Failure(code or why, message))
+        for request in self.engine.client.abort(list(self._boxes), finish):
+            self._boxes[request.request_id].notify()
 
 
 def over_the_wire(request: Request) -> Request:
@@ -189,10 +167,3 @@ def over_the_wire(request: Request) -> Request:
     received = core_codec().decode(client_codec().encode(request)[LENGTH.size :])
     assert isinstance(received, Request)
     return received
-
-
-def merged(items: list[Item]) -> list[Item]:
-    """Several deltas as one, as the real client gives them to a slow reader; then an error."""
-    outputs = [item for item in items if isinstance(item, RequestOutput)]
-    errors = [item for item in items if isinstance(item, Exception)]
-    return [*([mailbox.merged(outputs)] if outputs else []), *errors]
