@@ -16,22 +16,10 @@ class CorePlan(Protocol):
     @property
     def num_merges(self) -> int: ...
     def prepare(
-        self,
-        *,
-        tables: int,
-        table_stride: int,
-        query_starts: int,
-        context_lens: int,
-        num_rows: int,
-        block_size: int,
-        window: int,
-        kv_heads: int,
-        group: int,
-        head_dim: int,
-        num_threads: int,
-        split: bool,
-        cascade: bool,
-    ) -> None: ...
+        self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
+        num_rows: int, block_size: int, window: int, kv_heads: int, group: int, head_dim: int,
+        num_threads: int, split: bool, cascade: bool,
+    ) -> None: ...  # fmt: skip
 
 
 class CoreKV(Protocol):
@@ -54,35 +42,14 @@ class CoreProgram(Protocol):
 
     def add_layer(self, group: int, kv: CoreKV, /) -> None: ...
     def add(
-        self,
-        *,
-        begins_phase: bool,
-        kind: int,
-        views: Sequence[tuple[int, int]],
-        heads: int,
-        size: int,
-        stride: int,
-        layer: int,
-        input: int,
-        element: int,
-        table: int,
-        frequencies: int,
-        weight: int,
-        bias: int,
-        scale: float,
-        eps: float,
-        packed: CoreWeight,
-    ) -> None: ...
+        self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
+        size: int, stride: int, layer: int, input: int, element: int, table: int, frequencies: int,
+        weight: int, bias: int, scale: float, eps: float, packed: CoreWeight,
+    ) -> None: ...  # fmt: skip
     def run(
-        self,
-        rows: int,
-        ids: int,
-        positions: int,
-        out: int,
-        groups: Sequence[tuple[CorePlan, int]],
-        num_threads: int,
-        /,
-    ) -> None: ...
+        self, rows: int, ids: int, positions: int, out: int, groups: Sequence[tuple[CorePlan, int]],
+        num_threads: int, /,
+    ) -> None: ...  # fmt: skip
 
 
 class Core(Protocol):
@@ -95,16 +62,9 @@ class Core(Protocol):
     # --- classes ---
     def AttentionPlan(self) -> CorePlan: ...
     def KvLayer(
-        self,
-        *,
-        format: int,
-        heads: int,
-        num_blocks: int,
-        block_size: int,
-        head_dim: int,
-        keys: int,
-        values: int,
-    ) -> CoreKV: ...
+        self, *, format: int, heads: int, num_blocks: int, block_size: int, head_dim: int,
+        keys: int, values: int,
+    ) -> CoreKV: ...  # fmt: skip
     def HeadRows(self, *, data: int, element: int, stride: int) -> CoreRows: ...
     def PackedWeight(
         self, *, format: int, variant: int, outputs: int, inputs: int, group: int, data: int
@@ -116,16 +76,9 @@ class Core(Protocol):
     # --- attention ---
     def attention_variants(self) -> list[str]: ...
     def paged_attention(
-        self,
-        plan: CorePlan,
-        kv: CoreKV,
-        q: CoreRows,
-        out: CoreRows,
-        scale: float,
-        num_threads: int,
-        variant: int,
-        /,
-    ) -> None: ...
+        self, plan: CorePlan, kv: CoreKV, q: CoreRows, out: CoreRows, scale: float,
+        num_threads: int, variant: int, /,
+    ) -> None: ...  # fmt: skip
     def store_kv(
         self, kv: CoreKV, k: CoreRows, v: CoreRows, slots: int, count: int, num_threads: int, /
     ) -> None: ...
@@ -151,39 +104,16 @@ class Core(Protocol):
         self, ranks: int, logits: int, ids: int, rows: int, vocab: int, num_threads: int, /
     ) -> None: ...
     def choose(
-        self,
-        ids: int,
-        logits: int,
-        temperatures: int,
-        top_k: int,
-        top_p: int,
-        min_p: int,
-        rows: int,
-        vocab: int,
-        seeds: int,
-        index: int,
-        at: int,
-        num_threads: int,
-        /,
-    ) -> None: ...
+        self, ids: int, logits: int, temperatures: int, top_k: int, top_p: int, min_p: int,
+        rows: int, vocab: int, seeds: int, index: int, at: int, num_threads: int, /,
+    ) -> None: ...  # fmt: skip
 
     # --- rows of a step ---
     def gather_step(
-        self,
-        *,
-        wide: int,
-        narrow: int,
-        tokens: int,
-        token_stride: int,
-        computed: int,
-        rows: int,
-        num_tokens: int,
-        num_rows: int,
-        tables: Sequence[tuple[int, int]],
-        block_size: int,
-        total: int,
-        longest: int,
-    ) -> None: ...
+        self, *, wide: int, narrow: int, tokens: int, token_stride: int, computed: int, rows: int,
+        num_tokens: int, num_rows: int, tables: Sequence[tuple[int, int]], block_size: int,
+        total: int, longest: int,
+    ) -> None: ...  # fmt: skip
 
     # --- linear layers ---
     def linear_variants(self) -> list[str]: ...
@@ -191,15 +121,9 @@ class Core(Protocol):
     def linear_operand_bytes(self, weight: CoreWeight, /) -> int: ...
     def linear_peak(self, format: int, variant: int, num_threads: int, /) -> float: ...
     def linear_pack(
-        self,
-        data: int,
-        packed: CoreWeight,
-        weight: int,
-        element: int,
-        search: bool,
-        num_threads: int,
-        /,
-    ) -> None: ...
+        self, data: int, packed: CoreWeight, weight: int, element: int, search: bool,
+        num_threads: int, /,
+    ) -> None: ...  # fmt: skip
     def linear_pack_blocks(
         self, data: int, packed: CoreWeight, blocks: int, num_threads: int, /
     ) -> None: ...
@@ -207,17 +131,9 @@ class Core(Protocol):
         self, out: int, element: int, ids: int, count: int, weight: CoreWeight, /
     ) -> None: ...
     def linear(
-        self,
-        out: int,
-        x: int,
-        bias: int,
-        element: int,
-        rows: int,
-        x_stride: int,
-        weight: CoreWeight,
-        num_threads: int,
-        /,
-    ) -> None: ...
+        self, out: int, x: int, bias: int, element: int, rows: int, x_stride: int,
+        weight: CoreWeight, num_threads: int, /,
+    ) -> None: ...  # fmt: skip
 
 
 class WeightLayout(NamedTuple):
@@ -232,11 +148,4 @@ class WeightLayout(NamedTuple):
 
     def at(self, address: int, core: Core) -> CoreWeight:
         """Return the weight whose data stand there, as the core's functions take it."""
-        return core.PackedWeight(
-            format=self.format,
-            variant=self.variant,
-            outputs=self.outputs,
-            inputs=self.inputs,
-            group=self.group,
-            data=address,
-        )
+        return core.PackedWeight(**self._asdict(), data=address)
