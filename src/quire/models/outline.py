@@ -101,7 +101,7 @@ def part_bytes(part: Part, packing: Packing, format: Quantization | None) -> int
 
 
 def format_name(format: Quantization | None, dtype: str) -> str:
-    """For people."""
+    """Name a format for people."""
     if format is None:
         return dtype
     if not format.group_size:

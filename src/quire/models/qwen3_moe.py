@@ -7,7 +7,7 @@ from quire.models.options import DecoderOptions
 
 
 class Qwen3Moe(Decoder):
-    """As Qwen 3; the feed-forward layers, or some of them, are mixtures of experts."""
+    """Qwen 3 whose feed-forward layers, or some of them, are mixtures of experts."""
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias = spec.layers.attention_bias

@@ -51,7 +51,7 @@ class Machine:
 
 
 def machine_of(device: torch.device) -> Machine:
-    """For an interpreter few programs, so that each has several items to do."""
+    """Describe the device; an interpreter has few programs, so that each has several items."""
     if device.type != "cuda":
         return Machine(3)
     found = torch.cuda.get_device_properties(device)

@@ -94,11 +94,11 @@ class Cut:
         return max(least, next_power_of_2(self.group_size))
 
     def has_long(self, query_lens: np.ndarray) -> bool:
-        """Whether a row needs tiles of another kind than the short ones."""
+        """Tell whether a row needs tiles of another kind than the short ones."""
         return not self.is_fixed and int(query_lens.max()) * self.group_size > self.short_rows
 
     def most(self, query_lens: np.ndarray, context_lens: np.ndarray) -> "Most":
-        """What a step with lengths up to these needs at most. Grows with each length."""
+        """Bound what a step with lengths up to these needs. Grows with each length."""
         if self.is_fixed:
             return self._most_fixed(query_lens.astype(np.int64), context_lens.astype(np.int64))
         queries, contexts = query_lens.astype(np.int64), context_lens.astype(np.int64)

@@ -54,7 +54,7 @@ class LayerKV:
 def layer_kv(
     kv_2KBPH: torch.Tensor, kv_format: str, k_scale: float = 1.0, v_scale: float = 1.0
 ) -> LayerKV:
-    """Of a layer's part of a group's memory."""
+    """Find a layer's part of a group's memory."""
     k, v = kv_2KBPH.unbind(0)
     scales = (k.view(torch.float32), v.view(torch.float32)) if kv_format == "int8" else (k, v)
     return LayerKV(k, v, *scales, kv_format, k_scale, v_scale)

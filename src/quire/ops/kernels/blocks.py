@@ -58,8 +58,8 @@ def _move_kernel(
 
 
 def can_copy_at_once(source: Int32, destination: Int32) -> bool:
-    """Whether of these pairs, on the host, no block is written by one and read by another, and none
-    is written twice.
+    """Tell whether no block of these pairs, on the host, is written by one and read by another,
+    and none is written twice.
 
     A plan may hold such a chain if a sequence is preempted after another one's copy of its block
     was planned. Gather and scatter are right for it: all reads come before the writes.

@@ -30,7 +30,7 @@ def _embedding_kernel(
 
 
 def embedding(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """As `quire.ops.embedding.embedding` with a table that is not packed."""
+    """Do as `quire.ops.embedding.embedding` with a table that is not packed."""
     assert weight_VD.stride(1) == 1, f"columns must be contiguous, got {weight_VD.stride()}"
     ids_T = ids_T.contiguous()
     num_rows, num_columns = weight_VD.shape

@@ -33,7 +33,7 @@ class Config:
 
 
 def dot_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Of a dot's operands: float32 under the interpreter, whose bfloat16 products are wrong."""
+    """Choose what a dot multiplies: float32 under the interpreter, whose bfloat16 is wrong."""
     return tl.float32 if INTERPRETED else DTYPES[dtype]
 
 

@@ -128,7 +128,7 @@ def _tell(
 def token_logprobs(
     logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
 ) -> TokenLogprobs:
-    """As `quire.ops.logprobs.token_logprobs`, of float32, float16 or bfloat16 logits.
+    """Do as `quire.ops.logprobs.token_logprobs`, of float32, float16 or bfloat16 logits.
 
     More than MOST_CANDIDATES candidates are left to the reference. What is told of a row with NaN
     means nothing.

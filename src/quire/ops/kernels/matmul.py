@@ -43,7 +43,7 @@ WIDE_OUTPUTS = 8192  # from here on wide tiles are enough programs for one row
 
 
 def tile_for(num_outputs: int, dtype: torch.dtype) -> Tile:
-    """Of a weight, for any number of rows."""
+    """Choose a weight's tile, for any number of rows."""
     if dtype.itemsize > 2:
         return TILE_OF_FLOAT32
     return WIDE if num_outputs >= WIDE_OUTPUTS else NARROW
@@ -129,7 +129,7 @@ def matmul(
 
 
 def _stages(tile: Tile, x_TI: torch.Tensor) -> int:
-    """As many as the device has shared memory for; the order of sums is the same with any."""
+    """Count the stages that fit shared memory; the order of sums is the same with any."""
     if not x_TI.is_cuda:
         return tile.num_stages
     space = torch.cuda.get_device_properties(x_TI.device).shared_memory_per_block_optin

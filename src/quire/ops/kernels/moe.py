@@ -120,7 +120,7 @@ def _route_kernel(
 def moe_route(
     logits_TE: torch.Tensor, num_chosen: int, normalises: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quire.ops.moe.moe_route`; the weights are float32."""
+    """Do as `quire.ops.moe.moe_route`; the weights are float32."""
     num_tokens, num_experts = logits_TE.shape
     ids_TC = torch.empty(num_tokens, num_chosen, dtype=torch.int32, device=logits_TE.device)
     weights_TC = torch.empty_like(ids_TC, dtype=torch.float32)
@@ -407,7 +407,7 @@ def moe_experts(
     down_EDF: torch.Tensor,
     is_fixed: bool = False,
 ) -> torch.Tensor:
-    """As `quire.ops.moe.moe_experts`, of experts that stand in one tensor; waits for nothing.
+    """Do as `quire.ops.moe.moe_experts`, of experts that stand in one tensor; waits for nothing.
     is_fixed: in one order for any number of tokens."""
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)

@@ -42,7 +42,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """As `quire.ops.rms_norm.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
+    """Do as `quire.ops.rms_norm.rms_norm`; weights [D], or [N, D] for x [T, N, D]."""
     out_TD = torch.empty_like(x_TD)
     _launch(x_TD, None, weight_D, eps, out_TD, out_TD)
     return out_TD
@@ -51,7 +51,7 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
 def add_rms_norm(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `quire.ops.rms_norm.add_rms_norm`."""
+    """Do as `quire.ops.rms_norm.add_rms_norm`."""
     out_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     _launch(x_TD, residual_TD.contiguous(), weight_D, eps, out_TD, total_TD)
     return out_TD, total_TD

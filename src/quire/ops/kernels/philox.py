@@ -156,7 +156,7 @@ def _uniform_at_kernel(
 def uniform(
     seeds_R: torch.Tensor, sample_index_R: torch.Tensor, positions_R: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """As `quire.ops.philox.uniform`."""
+    """Do as `quire.ops.philox.uniform`."""
     streams = [stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R)]
     out_RV = torch.empty(len(seeds_R), vocab_size, device=seeds_R.device)
     if out_RV.numel() > 0:
@@ -171,7 +171,7 @@ def uniform_at(
     positions_R: torch.Tensor,
     token_ids_RK: torch.Tensor,
 ) -> torch.Tensor:
-    """As `quire.ops.philox.uniform_at`."""
+    """Do as `quire.ops.philox.uniform_at`."""
     streams = [stream.contiguous() for stream in (seeds_R, sample_index_R, positions_R)]
     out_RK = torch.empty(token_ids_RK.shape, device=seeds_R.device)
     if out_RK.numel() > 0:

@@ -153,7 +153,7 @@ def choose(
     filters: Filters | None = None,
     largest_k: int | None = None,
 ) -> torch.Tensor:
-    """As `quire.ops.sampling.choose`; largest_k makes no difference here."""
+    """Do as `quire.ops.sampling.choose`; largest_k makes no difference here."""
     off = filters or Filters(streams.seeds, temperatures_R, temperatures_R)
     columns = SamplingColumns(
         temperatures_R, off.top_k, off.top_p, off.min_p, streams.seeds, streams.sample_index

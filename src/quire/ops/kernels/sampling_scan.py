@@ -36,7 +36,7 @@ def score_margin(score):
 
 @triton.jit
 def exact_score(logit, ids, temperature, seed, sample, position):
-    """As `quire.ops.sampling` scores a token, in float64."""
+    """Do as `quire.ops.sampling` scores a token, in float64."""
     noise = gumbel(uniform_of_ids(ids, seed, sample, position))
     return logit.to(tl.float64) / temperature.to(tl.float64) + noise
 

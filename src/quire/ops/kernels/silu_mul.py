@@ -32,7 +32,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
-    """As `quire.ops.silu_mul.silu_mul`, for [T, 2 F] with columns that follow each other."""
+    """Do as `quire.ops.silu_mul.silu_mul`, for [T, 2 F] with columns that follow each other."""
     num_tokens, num_columns = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     assert gate_up_TE.stride(1) == 1, f"columns must be contiguous, got {gate_up_TE.stride()}"
     out_TF = gate_up_TE.new_empty(num_tokens, num_columns)

@@ -48,7 +48,7 @@ class Inbox:
 
     @classmethod
     def empty(cls, max_rows: int, device: torch.device) -> "Inbox":
-        """Of a step without rows."""
+        """Make that of a step without rows."""
         size = inbox_words(max_rows)
         return cls(torch.zeros(size, dtype=torch.int32, device=device), max_rows)
 
@@ -212,7 +212,7 @@ def _gather_kernel(
 
 
 def gather_step(state: RowTensors, inbox: Inbox, out: StepBuffers) -> StepInputs:
-    """As `quire.ops.step_inputs.gather_step`, of as many rows as there are, in buffers for more;
+    """Do as `quire.ops.step_inputs.gather_step`, of as many rows as there are, in buffers for more;
     and its sampling rows (`StepBuffers.first_samples`).
 
     Tokens behind the last have id 0, position 0 and slot -1; rows behind the last have no tokens
