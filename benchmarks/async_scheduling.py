@@ -82,7 +82,7 @@ def timing(core: EngineCore, parts: Parts) -> Iterator[None]:
     def plan(now: float) -> Any:
         began = parts.clock()
         made = schedule(now)
-        if made is not None:
+        if made.plan is not None:
             parts.ms["schedule"].append((parts.clock() - began) * 1e3)
         return made
 

@@ -121,7 +121,7 @@ def peak_blocks(llm: LLM, params: BeamSearchParams, prompts: Prompts) -> int:
         core.add(engine.requests.make(rendered, params.sampling_params()))
     while core.has_work:
         while core.plan() is not None:
-            most = max(most, sum(pool.num_used for pool in core.scheduler.kv.pools))
+            most = max(most, sum(pool.num_used for pool in core.scheduler.memory.kv.pools))
         core.take()
         core.publish()
     return most

@@ -98,7 +98,7 @@ def measure(num_rows: int) -> dict[str, float]:
     gc.disable()
     while len(times) < STEPS:
         began = time.perf_counter()
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0).plan
         planned = time.perf_counter()
         assert plan is not None
         pending = runner.launch(plan)

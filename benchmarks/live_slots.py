@@ -59,22 +59,22 @@ def measure(workload: Workload, block_size: int, num_slots: int, num_steps: int)
     config = SchedulerConfig(max_num_seqs=4096, max_num_batched_tokens=2048)
     scheduler, executor = dry_run(num_slots // block_size, block_size, config, MAX_LEN, False)
     feed = Feed(scheduler, workload, seed=0)
-    pool = scheduler.kv.pools[0]
+    pool = scheduler.memory.kv.pools[0]
     shares, usages, running, num_preemptions = [], [], [], 0
     warm_up = MAX_LEN
     for step in range(warm_up + num_steps):
         feed.fill()
-        plan = scheduler.schedule(0.0)
+        decisions = scheduler.schedule(0.0)
+        plan = decisions.plan
         assert plan is not None
         if step >= warm_up:
-            live = sum(sequence.num_computed_tokens for sequence in scheduler.running())
+            live = sum(sequence.num_computed_tokens for sequence in scheduler.rows.sequences())
             shares.append(live / (pool.num_used * block_size))
             usages.append(pool.num_used / pool.num_blocks)
             running.append(scheduler.num_running)
-            num_preemptions += sum(isinstance(e, Preempted) for e in scheduler.events)
+            num_preemptions += sum(isinstance(e, Preempted) for e in decisions.events)
         executor.submit(plan)
         scheduler.update(executor.next_result(), 0.0)
-        scheduler.events.clear()
     mean_share, mean_usage = float(np.mean(shares)), float(np.mean(usages))
     return Measured(
         workload.name, block_size, mean_share, mean_usage, float(np.mean(running)),

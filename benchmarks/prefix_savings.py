@@ -119,17 +119,16 @@ def measure(
         # The last token that is generated is not computed, so it is one more.
         num_output = scenario.total - len(prompt) + 1
         scheduler.add(dry_request(str(i), prompt, num_output), 0.0)
-    while (plan := scheduler.schedule(0.0)) is not None:
-        running = scheduler.running()
+    while (plan := (decisions := scheduler.schedule(0.0)).plan) is not None:
+        running = scheduler.rows.sequences()
         assert len(running) == num, "the requests do not run together"
         if all(sequence.num_computed_tokens == scenario.total for sequence in running):
-            (distinct,) = scheduler.kv.num_distinct(sequence.blocks for sequence in running)
-            assert distinct == scheduler.kv.pools[0].num_used
+            (distinct,) = scheduler.memory.kv.num_distinct(sequence.blocks for sequence in running)
+            assert distinct == scheduler.memory.kv.pools[0].num_used
             return Held(distinct, sum(len(s.blocks.tables[0].live_blocks) for s in running))
         executor.submit(plan)
         scheduler.update(executor.next_result(), 0.0)
-        assert not any(isinstance(event, Preempted) for event in scheduler.events)
-        scheduler.events.clear()
+        assert not any(isinstance(event, Preempted) for event in decisions.events)
     raise AssertionError("the requests ended before they were at full length together")
 
 

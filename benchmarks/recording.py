@@ -30,7 +30,7 @@ from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor, dry_request, 
 from quire.base.config import SchedulerConfig
 from quire.base.messages import Request
 from quire.engine.record import Doors, Recorder
-from quire.scheduler.scheduler import Digester, Scheduler
+from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head, write_report
 
 BLOCK_SIZE = 16
@@ -46,7 +46,6 @@ class Load:
     scheduler: Scheduler
     executor: RandomExecutor
     recorder: Recorder
-    digesters: tuple[Digester, Digester]  # without, with the recorder
     requests: Iterator[Request]
     num_arrivals: int
     plain_ms: list[float] = field(default_factory=list)
@@ -54,12 +53,11 @@ class Load:
 
     def step(self, is_recorded: bool, num_arrivals: int, device_s: float) -> None:
         doors: Doors = self.recorder if is_recorded else self.scheduler
-        self.scheduler.digester = self.digesters[is_recorded]
         arriving = [next(self.requests) for _ in range(num_arrivals)]
         began = time.perf_counter()
         for request in arriving:
             doors.add(request, 0.0)
-        plan = doors.schedule(0.0)
+        plan = doors.schedule(0.0).plan
         spent = time.perf_counter() - began
         assert plan is not None
         self.executor.submit(plan)
@@ -69,7 +67,6 @@ class Load:
         began = time.perf_counter()
         doors.update(result, 0.0)
         spent += time.perf_counter() - began
-        self.scheduler.events.clear()
         (self.recorded_ms if is_recorded else self.plain_ms).append(spent * 1e3)
 
 
@@ -90,12 +87,10 @@ def make_load(num_rows: int, num_steps: int, churns: bool, directory: Path) -> L
     num_blocks = num_rows * (-(-max_len // BLOCK_SIZE) + 1)
     config = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=num_rows * PROMPT_LEN)
     scheduler, executor = dry_run(num_blocks, BLOCK_SIZE, config, max_len, True)
-    plain = scheduler.digester
     recorder = Recorder(scheduler, directory, 10_000_000_000)
-    both = plain, scheduler.digester
     num_arrivals = num_rows // 64 if churns else 0
     stream = requests(num_rows, churns, max_len)
-    load = Load(scheduler, executor, recorder, both, stream, num_arrivals)
+    load = Load(scheduler, executor, recorder, stream, num_arrivals)
     load.step(True, num_rows, 0.0)
     for _ in range(64):
         load.step(True, num_arrivals, 0.001)

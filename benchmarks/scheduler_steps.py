@@ -152,17 +152,16 @@ def _step(
     for request in requests:
         scheduler.add(request, 0.0)
     added = clock()
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule(0.0).plan
     planned = clock()
     assert plan is not None
     executor.submit(plan)
     result = executor.next_result()
     resulted = clock()
-    outputs = scheduler.update(result, 0.0)
+    outputs = scheduler.update(result, 0.0).outputs
     updated = clock()
     client.process(outputs, 0.0)
     taken = clock()
-    scheduler.events.clear()
     if times is not None:
         spans = added - began, planned - added, updated - resulted, taken - updated
         for part, span in zip(PARTS, spans, strict=True):

@@ -74,8 +74,8 @@ class Meter:
     num_read: int = 0
 
     def read(self, scheduler: Scheduler) -> None:
-        running = scheduler.running()
-        self.num_used += scheduler.kv.pools[0].num_used
+        running = scheduler.rows.sequences()
+        self.num_used += scheduler.memory.kv.pools[0].num_used
         self.num_held += sum(len(member.blocks.tables[0].live_blocks) for member in running)
         if self.num_read % DEPTH_EVERY == 0:
             self._read_depths(running)
@@ -133,12 +133,11 @@ def dry_meter(
         request = group_request(str(i), tokens[:num_input], num_output, num, model is not None)
         scheduler.add(request, 0.0)
     meter = Meter()
-    while (plan := scheduler.schedule(0.0)) is not None:
+    while (plan := (decisions := scheduler.schedule(0.0)).plan) is not None:
         meter.read(scheduler)
         branching.submit(plan)
         scheduler.update(branching.next_result(), 0.0)
-        assert not any(isinstance(event, Preempted) for event in scheduler.events)
-        scheduler.events.clear()
+        assert not any(isinstance(event, Preempted) for event in decisions.events)
     return meter
 
 
@@ -234,7 +233,7 @@ def search_all(llm: LLM, chats: list[Any], params: SamplingParams, num_groups: i
     core, renderer, meter = llm.engine.client.core, llm.engine.renderer, Meter()
     waiting = [llm.engine.requests.make(renderer.render(chat), params) for chat in chats]
     while waiting or core.has_work:
-        while waiting and len(core.scheduler.sequences) < num_groups:
+        while waiting and len(core.scheduler.lifecycle.sequences) < num_groups:
             core.add(waiting.pop())
         core.plan()
         meter.read(core.scheduler)

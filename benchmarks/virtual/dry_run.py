@@ -12,6 +12,7 @@ from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.kv.manager import KVManager
 from quire.scheduler.fifo import Fifo
+from quire.scheduler.memory import Memory
 from quire.scheduler.policy import MakePolicy
 from quire.scheduler.scheduler import Scheduler
 
@@ -58,7 +59,8 @@ def dry_run(
     """A scheduler over one pool of a group of full attention, and an executor for its plans."""
     group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
     kv = KVManager((group,), (num_blocks,), block_size, enable_prefix_caching)
-    scheduler = Scheduler(kv, config, max_model_len, make_policy=make_policy)
+    memory = Memory(kv, config.max_num_batched_tokens or 0)
+    scheduler = Scheduler(memory, config, max_model_len, make_policy)
     return scheduler, RandomExecutor(seed)
 
 

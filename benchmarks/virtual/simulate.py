@@ -135,23 +135,24 @@ def simulate(
             run.by_id[arrival.request.request_id] = Served(
                 at_s, num_prompt=len(arrival.request.prompt_token_ids)
             )
-        plan = scheduler.schedule(now)
+        decisions = scheduler.schedule(now)
+        plan = decisions.plan
+        _take_events(run, decisions.events, now)
         if plan is None:
             assert queue, "the scheduler has work and plans nothing"
             now = queue[0][0]
             continue
-        pool = scheduler.kv.pools[0]
+        pool = scheduler.memory.kv.pools[0]
         used += pool.num_used / pool.num_blocks
         run.most_used = max(run.most_used, pool.num_used)
-        _take_events(run, scheduler.events, now)
         num_context = int((plan.computed_bound + plan.num_tokens).sum())
         num_moved = sum(len(move.source) for move in plan.moves)
         result = _answer(scheduler, plan, outputs)
         now += step_time.of(plan.num_scheduled_tokens, num_context, num_moved)
         _take_first_tokens(run, scheduler, plan, now)
-        scheduler.update(result, now)
+        events = scheduler.update(result, now).events
         run.num_steps += 1
-        for request_id in _take_events(run, scheduler.events, now):
+        for request_id in _take_events(run, events, now):
             if (arrival := then(request_id, now)) is not None:
                 heapq.heappush(queue, (arrival.at_s, num, arrival))
                 num += 1
@@ -161,7 +162,7 @@ def simulate(
 
 def _answer(scheduler: Scheduler, plan: Plan, outputs: dict[str, int]) -> StepResult:
     """The stop token for rows that get their last token, some other one for all others."""
-    table, rows = scheduler.table, plan.sample_rows
+    table, rows = scheduler.rows.table, plan.sample_rows
     tokens = np.full((len(rows), 1), OTHER, np.int32)
     for i, sequence in enumerate(table.sequences[rows]):
         if sequence.num_output_tokens + 1 >= outputs[sequence.request.request_id]:
@@ -170,7 +171,7 @@ def _answer(scheduler: Scheduler, plan: Plan, outputs: dict[str, int]) -> StepRe
 
 
 def _take_first_tokens(run: Run, scheduler: Scheduler, plan: Plan, now: float) -> None:
-    for sequence in scheduler.table.sequences[plan.sample_rows]:
+    for sequence in scheduler.rows.table.sequences[plan.sample_rows]:
         served = run.by_id[sequence.request.request_id]
         if served.first_token_s < 0:
             served.first_token_s = now
@@ -191,5 +192,4 @@ def _take_events(run: Run, events: list[Event], now: float) -> list[str]:
             served = run.by_id[event.request_id]
             served.finished_s, served.num_output = now, event.num_output_tokens
             ended.append(event.request_id)
-    events.clear()
     return ended

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.planning import Planner
 from tests.cli.commands import run
 
 PROMPTS = ["Once upon a time there was a fox", "Once upon a time there was a cow", "The sea"]
@@ -38,11 +38,11 @@ def test_replay_with_the_model(recording: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_difference(recording: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
-    serve = Scheduler._serve_running
+    serve = Planner._serve_running
     monkeypatch.setattr(
-        Scheduler,
+        Planner,
         "_serve_running",
-        lambda self, *given: 0 if self._next_step_id == 5 else serve(self, *given),
+        lambda self, *given: 0 if self.next_step_id == 5 else serve(self, *given),
     )
     status, out, _ = run(capsys, "replay", str(recording))
     assert status == 1

@@ -131,7 +131,9 @@ class Bench:
                 break
             self.step()
         assert not self.core.has_work, "a request starves"
-        assert all(pool.num_used == 0 for pool in self.core.scheduler.kv.pools), "blocks leak"
+        assert all(pool.num_used == 0 for pool in self.core.scheduler.memory.kv.pools), (
+            "blocks leak"
+        )
 
     def failed(self) -> set[str]:
         return {name for name, last in self.last.items() if reason_of(last) == "error"}

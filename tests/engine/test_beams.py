@@ -13,9 +13,8 @@ from quire.base.messages import Request
 from quire.base.model_spec import load_spec
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import BeamOutput
-from quire.scheduler.flight import Draft
-from quire.scheduler.preemption import preempt
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler import planning
+from quire.scheduler.plan_builder import PlanBuilder
 from tests.engine.bench import Bench
 from tests.serve.checkpoints import (
     checkpoint,
@@ -151,24 +150,24 @@ def test_beams_that_lose_their_rows_between_two_of_their_plans(
 ) -> None:
     """Some have their candidates, or will not get them any more; others are yet to be planned. All
     are asked for again, from the last token on, and those that were there are forgotten."""
-    serve, seen = Scheduler._serve_running, list[tuple[int, int]]()
+    seen = list[tuple[int, int]]()
 
-    def with_preemption(self: Scheduler, draft: Draft, *rest: Any) -> int:
-        leader = self.sequences.get("r")
-        if leader is not None and leader.row >= 0 and self._next_step_id == at:
+    def with_preemption(*args: Any, **more: Any) -> PlanBuilder:
+        builder, scheduler = PlanBuilder(*args, **more), searches.core.scheduler
+        leader = scheduler.lifecycle.sequences.get("r")
+        if leader is not None and leader.row >= 0 and builder.step_id == at:
             group = leader.group
             assert group is not None
             rows = [(m, m.num_computed_tokens, m.num_known_tokens) for m in group.running]
             num_there = len(group.candidates)
-            draft.drop_rows(preempt(self, leader, "test", rest[-1], draft))
-            draft.has_preempted = True
+            scheduler.preemption.preempt(leader, "test", builder, 0.0)
             assert not group.candidates
             for member, computed, known in rows if mode == "swap" and group.is_forked else ():
                 assert member.num_swapped_tokens == (known - 1 if computed == known else computed)
             seen.append((num_there, sum(computed == known for _, computed, known in rows)))
-        return serve(self, draft, *rest)
+        return builder
 
-    monkeypatch.setattr(Scheduler, "_serve_running", with_preemption)
+    monkeypatch.setattr(planning, "PlanBuilder", with_preemption)
     for at in range(3, 15):  # noqa: B007
         searches = Searches(
             max_num_seqs=5, max_num_batched_tokens=3, pipeline_depth=depth, preemption_mode=mode
@@ -321,11 +320,11 @@ def test_beams_share_blocks_as_a_tree() -> None:
     """While they run, no block is held once per beam where the beams have the same tokens."""
     searches = Searches(max_num_seqs=4, enable_prefix_caching=False)
     searches.search("r", 4, 30)
-    pool = searches.core.scheduler.kv.pools[0]
+    pool = searches.core.scheduler.memory.kv.pools[0]
     saved = []
     while searches.core.has_work:
         searches.step()
-        running = searches.core.scheduler.running()
+        running = searches.core.scheduler.rows.sequences()
         if len(running) == 4:
             held = [set(s.blocks.tables[0].blocks) for s in running]
             saved.append(1 - pool.num_used / sum(map(len, held)))

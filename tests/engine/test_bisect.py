@@ -125,7 +125,7 @@ def test_beside_those_that_have_begun(folder: Path, depth: int) -> None:
     bench.add("guilty", with_poison(prompt(25, 9), 8))
     bench.add("late", prompt(26, 9))
     bench.step()
-    assert len(bench.core.scheduler.flights) == depth - 1
+    assert len(bench.core.scheduler.planner.in_flight) == depth - 1
     finish_and_go_on(bench, {"guilty"})
 
 

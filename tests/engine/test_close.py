@@ -6,7 +6,16 @@ from queue import SimpleQueue
 import msgspec
 
 from quire.base.clock import FakeClock
-from quire.base.tiers import KEEP_AT_END_S, Answer, BlockName, Keep, Kept, LookedUp, LookUp, Order
+from quire.base.kv_orders import (
+    KEEP_AT_END_S,
+    Answer,
+    BlockName,
+    Keep,
+    Kept,
+    LookedUp,
+    LookUp,
+    Order,
+)
 from quire.engine.connectors.connections import Connections
 from tests.engine.bench import Bench, prompt
 from tests.scheduler.device import make_request
@@ -67,8 +76,8 @@ def test_steps_in_flight_are_taken_and_open_requests_end_so_that_their_blocks_ar
     bench.add("waits", prompt(3, 21), 30)
     bench.step()
     bench.core.advance()
-    assert bench.core.scheduler.flights, "nothing is in flight"
-    done = bench.core.scheduler.sequences["open"].digests[:5]
+    assert bench.core.scheduler.planner.in_flight, "nothing is in flight"
+    done = bench.core.scheduler.lifecycle.sequences["open"].digests[:5]
     bench.core.close()
     assert len(done) == 5 and {(0, digest) for digest in done} <= set(worker.kept)
     assert len(set(worker.kept)) >= 10
@@ -89,8 +98,8 @@ def test_pinned_prefixes_are_kept_too(tmp_path: Path) -> None:
 def test_all_of_it_takes_no_longer_than_it_may(tmp_path: Path) -> None:
     """Host memory for one block at a time, so there are many orders."""
     bench, worker = opened(tmp_path, 7.0, kv_host_gb=5e-6)
-    assert bench.core.scheduler.kv.tier is not None
-    num_at_once = bench.core.scheduler.kv.tier.limits[0]
+    assert bench.core.scheduler.memory.kv.tier is not None
+    num_at_once = bench.core.scheduler.memory.kv.tier.limits[0]
     assert num_at_once < 4
     bench.add("r", prompt(1, 60), 2)
     bench.finish()

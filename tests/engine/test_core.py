@@ -87,7 +87,7 @@ def test_a_step_that_fails_once_fails_nobody(folder: Path) -> None:
 
 
 def run_until_in_flight(bench: Bench, step_id: int) -> None:
-    flights = bench.core.scheduler.flights
+    flights = bench.core.scheduler.planner.in_flight
     while len(flights) == 0 or flights[-1].plan.step_id < step_id:
         bench.step()
 
@@ -252,13 +252,13 @@ def test_a_row_that_fails_after_it_was_preempted(folder: Path) -> None:
     pool = 18 * 2 * 2 * 2 * 8 * 8 * 4  # blocks, K and V, layers, heads, head dim, bytes, tokens
     bench = Bench(folder, pipeline_depth=2, max_num_seqs=2, kv_cache_memory_bytes=pool)
     scheduler = bench.core.scheduler
-    assert scheduler.kv.pools[0].num_blocks == 18
+    assert scheduler.memory.kv.pools[0].num_blocks == 18
     bench.add("first", prompt(60, 31), 20)
     bench.add("second", prompt(61, 31), 20)
 
     def loses_its_row(plan: Plan) -> bool:
         """The second row's last plan: the one that follows it needs a block that is not there."""
-        held = sum(len(s.blocks.tables[0].blocks) for s in scheduler.running())
+        held = sum(len(s.blocks.tables[0].blocks) for s in scheduler.rows.sequences())
         return held == 18 and int(plan.computed_bound[0]) % 4 == 3
 
     bench.runner.raises, bench.runner.row_error = loses_its_row, 1

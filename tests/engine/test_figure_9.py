@@ -11,6 +11,7 @@ from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
+from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import VOCAB, FakeDevice, FakeExecutor, make_request
@@ -88,7 +89,7 @@ class Figure:
         self.device = Oracle((FULL,), (NUM_BLOCKS,), SIZE)
         config = SchedulerConfig(max_num_seqs=WIDTH, max_num_batched_tokens=16)
         self.core = EngineCore(
-            Scheduler(self.kv, config, max_model_len=32),
+            Scheduler(Memory(self.kv, 16), config, max_model_len=32),
             FakeExecutor(self.device, is_lazy=False),
             FakeClock(),
             RequestLimits(VOCAB, 32, 20, WIDTH),
@@ -101,7 +102,7 @@ class Figure:
     @property
     def beams(self) -> list[Sequence]:
         """Candidates 0 to 3, best first."""
-        group = self.core.scheduler.running()[0].group
+        group = self.core.scheduler.rows.sequences()[0].group
         assert group is not None
         return group.order
 

@@ -24,7 +24,7 @@ def built() -> BuiltRunner:
 
 def fingerprint(built: BuiltRunner, **changes: Any) -> bytes:
     source = resolve_model(str(checkpoint("llama")))
-    return make_scheduler(dataclasses.replace(built, **changes), source).fingerprint
+    return make_scheduler(dataclasses.replace(built, **changes), source).memory.names.fingerprint
 
 
 def test_what_changes_the_bits_of_blocks_changes_their_names(built: BuiltRunner) -> None:

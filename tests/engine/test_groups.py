@@ -51,7 +51,7 @@ class Groups(Bench):
 
     @property
     def num_preemptions(self) -> int:
-        return sum(s.num_preemptions for s in self.core.scheduler.running())
+        return sum(s.num_preemptions for s in self.core.scheduler.rows.sequences())
 
 
 def alone(prompt: list[int], index: int, **more: Any) -> list[int]:
@@ -121,7 +121,7 @@ def test_a_group_is_preempted_and_comes_back_as_one(
     preempted = False
     while groups.core.has_work:
         groups.step()
-        running = [s for s in groups.core.scheduler.running() if s.request.request_id == "r"]
+        running = [s for s in groups.core.scheduler.rows.sequences() if s.request.request_id == "r"]
         preempted |= any(s.num_preemptions for s in running)
     assert preempted, "the test is to preempt the group"
     assert (groups.num_moves["load"] > 0) == (mode == "swap")
@@ -135,9 +135,9 @@ def test_the_prompt_is_held_once_and_its_last_block_is_copied_on_write() -> None
     into the shared last block first gets a copy, the last one writes where it is."""
     groups = Groups(max_num_seqs=4, enable_prefix_caching=False)
     groups.ask("r", PROMPT[:7], 2)  # one full block, and three of four slots of another
-    pool = groups.core.scheduler.kv.pools[0]
+    pool = groups.core.scheduler.memory.kv.pools[0]
     groups.step()
-    first, second = groups.core.scheduler.running()
+    first, second = groups.core.scheduler.rows.sequences()
     assert first.blocks.tables[0].blocks == second.blocks.tables[0].blocks
     shared = first.blocks.tables[0].blocks.copy()
     assert [pool.num_refs(block) for block in shared] == [2, 2]

@@ -24,6 +24,7 @@ from quire.base.step_outputs import StepReader
 from quire.engine.exposition import Exposition
 from quire.engine.metrics import EngineMetrics, RequestTimes
 from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.listening import listen
 from tests.updates import read
 
 MAX_LEN = 1000
@@ -46,7 +47,7 @@ def text_of(
     caching: bool = True,
 ) -> str:
     cache = CacheConfig(enable_prefix_caching=caching)
-    return Exposition(metrics, scheduler or idle_scheduler(), name, cache).text()
+    return Exposition(metrics, (scheduler or idle_scheduler()).view, name, cache).text()
 
 
 def feed(metrics: EngineMetrics, *events: Event) -> None:
@@ -305,6 +306,7 @@ class Bench:
             max_num_seqs=num_rows, max_num_batched_tokens=32, pipeline_depth=depth
         )
         self.scheduler, self.executor = dry_run(num_blocks, 4, config, MAX_LEN, True)
+        self.heard = listen(self.scheduler)
         self.metrics = EngineMetrics(num_rows, MAX_LEN, counts_hits=True)
         self.clock = FakeClock(100.0)
         self.rng = np.random.default_rng(depth)
@@ -319,19 +321,19 @@ class Bench:
 
     def step(self) -> None:
         self.clock.advance(float(self.rng.uniform(0.001, 0.1)))
-        while (plan := self.scheduler.schedule(self.clock.now())) is not None:
+        while (plan := self.scheduler.schedule(self.clock.now()).plan) is not None:
             self.executor.submit(plan)
             self.num_planned.append(int(plan.num_tokens.sum()))
-        if self.scheduler.flights:
+        if self.scheduler.planner.in_flight:
             self.clock.advance(float(self.rng.uniform(0.001, 0.1)))
-            outputs = self.scheduler.update(self.executor.next_result(), self.clock.now())
+            outputs = self.scheduler.update(self.executor.next_result(), self.clock.now()).outputs
             for update in read(self.reader, outputs):
                 self.tokens_s[update.request_id] += [self.clock.now()] * len(update.token_ids)
         self.publish()
 
     def publish(self) -> None:
-        events, self.scheduler.events = self.scheduler.events, []
-        feed(self.metrics, *events)
+        feed(self.metrics, *self.heard)
+        self.heard.clear()
 
     def finish(self) -> None:
         while self.scheduler.has_work:

@@ -69,7 +69,7 @@ def test_as_many_steps_as_a_prompt_of_the_last_piece(
     engine.client.add(request)
     engine.client.append(request.request_id, whole[num_before // 2 or 1 : num_before])
     scheduler = engine.client.core.scheduler
-    while scheduler.sequences[request.request_id].num_computed_tokens < num_before - 1:
+    while scheduler.lifecycle.sequences[request.request_id].num_computed_tokens < num_before - 1:
         assert engine.client.step() == []
     engine.client.append(request.request_id, last, is_last=True)
     streamed, token_ids = steps_to_first_token(engine)

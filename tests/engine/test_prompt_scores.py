@@ -16,7 +16,6 @@ from quire.base.events import Event, Preempted
 from quire.base.messages import Request, Unpin
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import SequenceUpdate
-from quire.scheduler.preemption import preempt
 from tests.engine.bench import Bench, prompt, with_poison
 from tests.serve.checkpoints import checkpoint, pool_bytes, reference_logits
 from tests.updates import read
@@ -139,10 +138,10 @@ def test_a_pinned_prefix_whose_windows_have_moved_on(num_scored: int) -> None:
     bench.pin(tokens[:30])
     bench.add("scored", tokens, 4, **SCORED)
     scheduler = bench.core.scheduler
-    sequence = scheduler.sequences["scored"]
+    sequence = scheduler.lifecycle.sequences["scored"]
     while sequence.num_prompt_logprobs < num_scored:
         bench.step()
-    preempt(scheduler, sequence, "test", 0.0)
+    scheduler.lifecycle.preempt(sequence, "test", 0.0)
     while bench.core.has_work:
         bench.step()
     assert_scored(bench, "scored")

@@ -45,7 +45,7 @@ def test_a_burst_may_take_the_free_rows_and_the_queue(core: EngineCore) -> None:
 
 def test_rows_that_are_free_do_not_help_where_somebody_is_left_waiting(core: EngineCore) -> None:
     """The pool is what is short, not rows: newcomers would queue behind who waits."""
-    pool = core.scheduler.kv.pools[0]
+    pool = core.scheduler.memory.kv.pools[0]
     taken = [pool.allocate() for _ in range(pool.num_free)]
     core.add(request("first"))
     assert core.plan() is None

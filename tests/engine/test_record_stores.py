@@ -13,7 +13,6 @@ from quire.engine.calls import CONTROL, calls_of
 from quire.engine.record import Recorder
 from quire.engine.recording import read_recording, segment_paths
 from quire.ops.native import core
-from quire.scheduler.hits import readable
 from quire.scheduler.stores import Stores
 from quire.tools.replay import Outcome, replay_all
 from quire.tools.replay_model import replay_with_model
@@ -115,7 +114,7 @@ def test_a_scheduler_that_asks_otherwise_is_found(tmp_path: Path, monkeypatch) -
     path = record(tmp_path, "first")
     path = record(tmp_path, "second")
     with monkeypatch.context() as patch:
-        patch.setattr(Stores, "begin", lambda self, s: not readable(self.scheduler, s))
+        patch.setattr(Stores, "begin", lambda self, s: not self._memory.names.readable(s))
         found = one(path)
         assert found.what == "an order to a store, LookUp," and found.replayed == "none"
         assert found.during.startswith("add request ")

@@ -313,7 +313,7 @@ def assert_same(engine: Engine, wanted: Engine, guilty: set[str]) -> None:
         assert mine == {key: value for key, value in wanted.tokens.items() if key[0] == name}, name
         assert engine.beams.get(name) == wanted.beams.get(name), name
         assert engine.scores.get(name) == pytest.approx(wanted.scores.get(name)), name
-    kv = engine.core.scheduler.kv
+    kv = engine.core.scheduler.memory.kv
     assert all(pool.num_used == 0 for pool in (*kv.pools, *kv.host_pools)), "blocks leak"
 
 

@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self.metrics = metrics
-        self.status = StatusLine(metrics, new_scheduler())
+        self.status = StatusLine(metrics, new_scheduler().view)
         self.step_id = 0
 
     def begin(self, at_s: float, num_prompt: int = 40, num_cached: int = 0) -> None:
@@ -70,9 +70,9 @@ def test_running_waiting_and_the_pool_are_those_of_now(metrics: EngineMetrics) -
     scheduler = new_scheduler()
     for i in range(6):
         scheduler.add(dry_request(f"r{i}", [i] * 9, 4), 0.0)
-    status = StatusLine(metrics, scheduler)
+    status = StatusLine(metrics, scheduler.view)
     assert status.line(0.0) is None
-    assert scheduler.schedule(0.0) is not None
+    assert scheduler.schedule(0.0).plan is not None
     line = status.line(10.0)
     assert line is not None, "they run, but nothing comes: the very thing to be told of"
     assert line == "0.0 prompt and 0.0 output tokens/s; 4 running, 2 waiting; KV pool 60 % used"

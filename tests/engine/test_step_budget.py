@@ -91,7 +91,7 @@ def decode(core: EngineCore, num: int, prompt: int = 3) -> None:
     for i in range(num):
         core.add(dry_request(f"decoding {i}", [7] * prompt, 20_000))
     while core.scheduler.num_waiting or any(
-        sequence.num_computed_tokens < prompt for sequence in core.scheduler.running()
+        sequence.num_computed_tokens < prompt for sequence in core.scheduler.rows.sequences()
     ):
         core.step()
 
@@ -105,7 +105,7 @@ def compute(core: EngineCore, cpu: Cpu, prompts: Iterable[int]) -> tuple[list[Pl
     """The steps that compute these prompts, and how long each took."""
     begin = len(cpu.steps)
     ask(core, prompts)
-    while any(name.startswith("prompt") for name in core.scheduler.sequences):
+    while any(name.startswith("prompt") for name in core.scheduler.lifecycle.sequences):
         core.step()
     plans, seconds = zip(*cpu.steps[begin:], strict=True)
     return list(plans), list(seconds)
@@ -124,7 +124,7 @@ def test_steps_come_to_take_a_quarter_of_a_second(flops: float, first: int | Non
     assert max(seconds[learning:]) <= MOST_GAP_S
     whole = [s for plan, s in zip(plans, seconds, strict=True) if plan.num_tokens.max() > 1]
     assert np.median(whole[learning:-1]) >= 0.8 * STEP_S
-    assert 0.9 * measured <= core.scheduler.rates.step_tokens <= 1.2 * measured
+    assert 0.9 * measured <= core.scheduler.memory.rates.step_tokens <= 1.2 * measured
 
 
 def test_decoding_rows_wait_no_longer_while_prompts_are_computed() -> None:
@@ -152,7 +152,7 @@ def test_long_contexts_make_tokens_dearer() -> None:
     sizes = [plan.num_scheduled_tokens for plan in plans]
     assert sizes[0] == MOST_TOKENS and sizes[-3] < 100
     compute(core, cpu, [6000])  # and cheaper again
-    assert core.scheduler.rates.step_tokens > 150
+    assert core.scheduler.memory.rates.step_tokens > 150
 
 
 def test_it_does_not_jump_to_and_fro() -> None:
@@ -251,9 +251,9 @@ def test_how_fast_prompts_are_is_known_also_where_steps_are_small() -> None:
     core = engine(cpu, 16)
     decode(core, 1)
     compute(core, cpu, [300])
-    assert core.scheduler.rates.step_tokens == 16
+    assert core.scheduler.memory.rates.step_tokens == 16
     true = SLOW / 3 * THREADS / (2 * WEIGHTS)
-    assert core.scheduler.rates.prefill_tokens_per_s == pytest.approx(true, rel=0.2)
+    assert core.scheduler.memory.rates.prefill_tokens_per_s == pytest.approx(true, rel=0.2)
 
 
 # ---- the scheduler ---------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_a_budget_that_was_asked_for_is_kept() -> None:
     core = engine(cpu, None)
     decode(core, 1)
     plans, _ = compute(core, cpu, [2000])
-    assert core.scheduler.rates.step_tokens == 0
+    assert core.scheduler.memory.rates.step_tokens == 0
     assert [plan.num_scheduled_tokens for plan in plans[:7]] == [MOST_TOKENS] * 7
 
 
@@ -333,4 +333,4 @@ def test_an_engine_follows_unless_a_number_is_asked_for(asked: int | None) -> No
     ) as llm:
         scheduler = llm.engine.client.core.scheduler
         assert scheduler.token_budget == (asked or MOST_TOKENS)
-        assert scheduler.rates.step_tokens == (0 if asked else MOST_TOKENS)
+        assert scheduler.memory.rates.step_tokens == (0 if asked else MOST_TOKENS)

@@ -74,31 +74,31 @@ def test_the_cheaper_way_is_chosen(copy_rate: float, swaps: bool) -> None:
 
 def test_rates_are_measured() -> None:
     groups = Groups(max_num_seqs=4)
-    assert groups.core.scheduler.rates.copy_bytes_per_s > 1e6
-    assert groups.core.scheduler.rates.prefill_tokens_per_s == 0.0
+    assert groups.core.scheduler.memory.rates.copy_bytes_per_s > 1e6
+    assert groups.core.scheduler.memory.rates.prefill_tokens_per_s == 0.0
     groups.ask("a", list(range(1, 50)), 1)
     groups.finish()
-    assert groups.core.scheduler.rates.prefill_tokens_per_s > 0.0
+    assert groups.core.scheduler.memory.rates.prefill_tokens_per_s > 0.0
 
 
 def test_an_abort_while_swapped_out_frees_the_host_blocks() -> None:
     groups = small(preemption_mode="swap", max_num_seqs=4)
     scheduler = groups.core.scheduler
-    while not any(pool.num_used for pool in scheduler.kv.host_pools):
+    while not any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         groups.step()
     for name in PROMPTS:
         groups.core.control(Abort(name))
-    assert not any(pool.num_used for pool in scheduler.kv.host_pools)
+    assert not any(pool.num_used for pool in scheduler.memory.kv.host_pools)
     groups.finish()
 
 
 def test_nobody_comes_in_before_those_that_were_swapped_out() -> None:
     groups = small(preemption_mode="swap", max_num_seqs=4)
     scheduler = groups.core.scheduler
-    while not any(pool.num_used for pool in scheduler.kv.host_pools):
+    while not any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         groups.step()
     groups.ask("new", [1, 2, 3], 1, temperature=0.0, max_tokens=3)
-    while any(pool.num_used for pool in scheduler.kv.host_pools):
+    while any(pool.num_used for pool in scheduler.memory.kv.host_pools):
         assert ("new", 0) not in groups.samples
         groups.step()
     groups.finish()

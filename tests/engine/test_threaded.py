@@ -254,7 +254,7 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     assert core.rest_s() == 0.0
     for _ in range(2):  # nothing is known of the steps' time: both are planned at once
         core.advance()
-    assert [flight.plan.step_id for flight in scheduler.flights] == [0, 1]
+    assert [flight.plan.step_id for flight in scheduler.planner.in_flight] == [0, 1]
     assert core.rest_s() is None
     clock.advance(1.0)
     inner.gate.release()
@@ -263,12 +263,12 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     assert len(core.advance().rows) == 1
     pause = core.rest_s()
     assert pause == pytest.approx(SHARE / 2 - LEAD_S)  # half as many tokens as the step before
-    assert not core.advance() and len(scheduler.flights) == 1
+    assert not core.advance() and len(scheduler.planner.in_flight) == 1
     core.add(dry_request("second", [3, 4], 2))
     clock.advance(pause + 0.01)
     assert core.rest_s() == 0.0
     core.advance()
-    assert scheduler.flights[-1].plan.num_scheduled_tokens == 1 + 2
+    assert scheduler.planner.in_flight[-1].plan.num_scheduled_tokens == 1 + 2
     inner.gate.release(100)
     while core.has_work:
         core.step()

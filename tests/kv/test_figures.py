@@ -8,6 +8,7 @@ from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable
+from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import FakeDevice, make_request
 
@@ -18,13 +19,14 @@ def test_figure_6_block_table_translation() -> None:
     """A prompt of 7 tokens, blocks of 4: blocks 7 and 1; the third decoding step takes block 3."""
     kv = KVManager((FULL,), (9,), 4, free_orders=[[7, 1, 3, 0, 2, 4, 5, 6, 8]])
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=16)
-    scheduler = Scheduler(kv, config, max_model_len=20)
+    scheduler = Scheduler(Memory(kv, 16), config, max_model_len=20)
     device = FakeDevice((FULL,), (9,), 4)
-    sequence = scheduler.add(make_request("fig6", [4, 8, 15, 16, 23, 42, 7], max_tokens=4), 0.0)
+    scheduler.add(make_request("fig6", [4, 8, 15, 16, 23, 42, 7], max_tokens=4), 0.0)
+    sequence = scheduler.lifecycle.sequences["fig6"]
 
     def step() -> tuple[list[int], int, int]:
         """(physical blocks, filled slots of the last, blocks in use) while the step runs."""
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0).plan
         assert plan is not None
         table = sequence.blocks.tables[0]
         filled = (sequence.num_computed_tokens - 1) % 4 + 1

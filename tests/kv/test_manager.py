@@ -94,8 +94,9 @@ def test_admission_counts_cached_blocks_that_the_hit_wakes() -> None:
     kv.free(computed(kv, 12))
     hit = kv.get_computed_blocks(digests_of(12), 16)
     assert kv.pools[0].num_free == 4
-    assert kv.can_admit(16, hit, watermark_blocks=0, chunk=4)
-    assert not kv.can_admit(16, hit, watermark_blocks=1, chunk=4)
+    needs = kv.needs_with_hit(16, hit, chunk=4)
+    assert kv.fits(needs)
+    assert not kv.fits(needs, reserve=1)
 
 
 def test_what_was_freed_is_as_new() -> None:

@@ -10,11 +10,11 @@ from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
-from quire.scheduler import admission
-from quire.scheduler.preemption import preempt
+from quire.scheduler import admission, memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.workloads import Lengths, Workload
 from tests.scheduler.device import make_request
+from tests.scheduler.listening import listen
 
 BLOCK = 4
 SHORT = Workload("short", Lengths(9, 0.8, 1, 30), Lengths(20, 0.9, 1, 60))
@@ -53,7 +53,7 @@ def others(plan: Plan) -> StepResult:
 
 
 def running(scheduler: Scheduler) -> list[str]:
-    return [sequence.request.request_id for sequence in scheduler.running()]
+    return [sequence.request.request_id for sequence in scheduler.rows.sequences()]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -62,7 +62,7 @@ def test_nobody_is_preempted_more_than_three_times(
     monkeypatch: pytest.MonkeyPatch, mode: str, seed: int
 ) -> None:
     """Also where admission never slows down; without the rule, some are preempted more often."""
-    monkeypatch.setattr(admission, "STEP_UP", 0.0)
+    monkeypatch.setattr(memory, "STEP_UP", 0.0)
     most = []
     for limit in (admission.MOST_PREEMPTIONS, 1000):
         monkeypatch.setattr(admission, "MOST_PREEMPTIONS", limit)
@@ -75,7 +75,7 @@ def test_nobody_is_preempted_more_than_three_times(
 def test_admission_slows_down_when_preemption_is_frequent(monkeypatch: pytest.MonkeyPatch) -> None:
     arrivals, runs = backlog(400, seed=3), []
     for step_up in (0.0, 1.0):
-        monkeypatch.setattr(admission, "STEP_UP", step_up)
+        monkeypatch.setattr(memory, "STEP_UP", step_up)
         runs.append(simulate(scheduler_of(100), arrivals, A_SECOND))
     eager, slow = runs
     assert slow.num_preemptions < eager.num_preemptions / 2
@@ -85,7 +85,7 @@ def test_admission_slows_down_when_preemption_is_frequent(monkeypatch: pytest.Mo
 
 def test_headroom_goes_away_when_sequences_end_without_preemption() -> None:
     scheduler = scheduler_of(100)
-    headroom = scheduler.headroom
+    headroom = scheduler.memory.headroom
     headroom.blocks_per_row = 8.0
     assert headroom.blocks(64) == 1 + 8 * 64
     for i in range(200):
@@ -96,7 +96,7 @@ def test_headroom_goes_away_when_sequences_end_without_preemption() -> None:
 
 
 def test_headroom_is_at_most_half_the_pool() -> None:
-    headroom = admission.Headroom(100, 1)
+    headroom = memory.Headroom(100, 1)
     for _ in range(50):
         headroom.take_preemption(10)
     assert headroom.blocks(10) == 1 + 50
@@ -107,7 +107,7 @@ def test_the_watermark_is_for_those_that_run() -> None:
     scheduler = scheduler_of(100, pipeline_depth=9)
     add(scheduler, "first", 4)
     scheduler.schedule(0.0)
-    scheduler.headroom.watermark_blocks = 90
+    scheduler.memory.headroom.watermark_blocks = 90
     add(scheduler, "second", 40)  # 10 blocks; 99 are free
     scheduler.schedule(0.0)
     assert running(scheduler) == ["first"]
@@ -123,13 +123,13 @@ def test_a_group_needs_no_watermark_beside_itself() -> None:
     )
     branching = BranchingExecutor(executor, sureness=0.5)
     scheduler.add(group_request("beams", list(range(8)), 12, num=4, beams=True), 0.0)
-    scheduler.headroom.watermark_blocks = 24
+    scheduler.memory.headroom.watermark_blocks = 24
     num_steps, num_partly = 0, 0
     while scheduler.has_work:
         if num_steps == 18:
-            preempt(scheduler, scheduler.running()[0], "test", 0.0)
+            scheduler.lifecycle.preempt(scheduler.rows.sequences()[0], "test", 0.0)
             assert scheduler.num_running == 0
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0).plan
         assert plan is not None, "the group waits for itself"
         branching.submit(plan)
         scheduler.update(branching.next_result(), 0.0)
@@ -144,7 +144,7 @@ def test_priority_comes_first_and_arrival_second() -> None:
         add(scheduler, name, 3, priority)
     scheduler.schedule(0.0)
     assert running(scheduler) == ["c", "e", "b"]
-    assert [s.request.request_id for s in scheduler.queue.waiting()] == ["d", "a"]
+    assert [s.request.request_id for s in scheduler.lifecycle.queue.waiting()] == ["d", "a"]
     add(scheduler, "f", 3, -9)
     scheduler.control(Abort("e"), 0.0)
     scheduler.schedule(0.0)
@@ -157,12 +157,12 @@ def test_a_class_that_was_empty_comes_back() -> None:
     for _ in range(2):
         for priority in (3, 1, 2):
             add(scheduler, f"p{priority}", 3, priority)
-        assert [s.priority for s in scheduler.queue.waiting()] == [1, 2, 3]
+        assert [s.priority for s in scheduler.lifecycle.queue.waiting()] == [1, 2, 3]
         for priority in (1, 2, 3):
-            head = scheduler.queue.peek()
+            head = scheduler.lifecycle.queue.peek()
             assert head is not None and head.priority == priority
             scheduler.control(Abort(f"p{priority}"), 0.0)
-        assert scheduler.queue.peek() is None and len(scheduler.queue) == 0
+        assert scheduler.lifecycle.queue.peek() is None and len(scheduler.lifecycle.queue) == 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -173,16 +173,17 @@ def test_the_victim_is_the_latest_arrival_of_the_lowest_priority(mode: str) -> N
     for name, priority in arrivals:
         add(scheduler, name, 8, priority)
     preempted: list[str] = []
+    heard = listen(scheduler)
     while len(preempted) < 2:
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0).plan
         assert plan is not None
         scheduler.update(others(plan), 0.0)
-        preempted += [e.request_id for e in scheduler.events if isinstance(e, Preempted)]
-        scheduler.events.clear()
+        preempted += [e.request_id for e in heard if isinstance(e, Preempted)]
+        heard.clear()
     assert preempted == ["low, later", "low"]
     add(scheduler, "lower", 1, 9)
     add(scheduler, "same", 1, 5)
     add(scheduler, "higher", 1, 4)
     scheduler.control(Abort("high, later"), 0.0)
-    order = [sequence.request.request_id for sequence in scheduler.queue.waiting()]
+    order = [sequence.request.request_id for sequence in scheduler.lifecycle.queue.waiting()]
     assert order == ["higher", "low", "low, later", "same", "lower"]

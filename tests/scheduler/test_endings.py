@@ -13,11 +13,11 @@ from quire.base.plan import Candidates, StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.scheduler import policies
 from quire.scheduler.fifo import Fifo
-from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import NUM_STOP_IDS
 from tests.scheduler.device import make_request
-from tests.scheduler.test_pins import Bench
+from tests.scheduler.listening import listen
+from tests.scheduler.test_pins import Bench, num_unpinned
 
 MANY = tuple(range(20, 20 + NUM_STOP_IDS + 4))
 
@@ -29,12 +29,12 @@ def scheduler_of(caching: bool = True) -> Scheduler:
 
 def step(scheduler: Scheduler, token: int, **more: object) -> StepOutputs:
     """Everybody samples this token."""
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule(0.0).plan
     assert plan is not None
     num = len(plan.sample_rows)
     tokens = np.full((num, 1), token, np.int32)
     result = StepResult(plan.step_id, tokens, np.ones(num, np.int32), **more)  # type: ignore[arg-type]
-    return scheduler.update(result, 0.0)
+    return scheduler.update(result, 0.0).outputs
 
 
 def ending_of(
@@ -42,6 +42,7 @@ def ending_of(
 ) -> tuple[str, int | None]:
     """How a request ends whose tokens are these, and that it does so with the last of them."""
     scheduler = scheduler_of()
+    heard = listen(scheduler)
     request = make_request("r", [1, 2, 3], stops=stops, **({"max_tokens": 9} | params))
     request = msgspec.structs.replace(request, eos_token_ids=stops[:1])
     scheduler.add(request, 0.0)
@@ -49,7 +50,7 @@ def ending_of(
         assert not step(scheduler, token).finished, token
     [(_, ending)] = step(scheduler, tokens[-1]).finished
     scheduler.check_invariants()
-    [finished] = [event for event in scheduler.events if isinstance(event, Finished)]
+    [finished] = [event for event in heard if isinstance(event, Finished)]
     assert (finished.reason, finished.num_output_tokens) == (ending.reason, len(tokens))
     assert ending.stop_reason is None or isinstance(ending.stop_reason, int)
     return ending.reason, ending.stop_reason
@@ -72,17 +73,19 @@ def test_long_lists_of_one_request_are_not_another_s() -> None:
         scheduler.add(make_request(name, [1, 2, 3], stops=stops, max_tokens=9), 0.0)
     assert not step(scheduler, 5).finished
     assert len(step(scheduler, MANY[-1]).finished) == 1
-    assert set(scheduler.sequences) == {"few", "more"}
+    assert set(scheduler.lifecycle.sequences) == {"few", "more"}
     assert len(step(scheduler, MANY[-1] + 40).finished) == 1
-    assert (set(scheduler.sequences), scheduler.num_long_stop_lists) == ({"few"}, 0)
+    assert (set(scheduler.lifecycle.sequences), len(scheduler.lifecycle.long_stop_lists)) == (
+        {"few"},
+        0,
+    )
 
 
 def test_what_is_told_of_one_that_comes_in() -> None:
     scheduler = scheduler_of()
     request = make_request("r", [1, 2, 3], max_tokens=5, tenant="mine")
     request = msgspec.structs.replace(request, received_s=0.5)
-    scheduler.add(request, 2.0)
-    assert scheduler.events == [Queued(2.0, "r", 3, 5, 0.5, "mine")]
+    assert scheduler.add(request, 2.0).events == [Queued(2.0, "r", 3, 5, 0.5, "mine")]
 
 
 def test_what_is_told_of_one_that_gives_way() -> None:
@@ -90,9 +93,9 @@ def test_what_is_told_of_one_that_gives_way() -> None:
     scheduler.add(make_request("r", list(range(9)), max_tokens=9), 0.0)
     step(scheduler, 5)
     step(scheduler, 5)
-    rows = preempt(scheduler, scheduler.sequences["r"], "other", 3.0)
+    rows = scheduler.lifecycle.preempt(scheduler.lifecycle.sequences["r"], "other", 3.0)
     assert rows == {0}
-    assert scheduler.events[-1] == Preempted(3.0, "r", "other", 10, False)
+    assert scheduler.lifecycle.events[-1] == Preempted(3.0, "r", "other", 10, False)
 
 
 def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
@@ -100,9 +103,9 @@ def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
     scheduler = scheduler_of(caching=False)
     scheduler.add(make_request("r", list(range(40)), max_tokens=2, prompt_logprobs=0), 0.0)
     every = [Candidates(np.array([i]), np.array([0.0]), 1) for i in range(40)]
-    sequence, told, num = scheduler.sequences["r"], list[Candidates](), 0
+    sequence, told, num = scheduler.lifecycle.sequences["r"], list[Candidates](), 0
     while len(told) < 40:
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0).plan
         assert plan is not None
         start, end = int(plan.computed_bound[0]), int(plan.computed_bound[0] + plan.num_tokens[0])
         num += end - start
@@ -113,18 +116,18 @@ def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
             np.ones(size, np.int32),
             prompt_candidates={int(plan.rows[0]): every[start:end]},
         )
-        [update] = scheduler.update(result, 0.0).details
+        [update] = scheduler.update(result, 0.0).outputs.details
         assert update.prompt_candidates is not None
         told += update.prompt_candidates
         if end == 32 and num == 32:
-            preempt(scheduler, sequence, "other", 0.0)
+            scheduler.lifecycle.preempt(sequence, "other", 0.0)
     assert told == every
     assert num == 40 + 32, "nothing was computed a second time"
 
 
 def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
     request = make_request("r", [1, 2, 3])
-    cached, uncached = scheduler_of(), scheduler_of(caching=False)
+    cached, uncached = (scheduler_of(on).memory.names for on in (True, False))
     plain = cached.root(request, 1, 0)
     assert cached.root(request, 3, 0) == cached.root(request, 3, 5) == plain
     roots = {uncached.root(request, 3, arrival) for arrival in range(3)}
@@ -136,7 +139,7 @@ def test_a_tenant_is_absent_after_its_last_request() -> None:
     scheduler = scheduler_of()
     for name in ("a", "b"):
         scheduler.add(make_request(name, [1, 2, 3], tenant="mine"), 0.0)
-    tenants = scheduler.queue.tenants
+    tenants = scheduler.lifecycle.queue.tenants
     scheduler.control(Abort("a"), 0.0)
     assert tenants._present == {"mine"} and not tenants._absent
     scheduler.control(Abort("b"), 0.0)
@@ -148,7 +151,7 @@ def test_a_pin_whose_time_is_over_takes_no_room_from_who_comes_then() -> None:
     bench.pin(pin_s=5.0)
     bench.clock.advance(6.0)
     bench.scheduler.add(make_request("all", list(range(15)), max_tokens=9), bench.clock.now())
-    assert "pin" not in bench.pins and bench.scheduler.pins.room(0) == 6
+    assert "pin" not in bench.pins and num_unpinned(bench) == 6
 
 
 class NotEmpty(Fifo):

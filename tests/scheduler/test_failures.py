@@ -9,8 +9,8 @@ from quire.base.errors import STEP_FAILED
 from quire.base.plan import Move, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
-from quire.scheduler.failures import find_broken
-from quire.scheduler.flight import Flight
+from quire.scheduler.in_flight import InFlightStep
+from quire.scheduler.tainted import find_tainted
 from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
 
@@ -32,13 +32,13 @@ def flight(
     shared: list[Any],
     moves: tuple[Move, ...] = (),
     started: list[int] | None = None,
-) -> Flight:
+) -> InFlightStep:
     starts = tuple(RowStart(row, ints(1, 2, 3), 2, 3, SamplingParams(), 0) for row in started or [])
     plan = Plan(step, rows=ints(*rows), sample_rows=ints(*rows), moves=moves, started=starts)
     lines = rows + [row for row in started or [] if row not in rows]
     owners = np.array([owner(row) for row in lines], object)
     epochs = np.zeros(len(lines), np.int64)
-    return Flight(plan, epochs, owners, epochs[: len(rows)], owners[: len(rows)], shared)
+    return InFlightStep(plan, epochs, owners, epochs[: len(rows)], owners[: len(rows)], shared)
 
 
 def swap(source: int, destination: int) -> Move:
@@ -57,7 +57,7 @@ def test_what_a_failed_row_computed_breaks_whoever_loads_it_from_the_host() -> N
         flight(2, [1], [], (swap(5, 2), swap(9, 3))),
         flight(3, [2, 3], [(2, [[7]], [[]]), (3, [[6]], [[]])], (load(2, 7), load(3, 6))),
     ]
-    broken = find_broken(flights, FAILS, 1)
+    broken = find_tainted(flights, FAILS, 1)
     assert set(broken.failed) == {(0, 0)} and set(broken.dependants) == {(2, 0)}
     assert broken.host == [{2}]
 
@@ -69,10 +69,10 @@ def test_swaps_that_were_lost_break_whoever_loads_them() -> None:
         flight(2, [1], [(1, [[7]], [[]])], (load(2, 7),)),
         flight(3, [2], [(2, [[8]], [[]])], (swap(4, 3), load(3, 8))),
     ]
-    broken = find_broken(flights, {}, 1, has_lost_swaps=True)
+    broken = find_tainted(flights, {}, 1, has_lost_swaps=True)
     assert not broken.failed and set(broken.dependants) == {(1, 0)}
     assert broken.host == [{2}]
-    assert not find_broken(flights, {}, 1).dependants
+    assert not find_tainted(flights, {}, 1).dependants
 
 
 def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() -> None:
@@ -83,7 +83,7 @@ def test_rows_that_come_back_and_compute_nothing_yet_are_broken_as_others_are() 
         flight(1, [0], [], (swap(5, 2), swap(6, 3))),
         flight(2, [0, 1], shared, moves, started=[1, 2, 3]),
     ]
-    broken = find_broken(flights, {}, 1, has_lost_swaps=True)
+    broken = find_tainted(flights, {}, 1, has_lost_swaps=True)
     assert broken.dependants == {(1, 0): owner(1), (2, 0): owner(2)}
     flights[1].leave_out(broken.dependants)
     assert flights[1].left_out == {1, 2}
@@ -99,7 +99,7 @@ def test_what_is_forked_from_a_row_that_is_left_out_is_void() -> None:
         forked=(RowFork(0, 2, 1), RowFork(1, 3, 1)),
     )
     owners, epochs = np.array(["a", "b", "c", "d"], object), np.zeros(4, np.int64)
-    mine = Flight(plan, epochs, owners, epochs, owners, [])
+    mine = InFlightStep(plan, epochs, owners, epochs, owners, [])
     mine.leave_out({(0, 0)})
     assert mine.left_out == {0, 2}
 

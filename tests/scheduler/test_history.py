@@ -11,7 +11,8 @@ from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
 from quire.engine.prefix_words import as_data, shown_to
 from quire.kv.manager import KVManager
-from quire.scheduler.history import History
+from quire.scheduler.memory import Memory
+from quire.scheduler.miss_report import MissReports
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import make_request
 
@@ -23,7 +24,7 @@ TEXT = [int(n) for n in np.random.default_rng(5).integers(0, 1000, 60)]
 def scheduler_of(num_blocks: int = 40, **settings: object) -> Scheduler:
     kv = KVManager([FULL], [num_blocks], BLOCK, block_bytes=[1000], **settings)  # type: ignore[arg-type]
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32)
-    return Scheduler(kv, config, 128)
+    return Scheduler(Memory(kv, config.max_num_batched_tokens or 0), config, 128)
 
 
 def add(scheduler: Scheduler, name: str, prompt: list[int], now: float, **more: object) -> None:
@@ -33,9 +34,9 @@ def add(scheduler: Scheduler, name: str, prompt: list[int], now: float, **more: 
 
 def step(scheduler: Scheduler, now: float) -> list[PrefixReport]:
     """Reports of those that were admitted."""
-    plan = scheduler.schedule(now)
-    found = [e.report for e in scheduler.events if isinstance(e, PrefixFound)]
-    scheduler.events = []
+    decisions = scheduler.schedule(now)
+    plan = decisions.plan
+    found = [e.report for e in decisions.events if isinstance(e, PrefixFound)]
     if plan is not None:
         num = len(plan.sample_rows)
         tokens = np.full((num, 1), 7, np.int32)
@@ -209,13 +210,14 @@ def test_preempted_and_later_chunks_are_not_told_again() -> None:
     assert len(found) == 2
 
 
-def size(history: History) -> int:
+def size(history: MissReports) -> int:
     return len(history._young.by_digest) + len(history._old.by_digest)
 
 
 def test_it_forgets_the_oldest_and_stays_small() -> None:
     scheduler = scheduler_of(num_blocks=2000)
-    scheduler.history = history = History(scheduler, most_blocks=50)
+    memory = scheduler.memory
+    memory.misses = history = MissReports(memory.kv, memory.names, most_blocks=50)
     for i in range(40):
         ask(scheduler, f"r{i}", list(range(1000 * i, 1000 * i + 21)))
     assert size(history) <= 60 and not history._open

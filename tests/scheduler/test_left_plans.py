@@ -15,8 +15,8 @@ from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.scheduler.flight import Draft
-from quire.scheduler.preemption import preempt
+from quire.scheduler.memory import Memory
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import (
     Curse,
@@ -54,7 +54,9 @@ class Driver:
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4} | settings
         kv = self.kv = KVManager(FULL, (num_blocks,), 4)
         self.device = Unlucky(FULL, (num_blocks,), 4)
-        self.scheduler = Scheduler(kv, SchedulerConfig(**settings), MAX_LEN, watermark=0.0)
+        config = SchedulerConfig(**settings)
+        memory = Memory(kv, config.max_num_batched_tokens or 0, watermark=0.0)
+        self.scheduler = Scheduler(memory, config, MAX_LEN)
         self.clock = FakeClock()
         limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
         executor: Any = FakeExecutor(self.device, is_lazy)
@@ -72,7 +74,7 @@ class Driver:
             if not self.scheduler.has_work:
                 return
             self.core.plan()
-            if self.scheduler.flights:
+            if self.scheduler.planner.in_flight:
                 self.take()
         raise AssertionError("a request starves")
 
@@ -92,7 +94,7 @@ def test_a_piece_in_a_plan_that_loses_its_rows_reaches_the_device(is_lazy: bool)
         driver.take()
     core.add(make_request("guilty", [9], max_tokens=30, temperature=0.0, seed=1, priority=-1))
     driver.device.curses[1] = Curse(6, raises=True)
-    guilty = scheduler.sequences["guilty"]
+    guilty = scheduler.lifecycle.sequences["guilty"]
     while True:
         core.plan()
         if guilty.num_computed_tokens == 7:
@@ -117,9 +119,9 @@ def swapped_out_group() -> Driver:
     while scheduler.num_running != 3:
         driver.core.plan()
         driver.take()
-    draft = Draft(0)
-    preempt(scheduler, scheduler.running()[0], "test", 0.0, draft)
-    scheduler._swaps = draft.swaps
+    draft = PlanBuilder(0)
+    scheduler.preemption.preempt(scheduler.rows.sequences()[0], "test", draft, 0.0)
+    scheduler.planner._swaps = draft.swaps
     assert scheduler.num_running == 0 and draft.swaps
     return driver
 
@@ -153,7 +155,7 @@ def test_the_core_does_not_rest_while_something_can_be_planned(depth: int, mode:
     core.add(is_open(make_request("open", list(range(40)), max_tokens=4, temperature=0.0)))
     prompt = list(range(49, 19, -1))
     core.add(make_request("busy", prompt, max_tokens=60, temperature=0.0, seed=1))
-    while "busy" in driver.scheduler.sequences:
+    while "busy" in driver.scheduler.lifecycle.sequences:
         rest_s = core.rest_s()
         assert rest_s is not None, "it waits for a message that need not come"
         driver.clock.advance(max(rest_s, 1e-3))
@@ -168,9 +170,9 @@ def test_a_silent_client_of_a_higher_class_does_not_lock_others_out() -> None:
     core.plan()
     driver.take()
     core.add(make_request("low", [7, 8, 9], max_tokens=30, temperature=0.0, seed=1))
-    scheduler.sequences["low"].num_preemptions = 3
+    scheduler.lifecycle.sequences["low"].num_preemptions = 3
     for _ in range(40):
         core.plan()
-        if scheduler.flights:
+        if scheduler.planner.in_flight:
             driver.take()
-    assert list(scheduler.sequences) == ["silent"]
+    assert list(scheduler.lifecycle.sequences) == ["silent"]

@@ -18,9 +18,9 @@ from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.manager import KVManager
-from quire.scheduler.flight import Draft
-from quire.scheduler.pins import Pin
-from quire.scheduler.preemption import preempt
+from quire.scheduler.memory import Memory
+from quire.scheduler.pinned import Pin
+from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import Sequence
 from tests.scheduler.device import Curse, FakeDevice, FakeExecutor, expected_tokens, make_request
@@ -32,6 +32,11 @@ MAX_LEN = 100
 BLOCK = 4
 PREFIX = list(range(11))  # two full blocks and 3 tokens
 ENDING = [41, 42, 43, 44, 45]
+
+
+def num_unpinned(bench: "Bench") -> int:
+    """Blocks that no pin holds, or will hold."""
+    return bench.kv.pools[0].num_blocks - bench.scheduler.memory.pinned.reserved[0]
 
 
 class Bench:
@@ -48,7 +53,9 @@ class Bench:
         pools = (num_blocks,) * len(groups)
         self.kv = KVManager(groups, pools, BLOCK, caching)
         self.device = FakeDevice(groups, pools, BLOCK)
-        self.scheduler = Scheduler(self.kv, SchedulerConfig(**settings), MAX_LEN, watermark=0.0)
+        config = SchedulerConfig(**settings)
+        memory = Memory(self.kv, config.max_num_batched_tokens or 0, watermark=0.0)
+        self.scheduler = Scheduler(memory, config, MAX_LEN)
         self.clock = FakeClock()
         limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
         executor: Any = FakeExecutor(self.device, is_lazy=False)
@@ -93,7 +100,7 @@ class Bench:
         plan = self.core.plan()
         if plan is not None:
             self.plans.append(plan)
-        outputs = self.core.take() if self.scheduler.flights else self.core.take_late()
+        outputs = self.core.take() if self.core.num_in_flight else self.core.take_dropped()
         for update in read(self.reader, outputs):
             self.output[update.request_id][update.index] += update.token_ids
         for update, finish in outputs.finished:
@@ -116,7 +123,7 @@ class Bench:
 
     @property
     def pins(self) -> dict[str, Pin]:
-        return self.scheduler.pins.by_id
+        return self.scheduler.memory.pinned.by_id
 
     def held(self, pin: Pin, group: int = 0) -> list[int]:
         assert pin.blocks is not None, "it is not computed"
@@ -131,7 +138,7 @@ class Bench:
         ]
 
     def sequence(self, name: str) -> Sequence:
-        return self.scheduler.sequences[name]
+        return self.scheduler.lifecycle.sequences[name]
 
     @property
     def num_used(self) -> list[int]:
@@ -171,7 +178,10 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(caching: bool) -> None:
     assert all(np.array_equal(*pair) for pair in zip(before, bench.written(pin), strict=True))
     assert [bench.kv.pools[0].num_refs(block) for block in blocks] == [1, 1, 1]
     assert bench.num_used == [3] and pin.num_hits == 1
-    assert bench.scheduler.pins.num_hits == 1 and bench.scheduler.pins.num_hit_tokens == 11
+    assert (
+        bench.scheduler.memory.pinned.num_hits == 1
+        and bench.scheduler.memory.pinned.num_hit_tokens == 11
+    )
 
 
 @pytest.mark.parametrize(("length", "computed"), [(11, 10), (8, 7), (9, 8), (1, 0)])
@@ -268,9 +278,9 @@ def test_a_request_preempted_and_back(swaps: bool) -> None:
     request = bench.add("fork", PREFIX + ENDING, max_tokens=12)
     for _ in range(4):
         bench.step()
-    draft = Draft(0)
-    preempt(bench.scheduler, bench.sequence("fork"), "test", 0.0, draft if swaps else None)
-    bench.scheduler._swaps = draft.swaps
+    draft = PlanBuilder(0)
+    bench.scheduler.preemption.preempt(bench.sequence("fork"), "test", draft, 0.0)
+    bench.scheduler.planner._swaps = draft.swaps
     assert bench.num_used == [3]
     bench.step()
     back = bench.sequence("fork").blocks.tables[0].blocks
@@ -544,7 +554,7 @@ def test_two_pins_of_the_same_tokens() -> None:
     bench = Bench()
     one, two = bench.pin("one"), bench.pin("two")
     assert bench.held(one)[:2] == bench.held(two)[:2]  # of the index
-    assert bench.num_used == [4] and bench.scheduler.pins.num_blocks == 4
+    assert bench.num_used == [4] and bench.scheduler.memory.pinned.num_blocks == 4
     bench.core.control(Unpin("one"))
     assert bench.num_used == [3]
     request = bench.add("fork", PREFIX + ENDING)

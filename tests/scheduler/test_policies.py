@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 
 from quire.base.config import SchedulerConfig
+from quire.base.messages import MeasuredRates
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.kv.manager import KVManager
 from quire.scheduler import two_level
 from quire.scheduler.fifo import Fifo
+from quire.scheduler.memory import Memory
 from quire.scheduler.policy import MakePolicy
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.srtf import Srtf
@@ -27,7 +29,7 @@ def scheduler_of(
         **{"max_num_seqs": 64, "max_num_batched_tokens": budget, **settings}  # type: ignore[arg-type]
     )
     kv = KVManager((CacheGroup("full", (0,), 1, 1),), (blocks,), BLOCK)
-    return Scheduler(kv, config, MAX_LEN, make_policy=policy)
+    return Scheduler(Memory(kv, budget), config, MAX_LEN, policy)
 
 
 def add(scheduler: Scheduler, name: str, num_tokens: int, now: float = 0.0, **more: object) -> None:
@@ -40,13 +42,13 @@ def add(scheduler: Scheduler, name: str, num_tokens: int, now: float = 0.0, **mo
 
 def step(scheduler: Scheduler, now: float = 0.0) -> dict[str, int]:
     """One step; the tokens that each request got."""
-    plan = scheduler.schedule(now)
+    plan = scheduler.schedule(now).plan
     if plan is None:
         return {}
     got = {
         sequence.request.request_id: num
         for sequence, num in zip(
-            scheduler.table.sequences[plan.rows], plan.num_tokens.tolist(), strict=True
+            scheduler.rows.table.sequences[plan.rows], plan.num_tokens.tolist(), strict=True
         )
     }
     scheduler.update(answer(plan), now)
@@ -64,7 +66,7 @@ def firsts(scheduler: Scheduler, most: int = 200) -> list[str]:
     order: list[str] = []
     for _ in range(most):
         order += [name for name in step(scheduler) if name not in order]
-        if not len(scheduler.queue):
+        if not len(scheduler.lifecycle.queue):
             break
     return order
 
@@ -121,9 +123,9 @@ def test_hits_are_looked_up_again_within_a_plan(policy: MakePolicy) -> None:
     add(scheduler, "one", 8)
     add(scheduler, "alike", 11, like="one")
     add(scheduler, "other", 10)
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule(0.0).plan
     assert plan is not None
-    names = [s.request.request_id for s in scheduler.table.sequences[plan.rows]]
+    names = [s.request.request_id for s in scheduler.rows.table.sequences[plan.rows]]
     assert list(zip(names, plan.num_tokens.tolist(), strict=True)) == [
         ("one", 8), ("alike", 3), ("other", 10),
     ]  # fmt: skip
@@ -158,7 +160,10 @@ def test_short_requests_cannot_starve_a_long_one(
     scheduler = scheduler_of(TwoLevel)
     add(scheduler, "long", 160)
     num_steps = 0
-    while scheduler.running()[-1:] == [] or scheduler.sequences["long"].num_output_tokens == 0:
+    while (
+        scheduler.rows.sequences()[-1:] == []
+        or scheduler.lifecycle.sequences["long"].num_output_tokens == 0
+    ):
         add(scheduler, f"short {num_steps}", 12, max_tokens=1)
         step(scheduler)
         num_steps += 1
@@ -194,10 +199,10 @@ def test_a_head_that_does_not_fit_stops_nobody(policy: MakePolicy) -> None:
     add(scheduler, "b", 50)
     add(scheduler, "c", 40)
     for _ in range(400):
-        if not scheduler.sequences:
+        if not scheduler.lifecycle.sequences:
             break
         assert step(scheduler), "nobody goes on"
-    assert not scheduler.sequences
+    assert not scheduler.lifecycle.sequences
 
 
 # ---- tenants ---------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ def test_counters_grow_by_computed_and_sampled_tokens() -> None:
     add(scheduler, "b", 5, tenant="b")
     for _ in range(3):
         step(scheduler)
-    served = scheduler.queue.tenants.served
+    served = scheduler.lifecycle.queue.tenants.served
     assert (served("a"), served("b")) == (10 + 1 + 4, 5 + 1 + 4)
 
 
@@ -280,26 +285,26 @@ def test_late_requests_end_with_an_error_and_free_their_blocks() -> None:
     add(scheduler, "free", 4)
     add(scheduler, "n", 4, n=2, temperature=1.0, timeout_s=3.0)
     step(scheduler, 1.0)
-    assert scheduler.time_limits.next_s == 2.0
-    plan = scheduler.schedule(2.0)
-    assert plan is not None and "runs" not in scheduler.sequences
-    outputs = scheduler.update(answer(plan), 2.0)
+    assert scheduler.control(MeasuredRates(), 1.0).next_s == 2.0
+    plan = scheduler.schedule(2.0).plan
+    assert plan is not None and "runs" not in scheduler.lifecycle.sequences
+    outputs = scheduler.update(answer(plan), 2.0).outputs
     [(update, finish)] = outputs.finished
     assert (update.request_id, finish.reason) == ("runs", "timeout")
     assert "timeout_s=2" in error_of(update) and "1 output token" in error_of(update)
     scheduler.check_invariants()
-    plan = scheduler.schedule(3.0)
-    late = [told.request_id for told, _ in scheduler.update(answer(plan), 3.0).finished]  # type: ignore[arg-type]
-    assert sorted(late) == ["n", "waits"] and list(scheduler.sequences) == ["free"]
+    plan = scheduler.schedule(3.0).plan
+    late = [told.request_id for told, _ in scheduler.update(answer(plan), 3.0).outputs.finished]  # type: ignore[arg-type]
+    assert sorted(late) == ["n", "waits"] and list(scheduler.lifecycle.sequences) == ["free"]
 
 
 def test_lateness_is_told_when_nothing_runs() -> None:
     scheduler = scheduler_of(Fifo)
     add(scheduler, "late", 4, now=1.0, timeout_s=0.5)
-    assert scheduler.schedule(1.5) is None and scheduler.has_work
-    outputs = scheduler.take_late()
-    assert [finish.reason for _, finish in outputs.finished] == ["timeout"]
-    assert not scheduler.has_work and scheduler.kv.pools[0].num_used == 0
+    decisions = scheduler.schedule(1.5)
+    assert decisions.plan is None
+    assert [finish.reason for _, finish in decisions.outputs.finished] == ["timeout"]
+    assert not scheduler.has_work and scheduler.memory.kv.pools[0].num_used == 0
 
 
 def test_a_request_id_that_is_used_again_is_not_dropped_for_the_first_one() -> None:
@@ -308,4 +313,4 @@ def test_a_request_id_that_is_used_again_is_not_dropped_for_the_first_one() -> N
     step(scheduler, 1.0)
     add(scheduler, "name", 4, now=4.0, timeout_s=5.0)
     step(scheduler, 6.0)
-    assert "name" in scheduler.sequences
+    assert "name" in scheduler.lifecycle.sequences

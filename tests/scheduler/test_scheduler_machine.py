@@ -17,11 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
-from quire.base.events import Finished, Stepped
-from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
-from quire.base.model_spec import CacheGroup
-from quire.base.step_outputs import StepOutputs, StepReader
-from quire.base.tiers import (
+from quire.base.events import Event, Finished, Stepped
+from quire.base.kv_orders import (
     Answer,
     Fetch,
     Fetched,
@@ -33,11 +30,15 @@ from quire.base.tiers import (
     Remove,
     Removed,
 )
+from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
+from quire.base.model_spec import CacheGroup
+from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
 from quire.scheduler.fifo import Fifo
+from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.srtf import Srtf
 from quire.scheduler.two_level import TwoLevel
@@ -70,11 +71,16 @@ class FakeStores:
         self.has_others = False
         self.old: set[tuple[int, bytes]] = set()
 
-    def take(self) -> None:
-        """Take new orders. Removing overtakes all others, and undoes what is still to be kept."""
-        if self.scheduler.stores is None:
-            return
-        for order in self.scheduler.stores.take_orders():
+    has_answers = False
+    next_s = None
+    num_open = 0
+
+    def take(self, now: float, waits: bool) -> list[Answer]:
+        return []
+
+    def submit(self, orders: list[Order]) -> None:
+        """Take orders. Removing overtakes all others, and undoes what is still to be kept."""
+        for order in orders:
             self.pending.append(order)
             if isinstance(order, LookUp):
                 assert self.old.isdisjoint(order.names), "a name of before a reset"
@@ -90,7 +96,7 @@ class FakeStores:
                         self.pending[i] = Keep(other.store, other.ticket, tuple(items))
 
     def _put_others(self, order: LookUp) -> None:
-        sequence = self.scheduler.sequences.get(order.request_id)
+        sequence = self.scheduler.lifecycle.sequences.get(order.request_id)
         if not self.has_others or sequence is None:
             return
         tokens = sequence.known_tokens.astype(np.int32)
@@ -102,7 +108,6 @@ class FakeStores:
                     self.kept[order.store][g, digest] = block
 
     def answer(self, pick: int, fails: bool) -> Answer | None:
-        self.take()
         if not self.pending:
             return None
         order = self.pending.pop(pick % len(self.pending))
@@ -154,9 +159,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
         )
         stores = 0 if tier is None else stores
-        self.scheduler = Scheduler(
-            self.kv, config, MAX_LEN, watermark=0.1, make_policy=policy, num_stores=stores
-        )
+        memory = Memory(self.kv, budget, watermark=0.1)
+        self.scheduler = Scheduler(memory, config, MAX_LEN, policy, num_stores=stores)
         self.stores = FakeStores(stores, self.scheduler)
         self.clock = FakeClock()
         host_blocks = tuple(pool.num_blocks for pool in self.kv.host_pools)
@@ -168,6 +172,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.clock,
             RequestLimits(50, MAX_LEN, 0, 1 << 20),
         )
+        self.core.connect(self.stores)  # type: ignore[arg-type]
+        self.events: list[Event] = []
+        self.core.subscribe(self.events.append)
         self.requests: dict[str, Request] = {}
         self.output: dict[tuple[str, int], list[int]] = {}
         self.opened: list[str] = []
@@ -259,10 +266,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def deliver(self) -> None:
-        if self.scheduler.flights:
+        if self.scheduler.planner.in_flight:
             self._take(self.core.take())
-        elif self.scheduler.late:
-            self._take(self.core.take_late())
+        else:
+            self._take(self.core.take_dropped())
 
     @rule(steps=st.integers(1, 12))
     def run(self, steps: int) -> None:
@@ -328,7 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _unpin(self, name: str) -> None:
         self.core.control(Unpin(name))
         self.reason.setdefault(name, "abort")
-        assert name not in self.scheduler.pins.by_id
+        assert name not in self.scheduler.memory.pinned.by_id
 
     @rule(pick=st.integers(0, 50), length=st.integers(0, 12), is_last=st.booleans())
     def append(self, pick: int, length: int, is_last: bool) -> None:
@@ -347,7 +354,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def reset(self) -> None:
         """Nothing is found any more that was put anywhere before."""
-        self.stores.take()
         named = {
             (g, d)
             for g, p in enumerate(self.kv.pools)
@@ -388,7 +394,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_index(self) -> None:
         """What the index says of a running sequence's blocks is what its known tokens are."""
-        for sequence in self.scheduler.running():
+        for sequence in self.scheduler.rows.sequences():
             known = sequence.known_tokens
             digests: list[bytes] = []
             extend_digests(digests, sequence.root, known, BLOCK, len(known) // BLOCK)
@@ -446,7 +452,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_events(self, num_tokens: int) -> None:
         """The step comes before what it ended, with the rows that got a token."""
-        events = self.scheduler.events
+        self.core.publish()
+        events = self.events
         at = [i for i, event in enumerate(events) if isinstance(event, Stepped)]
         if not at:  # only lateness was told
             events.clear()

@@ -3,7 +3,7 @@ that is there, and no more at once than may be."""
 
 import pytest
 
-from quire.base.tiers import Keep, Kept, LookUp
+from quire.base.kv_orders import Keep, Kept, LookUp
 from quire.scheduler.stores import KEEP_OLD, Stores
 from tests.scheduler.test_stores import PROMPT, Lab, all_names
 

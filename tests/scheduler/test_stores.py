@@ -6,14 +6,15 @@ import pytest
 
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
-from quire.base.messages import Abort, Request, ResetPrefixCache
+from quire.base.kv_orders import Fetch, Fetched, Keep, LookedUp, LookUp, Order, Remove
+from quire.base.messages import Abort, KeepCached, Request, ResetPrefixCache
 from quire.base.plan import Plan
 from quire.base.step_outputs import SequenceUpdate, StepReader
-from quire.base.tiers import Fetch, Fetched, Keep, LookedUp, LookUp, Order, Remove
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
+from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.device import (
     GARBAGE,
@@ -39,7 +40,7 @@ class Lab:
     ) -> None:
         self.kv = KVManager((FULL,), (12,), BLOCK, host_limits=(12,))
         config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=budget)
-        self.scheduler = Scheduler(self.kv, config, MAX_LEN, num_stores=num_stores)
+        self.scheduler = Scheduler(Memory(self.kv, budget), config, MAX_LEN, num_stores=num_stores)
         self.stores = FakeStores(num_stores, self.scheduler)
         self.stores.kept = self.stores.kept if kept is None else kept.kept
         self.device = FakeDevice((FULL,), (12,), BLOCK, (12,))
@@ -47,12 +48,16 @@ class Lab:
         executor = FakeExecutor(self.device, is_lazy=False)
         limits = RequestLimits(50, MAX_LEN, 0, 1 << 20)
         self.core = EngineCore(self.scheduler, executor, FakeClock(), limits)  # type: ignore[arg-type]
+        self.core.connect(self.stores)  # type: ignore[arg-type]
         self.reader = StepReader()
         self.num_requests = 0
 
     def orders(self) -> list[Order]:
+        """What stores were told, taken out of their hands."""
         assert self.scheduler.stores is not None
-        return self.scheduler.stores.take_orders()
+        self.stores.submit(self.scheduler.stores.take_orders())
+        found, self.stores.pending = self.stores.pending, []
+        return found
 
     def add(self, prompt: list[int], name: str = "", num: int = 2) -> Request:
         self.num_requests += 1
@@ -158,7 +163,7 @@ def test_nothing_of_before_a_reset_is_found_and_stores_serve_on(epochs: list[str
         lab.core.control(ResetPrefixCache(epoch))
         request = lab.add(PROMPT)
         [order] = lab.orders()
-        lab.scheduler.stores.orders.append(order)  # type: ignore[union-attr]
+        lab.stores.submit([order])
         assert isinstance(order, LookUp) and old.isdisjoint(order.names)
         lab.finish(request)
         assert not lab.scheduler.stores.num_fetched  # type: ignore[union-attr]
@@ -181,14 +186,14 @@ def test_what_a_running_request_computes_on_old_blocks_gets_names_that_nobody_ha
     running = lab.add(PROMPT, num=14)
     lab.answer()
     lab.step()
-    old_root = lab.scheduler.sequences[running.request_id].root
+    old_root = lab.scheduler.lifecycle.sequences[running.request_id].root
     lab.core.control(ResetPrefixCache("new"))
     assert lab.finish(running) == wanted(PROMPT, 14)[1:]
     during = {lab.kv.pools[0].digest_of(b) for b in range(12)} - {None}
     assert len(during) == 3
     tokens = [*PROMPT, *wanted(PROMPT, 14)]
     lab.add([*tokens, 1], "the same")
-    new_root = lab.scheduler.sequences["the same"].root
+    new_root = lab.scheduler.lifecycle.sequences["the same"].root
     for root in (old_root, new_root):
         digests: list[bytes] = []
         extend_digests(digests, root, np.array(tokens, np.int32), BLOCK, len(tokens) // BLOCK)
@@ -207,7 +212,8 @@ def test_at_the_end_only_an_engine_that_was_not_reset_keeps_what_it_has() -> Non
         if is_reset:
             lab.core.control(ResetPrefixCache("new"))
         lab.generate(PROMPT)
-        assert (lab.scheduler.flush() is None) == is_reset
+        lab.core.control(KeepCached())
+        assert (lab.scheduler.schedule(0.0).plan is None) == is_reset
 
 
 # ---- errors ------------------------------------------------------------------------------------
@@ -218,7 +224,7 @@ def poisoned(lab: Lab) -> None:
     request = lab.add(PROMPT)
     lab.answer()
     lab.step()
-    digests = lab.scheduler.sequences[request.request_id].digests
+    digests = lab.scheduler.lifecycle.sequences[request.request_id].digests
     block = lab.kv.pools[0].lookup(digests[1])
     assert block is not None
     lab.device.slots[0].reshape(-1, BLOCK)[block] = GARBAGE
@@ -264,7 +270,7 @@ def test_what_is_on_its_way_when_a_request_fails_is_not_taken_in() -> None:
     names = {name for _, name in failed[0].names}
     for _, digest, _ in fetch.items:
         assert (lab.kv.host_pools[0].lookup(digest) is not None) == (digest not in names)
-    assert failing.request_id not in lab.scheduler.sequences
+    assert failing.request_id not in lab.scheduler.lifecycle.sequences
     assert lab.finish(waiting) == wanted(waiting.prompt_token_ids)
 
 

@@ -12,16 +12,19 @@ from quire.base.errors import RequestError
 from quire.base.events import Preempted
 from quire.base.messages import Append, MeasuredRates
 from quire.scheduler.fifo import Fifo
-from quire.scheduler.preemption import preempt
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import handed_over, verified
+from quire.scheduler.sequence import State, handed_over, verified
 from tests.scheduler.device import make_request
+from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
 
 
 def counters(scheduler: Scheduler, name: str) -> str:
-    sequence = scheduler.sequences[name]
-    return f"{sequence.num_computed_tokens}/{sequence.num_total_tokens}"
+    sequence = scheduler.lifecycle.sequences[name]
+    total = len(sequence.saved_tokens) + sequence.num_pending_lost
+    if sequence.row >= 0:
+        total = int(sequence.table.total[sequence.row])
+    return f"{sequence.num_computed_tokens}/{total}"
 
 
 def open_prompt(scheduler: Scheduler, name: str, prompt: list[int]) -> None:
@@ -55,9 +58,9 @@ def test_preemption_by_recomputation() -> None:
     add(scheduler, "a", 10)
     step(scheduler)
     step(scheduler)
-    preempt(scheduler, scheduler.sequences["a"], "test", 0.0)
+    scheduler.lifecycle.preempt(scheduler.lifecycle.sequences["a"], "test", 0.0)
     assert counters(scheduler, "a") == "0/12"
-    scheduler.kv.reset_prefix_cache()
+    scheduler.memory.kv.reset_prefix_cache()
     assert step(scheduler) == {"a": 12}
     assert counters(scheduler, "a") == "12/13"
 
@@ -68,12 +71,13 @@ def test_preemption_by_swapping() -> None:
     scheduler.control(MeasuredRates(1.0, 1e9), 0.0)
     add(scheduler, "a", 8)
     add(scheduler, "b", 8)
-    while not any(isinstance(event, Preempted) for event in scheduler.events):
+    heard = listen(scheduler)
+    while not any(isinstance(event, Preempted) for event in heard):
         step(scheduler)
-    swapped = scheduler.sequences["b"].num_swapped_tokens
-    known = scheduler.sequences["b"].num_known_tokens
+    swapped = scheduler.lifecycle.sequences["b"].num_swapped_tokens
+    known = scheduler.lifecycle.sequences["b"].num_known_tokens
     assert counters(scheduler, "b") == f"0/{known}" and swapped == known - 1
-    while scheduler.sequences["b"].row < 0:
+    while scheduler.lifecycle.sequences["b"].row < 0:
         got = step(scheduler)
     assert got["b"] == 1 and counters(scheduler, "b") == f"{swapped + 1}/{known + 1}"
 
@@ -100,7 +104,7 @@ def test_streaming_prefill() -> None:
     scheduler.control(Append("a", [9], is_last=True), 0.0)
     assert step(scheduler) == {"a": 2}
     assert counters(scheduler, "a") == "10/11"
-    assert scheduler.sequences["a"].limit == 10 + 9
+    assert scheduler.lifecycle.sequences["a"].limit == 10 + 9
 
 
 def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
@@ -110,7 +114,7 @@ def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
         step(scheduler)
     scheduler.control(Append("a", [1, 2, 3, 4], is_last=True), 0.0)
     assert step(scheduler) == {"a": 5}
-    assert scheduler.sequences["a"].num_output_tokens == 1
+    assert scheduler.lifecycle.sequences["a"].num_output_tokens == 1
 
 
 def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
@@ -118,7 +122,7 @@ def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
     open_prompt(scheduler, "open", [5])
     add(scheduler, "cached", 9)
     step(scheduler)
-    prompt = scheduler.sequences["cached"].request.prompt_token_ids
+    prompt = scheduler.lifecycle.sequences["cached"].request.prompt_token_ids
     open_prompt(scheduler, "hit", prompt)  # all but the last token is in the index
     add(scheduler, "behind", 4)
     assert step(scheduler) == {"cached": 1, "behind": 4}
@@ -137,11 +141,11 @@ def test_an_idle_open_prompt_gives_way(settings: dict[str, int]) -> None:
     assert counters(scheduler, "idle") == "39/40"
     add(scheduler, "other", 40, max_tokens=2)
     assert step(scheduler) == {"other": 16}
-    assert scheduler.sequences["idle"].is_aside
+    assert scheduler.lifecycle.sequences["idle"].state is State.PARKED
     scheduler.control(Append("idle", [1], is_last=True), 0.0)
     for _ in range(20):
         step(scheduler)
-    assert not scheduler.sequences and scheduler.kv.pools[0].num_used == 0
+    assert not scheduler.lifecycle.sequences and scheduler.memory.kv.pools[0].num_used == 0
 
 
 def test_an_open_prompt_of_a_higher_class_does_not_give_way() -> None:
@@ -157,17 +161,17 @@ def test_a_prompt_that_grows_too_long_ends_with_an_error() -> None:
     open_prompt(scheduler, "a", [1, 2, 3])
     step(scheduler)
     scheduler.control(Append("a", [1] * 20), 0.0)
-    outputs = scheduler.take_late()
-    assert [finish.reason for _, finish in outputs.finished] == ["error"]
-    assert not scheduler.has_work or scheduler.schedule(0.0) is None
+    decisions = scheduler.schedule(0.0)
+    assert [finish.reason for _, finish in decisions.outputs.finished] == ["error"]
+    assert decisions.plan is None and not scheduler.has_work
 
 
 def test_what_cannot_come_in_pieces_is_refused() -> None:
     scheduler = scheduler_of(Fifo)
     for more in ({"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1}):
         request = make_request("a", [1, 2, 3], max_tokens=9, **more)
-        with pytest.raises(RequestError, match="pieces"):
-            scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0)
+        refusal = scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0).refusal
+        assert isinstance(refusal, RequestError) and "pieces" in str(refusal)
 
 
 def test_a_prefilled_request_is_handed_over() -> None:
@@ -200,9 +204,9 @@ def test_all_rows_of_a_step_move_alike() -> None:
     scheduler.control(Append("streams", [4, 5]), 0.0)
     add(scheduler, "hits", 10, like="decodes")
     add(scheduler, "chunk", 40)
-    plan = scheduler.schedule(0.0)
+    plan = scheduler.schedule(0.0).plan
     assert plan is not None
-    table, rows = scheduler.table, plan.rows
+    table, rows = scheduler.rows.table, plan.rows
     names = [s.request.request_id for s in table.sequences[rows]]
     assert dict(zip(names, plan.num_tokens.tolist(), strict=True)) == {
         "decodes": 1, "streams": 2, "hits": 2, "chunk": 13,

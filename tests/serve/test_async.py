@@ -128,7 +128,7 @@ def assert_idle(llm: LLM) -> None:
     while core.has_work:  # what is in flight for sequences that have ended
         core.step()
     core.scheduler.check_invariants()
-    assert all(pool.num_used == 0 for pool in core.scheduler.kv.pools), "blocks leak"
+    assert all(pool.num_used == 0 for pool in core.scheduler.memory.kv.pools), "blocks leak"
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -115,8 +115,8 @@ def test_requests_that_come_together_fetch_a_prefix_once(tmp_path: Path) -> None
         stores = scheduler.stores
         assert stores is not None
         assert (stores.num_fetched, stores.num_kept) == (10, 0)
-        metrics = EngineMetrics(scheduler.table.num_rows, 64, counts_hits=True)
-        text = Exposition(metrics, scheduler, "tiny", CacheConfig()).text()
+        metrics = EngineMetrics(scheduler.rows.table.num_rows, 64, counts_hits=True)
+        text = Exposition(metrics, scheduler.view, "tiny", CacheConfig()).text()
     for name, number in (("fetched", 10), ("loaded", 10), ("kept", 0), ("offloaded", 0)):
         assert re.search(rf"quire:kv_blocks_{name}_total{{[^}}]*}} {number}.0", text), name
     assert found(outputs) == expected

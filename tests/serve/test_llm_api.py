@@ -43,7 +43,7 @@ def assert_idle(llm: LLM) -> None:
     scheduler = llm.engine.client.core.scheduler
     scheduler.check_invariants()
     assert scheduler.num_running == scheduler.num_waiting == 0
-    assert all(pool.num_used == 0 for pool in scheduler.kv.pools), "blocks leak"
+    assert all(pool.num_used == 0 for pool in scheduler.memory.kv.pools), "blocks leak"
     assert llm.engine.client.num_unfinished == 0
 
 

@@ -94,7 +94,7 @@ def test_the_same_bits_as_without(architecture: str, caching: bool) -> None:
         assert (prefix.id, prefix.num_hits) == (made.id, 9)
         assert llm.unpin_prefix(made.id)
         assert not llm.unpin_prefix(made.id)
-        assert all(p.num_used == 0 for p in llm.engine.client.core.scheduler.kv.pools)
+        assert all(p.num_used == 0 for p in llm.engine.client.core.scheduler.memory.kv.pools)
 
 
 @needs_core

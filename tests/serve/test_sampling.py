@@ -169,7 +169,7 @@ def test_stop_strings_anywhere(free_text: str, depth: int, include: bool) -> Non
             crossed += not TOK.decode([done.token_ids[-1]]).endswith(piece)
         assert crossed > 0, "no stop string lay across tokens"
         scheduler = llm.engine.client.core.scheduler
-        assert scheduler.num_running == 0 and scheduler.kv.pools[0].num_used == 0
+        assert scheduler.num_running == 0 and scheduler.memory.kv.pools[0].num_used == 0
 
 
 def test_the_first_of_several_stop_strings(text_llm: LLM, free_text: str) -> None:

@@ -18,8 +18,8 @@ import quire.serve.launch as launch
 import quire.serve.supervisor as supervisor
 from quire import AsyncLLM, SamplingParams
 from quire.base.config import ServerConfig, config_from_flat
+from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.plugins import CONNECTORS
-from quire.base.tiers import KEEP_AT_END_S
 from quire.engine.heartbeat import FIELDS
 from quire.serve.children import Child
 from tests.serve.processes import WAIT_S, Server

@@ -53,11 +53,11 @@ def test_groups_run_to_their_ends(beams: bool) -> None:
         scheduler.add(group_request(str(i), list(range(9)), 20, num=4, beams=beams), 0.0)
     num_hypotheses = num_endings = 0
     saved = []
-    while (plan := scheduler.schedule(0.0)) is not None:
-        held = sum(len(s.blocks.tables[0].live_blocks) for s in scheduler.running())
-        saved.append(held - scheduler.kv.pools[0].num_used)
+    while (plan := scheduler.schedule(0.0).plan) is not None:
+        held = sum(len(s.blocks.tables[0].live_blocks) for s in scheduler.rows.sequences())
+        saved.append(held - scheduler.memory.kv.pools[0].num_used)
         branching.submit(plan)
-        outputs = scheduler.update(branching.next_result(), 0.0)
+        outputs = scheduler.update(branching.next_result(), 0.0).outputs
         scheduler.check_invariants()
         for update, _ in outputs.finished:
             num_endings += update.beams is None

@@ -10,9 +10,9 @@ def test_dry_run_serves_requests_to_their_ends() -> None:
     for i in range(5):
         scheduler.add(dry_request(str(i), [i] * 6, max_tokens=4), 0.0)
     ended: list[str] = []
-    while (plan := scheduler.schedule(0.0)) is not None:
+    while (plan := scheduler.schedule(0.0).plan) is not None:
         executor.submit(plan)
-        outputs = scheduler.update(executor.next_result(), 0.0)
+        outputs = scheduler.update(executor.next_result(), 0.0).outputs
         ended += [finish.reason for _, finish in outputs.finished]
         scheduler.check_invariants()
     assert ended == ["length"] * 5

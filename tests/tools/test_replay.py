@@ -8,7 +8,9 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.engine.recording import read_recording
 from quire.kv.manager import KVManager
-from quire.scheduler import scheduler as module
+from quire.scheduler import rows
+from quire.scheduler.block_naming import BlockNaming
+from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.tools import replay_model
 from quire.tools.replay import replay_all
@@ -37,8 +39,8 @@ def test_a_smaller_budget_is_found(recording: Path, monkeypatch) -> None:
     schedule = Scheduler.schedule
 
     def stingy(self, now):
-        if self._next_step_id == 1:
-            self.token_budget = 20
+        if self.planner.next_step_id == 1:
+            self.planner._token_budget = 20
         return schedule(self, now)
 
     monkeypatch.setattr(Scheduler, "schedule", stingy)
@@ -56,8 +58,8 @@ def test_another_block_is_found(recording: Path, monkeypatch) -> None:
     schedule, done = Scheduler.schedule, []
 
     def other_end(self, now):
-        if self._next_step_id == 1 and not done:
-            done.append(self.kv.pools[0]._free.reverse())
+        if self.planner.next_step_id == 1 and not done:
+            done.append(self.memory.kv.pools[0]._free.reverse())
         return schedule(self, now)
 
     monkeypatch.setattr(Scheduler, "schedule", other_end)
@@ -71,7 +73,7 @@ def test_no_plan_where_there_was_one(recording: Path, monkeypatch) -> None:
     schedule = Scheduler.schedule
 
     def lazy(self, now):
-        return None if self._next_step_id == CHANGED_AT else schedule(self, now)
+        return Decisions() if self.planner.next_step_id == CHANGED_AT else schedule(self, now)
 
     monkeypatch.setattr(Scheduler, "schedule", lazy)
     found = difference_of(recording)
@@ -94,7 +96,7 @@ def test_an_exception_is_a_difference(recording: Path, monkeypatch) -> None:
 
 def test_a_prefix_that_is_not_looked_up(recording: Path, monkeypatch) -> None:
     """Without prefix hits more is computed; a recording without tokens also sees what is asked."""
-    monkeypatch.setattr(Scheduler, "is_indexed", lambda self, sequence: False)
+    monkeypatch.setattr(BlockNaming, "is_indexed", lambda self, sequence: False)
     found = difference_of(recording)
     assert (found.step_id, found.what) in ((0, "what is looked up"), (1, "plan.computed_bound"))
 
@@ -123,13 +125,13 @@ def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypat
 
 def test_the_scheduler_s_own_attributes_may_change(recording: Path, monkeypatch) -> None:
     """A recording from the start does not depend on how the state is kept."""
-    init = module.RowTable.__init__
+    init = rows.RowTable.__init__
 
     def with_more(self, num_rows, max_model_len):
         init(self, num_rows, max_model_len)
         self.new_column = np.zeros(num_rows)
 
-    monkeypatch.setattr(module.RowTable, "__init__", with_more)
+    monkeypatch.setattr(rows.RowTable, "__init__", with_more)
     monkeypatch.setattr(
         Scheduler, "schedule", lambda self, now, old=Scheduler.schedule: _use(self, old, now)
     )
@@ -137,7 +139,7 @@ def test_the_scheduler_s_own_attributes_may_change(recording: Path, monkeypatch)
 
 
 def _use(scheduler, schedule, now):
-    assert not scheduler.table.new_column.any()
+    assert not scheduler.rows.table.new_column.any()
     return schedule(scheduler, now)
 
 

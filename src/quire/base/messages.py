@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from quire.base.kv_orders import Answer
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepOutputs
-from quire.base.tiers import Answer
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
@@ -96,7 +96,11 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     step_tokens: int = 0
 
 
-Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | Answer
+class KeepCached(msgspec.Struct, frozen=True, tag=True):
+    """Control: the engine ends; plans to come copy out what is cached, for stores to keep."""
+
+
+Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | KeepCached | Answer
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):

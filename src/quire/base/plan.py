@@ -7,6 +7,7 @@ slots are derived on the device from the rows. Arrays are never written after th
 """
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -74,14 +75,23 @@ class BlockWrites:
     block_id: Int32 = field(default_factory=_no_ints)  # [W]
 
 
+class MoveKind(StrEnum):
+    SWAP_OUT = "swap_out"  # from the device to host memory
+    LOAD = "load"  # from host memory to the device
+    COPY = "copy"  # within the device's memory
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copies of whole blocks within a group. kind: `swap_out`, `load` or `copy`."""
+    """Copies of whole blocks within a group. kind: may be given by its word."""
 
-    kind: str
+    kind: MoveKind
     group: int
     source: Int32
     destination: Int32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", MoveKind(self.kind))
 
 
 @dataclass(frozen=True, slots=True)

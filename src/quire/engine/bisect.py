@@ -215,7 +215,7 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
     )
 
 
-def leave_out(plan: Plan, rows: set[int]) -> Plan:
+def leave_out(plan: Plan, rows: Set[int]) -> Plan:
     """The plan without these rows."""
     if not rows:
         return plan

@@ -30,6 +30,7 @@ from quire.runner.build import BuiltRunner, Progress, build_runner, choose_devic
 from quire.runner.derive import default_depth
 from quire.runner.memory import block_bytes_of
 from quire.runner.step_size import first_budget
+from quire.scheduler.memory import Memory
 from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 
@@ -152,12 +153,12 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
         block_bytes=block_bytes_of(config, built.spec),
         host_limits=built.host_limits,
     )
+    most_tokens = config.scheduler.max_num_batched_tokens or 0
+    memory = Memory(kv, most_tokens, config.cache.watermark, fingerprint_of(built, source))
     return Scheduler(
-        kv,
+        memory,
         config.scheduler,
         config.model.max_model_len or 0,
-        config.cache.watermark,
-        fingerprint_of(built, source),
         make_policy(config.scheduler.scheduling_policy),
         num_stores=len(config.cache.stores) if built.host_limits else 0,
     )

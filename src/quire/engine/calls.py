@@ -20,8 +20,8 @@ import numpy as np
 
 from quire.base.errors import RecordingDamaged
 from quire.base.events import PrefixFound
+from quire.base.kv_orders import LookUp, Order, Remove
 from quire.base.plan import BlockWrites, Candidates, Plan, StepResult
-from quire.base.tiers import LookUp, Order, Remove
 from quire.engine.redact import NEUTRAL, Redaction
 from quire.scheduler.sequence import Sequence as Line
 from quire.scheduler.snapshot import decode, encode
@@ -91,19 +91,13 @@ class CallEncoder:
     def _data(self, digest: bytes) -> bytes:
         return digest if self._redaction is None else self._redaction.data(digest)
 
-    def _result(
-        self,
-        result: StepResult,
-        candidates: dict[int, Candidates],
-        flown: Sequence[Line],
-        rows: Any,
-    ) -> Fields:
+    def _result(self, result: StepResult, flown: Sequence[Line], rows: Any) -> Fields:
         fields: Fields = {"step": result.step_id, "s": result.duration_s}
         token_ids, accepted = result.token_ids, result.num_accepted
         fields["shape"] = token_ids.shape
         if not (accepted == 1).all():
             fields["accepted"] = accepted.astype(np.int32).tobytes()
-        redaction, errors = self._redaction, result.row_errors
+        redaction, errors, candidates = self._redaction, result.row_errors, result.candidates
         prompts: dict[int, Any] = result.prompt_candidates
         if redaction is None:
             fields["ids"] = token_ids.astype(np.int32).tobytes()

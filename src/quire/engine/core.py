@@ -10,14 +10,17 @@ an error, all others get what they would have got.
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError
 from quire.base.events import Event
+from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.messages import (
     Abort,
     Control,
+    KeepCached,
     MeasuredRates,
     PinnedPrefix,
     Request,
@@ -25,7 +28,6 @@ from quire.base.messages import (
 )
 from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.base.tiers import KEEP_AT_END_S
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
 from quire.engine.connectors.connections import Connections
@@ -33,6 +35,7 @@ from quire.engine.executor import Executor
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
 from quire.engine.step_budget import StepBudget
+from quire.scheduler.decisions import Decisions, SchedulerView
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
@@ -41,6 +44,16 @@ PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is compu
 RATE_CHANGE = 0.2
 
 Subscriber = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class Submitted:
+    """A plan in flight. carried_out: as the executor got it, without rows that had been left out
+    and with what a plan before it was to do; left_out: rows whose results are void."""
+
+    plan: Plan
+    carried_out: Plan
+    left_out: frozenset[int] = frozenset()
 
 
 class Bell:
@@ -74,14 +87,17 @@ class EngineCore:
         self._clock = clock
         self._recorder: Recorder | None = None
         self._subscribers: list[Subscriber] = []
-        self._submitted: deque[Plan] = deque()  # the plans in flight, as the executor got them
+        self._submitted: deque[Submitted] = deque()  # the plans in flight
         self._pacing = Pacing()
-        self._is_planned_out = False  # nothing can be planned before something comes in
-        self._left: Plan | None = None  # of a plan that was not carried out: for the next one
+        self._has_nothing_to_plan = False  # before something comes in
+        self._carried_over: Plan | None = None  # of a plan that was not carried out: for the next
         self._death: str | None = None
         self._stores: Connections | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
+        self._events: list[Event] = []  # that subscribers have not heard of
+        self._dropped = StepOutputs()  # what a door has told beside a result
+        self._due_s: float | None = None  # when something becomes due by itself
         self._step_budget = step_budget
         self._rates = MeasuredRates(
             copy_bytes_per_s=executor.copy_bytes_per_s(),
@@ -97,7 +113,20 @@ class EngineCore:
 
     def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
         """What is pinned, oldest first; tenant: whose, None is everybody's."""
-        return self.scheduler.pins.listing(self._clock.now(), tenant)
+        return self.scheduler.prefixes(self._clock.now(), tenant)
+
+    def has(self, request_id: str) -> bool:
+        """Tell whether a request has not ended."""
+        return self.scheduler.has(request_id)
+
+    def view(self) -> SchedulerView:
+        """Return the scheduler's state as it is now."""
+        return self.scheduler.view()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans whose results were not taken yet."""
+        return len(self._submitted)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Hear of every event from now on."""
@@ -116,9 +145,9 @@ class EngineCore:
         many wait already."""
         self.limits.check(request)
         self._check_queue()
-        self._is_planned_out = False
-        self.doors.add(request, self._clock.now())
-        self._send_orders()
+        decisions = self._pass(self.doors.add(request, self._clock.now()))
+        if decisions.refusal is not None:
+            raise decisions.refusal
 
     def _check_queue(self) -> None:
         """What came since the last plan does not queue where rows are free and nobody was left
@@ -134,9 +163,16 @@ class EngineCore:
             )
 
     def control(self, message: Control) -> None:
-        self._is_planned_out = False
-        self.doors.control(message, self._clock.now())
-        self._send_orders()
+        self._pass(self.doors.control(message, self._clock.now()))
+
+    def _pass(self, decisions: Decisions) -> Decisions:
+        """Act on what a door has decided: something came in."""
+        self._has_nothing_to_plan = False
+        self._events += decisions.events
+        self._due_s = decisions.next_s
+        if self._stores is not None:
+            self._stores.submit(decisions.orders)
+        return decisions
 
     def step(self) -> StepOutputs:
         """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
@@ -152,32 +188,36 @@ class EngineCore:
         """How long nothing is to be done; None: until a message comes or the bell rings. A request
         may become late while nothing can be planned, if its prompt is still open."""
         if not self.has_work:
-            ends_s = self.scheduler.pins.next_s
-            return None if ends_s is None else max(0.0, ends_s - self._clock.now())
+            return None if self._due_s is None else max(0.0, self._due_s - self._clock.now())
         has_answers = self._stores is not None and self._stores.has_answers
         if self._is_answered or has_answers or self._death is not None:
             return 0.0
-        if self._is_planned_out:
+        if self._has_nothing_to_plan:
             late_s = None if self._submitted else self._next_s
             return None if late_s is None else max(0.0, late_s - self._clock.now())
         if not self._submitted:
             return 0.0
-        return max(0.0, self._pacing.due_s(self._submitted) - self._clock.now())
+        return max(0.0, self._step_due_s - self._clock.now())
+
+    @property
+    def _step_due_s(self) -> float:
+        """When to plan, while plans are in flight."""
+        return self._pacing.due_s([step.carried_out for step in self._submitted])
 
     @property
     def _next_s(self) -> float | None:
         """When a request becomes late, a pinned prefix is to go, or a store has not answered for
         too long."""
-        scheduler = self.scheduler
         stores_s = self._stores and self._stores.next_s
-        times = scheduler.time_limits.next_s, scheduler.pins.next_s, stores_s
+        times = self._due_s, stores_s
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     @property
     def _is_answered(self) -> bool:
         """Whether the oldest plan in flight has a result."""
-        submitted = self._submitted
-        return bool(submitted) and (len(submitted[0].rows) == 0 or self.executor.is_ready())
+        if not self._submitted:
+            return False
+        return len(self._submitted[0].carried_out.rows) == 0 or self.executor.is_ready()
 
     def _go_on(self, waits: bool) -> StepOutputs:
         if self._death is not None:
@@ -188,8 +228,8 @@ class EngineCore:
                 if self.plan() is None and not self._is_fetching(waits):
                     break
             outputs = StepOutputs()
-            if not self.scheduler.flights:
-                outputs = self.take_late()
+            if not self._submitted:
+                outputs = self.take_dropped()
             elif waits or self._is_answered:
                 outputs = self.take()
                 if not waits and self._submitted and self._is_due():
@@ -205,8 +245,7 @@ class EngineCore:
 
     def _is_fetching(self, waits: bool) -> bool:
         """Wait for a store, if nothing else is to be done and the caller has the time."""
-        scheduler = self.scheduler
-        is_idle = not scheduler.flights and not scheduler.late and scheduler.has_work
+        is_idle = not self._submitted and not self._dropped and self.has_work
         if not (waits and is_idle and self._stores is not None and self._stores.num_open):
             return False
         self._take_answers(waits=True)
@@ -217,46 +256,48 @@ class EngineCore:
             for answer in self._stores.take(self._clock.now(), waits):
                 self.control(answer)
 
-    def _send_orders(self) -> None:
-        if self._stores is not None and self.scheduler.stores is not None:
-            self._stores.submit(self.scheduler.stores.take_orders())
-
     def _is_due(self) -> bool:
         """Whether the next step is to be planned now: nothing runs, or not for much longer."""
-        if self._is_planned_out:
+        if self._has_nothing_to_plan:
             late_s = self._next_s
             return late_s is not None and late_s <= self._clock.now()
         if not self._submitted or self._is_answered:
             return True
-        return self._pacing.due_s(self._submitted) <= self._clock.now()
+        return self._step_due_s <= self._clock.now()
 
     def plan(self) -> Plan | None:
         """Plan one step and hand it over, if there is something to plan."""
-        plan = self.doors.schedule(self._clock.now())
+        decisions = self._pass(self.doors.schedule(self._clock.now()))
+        plan = decisions.plan
         self._num_left_waiting = self.scheduler.num_waiting
-        self._is_planned_out = plan is None
+        self._has_nothing_to_plan = plan is None
+        if decisions.outputs:
+            details = [*self._dropped.details, *decisions.outputs.details]
+            self._dropped = StepOutputs(details=details)
         if plan is not None:
             self._submit(plan)
         return plan
 
     def take(self) -> StepOutputs:
         """Take the result of the oldest plan in flight."""
-        flight, submitted = self.scheduler.flights[0], self._submitted[0]
-        has_run = len(submitted.rows) > 0
-        result = self.executor.next_result() if has_run else combine(submitted, [])
+        step = self._submitted[0]
+        carried_out = step.carried_out
+        has_run = len(carried_out.rows) > 0
+        result = self.executor.next_result() if has_run else combine(carried_out, [])
         self._submitted.popleft()
-        self._is_planned_out = False
-        self._pacing.end(submitted, self._clock.now())
+        self._has_nothing_to_plan = False
+        self._pacing.end(carried_out, self._clock.now())
         if result.error is not None:
-            return self._recover(submitted, result.error)
-        self._measure(submitted, result)
-        if submitted is not flight.plan:
-            result = combine(flight.plan, [(submitted, result)])
-        return self._update(result)
+            return self._recover(step, result.error)
+        self._measure(carried_out, result)
+        if carried_out is not step.plan:
+            result = combine(step.plan, [(carried_out, result)])
+        return self._update(result, self._submitted)
 
-    def take_late(self) -> StepOutputs:
-        """What requests that were dropped for lateness are told, while no plan is in flight."""
-        return self.scheduler.take_late()
+    def take_dropped(self) -> StepOutputs:
+        """Hand out what clients are told whose requests ended while no plan was in flight."""
+        dropped, self._dropped = self._dropped, StepOutputs()
+        return dropped
 
     def _measure(self, plan: Plan, result: StepResult) -> None:
         """Follow how fast prompts are computed, and how many tokens a step has time for; tell the
@@ -298,10 +339,10 @@ class EngineCore:
         try:
             while self._death is None and self._submitted:
                 self.take()
-            for request_id in list(self.scheduler.sequences):
-                self.control(Abort(request_id))
-            for prefix_id in list(self.scheduler.pins.by_id):
-                self.control(Unpin(prefix_id))
+            for found in self.view().requests:
+                self.control(Abort(found.request.request_id))
+            for prefix in self.prefixes():
+                self.control(Unpin(prefix.id))
         except Exception as error:
             logger.warning("what is cached is not kept: %s: %s", type(error).__name__, error)
             return False
@@ -309,59 +350,64 @@ class EngineCore:
 
     def _flush(self, stores: Connections, until_s: float) -> None:
         """Have what the device's index has kept, in parts that fit into host memory."""
+        self.control(KeepCached())
         while True:
             while stores.num_open and self._clock.now() < until_s:
                 self._take_answers(waits=True)
-            plan = self.scheduler.flush()
+            plan = self._pass(self.doors.schedule(self._clock.now())).plan
             if plan is None or stores.num_open:
                 return
             self.executor.submit(plan)
-            if self.executor.next_result().error is not None:
+            result = self.executor.next_result()
+            if result.error is not None:
                 return
-            self.scheduler.keep_flushed(plan)
-            self._send_orders()
+            self._pass(self.doors.update(result, self._clock.now()))
 
-    def _submit(self, plan: Plan) -> None:
-        """Hand over a plan. One that has lost all rows is not carried out; what it does beside them
-        is for the next one."""
-        if self._left is not None:
-            plan = with_leftover(plan, self._left)
+    def _submit(self, plan: Plan, left_out: frozenset[int] = frozenset()) -> None:
+        """Hand over a plan without some of its rows. One that has lost all rows is not carried out;
+        what it does beside them is for the next one."""
+        carried_out = leave_out(plan, left_out)
+        if self._carried_over is not None:
+            carried_out = with_leftover(carried_out, self._carried_over)
         if not self._submitted:
             self._pacing.begin(self._clock.now())
-        self._submitted.append(plan)
-        if len(plan.rows):
-            self._left = None
-            self.executor.submit(plan)
+        self._submitted.append(Submitted(plan, carried_out, left_out))
+        if len(carried_out.rows):
+            self._carried_over = None
+            self.executor.submit(carried_out)
         else:
-            self._left = plan
+            self._carried_over = carried_out
 
-    def _recover(self, failed: Plan, error: str) -> StepOutputs:
+    def _recover(self, failed: Submitted, error: str) -> StepOutputs:
         """The oldest plan raised: repeat it in parts, then carry out the later ones without the
         rows of sequences that this ended or sent back (their block tables may be out of date)."""
-        for plan in self._submitted:
-            if len(plan.rows):
+        later, self._submitted = self._submitted, deque()
+        for step in later:
+            if len(step.carried_out.rows):
                 self.executor.next_result()
-        self._submitted.clear()
-        self._left = None  # of one of these, if there is something; it is made again below
+        self._carried_over = None  # of one of these, if there is something; it is made again below
         self._death = "it was interrupted while it repeated a step that had failed"
-        logger.warning("step %d failed and is repeated in parts: %s", failed.step_id, error)
-        flight = self.scheduler.flights[0]
-        part = leave_out(failed, flight.left_out)
+        plan = failed.plan
+        logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
+        part = leave_out(failed.carried_out, failed.left_out)
         result = bisect_step(self.executor, part)
         if len(result.row_errors) == len(part.rows):
             # Perhaps no part of the plan was carried out. All but its moves may be done again; of
             # those the result tells whether they are lost.
             empty = leave_out(part, set(part.rows.tolist()))
-            self._left = dataclasses.replace(empty, moves=())
-        outputs = self._update(combine(flight.plan, [(part, result)]))
-        for in_flight in self.scheduler.flights:
-            self._submit(leave_out(in_flight.plan, in_flight.left_out))
+            self._carried_over = dataclasses.replace(empty, moves=())
+        outputs = self._update(combine(plan, [(part, result)]), later)
+        for step in later:
+            self._submit(step.plan, step.left_out)
         self._death = None
         return outputs
 
-    def _update(self, result: StepResult) -> StepOutputs:
-        outputs = self.doors.update(result, self._clock.now())
-        self._send_orders()
+    def _update(self, result: StepResult, later: Iterable[Submitted]) -> StepOutputs:
+        """Pass a result on. later: the plans that are in flight behind it."""
+        decisions = self._pass(self.doors.update(result, self._clock.now()))
+        for step, left_out in zip(later, decisions.left_out, strict=True):
+            step.left_out = left_out
+        outputs = decisions.outputs
         for update, finish in outputs.finished:
             if finish.reason == "error" and finish.error is not None:
                 logger.error("request %s failed: %s", update.request_id, finish.error.message)
@@ -369,7 +415,7 @@ class EngineCore:
 
     def publish(self) -> None:
         """Tell the subscribers what has happened since the last step, such as an abort."""
-        events, self.scheduler.events = self.scheduler.events, []
+        events, self._events = self._events, []
         for subscriber in self._subscribers:
             for event in events:
                 subscriber(event)

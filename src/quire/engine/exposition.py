@@ -5,7 +5,7 @@ processor time, open files) are those of the core.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from quire.base.config import CacheConfig
 from quire.engine.metrics import HISTOGRAMS, EngineMetrics
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.decisions import SchedulerView
 
 PREFIX = "quire:"
 ENGINE = "0"
@@ -29,10 +29,14 @@ class Exposition(Collector):
     """Makes metric families of what events counted and of what the scheduler holds right now."""
 
     def __init__(
-        self, metrics: EngineMetrics, scheduler: Scheduler, model_name: str, cache: CacheConfig
+        self,
+        metrics: EngineMetrics,
+        view: Callable[[], SchedulerView],
+        model_name: str,
+        cache: CacheConfig,
     ) -> None:
         self._metrics = metrics
-        self._scheduler = scheduler
+        self._view = view
         self._cache = cache
         self._values = (model_name, ENGINE)
 
@@ -48,16 +52,15 @@ class Exposition(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_scheduler(self._scheduler)
+        yield from self._of_scheduler(self._view())
         yield from self._of_events(self._metrics)
         yield from self._histograms(self._metrics)
 
-    def _of_scheduler(self, scheduler: Scheduler) -> Iterator[Metric]:
-        """Yield what the scheduler says; the only place here that reads it."""
-        waiting, kv, pins = scheduler.num_waiting, scheduler.kv, scheduler.pins
-        tier, stores = kv.tier, scheduler.stores
+    def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
+        """Yield what the scheduler holds."""
+        waiting, pins, tier, stores = view.num_waiting, view.pins, view.tier, view.stores
         gauge, counter = self._gauge, self._counter
-        yield gauge("num_requests_running", "Requests that hold a row.", scheduler.num_running)
+        yield gauge("num_requests_running", "Requests that hold a row.", view.num_running)
         yield gauge("num_requests_waiting", "Requests that wait for a row.", waiting)
         yield gauge(
             "num_requests_waiting_by_reason",
@@ -68,11 +71,11 @@ class Exposition(Collector):
         yield gauge(
             "kv_cache_usage_perc",
             "Share of the KV blocks that running sequences hold, from 0 to 1.",
-            kv.usage,
+            view.usage,
         )
-        yield gauge("pinned_prefixes", "Prefixes that are pinned.", len(pins.by_id))
+        yield gauge("pinned_prefixes", "Prefixes that are pinned.", pins.num_pins)
         yield gauge("pinned_kv_blocks", "KV blocks that they hold.", pins.num_blocks)
-        yield self._cache_info(max(pool.num_blocks for pool in kv.pools))
+        yield self._cache_info(view.num_blocks)
         help = "Requests that began with a pinned prefix."
         yield counter("pinned_prefix_hits", help, pins.num_hits)
         help = "Prompt tokens that they did not compute."

@@ -19,6 +19,7 @@ import msgspec
 from quire.base.clock import Clock
 from quire.base.durations import bounded_wait_s
 from quire.base.errors import EngineBusy, EngineError, RequestError
+from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.messages import (
     Abort,
     Append,
@@ -34,7 +35,6 @@ from quire.base.messages import (
     ToCore,
 )
 from quire.base.step_outputs import StepOutputs
-from quire.base.tiers import KEEP_AT_END_S
 from quire.engine.core import EngineCore
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.step_routing import StepRouter
@@ -121,14 +121,14 @@ class CoreServer:
         """How long to wait for the next thing to happen. While a step is under way its deadline
         stands."""
         wait_s, heartbeat = bounded_wait_s(self.core.rest_s()), self._reports.heartbeat
-        if heartbeat is not None and not self.core.scheduler.flights:
+        if heartbeat is not None and not self.core.num_in_flight:
             heartbeat.wait(self._clock.now(), wait_s)
         return wait_s
 
     def _advance(self) -> None:
         heartbeat, status = self._reports.heartbeat, self._reports.status
-        flights = self.core.scheduler.flights  # while there are any, their deadline stands
-        if heartbeat is not None and not flights:
+        has_plans = self.core.num_in_flight > 0  # while there are any, their deadline stands
+        if heartbeat is not None and not has_plans:
             heartbeat.begin(self._clock.now())
         self._send(self.core.advance())
         if status is not None and (line := status.line(self._clock.now())) is not None:
@@ -149,7 +149,7 @@ class CoreServer:
 
     def _forget(self, request_id: str) -> None:
         """Whose request it was, once the last of its sequences has ended."""
-        if request_id not in self.core.scheduler.sequences:
+        if not self.core.has(request_id):
             self._owners.pop(request_id, None)
 
     def _watch(self, client: CoreConnection) -> None:

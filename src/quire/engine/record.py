@@ -15,9 +15,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,8 +24,7 @@ import quire
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
 from quire.base.messages import Control, Request
-from quire.base.plan import Plan, StepResult
-from quire.base.step_outputs import StepOutputs
+from quire.base.plan import StepResult
 from quire.engine.calls import (
     ADD,
     CONTROL,
@@ -45,10 +43,9 @@ from quire.engine.calls import (
 from quire.engine.frames import FORMAT
 from quire.engine.recording import RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
-from quire.scheduler.crossing import Digester
+from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
-from quire.scheduler.snapshot import Deferred, dump, encode
+from quire.scheduler.snapshot import OMITTED, VERSION, Deferred, dump, encode
 
 logger = logging.getLogger("quire")
 
@@ -59,24 +56,18 @@ FRAME_ITEMS = 256
 BREATH_ITEMS = 4  # then the writer lets the core's thread have the interpreter
 BREATH_S = 1e-6
 END_S = 10.0
-OMITTED = ("digester", "events", "history")  # of the scheduler's state: a replay brings its own
-
-T = TypeVar("T")
-
-
-NewDigests = tuple[int, list[bytes], int, int]  # arrival; of this list, those from here to there
 
 
 class Doors(Protocol):
     """The four ways into a scheduler; also a recorder's."""
 
-    def add(self, request: Request, now: float) -> Sequence: ...
+    def add(self, request: Request, now: float) -> Decisions: ...
 
-    def control(self, message: Control, now: float) -> None: ...
+    def control(self, message: Control, now: float) -> Decisions: ...
 
-    def schedule(self, now: float) -> Plan | None: ...
+    def schedule(self, now: float) -> Decisions: ...
 
-    def update(self, result: StepResult, now: float) -> StepOutputs: ...
+    def update(self, result: StepResult, now: float) -> Decisions: ...
 
 
 class Recorder:
@@ -102,66 +93,41 @@ class Recorder:
         self._put = self._writer.queue.append
         self._header = {
             "format": FORMAT,
+            "state": VERSION,
             "quire": quire.__version__,
             "has_tokens": keeps_tokens,
             "settings": dict(settings or {}),
         }
         self._is_on = False
-        self._digests: list[NewDigests] = []
+        self._in_flight = deque(
+            (step.plan.sample_rows, step.sequences) for step in scheduler.planner.in_flight
+        )
         parts = _parts_of(scheduler, keeps_tokens)
         self._header["new"] = encode(parts) if settings is not None else None
         self._put(self._segment(now))
         self._header["new"] = None
         self._is_on = True
-        if not keeps_tokens:
-            self._digester = scheduler.digester
-            scheduler.digester = _overheard(scheduler.digester, self._digests)
         self._end = weakref.finalize(self, _Writer.stop, self._writer)
 
     # ---- the doors ---------------------------------------------------------------------------
 
-    def add(self, request: Request, now: float) -> Sequence:
-        return self._pass(lambda: self._scheduler.add(request, now), ADD, now, request)
+    def add(self, request: Request, now: float) -> Decisions:
+        return self._pass(lambda: self._scheduler.add(request, now), now, (ADD, now, request))
 
-    def control(self, message: Control, now: float) -> None:
-        self._pass(lambda: self._scheduler.control(message, now), CONTROL, now, message)
+    def control(self, message: Control, now: float) -> Decisions:
+        call = CONTROL, now, message
+        return self._pass(lambda: self._scheduler.control(message, now), now, call)
 
-    def schedule(self, now: float) -> Plan | None:
-        if not self._is_ready(now):
-            self._digests.clear()
-            return self._scheduler.schedule(now)
-        put, events = self._put, self._scheduler.events
-        num_events = len(events)
-        put((SCHEDULE, now))
-        try:
-            plan = self._scheduler.schedule(now)
-        except BaseException as error:
-            put((RAISED, type(error).__name__))
-            raise
-        if self._digests:
-            self._put_digests()
-        if found := [event for event in events[num_events:] if type(event) is PrefixFound]:
-            put((FOUND, found))
-        if plan is not None:
-            put((PLAN, plan))
-        return plan
+    def schedule(self, now: float) -> Decisions:
+        decisions = self._pass(lambda: self._scheduler.schedule(now), now, (SCHEDULE, now))
+        if decisions.plan is not None:
+            self._in_flight.append((decisions.plan.sample_rows, decisions.sampling))
+        return decisions
 
-    def update(self, result: StepResult, now: float) -> StepOutputs:
-        if not self._is_ready(now):
-            return self._scheduler.update(result, now)
-        flight = self._scheduler.flights[0]
-        candidates = dict(result.candidates)  # beams' are taken out of it
-        rows, num_orders = flight.plan.sample_rows, self._num_orders
-        self._put((UPDATE, now, result, candidates, flight.sequences, rows))
-        try:
-            outputs = self._scheduler.update(result, now)
-        except BaseException as error:
-            self._put((RAISED, type(error).__name__))
-            raise
-        if self._digests:
-            self._put_digests()
-        self._put_orders(num_orders)
-        return outputs
+    def update(self, result: StepResult, now: float) -> Decisions:
+        rows, sampling = self._in_flight.popleft()
+        call = UPDATE, now, result, sampling, rows
+        return self._pass(lambda: self._scheduler.update(result, now), now, call)
 
     # ------------------------------------------------------------------------------------------
 
@@ -185,25 +151,28 @@ class Recorder:
         self._is_on = False
         self._writer.wants_segment = False
         self._end()
-        if self._redaction is not None:
-            self._scheduler.digester = self._digester
 
-    def _pass(self, call: Callable[[], T], kind: int, now: float, value: Any) -> T:
+    def _pass(self, door: Callable[[], Decisions], now: float, call: tuple[Any, ...]) -> Decisions:
+        """Pass a call through its door, and write down what it decides."""
         if not self._is_ready(now):
-            return call()
-        num_orders = self._num_orders
-        self._put((kind, now, value))
+            return door()
+        self._put(call)
         try:
-            done = call()
-        except Exception as error:
-            is_refused = kind == ADD and isinstance(error, ValueError)
-            self._put((REFUSED,) if is_refused else (RAISED, type(error).__name__))
+            decisions = door()
+        except BaseException as error:
+            self._put((RAISED, type(error).__name__))
             raise
-        finally:
-            if self._digests:
-                self._put_digests()
-        self._put_orders(num_orders)
-        return done
+        if decisions.refusal is not None:
+            self._put((REFUSED,))
+        if decisions.names and self._redaction is not None:  # otherwise made of tokens again
+            self._put((DIGESTS, decisions.names))
+        if found := [event for event in decisions.events if type(event) is PrefixFound]:
+            self._put((FOUND, found))
+        if decisions.plan is not None:
+            self._put((PLAN, decisions.plan))
+        if decisions.orders:
+            self._put((ORDERS, decisions.orders))
+        return decisions
 
     def _is_ready(self, now: float) -> bool:
         """Whether this call is recorded; begins and ends segments."""
@@ -230,7 +199,6 @@ class Recorder:
         if self._is_on:
             self._put((END, GOES_ON))
         self._put(item)
-        self._digests.clear()
         self._is_on = item[0] == SEGMENT
 
     def _segment(self, now: float) -> tuple[Any, ...]:
@@ -241,52 +209,20 @@ class Recorder:
         header = self._header | {"unix_s": time.time(), "now_s": now, "follows": self._is_on}
         return SEGMENT, header, snapshot, context
 
-    @property
-    def _num_orders(self) -> int:
-        """Orders that nobody has taken yet."""
-        stores = self._scheduler.stores
-        return 0 if stores is None else len(stores.orders)
-
-    def _put_orders(self, first: int) -> None:
-        """Those that the call gave, after the first ones, which were there before."""
-        if self._is_on and self._num_orders > first:
-            assert self._scheduler.stores is not None
-            self._put((ORDERS, self._scheduler.stores.orders[first:]))
-
-    def _put_digests(self) -> None:
-        if self._is_on:
-            self._put((DIGESTS, self._digests.copy()))
-        self._digests.clear()
-
-
-def _overheard(digester: Digester, found: list[NewDigests]) -> Digester:
-    """The digester, with a note of what it gave in `found`."""
-
-    def digest(sequences: Seq[Sequence], block_size: int, counts: Seq[int]) -> None:
-        found.extend(  # lists that only ever grow: the writer's thread takes its part later
-            [
-                (sequence.arrival, sequence.digests, len(sequence.digests), count)
-                for sequence, count in zip(sequences, counts, strict=True)
-                if count > len(sequence.digests)
-            ]
-        )
-        digester(sequences, block_size, counts)
-
-    return digest
-
 
 def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
     """What a new scheduler is made of beside settings. The fingerprint is only of use, and only
     written, with tokens to make digests of."""
-    kv, stores = scheduler.kv, scheduler.stores
+    memory, stores = scheduler.memory, scheduler.stores
+    kv = memory.kv
     return {
         "groups": kv.groups,
         "num_blocks": [pool.num_blocks for pool in kv.pools],
         "block_bytes": kv.block_bytes,
         "host_limits": None if kv.tier is None else kv.tier.limits,
-        "rates": scheduler.rates,
+        "rates": memory.rates,
         "num_stores": 0 if stores is None else stores.num_stores,
-        "fingerprint": scheduler.fingerprint if keeps_tokens else b"",
+        "fingerprint": memory.names.fingerprint if keeps_tokens else b"",
     }
 
 

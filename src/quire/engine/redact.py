@@ -57,8 +57,11 @@ class Context:
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Context":
-        flown = [s for flight in scheduler.flights for s in flight.sequences]
-        sequences = [*scheduler.sequences.values(), *flown]
+        lifecycle, in_flight = scheduler.lifecycle, scheduler.planner.in_flight
+        sequences = [
+            *lifecycle.sequences.values(),
+            *(s for step in in_flight for s in step.sequences),
+        ]
         groups = [s.group for s in sequences if s.group is not None]
         stops = {
             id(found): group.search.stop_token_ids
@@ -66,7 +69,7 @@ class Context:
             if group.search is not None
             for found in group.candidates.values()
         }
-        names = frozenset({*scheduler.sequences, *scheduler.pins.by_id})
+        names = frozenset({*lifecycle.sequences, *scheduler.memory.pinned.by_id})
         return cls(names, [s.request for s in sequences], stops)
 
 

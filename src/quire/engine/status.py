@@ -1,9 +1,10 @@
 """One line about the engine's work for the log, every ten seconds while there is any."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.engine.metrics import EngineMetrics
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.decisions import SchedulerView
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Reading:
     usage: float
 
     @classmethod
-    def take(cls, metrics: EngineMetrics, scheduler: Scheduler, at_s: float) -> "Reading":
+    def take(cls, metrics: EngineMetrics, view: SchedulerView, at_s: float) -> "Reading":
         return cls(
             at_s=at_s,
             prompt_tokens=metrics.num_computed_prompt_tokens,
@@ -31,9 +32,9 @@ class Reading:
             hits=metrics.num_prefix_hits,
             preemptions=metrics.num_preemptions,
             finished=sum(metrics.num_finished.values()),
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            usage=scheduler.kv.usage,
+            num_running=view.num_running,
+            num_waiting=view.num_waiting,
+            usage=view.usage,
         )
 
     def shows_work_since(self, last: "Reading") -> bool:
@@ -50,10 +51,13 @@ class StatusLine:
     """Rates over the time since the last line. Prompt tokens: those computed, not the cached."""
 
     def __init__(
-        self, metrics: EngineMetrics, scheduler: Scheduler, interval_s: float = 10.0
+        self,
+        metrics: EngineMetrics,
+        view: Callable[[], SchedulerView],
+        interval_s: float = 10.0,
     ) -> None:
         self._metrics = metrics
-        self._scheduler = scheduler
+        self._view = view
         self._interval_s = interval_s
         self._last: Reading | None = None
         self._since_s = 0.0
@@ -71,7 +75,7 @@ class StatusLine:
             self._since_s = min(self._since_s + pause_s, now_s)
         if last is not None and now_s - self._since_s < self._interval_s:
             return None
-        new = self._last = Reading.take(metrics, self._scheduler, now_s)
+        new = self._last = Reading.take(metrics, self._view(), now_s)
         since_s, self._since_s = self._since_s, now_s
         if last is None or not new.shows_work_since(last):
             return None

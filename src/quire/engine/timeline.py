@@ -25,7 +25,7 @@ from quire.base.events import (
 )
 from quire.base.prefix import PrefixReport
 from quire.engine import prefix_words
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.decisions import SchedulerView
 
 MOST_REQUESTS = 1000  # that have ended
 MOST_ITEMS = 32  # preemptions and chunks of one request that are kept one by one
@@ -120,23 +120,20 @@ class Timelines:
         self._tokens = np.zeros(num_rows, np.int32)  # scratch: of a plan, by row
 
     @classmethod
-    def of(cls, scheduler: Scheduler, most: int = MOST_REQUESTS) -> "Timelines":
-        """Make them for a scheduler; requests that it has already are known by what its state
-        tells."""
-        lines = cls(scheduler.table.num_rows, scheduler.kv.block_size, most)
-        for request_id, sequence in scheduler.sequences.items():
-            request = sequence.request
+    def of(cls, view: SchedulerView, most: int = MOST_REQUESTS) -> "Timelines":
+        """Begin with the requests that a scheduler has already, as far as its state tells."""
+        lines = cls(view.num_rows, view.block_size, most)
+        for found in view.requests:
+            request = found.request
             line = Timeline(
-                request_id, sequence.num_prompt_tokens, request.params.max_tokens,
-                request.received_s or sequence.arrival_s, sequence.arrival_s, request.tenant,
+                request.request_id, found.num_prompt_tokens, request.params.max_tokens,
+                request.received_s or found.arrival_s, found.arrival_s, request.tenant,
                 was_there=True,
             )  # fmt: skip
-            if sequence.num_cached_tokens >= 0:
-                line.admitted_s, line.num_cached_tokens = math.inf, sequence.num_cached_tokens
-            for member in scheduler.members(sequence):
-                if member.row >= 0 and member.num_known_tokens == member.num_prompt_tokens:
-                    lines._filling[member.row] = line
-            lines.open[request_id] = line
+            if found.num_cached_tokens >= 0:
+                line.admitted_s, line.num_cached_tokens = math.inf, found.num_cached_tokens
+            lines._filling.update(dict.fromkeys(found.filling, line))
+            lines.open[request.request_id] = line
         return lines
 
     def find(self, request_id: str) -> list[Timeline]:

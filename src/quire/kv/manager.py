@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.base.model_spec import CacheGroup
+from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool
 from quire.kv.table import NULL, Appended, BlockTable
-from quire.kv.tiers import Copies, HostTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +163,22 @@ class KVManager:
             settled = length == before
         return max(0, length)
 
-    def can_admit(self, num_tokens: int, hit: KVBlocks, watermark_blocks: int, chunk: int) -> bool:
-        """Whether `num_tokens` tokens with this hit fit now, leaving the watermark free."""
-        for g, pool in enumerate(self.pools):
+    def fits(self, needs: Iterable[int], reserve: int = 0) -> bool:
+        """Tell whether so many blocks, by cache group, are free now, and `reserve` more of each."""
+        return _fit(needs, self.pools, reserve)
+
+    def needs_with_hit(self, num_tokens: int, hit: KVBlocks, chunk: int) -> list[int]:
+        """Count the free blocks, by cache group, that `num_tokens` tokens take which begin with a
+        hit and are computed in chunks."""
+        needs = []
+        for g, group in enumerate(self.groups):
             needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._taken(g, hit)
-            if self.groups[g].window is not None:
+            if group.window is not None:
                 # The hit's blocks are some of those that it holds at most at any time.
                 extra = -(-chunk // self.block_size)
                 needed = min(needed, self.blocks_for(num_tokens, g) + extra)
-            if pool.num_free - needed < watermark_blocks:
-                return False
-        return True
+            needs.append(needed)
+        return needs
 
     def allocate_slots(
         self, sequence: SequenceBlocks, num_new_tokens: int, computed: KVBlocks | None = None
@@ -187,12 +192,11 @@ class KVManager:
             if group.window is not None:
                 table.drop_before(max(0, start - group.window + 1))
         if computed is not None:
-            if not self._has_room(computed, num_new_tokens):
+            if not self.fits(self._needs_to_adopt(computed, num_new_tokens)):
                 return None
             self._adopt(sequence, computed)
-        for table, pool in zip(sequence.tables, self.pools, strict=True):
-            if table.num_new_blocks(num_new_tokens) > pool.num_free:
-                return None
+        if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
+            return None
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
     def _taken(self, g: int, hit: KVBlocks) -> int:
@@ -202,12 +206,9 @@ class KVManager:
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
 
-    def _has_room(self, hit: KVBlocks, num_new_tokens: int) -> bool:
+    def _needs_to_adopt(self, hit: KVBlocks, num_new_tokens: int) -> list[int]:
         blocks = -(-(hit.num_tokens + num_new_tokens) // self.block_size)
-        return all(
-            blocks - len(hit.blocks[g]) + self._taken(g, hit) <= pool.num_free
-            for g, pool in enumerate(self.pools)
-        )
+        return [blocks - len(mine) + self._taken(g, hit) for g, mine in enumerate(hit.blocks)]
 
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
@@ -256,7 +257,7 @@ class KVManager:
         are several cache groups, a window or too few blocks.
         """
         pool = self.pools[0]
-        if len(self.pools) > 1 or self.groups[0].window or pool.num_free < len(sequences):
+        if len(self.pools) > 1 or self.groups[0].window or not self.fits((len(sequences),)):
             return None
         tables, size = [sequence.tables[0] for sequence in sequences], self.block_size
         if any(len(t.blocks) * size != n - 1 for t, n in zip(tables, num_tokens, strict=True)):
@@ -327,7 +328,7 @@ class KVManager:
         that this needs; None if the host has too few blocks.
         """
         needs = self.num_distinct(sequences)
-        if any(n > pool.num_free for n, pool in zip(needs, self.host_pools, strict=True)):
+        if not _fit(needs, self.host_pools):
             return None
         tables, copies = self._transfer(sequences, self.host_pools)
         if self.tier is not None:
@@ -450,3 +451,7 @@ class KVManager:
                 host[i] = away
             blocks.append(LOAD if found is None else found)
         return blocks, host
+
+
+def _fit(needs: Iterable[int], pools: Iterable[BlockPool], reserve: int = 0) -> bool:
+    return all(need + reserve <= pool.num_free for need, pool in zip(needs, pools, strict=True))

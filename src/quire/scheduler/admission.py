@@ -1,220 +1,255 @@
 """Who gets a row: waiting sequences, while budget, rows and blocks last.
 
-An admission leaves blocks free for those that run to grow into, or they would soon preempt each
-other, and what comes back would be preempted again (text H calls this a cascade). How many:
-
-- the watermark, a fixed share of the pool (P's engine has 1 %);
-- headroom per running row: a block more for every preemption, 5 % less for every sequence that
-  ends. So admission slows down while preemption is frequent, and it settles where a few in a
-  hundred sequences are preempted, whatever the lengths are.
-- A sequence that was preempted `MOST_PREEMPTIONS` times waits until all that run, and itself, could
-  grow to their limits. Nobody of its priority or a lower one comes in before it, so it is not
-  preempted again for one of them.
-
-Nothing is kept free from a sequence beside which no other request runs.
+An admission leaves blocks free for those that run to grow into (`memory.Headroom`). A sequence that
+was preempted `MOST_PREEMPTIONS` times waits until all that run, and itself, could grow to their
+limits. Nobody of its priority or a lower one comes in before it, so it is not preempted again for
+one of them. Nothing is kept free from a sequence beside which no other request runs.
 """
 
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.base.plan import MoveKind
 from quire.kv.manager import KVBlocks
-from quire.scheduler.budget import contender, go_on
-from quire.scheduler.flight import Draft
-from quire.scheduler.groups import Group, must_wait_for_prompt
-from quire.scheduler.hits import find_hit
-from quire.scheduler.preemption import grow
-from quire.scheduler.sequence import Sequence
-from quire.scheduler.streaming import has_something_to_compute, park_idle, set_aside
-from quire.scheduler.swap import can_swap_in, swap_in
-from quire.scheduler.tiers import load
-
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.budget_shares import contender
+from quire.scheduler.in_flight import Blocks
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.preemption import Preemption
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Sequence, SequenceGroup
 
 MOST_PREEMPTIONS = 3
-STEP_UP = 1.0  # blocks per running row
-STEP_DOWN = 0.95
 
 
-@dataclass(slots=True)
-class Headroom:
-    """blocks_per_row: how much every running row is expected to grow before something ends."""
+class Admission:
+    """Gives rows and first tokens to waiting sequences. token_budget: most tokens of a step;
+    most_prefill: of one sequence in a step, 0 for any number."""
 
-    num_blocks: int
-    watermark_blocks: int
-    blocks_per_row: float = 0.0
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        preemption: Preemption,
+        token_budget: int,
+        most_prefill: int,
+    ) -> None:
+        self._rows, self._memory = rows, memory
+        self._lifecycle, self._preemption = lifecycle, preemption
+        self._token_budget, self._most_prefill = token_budget, most_prefill
 
-    def take_preemption(self, num_rows: int) -> None:
-        """num_rows still run. The headroom never exceeds half the pool."""
-        most = self.num_blocks / 2 / max(1, num_rows)
-        self.blocks_per_row = min(self.blocks_per_row + STEP_UP, most)
+    def admit(self, builder: PlanBuilder, budget: int, now: float) -> None:
+        """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait.
+        Prompts under way that were deferred take their turn."""
+        deferred, queue = deque(builder.deferred), self._lifecycle.queue
+        while budget > 0:
+            head = contender(queue, deferred[0]) if deferred else queue.peek()
+            used = None if head is None else self._bring_in(head, builder, budget, now)
+            if used is None and head is not None and self._park_idle(head, builder, now):
+                continue
+            if used is None and not deferred:
+                return
+            if used is None:
+                used = self._continue_deferred(deferred.popleft(), builder, budget)
+            budget -= used
 
-    def take_end(self) -> None:
-        self.blocks_per_row *= STEP_DOWN
+    def fits_now(self, sequence: Sequence) -> bool:
+        """Tell whether a new request at the head of the queue could be admitted with a budget of
+        its own."""
+        if not self._rows.num_free or sequence.num_pending_lost or sequence.host_blocks is not None:
+            return False
+        if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
+            return False
+        hit = self._memory.find_hit(sequence)
+        num_new = min(self._token_budget, sequence.num_known_tokens - hit.num_tokens)
+        return self._has_blocks(sequence, hit, num_new)
 
-    def blocks(self, num_rows: int) -> int:
-        return self.watermark_blocks + int(self.blocks_per_row * num_rows)
+    def reserve(self, sequence: Sequence) -> int:
+        """Count the blocks that must stay free if this waiting sequence is admitted."""
+        group, num_running = sequence.group, self._rows.num_running
+        num_own = 0 if group is None else len(group.running)
+        if num_running == num_own:
+            return 0
+        reserve = self._memory.headroom.blocks(num_running - num_own)
+        if sequence.num_preemptions >= MOST_PREEMPTIONS:
+            reserve = max(reserve, self._worst_growth(sequence))
+        return reserve
 
+    def name_full_blocks(self, rows: np.ndarray, builder: PlanBuilder, hit: Blocks = ()) -> None:
+        """Name the full blocks of known tokens that are computed once this plan has run. hit:
+        blocks that a row begins with."""
+        table, size = self._rows.table, self._memory.block_size
+        num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
+        named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
+        builder.shared += [(row, hit, new) for row, new in zip(rows.tolist(), named, strict=True)]
+        self._rows.set_index_at(rows, (num_ready + 1) * size)
 
-def reserved_blocks(scheduler: "Scheduler", sequence: Sequence) -> int:
-    """Blocks that must stay free if this waiting sequence is admitted."""
-    group = sequence.group
-    num_own = 0 if group is None else len(group.running)
-    if scheduler.num_running == num_own:
-        return 0
-    reserve = scheduler.headroom.blocks(scheduler.num_running - num_own)
-    if sequence.num_preemptions >= MOST_PREEMPTIONS:
-        reserve = max(reserve, _worst_growth(scheduler, sequence))
-    return reserve
+    # ---- one sequence ------------------------------------------------------------------------
 
+    def _bring_in(
+        self, head: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Admit the head of the queue; the tokens that it gets, None if it must wait."""
+        if not self._rows.num_free or head.num_pending_lost:
+            return None
+        bring = self._start if head.host_blocks is None else self._resume
+        return bring(head, builder, budget, now)
 
-def _worst_growth(scheduler: "Scheduler", sequence: Sequence) -> int:
-    """Blocks that all that run, and the request of this sequence, lack up to their limits."""
-    size, idle = scheduler.kv.block_size, set(scheduler.rows_that_wait().tolist())
-    running = [other for other in scheduler.running() if other.row not in idle]
-    members = [sequence] if sequence.group is None else sequence.group.unfinished
-    heads = [(s.limit, s.num_known_tokens, 1) for s in members if s.row < 0]
-    for other in running:
-        held = 0 if other.group is None else len(other.group.reserved_rows)
-        heads.append((other.limit, other.num_computed_tokens, 1 + held))
-    limit, held_tokens, num = np.array(heads).T
-    return int(((-(-limit // size) - held_tokens // size) * num).sum())
+    def _start(
+        self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Admit a sequence that has computed nothing but what it finds in the index; the tokens
+        that it gets, None if it must wait."""
+        if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
+            return None
+        memory, lifecycle = self._memory, self._lifecycle
+        hit = memory.find_hit(sequence)
+        num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
+        if num_new == 0:
+            lifecycle.park(sequence)
+            return 0
+        num_new = min(num_new, self._most_prefill or num_new)
+        if not self._has_blocks(sequence, hit, num_new):
+            return None
+        appended = memory.start(sequence, num_new, hit)
+        if appended is None:
+            return None
+        builder.started.append(lifecycle.start(sequence, hit.num_tokens, now))
+        builder.add_adopted(sequence, hit.num_tokens // memory.block_size)
+        builder.add_blocks(sequence.row, appended)
+        held = [table.blocks for table in sequence.blocks.tables]
+        found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]
+        self._grant(sequence, num_new, builder, found)
+        if (
+            not sequence.num_preemptions and sequence.report is None
+        ):  # also no open one that is back
+            memory.pinned.count_hit(sequence)
+            lifecycle.report_prefix(sequence, hit, now)
+        if hit.num_loads:
+            self._load(sequence, builder)
+        return num_new
 
+    def _load(self, sequence: Sequence, builder: PlanBuilder) -> None:
+        """Plan the loads of a hit that the sequence has just been given. If its row fails, nobody
+        is to rely on them."""
+        loads = self._memory.kv.take_loads()
+        builder.add_moves(MoveKind.LOAD, loads)
+        loaded = [destination for _, destination in loads]
+        builder.shared.append((sequence.row, [[] for _ in loaded], loaded))
 
-def admit(scheduler: "Scheduler", draft: Draft, budget: int, now: float) -> None:
-    """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait.
-    Prompts under way that were deferred take their turn."""
-    deferred = deque(draft.deferred)
-    while budget > 0:
-        head = contender(scheduler, deferred[0]) if deferred else scheduler.queue.peek()
-        used = None if head is None else _bring_in(scheduler, head, draft, budget, now)
-        if used is None and head is not None and _makes_room(scheduler, head, draft, now):
-            continue
-        if used is None and not deferred:
-            return
-        budget -= go_on(scheduler, deferred.popleft(), draft, budget) if used is None else used
+    def _resume(
+        self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Bring a group back that was swapped out, with rows for all; the tokens that its members
+        get, None if it must wait."""
+        if not sequence.has_something_to_compute:
+            self._lifecycle.park(sequence)
+            return 0
+        members = [m for m in sequence.members if m.host_blocks is not None]
+        if any(m.num_pending_lost for m in members) or self._rows.num_free < len(members):
+            return None
+        if not self._memory.fits_back(members, self.reserve(sequence)):
+            return None
+        builder.add_moves(MoveKind.LOAD, self._memory.swap_in(members))
+        for member in members:
+            started = self._lifecycle.start(member, member.num_swapped_tokens, now)
+            builder.started.append(started)
+            builder.add_table(member)
+            held = [table.live_blocks for table in member.blocks.tables]
+            builder.shared.append((member.row, held, [[] for _ in held]))
+            self._rows.share(member.row)
+        used, size = 0, self._memory.block_size
+        for member in members:
+            computed = member.num_swapped_tokens
+            room = size - computed % size  # one new block at most
+            num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
+            if num_new > 0:
+                self._preemption.ensure_capacity(member, computed + num_new, builder, now)
+                self._grant(member, num_new, builder)
+                used += num_new
+        return used
 
+    def _grant(
+        self, sequence: Sequence, num_new: int, builder: PlanBuilder, hit: Blocks = ()
+    ) -> None:
+        """Plan the next tokens of a row that has room for them. hit: blocks that it begins with."""
+        rows = np.array([sequence.row])
+        self._rows.advance(sequence.row, sequence.num_computed_tokens + num_new)
+        builder.add_rows(rows, np.array([num_new]))
+        if self._memory.names.is_indexed(sequence):
+            self.name_full_blocks(rows, builder, hit)
 
-def _makes_room(scheduler: "Scheduler", head: Sequence, draft: Draft, now: float) -> bool:
-    return not head.num_pending_lost and park_idle(scheduler, head, draft, now)
+    def _continue_deferred(self, sequence: Sequence, builder: PlanBuilder, budget: int) -> int:
+        """Give a deferred prompt the tokens that budget and free blocks allow; how many."""
+        memory = self._memory
+        num_new = min(budget, self._rows.need_of(sequence))
+        appended = memory.grow(sequence, num_new)
+        if appended is None:
+            num_new = min(num_new, memory.num_free_slots(sequence))
+            appended = memory.grow(sequence, num_new) if num_new > 0 else None
+        if appended is None:
+            return 0
+        self._rows.set_capacity(sequence.row, sequence.blocks.capacity)
+        builder.add_blocks(sequence.row, appended)
+        self._grant(sequence, num_new, builder)
+        return num_new
 
-
-def _bring_in(
-    scheduler: "Scheduler", head: Sequence, draft: Draft, budget: int, now: float
-) -> int | None:
-    """Admit the head of the queue; the tokens that it gets, None if it must wait."""
-    if not scheduler.num_free_rows or head.num_pending_lost:
-        return None
-    bring = _start if head.host_blocks is None else _resume
-    return bring(scheduler, head, draft, budget, now)
-
-
-def _start(
-    scheduler: "Scheduler", sequence: Sequence, draft: Draft, budget: int, now: float
-) -> int | None:
-    """Admit a sequence that has computed nothing but what it finds in the index; the tokens that
-    it gets, None if it must wait."""
-    if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
-        return None
-    kv, hit = scheduler.kv, find_hit(scheduler, sequence)
-    num_new = min(budget, sequence.num_known_tokens - sequence.is_open - hit.num_tokens)
-    if num_new == 0:
-        set_aside(scheduler, sequence)
-        return 0
-    num_new = min(num_new, scheduler.long_prefill_threshold or num_new)
-    if not _has_blocks(scheduler, sequence, hit, num_new):
-        return None
-    appended = kv.allocate_slots(sequence.blocks, num_new, hit)
-    if appended is None:
-        return None
-    scheduler.queue.remove(sequence)
-    scheduler.take_row(sequence, hit.num_tokens, draft, now)
-    draft.add_adopted(sequence, hit.num_tokens // kv.block_size)
-    draft.add_blocks(sequence.row, appended)
-    found = [blocks[: len(mine)] for blocks, mine in zip(_held(sequence), hit.blocks, strict=True)]
-    scheduler.grant(sequence, num_new, draft, found)
-    if not sequence.num_preemptions and sequence.report is None:  # also no open prompt that is back
-        scheduler.pins.count_hit(sequence)
-        scheduler.remember(sequence, hit, now)
-    if hit.num_loads:
-        load(scheduler, sequence, draft)
-    return num_new
-
-
-def _held(sequence: Sequence) -> list[list[int]]:
-    return [table.blocks for table in sequence.blocks.tables]
-
-
-def _has_blocks(scheduler: "Scheduler", sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
-    reserve = reserved_blocks(scheduler, sequence)
-    return scheduler.kv.can_admit(sequence.num_known_tokens, hit, reserve, num_new)
-
-
-def fits_now(scheduler: "Scheduler", sequence: Sequence) -> bool:
-    """Whether a new request at the head of the queue could be admitted with a budget of its own."""
-    if not scheduler.num_free_rows or sequence.num_pending_lost or sequence.host_blocks is not None:
+    def _park_idle(self, head: Sequence, builder: PlanBuilder, now: float) -> bool:
+        """Take the row of an open prompt that only waits for its next piece, for the head of the
+        queue, which is not of a lower class; whether there was one. Without this, clients that say
+        nothing would hold up all others."""
+        if head.num_pending_lost:
+            return False
+        rows = self._rows.idle()
+        planned = np.concatenate([*builder.rows, rows[:0]])
+        for sequence in self._rows.sequences(rows[~np.isin(rows, planned)]):
+            if sequence.priority >= head.priority:
+                self._lifecycle.park_running(sequence, head.request.request_id, now)
+                return True
         return False
-    if must_wait_for_prompt(scheduler, sequence) or not fits_beside(scheduler, sequence):
-        return False
-    hit = find_hit(scheduler, sequence)
-    num_new = min(scheduler.token_budget, sequence.num_known_tokens - hit.num_tokens)
-    return _has_blocks(scheduler, sequence, hit, num_new)
+
+    # ---- does it fit -------------------------------------------------------------------------
+
+    def _has_blocks(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> bool:
+        reserve = self.reserve(sequence)
+        return self._memory.fits(self._memory.needs_to_start(sequence, hit, num_new), reserve)
+
+    def _worst_growth(self, sequence: Sequence) -> int:
+        """Blocks that all that run, and the request of this sequence, lack up to their limits."""
+        idle, growth = set(self._rows.idle().tolist()), self._memory.growth
+        members = [sequence] if sequence.group is None else sequence.group.unfinished
+        lacking = sum(growth(s.num_known_tokens, s.limit) for s in members if s.row < 0)
+        for other in self._rows.sequences():
+            if other.row not in idle:
+                num = 1 if other.group is None else 1 + len(other.group.reserved_rows)
+                lacking += num * growth(other.num_computed_tokens, other.limit)
+        return lacking
+
+    def _fits_beside(self, sequence: Sequence) -> bool:
+        """Tell whether the whole group of a sequence that waits can come in now. Only its first
+        member asks this; it holds for all that follow."""
+        group = sequence.group
+        if group is None or group.running:
+            return True
+        waiting = group.unfinished
+        if self._rows.num_free < len(waiting) + _num_to_come(group):
+            return False
+        longest = max(member.num_known_tokens for member in waiting)
+        needs = self._memory.needs_of_all(sequence, longest, len(waiting))
+        return self._memory.fits(needs, self.reserve(sequence))
+
+    def _must_wait_for_prompt(self, sequence: Sequence) -> bool:
+        """Tell whether a member that comes back would compute what another one is just
+        computing."""
+        group, size = sequence.group, self._memory.block_size
+        if group is None or not group.running:
+            return False
+        shared = sequence.num_prompt_tokens // size * size
+        return max(member.num_computed_tokens for member in group.running) < shared
 
 
-def _resume(
-    scheduler: "Scheduler", sequence: Sequence, draft: Draft, budget: int, now: float
-) -> int | None:
-    """Bring a group back that was swapped out, with rows for all; the tokens that its members get,
-    None if it must wait."""
-    if not has_something_to_compute(sequence):
-        set_aside(scheduler, sequence)
-        return 0
-    members = [m for m in scheduler.members(sequence) if m.host_blocks is not None]
-    reserve = reserved_blocks(scheduler, sequence)
-    if any(m.num_pending_lost for m in members) or not can_swap_in(scheduler, members, reserve):
-        return None
-    swap_in(scheduler, members, draft)
-    for member in members:
-        scheduler.queue.remove(member)
-        scheduler.take_row(member, member.num_swapped_tokens, draft, now)
-        draft.add_table(member)
-        held = [table.live_blocks for table in member.blocks.tables]
-        draft.shared.append((member.row, held, [[] for _ in held]))
-        scheduler.table.capacity[member.row] = member.num_swapped_tokens  # look who shares
-    used = 0
-    for member in members:
-        computed = member.num_swapped_tokens
-        room = scheduler.kv.block_size - computed % scheduler.kv.block_size  # one new block at most
-        num_new = min(budget - used, member.num_known_tokens - member.is_open - computed, room)
-        if num_new > 0:
-            grow(scheduler, member, computed + num_new, draft, now)
-            scheduler.grant(member, num_new, draft)
-            used += num_new
-    return used
-
-
-def fits_beside(scheduler: "Scheduler", sequence: Sequence) -> bool:
-    """Whether the whole group of a sequence that waits can come in now. Only its first member asks
-    this; it holds for all that follow."""
-    group = sequence.group
-    if group is None or group.running:
-        return True
-    waiting = group.unfinished
-    if scheduler.num_free_rows < len(waiting) + _num_to_come(group):
-        return False
-    longest = max(member.num_known_tokens for member in waiting)
-    shared = sequence.num_prompt_tokens // scheduler.kv.block_size
-    chunk = min(scheduler.token_budget, longest)
-    needs = scheduler.kv.group_blocks(longest, shared, len(waiting), chunk)
-    pinned, reserve = scheduler.pins.shared_blocks(sequence), reserved_blocks(scheduler, sequence)
-    return all(
-        need - mine + reserve <= pool.num_free
-        for need, mine, pool in zip(needs, pinned, scheduler.kv.pools, strict=True)
-    )
-
-
-def _num_to_come(group: Group) -> int:
+def _num_to_come(group: SequenceGroup) -> int:
     return group.num_members - len(group.members)

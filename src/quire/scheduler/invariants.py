@@ -1,37 +1,62 @@
-"""What must hold of a scheduler between two calls; for tests."""
+"""What must hold of a scheduler's owners between two calls; for tests."""
 
-from typing import TYPE_CHECKING
+from quire.kv.manager import KVManager
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import State
+from quire.scheduler.stores import Stores
 
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
 
-
-def check_invariants(scheduler: "Scheduler") -> None:
-    """Assert that counters, rows and blocks agree."""
-    table, running = scheduler.table, scheduler.running()
-    alive = [m for s in scheduler.sequences.values() for m in scheduler.members(s)]
+def check_memory(memory: Memory, rows: Rows, lifecycle: Lifecycle, stores: Stores | None) -> None:
+    """Assert that every block is held by exactly those whose tables name it."""
+    alive = [m for s in lifecycle.sequences.values() for m in s.members]
     away = [member.host_blocks for member in alive if member.host_blocks is not None]
-    stores = [] if scheduler.stores is None else [scheduler.stores.held_blocks]
-    alive_blocks = [sequence.blocks for sequence in running] + scheduler.pins.tables()
-    scheduler.kv.check_invariants(alive_blocks, away, *stores)
-    rows = scheduler._running
+    on_order = [] if stores is None else [stores.held_blocks]
+    held = [sequence.blocks for sequence in rows.sequences()] + memory.pinned.tables()
+    kv: KVManager = memory.kv
+    kv.check_invariants(held, away, *on_order)
+
+
+def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:
+    """Assert that every row is free, reserved or taken, and that its numbers agree."""
+    table, running, order = rows.table, rows.sequences(), rows.running
     groups = {id(s.group): s.group for s in running if s.group is not None}.values()
-    held = [row for group in groups for row in group.reserved_rows]
-    assert sum(bool(group.reserved_rows) for group in groups) == scheduler.num_unforked, "forks"
-    assert len({*rows, *held, *scheduler._free_rows}) == table.num_rows, "a row was lost"
-    num_rows = len(rows) + len(held) + len(scheduler._free_rows)
+    unforked = {group for group in groups if group.reserved_rows}
+    reserved = [row for group in groups for row in group.reserved_rows]
+    assert unforked == lifecycle.unforked, "forks"
+    free = rows.free
+    assert len({*order, *reserved, *free}) == table.num_rows, "a row was lost"
+    num_rows = len(order) + len(reserved) + len(free)
     assert num_rows == table.num_rows, "a row is both free and taken"
-    assert (table.computed[rows] <= table.total[rows]).all(), "computed overtook total"
-    assert (table.known[rows] <= table.total[rows]).all(), "known overtook total"
-    assert (table.total[rows] <= table.limit[rows]).all(), "total overtook the limit"
-    assert (table.total[rows] - table.known[rows] <= len(scheduler.flights)).all(), "stray pending"
-    assert (table.capacity[rows] >= table.computed[rows]).all(), "computed without a slot"
+    assert (table.computed[order] <= table.total[order]).all(), "computed overtook total"
+    assert (table.known[order] <= table.total[order]).all(), "known overtook total"
+    assert (table.total[order] <= table.limit[order]).all(), "total overtook the limit"
+    assert (table.total[order] - table.known[order] <= num_in_flight).all(), "stray pending"
+    assert (table.capacity[order] >= table.computed[order]).all(), "computed without a slot"
     ranks = [(sequence.priority, sequence.arrival) for sequence in running]
     assert ranks == sorted(ranks), "running rows are out of order"
     for sequence in running:
         tables = sequence.blocks.tables
         assert all(t.num_tokens <= sequence.num_computed_tokens for t in tables), "table length"
         assert len({t.num_tokens for t in tables}) == 1, "the groups' tables differ in length"
-    num_alive = sum(member.finish_reason is None for member in alive)
-    num_aside = sum(member.is_aside for member in alive if member.finish_reason is None)
-    assert num_alive == len(running) + len(scheduler.queue) + num_aside, "a sequence was lost"
+
+
+def check_lives(rows: Rows, lifecycle: Lifecycle) -> None:
+    """Assert that every sequence is where its state says."""
+    members = [m for s in lifecycle.sequences.values() for m in s.members]
+    alive = [member for member in members if member.state is not State.ENDED]
+    running = set(rows.sequences())
+    num_queued = 0
+    for member in alive:
+        assert (member in running) == (member.state is State.RUNNING), "who runs holds a row"
+        is_queued = member.state in (State.WAITING, State.SWAPPED)
+        is_swapped = member.host_blocks is not None
+        assert not is_queued or is_swapped == (member.state is State.SWAPPED), "swapped out"
+        num_queued += is_queued
+    assert num_queued == len(lifecycle.queue), "a sequence was lost, or one that ended waits"
+    assert running <= set(alive), "one that has ended runs"
+    long_lists = {member for member in alive if member.has_long_stop_list}
+    assert long_lists == lifecycle.long_stop_lists, "long stop lists"
+    searches = {m.request.request_id for m in alive if m.request.params.use_beam_search}
+    assert searches == lifecycle.searches, "beam searches"

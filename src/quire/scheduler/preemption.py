@@ -1,74 +1,91 @@
 """Room for a row that grows, and who gives way for it: the latest arrival of the lowest priority,
-all or nothing, with its whole group (P 4.5)."""
+all or nothing, with its whole group (P 4.5).
 
-from typing import TYPE_CHECKING
+What gives way is swapped to host memory or computed again. Its blocks are copied before the step's
+forward pass, so that they can be given away in the same plan; shared blocks are copied once and
+stay shared. Copies that bring blocks back are part of the plan in which the rows run again.
 
-from quire.base.events import Preempted
-from quire.scheduler.flight import Draft
-from quire.scheduler.groups import give_rows_back
+    swapping        2 x bytes of the blocks / bandwidth of a copy
+    recomputation   computed tokens / tokens per second of a prefill
+
+Both rates are measured and come through `control`. Where one is not known, it is recomputation.
+"""
+
+from quire.base.plan import MoveKind
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Sequence
-from quire.scheduler.swap import num_kept_tokens, swap_is_cheaper, swap_out
-
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
 
 
-def grow(scheduler: "Scheduler", sequence: Sequence, target: int, draft: Draft, now: float) -> None:
-    """Make room up to `target` tokens, preempting the last that run if that is needed."""
-    num_computed = sequence.num_computed_tokens
-    sequence.blocks.advance(num_computed)
-    num_new = target - num_computed
-    while (appended := scheduler.kv.allocate_slots(sequence.blocks, num_new)) is None:
-        victim = scheduler.last_running
-        draft.drop_rows(preempt(scheduler, victim, sequence.request.request_id, now, draft))
-        draft.has_preempted = True
-        if sequence.row < 0:
-            return
-    scheduler.table.capacity[sequence.row] = sequence.blocks.capacity
-    draft.add_blocks(sequence.row, appended)
+class Preemption:
+    """Decides who gives way, and how. mode: `swap`, `recompute`, or `auto` for what costs less."""
 
+    def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle, mode: str) -> None:
+        self._rows, self._memory, self._lifecycle, self._mode = rows, memory, lifecycle, mode
 
-def preempt(
-    scheduler: "Scheduler",
-    victim: Sequence,
-    for_request_id: str,
-    now: float,
-    draft: Draft | None = None,
-) -> set[int]:
-    """Take the rows and blocks of the victim and its group; returns the rows.
+    def ensure_capacity(
+        self, sequence: Sequence, target: int, builder: PlanBuilder, now: float
+    ) -> None:
+        """Make room up to `target` tokens, preempting the last that run if that is needed."""
+        num_new = target - sequence.num_computed_tokens
+        while (appended := self._memory.grow(sequence, num_new)) is None:
+            victim = self._rows.last_running
+            self.preempt(victim, sequence.request.request_id, builder, now)
+            if sequence.row < 0:
+                return
+        self._rows.set_capacity(sequence.row, sequence.blocks.capacity)
+        builder.add_blocks(sequence.row, appended)
 
-    What they have computed is swapped to host memory with the draft's plan, or it will be computed
-    again; without a draft always the latter.
-    """
-    rows, lost = set(), 0
-    members = [member for member in scheduler.members(victim) if member.row >= 0]
-    swaps = draft is not None and _swap_out(scheduler, members, draft)
-    for member in members:
-        rows.add(member.row)
-        if swaps:
-            member.num_swapped_tokens = num_kept_tokens(member)
-        else:
-            lost += member.num_computed_tokens
-        scheduler.leave_row(member)
-        member.num_preemptions += 1
-        scheduler.queue.requeue(member)
-    give_rows_back(scheduler, victim)
-    if draft is not None:
-        scheduler.headroom.take_preemption(scheduler.num_running)
-    if victim.group is not None:
-        victim.group.candidates = {}
-    request_id = victim.request.request_id
-    scheduler.events.append(Preempted(now, request_id, for_request_id, lost, swaps))
-    return rows
+    def preempt(
+        self, victim: Sequence, for_request_id: str, builder: PlanBuilder, now: float
+    ) -> None:
+        """Take the rows and blocks of the victim and its group. What they have computed is swapped
+        to host memory with the plan, or it will be computed again."""
+        members = [member for member in victim.members if member.row >= 0]
+        is_swapped = self._may_be_swapped(members) and self._swap_out(members, builder)
+        rows = self._lifecycle.preempt(victim, for_request_id, now, is_swapped)
+        self._memory.headroom.take_preemption(self._rows.num_running)
+        builder.drop_rows(rows)
+        builder.has_preempted = True
 
+    def _may_be_swapped(self, members: list[Sequence]) -> bool:
+        """Not before a group is forked, not while some of it waits, and not if it would need more
+        room to come back than pinned prefixes leave. To pin a prefix, nothing is sampled after it,
+        so it would not be missed where it is."""
+        first = members[0]
+        group, memory = first.group, self._memory
+        if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
+            return False
+        if first.is_pin:
+            return False
+        blocks = [member.blocks for member in members]
+        if any(memory.pinned.reserved) and not memory.fits_at_all(memory.needs_to_stand(blocks)):
+            return False
+        return self.swapping_is_cheaper(members)
 
-def _swap_out(scheduler: "Scheduler", members: list[Sequence], draft: Draft) -> bool:
-    """Swap a group out, if that is cheaper and possible: not before it is forked, not while some of
-    it waits, and not if it would need more room to come back than pinned prefixes leave. To pin a
-    prefix, nothing is sampled after it, so it would not be missed where it is."""
-    group = members[0].group
-    if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):
-        return False
-    if members[0].is_pin or not scheduler.pins.have_room([m.blocks for m in members]):
-        return False
-    return swap_is_cheaper(scheduler, members) and swap_out(scheduler, members, draft)
+    def swapping_is_cheaper(self, members: list[Sequence]) -> bool:
+        """Tell whether these running members should be swapped out rather than computed again."""
+        kv, rates = self._memory.kv, self._memory.rates
+        if self._mode != "auto":
+            return self._mode == "swap"
+        if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and kv.block_bytes):
+            return False
+        counts = kv.num_distinct([member.blocks for member in members])
+        num_bytes = sum(n * size for n, size in zip(counts, kv.block_bytes, strict=True))
+        num_tokens = sum(member.num_computed_tokens for member in members)
+        shared = members[0].num_prompt_tokens * (len(members) - 1)  # is computed once
+        recompute_s = max(1, num_tokens - shared) / rates.prefill_tokens_per_s
+        return 2 * num_bytes / rates.copy_bytes_per_s < recompute_s
+
+    def _swap_out(self, members: list[Sequence], builder: PlanBuilder) -> bool:
+        """Copy what the members have computed to host memory; False if that has no room. They still
+        hold their rows."""
+        for member in members:
+            self._memory.undo(member, reversed(builder.copies))
+        copies = self._memory.swap_out(members)
+        if copies is None:
+            return False
+        builder.add_moves(MoveKind.SWAP_OUT, copies)
+        return True

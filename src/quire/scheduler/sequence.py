@@ -7,27 +7,38 @@ itself and has computed nothing.
 
     token index   0 ........ prompt ........ known ...... total ......... limit
                   |-- computed -->|          |- pending -|    not sampled yet |
+
+Columns are assigned in `rows.py` alone, `Sequence.state` in `lifecycle.py` alone.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from enum import Enum
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.base.messages import Request
+from quire.base.plan import Candidates
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import SamplingParams
 from quire.kv.manager import SequenceBlocks
-
-if TYPE_CHECKING:
-    from quire.scheduler.groups import Group
+from quire.scheduler.beams import BeamSearch, Hypothesis
 
 NEVER = np.int64(1) << 62
 NUM_STOP_IDS = 8
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+
+class State(Enum):
+    """Where a sequence is in its life; the transitions are the methods of `Lifecycle`."""
+
+    WAITING = "waiting"  # in the queue, with nothing computed
+    PARKED = "parked"  # outside the queue, until what it lacks has come
+    RUNNING = "running"  # holds a row
+    SWAPPED = "swapped"  # in the queue, with what it has computed in host memory
+    ENDED = "ended"
 
 
 class RowTable:
@@ -59,20 +70,10 @@ class RowTable:
         self.tokens = np.zeros((num_rows, max_model_len), np.int32)
         self.sequences = np.full(num_rows, None, object)
 
-    def copy_row(self, parent: int, child: int) -> None:
-        """A fork: the child's numbers are the parent's, except whose they are."""
-        for column in (
-            self.computed, self.total, self.known, self.limit, self.capacity, self.index_at,
-            self.min_known, self.num_open, self.num_candidates, self.stop_ids,
-        ):  # fmt: skip
-            column[child] = column[parent]
-        known = self.known[parent]
-        self.tokens[child, :known] = self.tokens[parent, :known]
-
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One line of tokens of a request. row is -1 while it waits.
+    """One line of tokens of a request. row is -1 while it holds none.
 
     group, index: with whom it shares the prompt, None for a request for one sequence; and which of
     them it is.
@@ -86,13 +87,13 @@ class Sequence:
     root: bytes
     table: RowTable = field(repr=False)
     saved_tokens: Int32 = field(repr=False, default_factory=lambda: np.empty(0, np.int32))
+    state: State = State.WAITING
     row: int = -1
     num_pending_lost: int = 0  # pending tokens of plans that were in flight when it was preempted
     digests: list[bytes] = field(default_factory=list, repr=False)
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
     is_open: bool = False  # more of the prompt is to come
-    is_aside: bool = False  # it waits for that outside the queue
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     tenant: int = 0  # its slot among the tenants' counters
     report: PrefixReport | None = None  # of its first admission
@@ -101,13 +102,13 @@ class Sequence:
     found_at: int = -1
     pinned_tokens: int = 0  # of a pinned prefix, when pins had changed pinned_at times
     pinned_at: int = -1
-    prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length, pins.py
+    prefix_digests: dict[int, bytes] = field(default_factory=dict, repr=False)  # by length
     num_preemptions: int = 0
     num_prompt_logprobs: int = 0  # prompt positions whose logprobs were handed out
     finish_reason: str | None = None
-    host_blocks: SequenceBlocks | None = None  # while it is swapped out
+    host_blocks: SequenceBlocks | None = None  # what was swapped out
     num_swapped_tokens: int = 0  # how many were computed then
-    group: "Group | None" = field(default=None, repr=False)
+    group: "SequenceGroup | None" = field(default=None, repr=False)
     index: int = 0
 
     @property
@@ -117,9 +118,29 @@ class Sequence:
         return row_params or self.request.params
 
     @property
+    def members(self) -> "list[Sequence]":
+        """The sequences of its request, also those that have ended."""
+        return [self] if self.group is None else list(self.group.members)
+
+    @property
     def is_pin(self) -> bool:
         """Whether it is computed to be kept (pins.py), and never samples."""
         return self.request.pin_s is not None
+
+    @property
+    def is_beam(self) -> bool:
+        return self.group is not None and self.group.search is not None
+
+    @property
+    def has_long_stop_list(self) -> bool:
+        """Whether it has more stop ids than its row holds."""
+        return len(self.request.stop_token_ids) > NUM_STOP_IDS
+
+    @property
+    def has_something_to_compute(self) -> bool:
+        """Whether there is more than what an open prompt keeps back."""
+        has_slots = self.num_swapped_tokens if self.host_blocks is not None else 0
+        return self.num_known_tokens - self.is_open > has_slots
 
     @property
     def num_readable_tokens(self) -> int:
@@ -155,12 +176,6 @@ class Sequence:
         return int(self.table.known[self.row]) if self.row >= 0 else len(self.saved_tokens)
 
     @property
-    def num_total_tokens(self) -> int:
-        if self.row >= 0:
-            return int(self.table.total[self.row])
-        return len(self.saved_tokens) + self.num_pending_lost
-
-    @property
     def known_tokens(self) -> Int32:
         """Prompt and known output; a view while it holds a row."""
         if self.row >= 0:
@@ -171,10 +186,74 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return self.num_known_tokens - self.num_prompt_tokens
 
+    @property
+    def num_kept_tokens(self) -> int:
+        """Computed tokens that it keeps when it is swapped out. A beam whose candidates are on
+        their way will not get them, and must compute its last token again."""
+        if self.is_beam:
+            return min(self.num_computed_tokens, self.num_known_tokens - 1)
+        return self.num_computed_tokens
+
     def stops_at(self, token_id: int) -> bool:
-        """Whether this token, having just become the last known one, ends the sequence."""
+        """Tell whether this token, having just become the last known one, ends the sequence."""
         enough = self.num_output_tokens >= self.request.params.min_tokens
         return enough and token_id in self.request.stop_token_ids
+
+
+@dataclass(eq=False, slots=True)
+class SequenceGroup:
+    """The sequences of one request, which share its prompt (branching.py).
+
+    num_members: how many it has when it is complete. members: the leader first, then by index.
+    reserved_rows: for members that are not there yet.
+    search, order, candidates: of a beam search: its state, the beams best first, and what the step
+    gave them so far, by index. row_params: how its rows sample.
+    """
+
+    num_members: int
+    members: list[Sequence] = field(default_factory=list)
+    reserved_rows: list[int] = field(default_factory=list)
+    search: BeamSearch | None = None
+    order: list[Sequence] = field(default_factory=list)
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    row_params: SamplingParams | None = None
+
+    @classmethod
+    def of(cls, leader: Sequence, num_members: int) -> "SequenceGroup":
+        """Make the group of a request, as long as it has one sequence."""
+        params = leader.request.params
+        group = cls(num_members, [leader], order=[leader])
+        if params.use_beam_search:
+            group.search = BeamSearch(
+                width=num_members,
+                max_output=leader.limit - leader.num_prompt_tokens,
+                stop_token_ids=frozenset(leader.request.stop_token_ids),
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+            )
+            group.row_params = SamplingParams(
+                temperature=0.0, max_tokens=None, logprobs=group.search.num_kept
+            )
+        return group
+
+    @property
+    def is_forked(self) -> bool:
+        return len(self.members) == self.num_members
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        return [member for member in self.members if member.state is not State.ENDED]
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [member for member in self.members if member.row >= 0]
+
+    @property
+    def results(self) -> list[Hypothesis]:
+        """Of a beam search, what its client is told: nothing until it is over."""
+        if self.search is None or not self.search.is_over:
+            return []
+        return self.search.hypotheses(self.members[0].request.params.n)
 
 
 def handed_over(num_prompt: int) -> tuple[int, int]:

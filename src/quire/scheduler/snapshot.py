@@ -5,33 +5,97 @@
 entries name each other by number; so identity is kept and nothing recurses. All other values stand
 where they are used.
 
-    {"root": [REF, 0], "heap": [[INSTANCE, "quire.scheduler.scheduler:Scheduler", {...}], ...]}
+    {"root": [REF, 0], "heap": [[INSTANCE, "Scheduler", {...}], [ARRAY, "<i8", [64], ...], ...]}
 
 Frozen vocabulary (`quire.base`: requests, plans, parameters) never changes after it was made, and
 what holds nothing but numbers and text is copied quickly; both are left as `Deferred`, for another
 thread to encode. Who encodes may replace them: `Deferred.name` is the attribute that holds a value.
 
-Integers have at most 64 bits. `restore` makes instances without calling anything of theirs and
-takes only classes, functions and methods of the rooms below. A file cannot make it run code of its
-own.
+Integers have at most 64 bits. A class is known by its name alone (`KINDS`), not by where it is
+defined. `restore` makes instances of these without calling anything of theirs, so that a file
+cannot make it run code of its own. Other versions keep other state: `VERSION` tells them apart.
 """
 
 import dataclasses
 import enum
-import importlib
 import math
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from quire.base import (
+    events,
+    kv_orders,
+    messages,
+    model_spec,
+    plan,
+    prefix,
+    sampling_params,
+    step_outputs,
+)
 from quire.base.errors import EngineError
+from quire.kv import host_tier, manager, pool, table
+from quire.scheduler import (
+    admission,
+    arrivals,
+    beams,
+    block_naming,
+    branching,
+    fifo,
+    in_flight,
+    lifecycle,
+    memory,
+    pinned,
+    pins,
+    planning,
+    preemption,
+    prefix_lookup,
+    progress,
+    queue,
+    rows,
+    scheduler,
+    sequence,
+    srtf,
+    step_results,
+    stores,
+    tenants,
+    time_limits,
+    two_level,
+)
 
-ROOMS = ("quire.base.", "quire.kv.", "quire.scheduler.")
-VOCABULARY = "quire.base."
+VERSION = 2  # of what is kept of the state
+OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
+    {
+        "Memory": ("misses",),
+        "BlockNaming": ("digester", "new"),
+        "Lifecycle": ("events",),
+    }  # fmt: skip
+)
+VOCABULARY = (
+    events, kv_orders, messages, model_spec, plan, prefix, sampling_params, step_outputs,
+)  # fmt: skip
+OWNERS = (
+    host_tier, manager, pool, table, admission, arrivals, beams, block_naming, branching, fifo,
+    in_flight, lifecycle, memory, pinned, pins, planning, preemption, prefix_lookup, progress,
+    queue, rows, scheduler, sequence, srtf, step_results, stores, tenants, time_limits, two_level,
+)  # fmt: skip
+
+
+def _classes(modules: Iterable[types.ModuleType]) -> dict[str, type]:
+    return {
+        kind.__qualname__: kind
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__ == module.__name__
+    }
+
+
+LEAVES = _classes(VOCABULARY)  # frozen vocabulary
+KINDS = LEAVES | _classes(OWNERS)
 
 (
     REF, TUPLE, FROZENSET, ENUM, ARRAY, ZEROS, OBJECTS, SCALAR, LEAF, CLASS, METHOD, LIST, DICT,
@@ -43,6 +107,7 @@ TEXTS = frozenset({str, bytes})
 MAX_CELLS = 1 << 33  # of an array; more than that is a damaged file
 
 Data = dict[str, Any]
+NOTHING: Mapping[str, Collection[str]] = types.MappingProxyType({})
 
 
 class Deferred:
@@ -56,13 +121,15 @@ class Deferred:
         self.name = name
 
 
-def dump(root: object, omit: Iterable[str] = (), blank: Iterable[str] = ()) -> Data:
-    """The state of an object and all that it refers to. omit: attributes of `root` to leave out;
-    blank: attributes of any object whose numbers become zeros.
+def dump(
+    root: object, omit: Mapping[str, Collection[str]] = NOTHING, blank: Iterable[str] = ()
+) -> Data:
+    """The state of an object and all that it refers to. omit: attributes to leave out, by the name
+    of the class; blank: attributes of any object whose numbers become zeros.
 
     Raises EngineError that names the place of a value that cannot be kept, such as a lambda.
     """
-    return _Dump(root, frozenset(omit), frozenset(blank)).data()
+    return _Dump(root, omit, frozenset(blank)).data()
 
 
 def restore(data: Any) -> Any:
@@ -90,11 +157,13 @@ def encode(value: Any) -> Any:
         return [FROZENSET, *map(encode, value)]
     if isinstance(value, np.ndarray):
         return _array(value)
+    if isinstance(value, enum.StrEnum):
+        return value.value
     if isinstance(value, enum.Enum):
         return [ENUM, _name(kind), value.name]
     if isinstance(value, np.generic):
         return [SCALAR, value.dtype.str, value.tobytes()]
-    if kind.__module__.startswith(VOCABULARY):
+    if kind.__qualname__ in LEAVES:
         return [LEAF, _name(kind), {name: encode(item) for name, item in _contents(value, kind)}]
     raise EngineError(f"a {kind.__qualname__} cannot be kept in a snapshot.")
 
@@ -104,8 +173,21 @@ def decode(data: Any) -> Any:
     return restore({"root": data, "heap": []})
 
 
+def without_modules(data: Any) -> Any:
+    """Encoded values as they are today: recordings of before named the modules of classes."""
+    if isinstance(data, dict):
+        return {key: without_modules(value) for key, value in data.items()}
+    if not isinstance(data, list):
+        return data
+    if len(data) == 3 and data[0] in (LEAF, ENUM) and isinstance(data[1], str):
+        return [data[0], data[1].rpartition(":")[2], without_modules(data[2])]
+    return [without_modules(value) for value in data]
+
+
 class _Dump:
-    def __init__(self, root: object, omit: frozenset[str], blank: frozenset[str]) -> None:
+    def __init__(
+        self, root: object, omit: Mapping[str, Collection[str]], blank: frozenset[str]
+    ) -> None:
         self.root, self.omit, self.blank = root, omit, blank
         self.numbers: dict[int, int] = {}  # id of an object -> its number in the heap
         self.found: list[tuple[Any, str]] = []  # the objects, with the attribute that led there
@@ -133,10 +215,8 @@ class _Dump:
             return [FROZENSET, *(self.refer(item, name) for item in value)]
         if isinstance(value, (enum.Enum, np.generic)):
             return encode(value)
-        if isinstance(value, (type, types.FunctionType)):
+        if isinstance(value, type):
             return [CLASS, self.name(value, name)]
-        if isinstance(value, types.MethodType):
-            return [METHOD, self.refer(value.__self__, name), value.__name__]
         number = self.numbers.setdefault(id(value), len(self.found))
         if number == len(self.found):
             self.found.append((value, name))
@@ -156,9 +236,9 @@ class _Dump:
                 is_blank = name in self.blank
                 return [ZEROS, value.dtype.str, value.shape] if is_blank else _array(value)
             return [OBJECTS, value.shape, *(self.refer(item, name) for item in value.flat)]
-        if kind.__module__.startswith(VOCABULARY):
+        if kind.__qualname__ in LEAVES:
             return Deferred(value, name)
-        omit = self.omit if value is self.root else ()
+        omit = self.omit.get(kind.__qualname__, ())
         state = {
             attribute: self.refer(getattr(value, attribute), attribute)
             for attribute in _attributes(value)
@@ -180,8 +260,8 @@ class _Dump:
             return Deferred(value.copy(), name)
         return [tag, *(self.refer(item, name) for pair in value.items() for item in pair)]
 
-    def name(self, what: Any, found_at: str) -> str:
-        """Of a class or function. Raises EngineError for one that cannot be found by it."""
+    def name(self, what: type, found_at: str) -> str:
+        """By what a class is known. Raises EngineError for one that cannot be kept."""
         if what not in self.names:
             try:
                 self.names[what] = _name(what)
@@ -240,11 +320,9 @@ class _Restore:
         tag, *rest = data
         if tag == REF:
             return self.shells[rest[0]]
-        if tag == METHOD:
-            return _method(self.value(rest[0]), rest[1])
         if tag == LEAF:
             made = {name: self.value(item) for name, item in rest[1].items()}
-            return _class(rest[0], VOCABULARY)(**made)
+            return _class(rest[0], LEAVES)(**made)
         if tag == DICT:
             items = [self.value(item) for item in rest]
             return dict(zip(items[::2], items[1::2], strict=True))
@@ -275,9 +353,9 @@ def _plain(tag: int, rest: list[Any]) -> Any:
     if tag == SCALAR:
         return np.frombuffer(rest[1], _dtype(rest[0]))[0]
     if tag == ENUM:
-        return _class(rest[0], VOCABULARY)[rest[1]]
+        return _class(rest[0])[rest[1]]
     if tag == CLASS:
-        return _named(rest[0])
+        return _class(rest[0])
     raise EngineError(f"a snapshot holds a value of the unknown kind {tag}.")
 
 
@@ -334,38 +412,17 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _name(what: Any) -> str:
-    """`module:qualified name` of a class or function of ours."""
-    name = f"{what.__module__}:{what.__qualname__}"
-    if not name.startswith(ROOMS) or "<" in name:
-        raise EngineError(f"{name} cannot be kept in a snapshot.")
+def _name(kind: type) -> str:
+    """By what a class is known. Raises EngineError for one that cannot be kept."""
+    name = kind.__qualname__
+    if KINDS.get(name) is not kind:
+        raise EngineError(f"{kind.__module__}.{name} cannot be kept in a snapshot.")
     return name
 
 
-def _named(name: str) -> Any:
-    """The class or function. Only those of our own rooms, and only where they were defined."""
-    module_name, _, path = name.partition(":")
-    if not module_name.startswith(ROOMS):
-        raise EngineError(f"a snapshot names {name!r}, which is not the scheduler's.")
-    found: Any = importlib.import_module(module_name)
-    for part in path.split("."):
-        found = vars(found)[part]
-    is_ours = isinstance(found, (type, types.FunctionType)) and found.__module__ == module_name
-    if not is_ours:
-        raise EngineError(f"a snapshot names {name!r}, which is no class or function.")
+def _class(name: str, kinds: Mapping[str, type] = KINDS) -> Any:
+    """The class of this name; recordings of before named the module, too."""
+    found = kinds.get(name.rpartition(":")[2])
+    if found is None:
+        raise EngineError(f"a snapshot names {name!r}, which is no class of the scheduler's.")
     return found
-
-
-def _class(name: str, room: str = "") -> Any:
-    found = _named(name)
-    if not isinstance(found, type) or not name.startswith(room):
-        raise EngineError(f"a snapshot names {name!r}, which is no class of {room}.")
-    return found
-
-
-def _method(owner: Any, name: str) -> Any:
-    kind = type(owner)
-    is_method = any(isinstance(vars(base).get(name), types.FunctionType) for base in kind.__mro__)
-    if not kind.__module__.startswith(ROOMS) or not is_method or name.startswith("__"):
-        raise EngineError(f"a snapshot names the method {name!r} of {kind.__qualname__}.")
-    return getattr(owner, name)

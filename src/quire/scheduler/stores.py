@@ -16,9 +16,8 @@ its tokens removed (`Remove`): what comes of them from a fetch under way is not 
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from quire.base.tiers import (
+from quire.base.kv_orders import (
     Answer,
     BlockName,
     Fetch,
@@ -31,19 +30,17 @@ from quire.base.tiers import (
     Order,
     Remove,
 )
-from quire.kv.tiers import Name
-from quire.scheduler.hits import readable
+from quire.kv.host_tier import HostTier, Name
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
 from quire.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
 
 MOST_KEPT_AT_ONCE = 256  # blocks on their way to a store; beyond that they are not kept
 KEEP_OLD = 0.5  # of a measured rate, when another was measured
 
 
 @dataclass(slots=True)
-class Wait:
+class PendingLookup:
     """A request that is looked up or fetched for. asked: by ticket, stores that have not answered;
     found: which store has a block; tickets: of fetches that have not come."""
 
@@ -57,19 +54,25 @@ class Wait:
 class Stores:
     """num_stores: they are asked in the order of their numbers."""
 
-    def __init__(self, scheduler: "Scheduler", num_stores: int) -> None:
+    def __init__(self, memory: Memory, lifecycle: Lifecycle, num_stores: int) -> None:
         self.num_stores = num_stores
         self.orders: list[Order] = []  # since somebody took them last
-        self.waiting: dict[str, Wait] = {}
+        self.waiting: dict[str, PendingLookup] = {}
         self.num_fetched = self.num_kept = 0
         self.is_private = False  # the names of this cache mean nothing to other engines
-        self.scheduler = scheduler
+        self._memory, self._lifecycle = memory, lifecycle
         self._fetching: dict[int, tuple[Item, ...]] = {}
         self._coming: dict[BlockName, int] = {}  # with which ticket; of those that are wanted
         self._keeping: dict[int, tuple[Item, ...]] = {}
         self._num_keeping = [0] * num_stores
         self._bytes_per_s = [0.0] * num_stores  # of fetching; 0.0 is not known
         self._next_ticket = 0
+
+    @property
+    def _tier(self) -> HostTier:
+        tier = self._memory.kv.tier
+        assert tier is not None, "stores need host blocks"
+        return tier
 
     def take_orders(self) -> list[Order]:
         found, self.orders = self.orders, []
@@ -84,8 +87,8 @@ class Stores:
 
     def begin(self, sequence: Sequence) -> bool:
         """Look a new request up, if there is something to find; whether it has to wait."""
-        kv = self.scheduler.kv
-        digests, num_tokens = readable(self.scheduler, sequence)
+        kv = self._memory.kv
+        digests, num_tokens = self._memory.names.readable(sequence)
         most = min(len(digests), (num_tokens - 1) // kv.block_size)
         if sequence.is_open or kv.num_computed_blocks(digests, num_tokens) >= most:
             return False
@@ -99,7 +102,7 @@ class Stores:
         if not stores:
             return False
         request_id = sequence.request.request_id
-        wait = self.waiting[request_id] = Wait(sequence, names)
+        wait = self.waiting[request_id] = PendingLookup(sequence, names)
         for store in stores:
             ticket = self._ticket()
             wait.asked[ticket] = store
@@ -131,10 +134,10 @@ class Stores:
             self._fetch(wait)
             self._end_wait(wait)
 
-    def _fetch(self, wait: Wait) -> None:
+    def _fetch(self, wait: PendingLookup) -> None:
         """Order the blocks that make the hit longer."""
-        kv, sequence = self.scheduler.kv, wait.sequence
-        digests, num_tokens = readable(self.scheduler, sequence)
+        kv, sequence = self._memory.kv, wait.sequence
+        digests, num_tokens = self._memory.names.readable(sequence)
         here = kv.num_computed_blocks(digests, num_tokens)
 
         def has(g: int, digest: bytes) -> bool:
@@ -155,10 +158,9 @@ class Stores:
             if mine and self._is_worth_it(store, mine, num_new):
                 self._order(wait, store, mine)
 
-    def _order(self, wait: Wait, store: int, names: list[BlockName]) -> None:
+    def _order(self, wait: PendingLookup, store: int, names: list[BlockName]) -> None:
         """Fetch those that are not on their way; if host memory is full, the first of them."""
-        tier, items = self.scheduler.kv.tier, []
-        assert tier is not None, "stores need host blocks"
+        tier, items = self._tier, []
         for name in names:
             if name in self._coming:
                 wait.tickets.add(self._coming[name])
@@ -178,15 +180,13 @@ class Stores:
         items = self._fetching.pop(answer.ticket, None)
         if items is None:
             return
-        host_pools = self.scheduler.kv.host_pools
         for (g, digest, block), is_there in zip(items, answer.ok, strict=True):
             is_wanted = self._coming.get((g, digest)) == answer.ticket
             if is_wanted:
                 del self._coming[g, digest]
-            if is_there and is_wanted:
-                host_pools[g].index(block, digest)
-                self.num_fetched += 1
-            host_pools[g].release(block)
+            is_taken = is_there and is_wanted
+            self._tier.keep_fetched(g, block, digest if is_taken else None)
+            self.num_fetched += is_taken
         if answer.num_bytes and answer.duration_s > 0:
             self._measure(answer.store, answer.num_bytes / answer.duration_s)
         num_found = sum(ok for (g, _, _), ok in zip(items, answer.ok, strict=True) if g == 0)
@@ -196,13 +196,12 @@ class Stores:
                 wait.sequence.num_fetched_blocks += num_found
             self._end_wait(wait)
 
-    def _end_wait(self, wait: Wait) -> None:
+    def _end_wait(self, wait: PendingLookup) -> None:
         """Let a request into the queue if nothing is to come for it."""
         if wait.asked or wait.tickets:
             return
         del self.waiting[wait.sequence.request.request_id]
-        wait.sequence.is_aside = False
-        self.scheduler.queue.push(wait.sequence)
+        self._lifecycle.unpark(wait.sequence)
 
     # ---- what is not to be used --------------------------------------------------------------
 
@@ -222,9 +221,7 @@ class Stores:
         something is sampled, and that may be long after. Nor are they taken in from where they are
         on their way.
         """
-        names = tuple(
-            (g, digest) for digest in digests for g in range(len(self.scheduler.kv.groups))
-        )
+        names = tuple((g, digest) for digest in digests for g in range(len(self._memory.kv.groups)))
         for name in names:
             self._coming.pop(name, None)
             for wait in self.waiting.values():
@@ -234,16 +231,14 @@ class Stores:
 
     # ---- keeping -----------------------------------------------------------------------------
 
-    def keep(self, names: list[Name], most: int = MOST_KEPT_AT_ONCE) -> None:
-        """Order blocks of the host tier to be kept, at most so many at once."""
-        host_pools = self.scheduler.kv.host_pools
+    def keep(self, names: list[Name], most: int | None = None) -> None:
+        """Order blocks of the host tier to be kept. most: at once, if not the usual number."""
         for store in range(self.num_stores if names else 0):
-            room = max(0, most - self._num_keeping[store])
+            room = max(0, (most or MOST_KEPT_AT_ONCE) - self._num_keeping[store])
             items = []
             for g, digest in names[:room]:
-                block = host_pools[g].lookup(digest)
+                block = self._tier.borrow(g, digest)
                 if block is not None:
-                    host_pools[g].acquire(block)
                     items.append((g, digest, block))
             if items:
                 ticket = self._ticket()
@@ -256,7 +251,7 @@ class Stores:
         self._num_keeping[answer.store] -= len(items)
         self.num_kept += sum(answer.ok[: len(items)])
         for g, _, block in items:
-            self.scheduler.kv.host_pools[g].release(block)
+            self._tier.release(g, block)
 
     # ---- rates -------------------------------------------------------------------------------
 
@@ -265,8 +260,8 @@ class Stores:
     ) -> bool:
         """Whether fetching these blocks takes less time than computing so many tokens; yes, if one
         of the rates is not known."""
-        sizes, per_s = self.scheduler.kv.block_bytes, self._bytes_per_s[store]
-        tokens_per_s = self.scheduler.rates.prefill_tokens_per_s
+        sizes, per_s = self._memory.kv.block_bytes, self._bytes_per_s[store]
+        tokens_per_s = self._memory.rates.prefill_tokens_per_s
         if not (sizes and per_s and tokens_per_s):
             return True
         return sum(sizes[g] for g, _ in names) / per_s < num_tokens / tokens_per_s

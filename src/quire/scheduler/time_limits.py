@@ -1,14 +1,11 @@
 """Requests that must be done by a certain time; late ones are dropped and their blocks freed."""
 
 import heapq
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from quire.base.errors import TIMED_OUT
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.sequence import Sequence
-
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
 
 
 class TimeLimits:
@@ -18,34 +15,43 @@ class TimeLimits:
         self._heap: list[tuple[float, int, str]] = []  # when, arrival, request id
 
     def add(self, sequence: Sequence) -> None:
+        """Watch a new request, if it has a limit."""
         request = sequence.request
         if request.timeout_s > 0:
             began = request.received_s or sequence.arrival_s
             entry = began + request.timeout_s, sequence.arrival, request.request_id
             heapq.heappush(self._heap, entry)
 
-    @property
-    def next_s(self) -> float | None:
-        """When the next may be late; None if no request has a limit."""
+    def next_s(self, sequences: Mapping[str, Sequence]) -> float | None:
+        """When the next of these may be late; None if none has a limit."""
+        while self._heap and self._alive(sequences, *self._heap[0][1:]) is None:
+            heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def drop_late(self, scheduler: "Scheduler", now: float) -> None:
-        """End requests whose time is over, with an error that tells where the time went."""
+    def take_late(
+        self, sequences: Mapping[str, Sequence], now: float
+    ) -> list[tuple[Sequence, Finish]]:
+        """Find the requests whose time is over, with an error that tells where the time went."""
+        late = []
         while self._heap and self._heap[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(self._heap)
-            sequence = scheduler.sequences.get(request_id)
-            if sequence is None or sequence.arrival != arrival:
-                continue
-            members = scheduler.members(sequence)
-            num_tokens = sum(member.num_output_tokens for member in members)
-            began = sequence.request.received_s or sequence.arrival_s
-            message = (
-                f"the request took longer than its timeout_s={sequence.request.timeout_s:g}"
-                f" ({now - began:.3f} s, {num_tokens} output tokens); raise timeout_s, lower"
-                " max_tokens, or try again when the server is less busy."
-            )
-            finish = Finish("timeout", error=Failure(TIMED_OUT, message))
-            for member in members:
-                if member.finish_reason is None:
-                    scheduler.late.append((member, finish))
-                    scheduler.finish(member, "timeout", now)
+            sequence = self._alive(sequences, *heapq.heappop(self._heap)[1:])
+            if sequence is not None:
+                late.append((sequence, Finish("timeout", error=_failure(sequence, now))))
+        return late
+
+    @staticmethod
+    def _alive(sequences: Mapping[str, Sequence], arrival: int, request_id: str) -> Sequence | None:
+        """The sequence of an entry, unless it has ended; its id may be another's now."""
+        sequence = sequences.get(request_id)
+        return sequence if sequence is not None and sequence.arrival == arrival else None
+
+
+def _failure(sequence: Sequence, now: float) -> Failure:
+    num_tokens = sum(member.num_output_tokens for member in sequence.members)
+    began = sequence.request.received_s or sequence.arrival_s
+    return Failure(
+        TIMED_OUT,
+        f"the request took longer than its timeout_s={sequence.request.timeout_s:g}"
+        f" ({now - began:.3f} s, {num_tokens} output tokens); raise timeout_s, lower"
+        " max_tokens, or try again when the server is less busy.",
+    )

@@ -70,21 +70,22 @@ def main() -> int:
 def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> CoreServer:
     config, clock = built.config, MonotonicClock()
     length = config.model.max_model_len or 0
-    scheduler, cache = built.core.scheduler, config.cache
-    metrics = EngineMetrics(scheduler.table.num_rows, length, cache.enable_prefix_caching)
-    exposition = Exposition(metrics, scheduler, name, cache)
+    core, cache = built.core, config.cache
+    num_rows = config.scheduler.max_num_seqs or 0
+    metrics = EngineMetrics(num_rows, length, cache.enable_prefix_caching)
+    exposition = Exposition(metrics, core.view, name, cache)
     built.core.subscribe(metrics)
-    timelines = Timelines.of(scheduler)
+    timelines = Timelines.of(core.view())
     built.core.subscribe(timelines)
     status = None
     if not config.disable_log_stats:
-        status = StatusLine(metrics, scheduler)
+        status = StatusLine(metrics, core.view)
     ready = Ready(
         client_id=0,
         vocab_size=built.spec.vocab_size,
         max_model_len=length,
         max_logprobs=config.max_logprobs,
-        max_num_seqs=config.scheduler.max_num_seqs or 0,
+        max_num_seqs=num_rows,
         settings=flat_settings(config),
         memory=built.memory.describe(),
     )

@@ -21,7 +21,7 @@ from types import TracebackType
 import msgspec
 
 from quire.base.config import EngineConfig
-from quire.base.tiers import KEEP_AT_END_S
+from quire.base.kv_orders import KEEP_AT_END_S
 
 END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"

@@ -21,7 +21,7 @@ def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
     def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
         if not last or last[-1] is not segment:
             if not last or not segment.follows:
-                begun = Timelines.of(restored(segment), MOST_REQUESTS)
+                begun = Timelines.of(restored(segment).view(), MOST_REQUESTS)
                 if lines:  # after a gap: what ended before it is still known
                     begun.ended = lines[-1].ended
                 lines.append(begun)

@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 
 from quire.base.config import SchedulerConfig
-from quire.base.errors import EngineError, RecordingDamaged, RequestError
+from quire.base.errors import EngineError, RecordingDamaged
 from quire.base.events import Event, PrefixFound
+from quire.base.kv_orders import Order
 from quire.base.plan import Plan
-from quire.base.tiers import Order
 from quire.engine.calls import (
     ADD,
     CALLS,
@@ -40,12 +40,12 @@ from quire.engine.frames import State
 from quire.engine.recording import Segment
 from quire.engine.redact import Redaction
 from quire.kv.manager import KVManager
-from quire.scheduler.crossing import digest_blocks
-from quire.scheduler.history import History
+from quire.scheduler.block_naming import Digester, Named, digest_blocks
+from quire.scheduler.decisions import Decisions, SchedulerView
+from quire.scheduler.memory import Memory
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import Sequence
-from quire.scheduler.snapshot import decode, restore
+from quire.scheduler.snapshot import VERSION, decode, restore, without_modules
 
 MOST_CHARS = 160  # of a value that is shown
 IN_WORDS = {
@@ -142,12 +142,12 @@ class RecordedDigests:
         if self._waiting and self.problem is None:
             self.problem = _blocks(*self._next()), "no digests asked for"
 
-    def __call__(self, sequences: Seq[Sequence], block_size: int, counts: Seq[int]) -> None:
+    def __call__(self, sequences: Seq[Named], block_size: int, counts: Seq[int]) -> None:
         for sequence, count in zip(sequences, counts, strict=True):
             if count > len(sequence.digests):
                 self._extend(sequence, count - len(sequence.digests))
 
-    def _extend(self, sequence: Sequence, num: int) -> None:
+    def _extend(self, sequence: Named, num: int) -> None:
         arrival, digests = self._next()
         if (arrival, len(digests)) == (sequence.arrival, num):
             self._waiting.popleft()
@@ -164,7 +164,7 @@ class RecordedDigests:
         return self._waiting[0] if self._waiting else (-1, [])
 
 
-Show = Callable[[Segment, Step, Scheduler], None]
+Show = Callable[[Segment, Step, SchedulerView], None]
 
 
 def replay_all(
@@ -182,7 +182,7 @@ def replay_all(
         began_s = time.perf_counter()
         run = _Replay(segment)
         if not segment.follows or outcome.num_segments == 1:
-            outcome.num_requests += len(run.scheduler.sequences)
+            outcome.num_requests += len(run.scheduler.lifecycle.sequences)
         try:
             _replay_one(run, outcome, show)
         except RecordingDamaged as error:
@@ -199,7 +199,7 @@ def _replay_one(run: "_Replay", outcome: Outcome, show: Show | None) -> None:
         outcome.num_steps += step.plan is not None
         outcome.num_requests += step.call.kind == ADD and not step.call.is_refused
         if show is not None:
-            show(run.segment, step, run.scheduler)
+            show(run.segment, step, run.scheduler.view())
         if step.difference is not None:
             outcome.difference = step.difference
 
@@ -207,29 +207,28 @@ def _replay_one(run: "_Replay", outcome: Outcome, show: Show | None) -> None:
 class _Replay:
     def __init__(self, segment: Segment) -> None:
         self.segment = segment
+        self.is_old = "state" not in segment.header
         self.has_tokens = bool(segment.header["has_tokens"])
         self.redaction = None if self.has_tokens else Redaction(b"")
         self.digests = RecordedDigests()
-        self.scheduler = restored(segment)
-        _take_orders(self.scheduler)  # the recorded run was about to take them
-        if not self.has_tokens:
-            self.scheduler.digester = self.digests
+        self.scheduler = restored(segment, digest_blocks if self.has_tokens else self.digests)
         self.before: Call | None = None
 
     def steps(self) -> Iterator[Step]:
-        for call in calls_of(self.segment.items):
+        items = self.segment.items
+        for call in calls_of(without_modules(items) if self.is_old else items):
             self.digests.begin(call)
-            plan, raised = None, None
+            decisions, raised = Decisions(), None
             try:
-                plan = carry_out(self.scheduler, call)
+                decisions = carry_out(self.scheduler, call)
             except Exception as error:
                 raised = type(error).__name__
             self.digests.end()
-            orders = _take_orders(self.scheduler)
-            difference = self._compare(call, plan, raised) or self._compare_orders(call, orders)
-            events, self.scheduler.events = self.scheduler.events, []
-            events = [event for event in events if not isinstance(event, PrefixFound)] + call.found
-            yield Step(call, plan, events, difference)
+            plan = decisions.plan
+            difference = self._compare(call, plan, raised)
+            difference = difference or self._compare_orders(call, decisions.orders)
+            told = [event for event in decisions.events if not isinstance(event, PrefixFound)]
+            yield Step(call, plan, told + call.found, difference)
             if difference is not None or raised is not None:
                 return
             self.before = call
@@ -271,28 +270,33 @@ class _Replay:
         return None
 
     def _difference(self, call: Call, what: str, recorded: str, replayed: str) -> Difference:
-        step_id = self.scheduler._next_step_id
+        step_id = self.scheduler.planner.next_step_id
         if call.plan is not None:
             step_id = call.plan["step_id"]
         return Difference(step_id, what, recorded, replayed, in_words(call), in_words(self.before))
 
 
-def restored(segment: Segment) -> Scheduler:
-    """Restore the scheduler as it was at the beginning of a segment. Raises EngineError."""
+def restored(segment: Segment, digester: Digester = digest_blocks) -> Scheduler:
+    """Restore the scheduler as it was at the beginning of a segment. digester: what names its
+    blocks. Raises EngineError."""
     if segment.header["new"] is not None:
-        return _new_scheduler(segment.header)
+        return _new_scheduler(segment.header, digester)
+    version = segment.header.get("state", 1)
+    if version != VERSION:
+        raise EngineError(
+            f"{segment.path} begins with a state of version {version}, and this version of quire"
+            f" goes on from {VERSION}. Use the version that made the recording."
+        )
     scheduler = restore(segment.snapshot)
     if not isinstance(scheduler, Scheduler):
         raise EngineError(f"{segment.path} holds no scheduler.")
-    scheduler.events = []
-    scheduler.digester = digest_blocks
-    scheduler.history = History(scheduler)
+    scheduler.go_on(digester)
     return scheduler
 
 
-def _new_scheduler(header: dict[str, Any]) -> Scheduler:
-    """Make one that has had no request yet, made as this version makes it: a recording from the
-    start of an engine can be replayed also where the state is kept in another way than it was."""
+def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
+    """Make one that has had no request yet, as this version makes it: a recording from the start of
+    an engine can be replayed also where the state is kept in another way than it was."""
     settings, parts = header["settings"], decode(header["new"])
     kv = KVManager(
         parts["groups"],
@@ -304,36 +308,29 @@ def _new_scheduler(header: dict[str, Any]) -> Scheduler:
     )
     names = [item.name for item in dataclasses.fields(SchedulerConfig)]
     config = SchedulerConfig(**{name: settings[name] for name in names if name in settings})
+    most_tokens = config.max_num_batched_tokens or 0
+    fingerprint = parts.get("fingerprint", b"")
+    memory = Memory(kv, most_tokens, settings["watermark"], fingerprint, digester)
     policy = make_policy(config.scheduling_policy)
-    scheduler = Scheduler(
-        kv,
-        config,
-        settings["max_model_len"],
-        settings["watermark"],
-        parts.get("fingerprint", b""),
-        policy,
-        parts.get("num_stores", 0),
-    )
+    num_stores = parts.get("num_stores", 0)
+    scheduler = Scheduler(memory, config, settings["max_model_len"], policy, num_stores)
     scheduler.control(parts["rates"], header["now_s"])
-    scheduler.events = []
     return scheduler
 
 
-def carry_out(scheduler: Scheduler, call: Call) -> Plan | None:
-    """Pass a call through its door."""
+def carry_out(scheduler: Scheduler, call: Call) -> Decisions:
+    """Pass a call through its door. Raises RequestError for a request that is refused now, and was
+    not when it was recorded."""
     if call.kind == SCHEDULE:
         return scheduler.schedule(call.now)
     if call.kind == UPDATE:
-        scheduler.update(call.value, call.now)
-    elif call.kind == CONTROL:
-        scheduler.control(call.value, call.now)
-    else:
-        try:
-            scheduler.add(call.value, call.now)
-        except RequestError:
-            if not call.is_refused:
-                raise
-    return None
+        return scheduler.update(call.value, call.now)
+    if call.kind == CONTROL:
+        return scheduler.control(call.value, call.now)
+    decisions = scheduler.add(call.value, call.now)
+    if decisions.refusal is not None and not call.is_refused:
+        raise decisions.refusal
+    return decisions
 
 
 def plain(fields: Fields) -> Any:
@@ -380,10 +377,6 @@ def _array(values: Any, at: int) -> str:
 
 def _either(recorded: Fields) -> tuple[str, str]:
     return ("the order", "none") if recorded else ("none", "the order")
-
-
-def _take_orders(scheduler: Scheduler) -> list[Order]:
-    return [] if scheduler.stores is None else scheduler.stores.take_orders()
 
 
 def _blocks(arrival: int, digests: list[bytes]) -> str:

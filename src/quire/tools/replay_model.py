@@ -12,8 +12,8 @@ import numpy as np
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
+from quire.base.kv_orders import Fetched
 from quire.base.plan import Plan, StepResult
-from quire.base.tiers import Fetched
 from quire.engine.build import STORE_SETTINGS, build_core
 from quire.engine.calls import UPDATE
 from quire.engine.executor import Executor
@@ -90,13 +90,13 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
     _check(listed, scheduler)
     recorded = listed[0].header["settings"]
     settings = {n: v for n, v in recorded.items() if n not in NOT_RECORDED} | dict(overrides)
-    if scheduler.kv.tier is not None and settings.get("kv_host_gb") is None:
+    if scheduler.memory.kv.tier is not None and settings.get("kv_host_gb") is None:
         settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, also from stores
     settings |= dict.fromkeys(STORE_SETTINGS)
     config = config_from_flat(disable_log_stats=True, **settings)
     source = resolve_model(config.model.model, config.model.revision)
     built = build_core(config, source, MonotonicClock())
-    _check_sizes(scheduler.kv, built.core.scheduler.kv)
+    _check_sizes(scheduler.memory.kv, built.core.scheduler.memory.kv)
     runs = _Runs(built.core.executor)
     outcome = Outcome()
     try:
@@ -117,8 +117,8 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
 
 def _host_gb(scheduler: Scheduler) -> float:
     """Return as much host memory as the recorded tier had, and a little for rounding."""
-    assert scheduler.kv.tier is not None
-    return (max(scheduler.kv.tier.limits) + 0.5) * sum(scheduler.kv.block_bytes) / 1e9
+    assert scheduler.memory.kv.tier is not None
+    return (max(scheduler.memory.kv.tier.limits) + 0.5) * sum(scheduler.memory.kv.block_bytes) / 1e9
 
 
 def _check_sizes(recorded: KVManager, ours: KVManager) -> None:
@@ -139,7 +139,9 @@ def _check(segments: list[Segment], scheduler: Scheduler) -> None:
     header = segments[0].header
     if not header["has_tokens"]:
         raise ConfigError("this recording holds no tokens; the model needs --record-tokens.")
-    is_fresh = not scheduler.sequences and not any(p.num_indexed for p in scheduler.kv.pools)
+    is_fresh = not scheduler.lifecycle.sequences and not any(
+        p.num_indexed for p in scheduler.memory.kv.pools
+    )
     if not is_fresh:
         raise ConfigError(
             "this recording does not begin with the engine's start (older segments were removed),"

@@ -18,7 +18,7 @@ from quire.base.events import Admitted, Event, Finished, Preempted, Queued
 from quire.base.plan import Plan
 from quire.engine.calls import UPDATE
 from quire.engine.recording import Segment, read_recording
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.decisions import SchedulerView
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
 STEPS, ROWS, WAITING = 1, 2, 3
@@ -41,17 +41,18 @@ class Trace:
         self._busy_until_s = 0.0
         self._last_s = 0.0
 
-    def begin(self, scheduler: Scheduler, now: float) -> None:
-        """Open a span for whoever is there when the recording, or what follows a gap, begins."""
+    def begin(self, view: SchedulerView, now: float) -> None:
+        """Take in who is there when the recording, or what follows a gap, begins."""
         self._holders.clear()
         self._waits.clear()
-        self._flights = deque((flight.plan, now) for flight in scheduler.flights)
-        for sequence in scheduler.running():
-            self._holders[sequence.row] = sequence.request.request_id, now
-        for sequence in scheduler.queue.waiting():
-            self._waits.setdefault(sequence.request.request_id, (now, "waits"))
+        self._flights = deque((plan, now) for plan in view.plans)
+        for found in view.requests:
+            holder = found.request.request_id, now
+            self._holders.update(dict.fromkeys(found.rows, holder))
+            if found.is_waiting:
+                self._waits[found.request.request_id] = now, "waits"
 
-    def take(self, step: Step, scheduler: Scheduler) -> None:
+    def take(self, step: Step, view: SchedulerView) -> None:
         now = self._last_s = step.call.now
         if step.call.kind == UPDATE and self._flights:  # before the endings that came with it
             plan, planned_s = self._flights.popleft()
@@ -60,7 +61,7 @@ class Trace:
             self._take_event(event, now)
         if step.plan is not None:
             self._flights.append((step.plan, now))
-            self._count(scheduler, now)
+            self._count(view, now)
 
     def end(self) -> None:
         """Close what is open when the recording ends."""
@@ -121,11 +122,11 @@ class Trace:
         for move in plan.moves:
             self._instant(f"{move.kind} of {len(move.source)} blocks", start)
 
-    def _count(self, scheduler: Scheduler, now: float) -> None:
+    def _count(self, view: SchedulerView, now: float) -> None:
         counts = {
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "free blocks": scheduler.kv.num_free_blocks,
+            "running": view.num_running,
+            "waiting": view.num_waiting,
+            "free blocks": view.num_free_blocks,
         }
         for name, value in counts.items():
             event = {"ph": "C", "name": name, "pid": STEPS, "tid": 0, "ts": _us(now)}
@@ -152,12 +153,12 @@ def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> lis
     trace = Trace()
     state: dict[str, Any] = {"path": None}
 
-    def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
+    def show(segment: Segment, step: Step, view: SchedulerView) -> None:
         if state["path"] != segment.path:
             if state["path"] is None or not segment.follows:
-                trace.begin(restored(segment), segment.header["now_s"])
+                trace.begin(restored(segment).view(), segment.header["now_s"])
             state["path"] = segment.path
-        trace.take(step, scheduler)
+        trace.take(step, view)
 
     replay_all(segments, show, outcome).note_difference()
     trace.end()

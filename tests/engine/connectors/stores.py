@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from quire.base.tiers import Answer, Fetch, Item, Keep, LookUp, Remove
+from quire.base.kv_orders import Answer, Fetch, Item, Keep, LookUp, Remove
 from quire.engine.connectors.store import Buffer, block_key, seal
 
 FINGERPRINT = hashlib.sha256(b"a cache").digest()

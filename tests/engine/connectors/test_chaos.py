@@ -15,7 +15,7 @@ import pytest
 
 import quire.engine.connectors.disk as module
 from quire.base.clock import FakeClock
-from quire.base.tiers import Fetch, Fetched, Keep, Kept, LookedUp
+from quire.base.kv_orders import Fetch, Fetched, Keep, Kept, LookedUp
 from quire.engine.connectors.disk import LAYOUT, OLD_S, DiskStore
 from quire.engine.connectors.store import BODY, HEADER_BYTES, seal, unseal
 from quire.engine.connectors.worker import StoreWorker

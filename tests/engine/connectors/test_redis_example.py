@@ -15,8 +15,8 @@ import pytest
 import redis
 
 from quire.base.errors import ConfigError
+from quire.base.kv_orders import Fetched, Kept, LookedUp
 from quire.base.plugins import CONNECTORS
-from quire.base.tiers import Fetched, Kept, LookedUp
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker

@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.tiers import (
+from quire.base.kv_orders import (
     Answer,
     Fetch,
     Fetched,

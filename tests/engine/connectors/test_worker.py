@@ -11,7 +11,7 @@ import pytest
 
 import quire.engine.connectors.worker as module
 from quire.base.clock import FakeClock
-from quire.base.tiers import Answer, Fetched, Item, Keep, Kept, LookedUp, Order, Removed
+from quire.base.kv_orders import Answer, Fetched, Item, Keep, Kept, LookedUp, Order, Removed
 from quire.engine.connectors.store import Buffer, StoreError
 from quire.engine.connectors.worker import MOST_FAILURES, QUIET_S, STUCK_S, WAIT_S, StoreWorker
 from tests.engine.connectors.stores import (

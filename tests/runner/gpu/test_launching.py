@@ -70,13 +70,13 @@ def drive(built: BuiltRunner, device: LateDevice | None = None) -> dict[tuple[st
     tokens: dict[tuple[str, int], list[int]] = {}
     reader = StepReader()
     while scheduler.has_work:
-        while (plan := scheduler.schedule(0.0)) is not None:
+        while (plan := scheduler.schedule(0.0).plan) is not None:
             in_flight.append((plan, built.runner.launch(plan)))
         if device is not None and len(in_flight) > 1:
             assert not in_flight[-1][1].is_done(), "nothing is done before it must be"
         plan, pending = in_flight.popleft()
         result = pending.result() if len(plan.rows) else combine(plan, [])
-        outputs = scheduler.update(result, 0.0)
+        outputs = scheduler.update(result, 0.0).outputs
         assert not result.row_errors
         for update in read(reader, outputs):
             tokens.setdefault((update.request_id, update.index), []).extend(update.token_ids)
@@ -127,7 +127,7 @@ def test_a_launch_that_fails_can_be_repeated(devices: list[LateDevice]) -> None:
         runner = built.runner
         scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
         scheduler.add(requests()[1], 0.0)
-        plan = scheduler.schedule(0.0)
+        plan = scheduler.schedule(0.0).plan
         assert plan is not None
         if fails:
             model, runner.model = runner.model, None  # type: ignore[assignment]

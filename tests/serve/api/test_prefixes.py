@@ -97,7 +97,7 @@ def context(small: Engine) -> Iterator[ApiContext]:
     wait_until(lambda: client_of(context).num_unfinished == 0 and context.num_open == 0)
     for name in client_of(context).names():
         small.client.unpin(name)
-    assert all(pool.num_used == 0 for pool in small.client.core.scheduler.kv.pools)
+    assert all(pool.num_used == 0 for pool in small.client.core.scheduler.memory.kv.pools)
 
 
 @pytest.fixture
@@ -205,8 +205,8 @@ def test_a_prefix_has_the_tokens_that_tokenize_gives(api: TestClient, body: Any)
 def test_metrics_count(api: TestClient, small: Engine) -> None:
     """Hits since the engine began; what is pinned as of now."""
     core, config = small.client.core, small.config
-    metrics = EngineMetrics(core.scheduler.table.num_rows, 512, counts_hits=True)
-    exposition = Exposition(metrics, core.scheduler, MODEL, config.cache)
+    metrics = EngineMetrics(core.scheduler.rows.table.num_rows, 512, counts_hits=True)
+    exposition = Exposition(metrics, core.view, MODEL, config.cache)
 
     def numbers() -> list[float]:
         families = text_string_to_metric_families(exposition.text())
@@ -391,7 +391,7 @@ def test_a_client_that_leaves_while_it_is_computed(url: str, context: ApiContext
     assert (computing["status"], computing["num_blocks"]) == ("computing", 0)
     hang_up(connection)
     wait_until(lambda: client.names() == [] and client.num_unfinished == 0)
-    assert all(pool.num_used == 0 for pool in client.core.scheduler.kv.pools)
+    assert all(pool.num_used == 0 for pool in client.core.scheduler.memory.kv.pools)
     client.release()
 
 

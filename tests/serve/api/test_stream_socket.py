@@ -125,7 +125,7 @@ def test_pieces_are_computed_before_the_end(
     line.receive_json()
     scheduler = api_context.client.engine.client.core.scheduler
     num_known = len(twin().renderer.tokenizer.encode(STORY.rpartition(" ")[0]))
-    wait_until(lambda: [s.num_computed_tokens for s in scheduler.sequences.values()]
+    wait_until(lambda: [s.num_computed_tokens for s in scheduler.lifecycle.sequences.values()]
                == [num_known - 1])  # fmt: skip
     line.send_json({"type": "end"})
     assert answer(line)[-1]["type"] == "done"

@@ -3,7 +3,7 @@
 from queue import SimpleQueue
 
 from quire.base.errors import ConfigError
-from quire.base.tiers import Answer
+from quire.base.kv_orders import Answer
 from quire.engine.connectors.connections import Connections
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.worker import StoreWorker
@@ -31,7 +31,7 @@ def connect_stores(core: EngineCore, built: BuiltRunner) -> None:
         )
     answers: SimpleQueue[Answer] = SimpleQueue()
     stores = [make_store(setting, int(cache.kv_disk_gb * 1e9)) for setting in settings]
-    fingerprint = core.scheduler.fingerprint
+    fingerprint = core.scheduler.memory.names.fingerprint
     core.connect(
         Connections(
             [

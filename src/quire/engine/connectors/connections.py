@@ -5,7 +5,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from quire.base.clock import Clock
-from quire.base.tiers import Answer, Order
+from quire.base.kv_orders import Answer, Order
 
 MOST_WAIT_S = 0.5  # for an answer, before somebody looks whether one is overdue
 

@@ -31,7 +31,7 @@ from itertools import islice
 from typing import Protocol
 
 from quire.base.clock import Clock, MonotonicClock
-from quire.base.tiers import (
+from quire.base.kv_orders import (
     Answer,
     BlockName,
     Fetch,

@@ -1,60 +1,22 @@
-"""Plans in the making and plans in flight."""
+"""Plans in the making."""
 
-from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from quire.base.plan import BlockWrites, Move, Plan, RowFork, RowStart
+from quire.base.plan import BlockWrites, Move, MoveKind, RowFork, RowStart
+from quire.kv.host_tier import Copies
 from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
-from quire.kv.tiers import Copies
+from quire.scheduler.in_flight import Blocks
 from quire.scheduler.sequence import Int32, Int64, Sequence
-
-Blocks = Seq[Seq[int]]  # by group
-Line = tuple[int, int]  # a row and its epoch: one sequence's stay there
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """What the scheduler remembers of a plan until its result is in.
-
-    row_epochs and row_sequences: of plan.rows when planned, then of the rows forked from them, then
-    of plan.idle_rows, and whose they were; epochs and sequences: the same of plan.sample_rows.
-    shared: row, blocks that it found in the index (or that its parent held, or that came back from
-    host memory) and blocks that it entered in the index with this plan, in the order of planning.
-    left_out: rows of sequences that an earlier plan's result ended or sent
-    back; what this plan gives them is void.
-    """
-
-    plan: Plan
-    row_epochs: Int64
-    row_sequences: npt.NDArray[np.object_]
-    epochs: Int64
-    sequences: npt.NDArray[np.object_]
-    shared: list[tuple[int, Blocks, Blocks]]
-    left_out: set[int] = field(default_factory=set)
-
-    @property
-    def lines(self) -> list[Line]:
-        """Of plan.rows, of the rows that sample as forks of them, and of those that only start.
-        (Forked beams are among plan.rows, or compute nothing yet.)"""
-        forked = [fork.child for fork in self.plan.new_forks]
-        rows = self.plan.rows.tolist() + forked + self.plan.idle_rows
-        return list(zip(rows, self.row_epochs.tolist(), strict=True))
-
-    def leave_out(self, lines: Collection[Line]) -> None:
-        """What the plan gives these, and what is forked from them, is void."""
-        rows = {line[0] for line in self.lines if line in lines}
-        children = {fork.child for fork in self.plan.new_forks if fork.parent in rows}
-        self.left_out.update(rows | children)
 
 
 @dataclass(slots=True)
-class Draft:
-    """A plan in the making: lists that grow, frozen into arrays at the end."""
+class PlanBuilder:
+    """A plan in the making: lists that grow, frozen into arrays at the end. swaps: moves out of the
+    device's memory and back; shared: as in `InFlightStep`; deferred: prompts under way, by rank."""
 
     step_id: int
     rows: list[Int64] = field(default_factory=list)
@@ -63,10 +25,10 @@ class Draft:
     forked: list[RowFork] = field(default_factory=list)
     writes: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # group, row, from, to
-    swaps: list[Move] = field(default_factory=list)  # out of the device's memory, and back
+    swaps: list[Move] = field(default_factory=list)
     shared: list[tuple[int, Blocks, Blocks]] = field(default_factory=list)
     has_preempted: bool = False
-    deferred: list[Sequence] = field(default_factory=list)  # prompts under way, by rank
+    deferred: list[Sequence] = field(default_factory=list)
 
     def add_rows(self, rows: Int64, num_tokens: Int64) -> None:
         self.rows.append(rows)
@@ -89,7 +51,7 @@ class Draft:
         found = [table.live_blocks for table in blocks.tables]
         self.shared.append((fork.child, found, [[] for _ in found]))
 
-    def add_moves(self, kind: str, copies: Seq[Copies]) -> None:
+    def add_moves(self, kind: MoveKind, copies: Seq[Copies]) -> None:
         """Copies between the device and the host, by cache group."""
         for group, (source, destination) in enumerate(copies):
             if source:
@@ -123,12 +85,12 @@ class Draft:
 
     def moves(self) -> tuple[Move, ...]:
         """What goes out, what comes in, then the copies of the step, one operation per group."""
-        swaps = tuple(sorted(self.swaps, key=lambda move: move.kind != "swap_out"))
+        swaps = tuple(sorted(self.swaps, key=lambda move: move.kind is not MoveKind.SWAP_OUT))
         if not self.copies:
             return swaps
         group, _, source, destination = np.asarray(self.copies, np.int32).T.copy()
         return swaps + tuple(
-            Move("copy", g, source[group == g], destination[group == g])
+            Move(MoveKind.COPY, g, source[group == g], destination[group == g])
             for g in np.unique(group).tolist()
         )
 

@@ -13,76 +13,76 @@ has got another owner meanwhile counts for the former one: somebody may go back 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from quire.base.plan import Plan
+from quire.base.plan import MoveKind, Plan
 from quire.base.step_outputs import Finish
-from quire.scheduler.flight import Blocks, Flight, Line
+from quire.scheduler.in_flight import Blocks, InFlightStep, RowLease
 from quire.scheduler.sequence import Sequence
 
 
 @dataclass(slots=True)
-class Broken:
+class Tainted:
     """failed: rows that failed by themselves, with the error; dependants: rows that hold what a
     failed row, or another dependant, was to compute. blocks: by group, which must not be used;
     host: the same in host memory."""
 
     blocks: list[set[int]]
     host: list[set[int]]
-    failed: dict[Line, tuple[Sequence, Finish]] = field(default_factory=dict)
-    dependants: dict[Line, Sequence] = field(default_factory=dict)
+    failed: dict[RowLease, tuple[Sequence, Finish]] = field(default_factory=dict)
+    dependants: dict[RowLease, Sequence] = field(default_factory=dict)
 
-    def __contains__(self, line: Line) -> bool:
-        return line in self.failed or line in self.dependants
+    def __contains__(self, lease: RowLease) -> bool:
+        return lease in self.failed or lease in self.dependants
 
     def fails(self, sequence: Sequence) -> bool:
         """Tell whether its request fails, whatever row it has in a later plan."""
         return any(failed.request is sequence.request for failed, _ in self.failed.values())
 
 
-def find_broken(
-    flights: Iterable[Flight],
+def find_tainted(
+    steps: Iterable[InFlightStep],
     errors: dict[int, Finish],
     num_groups: int,
     has_lost_swaps: bool = False,
-) -> Broken:
+) -> Tainted:
     """What the errors of rows of the first of these plans break in all of them, and that its swaps
     to host memory are lost.
 
     A row with an error that is a dependant counts as one: its context was no good, so nothing is
     known of the row itself.
     """
-    broken = Broken([set() for _ in range(num_groups)], [set() for _ in range(num_groups)])
-    for i, flight in enumerate(flights):
-        lines = flight.lines
-        owners = dict(zip(lines, flight.row_sequences, strict=True))
+    tainted = Tainted([set() for _ in range(num_groups)], [set() for _ in range(num_groups)])
+    for i, step in enumerate(steps):
+        leases = step.leases
+        owners = dict(zip(leases, step.row_sequences, strict=True))
         if i == 0:
-            for line in lines:
-                if line[0] in errors:
-                    broken.failed[line] = owners[line], errors[line[0]]
-        _follow_moves(broken, flight.plan, has_lost_swaps and i == 0)
-        line_of_row = dict(lines)
-        for row, found, named in flight.shared:
-            line = row, line_of_row[row]
-            if _holds_any(found, broken.blocks):
-                broken.dependants[line] = owners[line]
-                broken.failed.pop(line, None)
-            if line in broken or broken.fails(owners[line]):
-                for mine, bad in zip(named, broken.blocks, strict=True):
+            for lease in leases:
+                if lease[0] in errors:
+                    tainted.failed[lease] = owners[lease], errors[lease[0]]
+        _follow_moves(tainted, step.plan, has_lost_swaps and i == 0)
+        epochs = dict(leases)
+        for row, found, named in step.shared:
+            lease = row, epochs[row]
+            if _holds_any(found, tainted.blocks):
+                tainted.dependants[lease] = owners[lease]
+                tainted.failed.pop(lease, None)
+            if lease in tainted or tainted.fails(owners[lease]):
+                for mine, bad in zip(named, tainted.blocks, strict=True):
                     bad.update(mine)
-    return broken
+    return tainted
 
 
-def _follow_moves(broken: Broken, plan: Plan, are_lost: bool) -> None:
+def _follow_moves(tainted: Tainted, plan: Plan, are_lost: bool) -> None:
     """What a plan brings to host memory and back is as good as what it was made of."""
     for move in plan.moves:
-        away, here = broken.host[move.group], broken.blocks[move.group]
+        away, here = tainted.host[move.group], tainted.blocks[move.group]
         for source, destination in zip(
             move.source.tolist(), move.destination.tolist(), strict=True
         ):
-            if move.kind == "swap_out" and (are_lost or source in here):
+            if move.kind is MoveKind.SWAP_OUT and (are_lost or source in here):
                 away.add(destination)
-            elif move.kind == "swap_out":
+            elif move.kind is MoveKind.SWAP_OUT:
                 away.discard(destination)
-            elif source in (away if move.kind == "load" else here):
+            elif source in (away if move.kind is MoveKind.LOAD else here):
                 here.add(destination)
 
 

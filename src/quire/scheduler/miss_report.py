@@ -13,7 +13,7 @@ Nothing is decided by this, and it is no part of a snapshot: a replay has what w
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.base.prefix import (
     COMPUTING,
@@ -27,11 +27,9 @@ from quire.base.prefix import (
     PrefixReport,
 )
 from quire.kv.digest import extend_digests
-from quire.kv.manager import KVBlocks
+from quire.kv.manager import KVBlocks, KVManager
+from quire.scheduler.block_naming import BlockNaming
 from quire.scheduler.sequence import Int32, Sequence
-
-if TYPE_CHECKING:
-    from quire.scheduler.scheduler import Scheduler
 
 Fields = dict[str, Any]  # of a report
 MOST_COMPARED = 8  # of the last prompts, to find the nearest
@@ -78,24 +76,26 @@ class Generation:
     lost_s: dict[bytes, float] = field(default_factory=dict)
 
 
-class History:
-    """most_blocks: digests that are remembered, in two generations; when the younger one is full,
+class MissReports:
+    """Remembers prompts, and tells of new ones what was found of them and why not more.
+
+    most_blocks: digests that are remembered, in two generations; when the younger one is full,
     the older one is dropped as a whole."""
 
-    def __init__(self, scheduler: "Scheduler", most_blocks: int = MOST_BLOCKS) -> None:
-        self._scheduler = scheduler
+    def __init__(self, kv: KVManager, names: BlockNaming, most_blocks: int = MOST_BLOCKS) -> None:
+        self._kv, self._names = kv, names
         self._most_young = most_blocks // 2
         self.reset()
 
     def reset(self) -> None:
-        """Nothing of before counts any more."""
+        """Forget everything."""
         self._last = deque[Remembered](maxlen=MOST_COMPARED)
         self._open: dict[int, Remembered] = {}  # by arrival
         self._young, self._old = Generation(), Generation()
 
     def enter(self, sequence: Sequence) -> None:
-        """A new request was admitted."""
-        size, tokens = self._scheduler.kv.block_size, sequence.saved_tokens
+        """Remember the prompt of a request that was admitted."""
+        size, tokens = self._kv.block_size, sequence.saved_tokens
         if not sequence.digests:
             return
         found = Remembered(
@@ -114,7 +114,7 @@ class History:
         self._add_digests(found, len(sequence.digests))
 
     def leave(self, sequence: Sequence) -> None:
-        """A sequence ends, and still holds what it has."""
+        """Note how far a sequence was computed that ends, and still holds what it has."""
         found = self._open.pop(sequence.arrival, None)
         if found is None:
             return
@@ -135,7 +135,7 @@ class History:
 
     def take_evicted(self, now: float) -> None:
         """Note what the pools have evicted since the last call."""
-        kv = self._scheduler.kv
+        kv = self._kv
         for pool in (*kv.pools, *kv.host_pools):
             if pool.lost:
                 self._young.lost_s.update(dict.fromkeys(filter(self._known, pool.lost), now))
@@ -145,7 +145,7 @@ class History:
 
     def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
         """Where a new request's prompt was found, and why not more of it."""
-        size, num_tokens = self._scheduler.kv.block_size, hit.num_tokens
+        size, num_tokens = self._kv.block_size, hit.num_tokens
         if hit.is_pinned:
             return PrefixReport(pinned=num_tokens, **self._miss(sequence, hit, now))
         away = max((len(found) for found in hit.host), default=0) * size
@@ -158,11 +158,11 @@ class History:
         )
 
     def _miss(self, sequence: Sequence, hit: KVBlocks, now: float) -> Fields:
-        kv, num_tokens = self._scheduler.kv, sequence.num_known_tokens
+        kv, num_tokens = self._kv, sequence.num_known_tokens
         index, most = hit.num_tokens // kv.block_size, (num_tokens - 1) // kv.block_size
         if index >= most:
             return {}
-        if not self._scheduler.is_indexed(sequence):
+        if not self._names.is_indexed(sequence):
             return {"miss": OFF}
         if not sequence.may_read_cache:
             return {"miss": UNREAD}
@@ -179,7 +179,7 @@ class History:
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
         """Why a block is not used that a remembered prompt has."""
-        kv, digest = self._scheduler.kv, sequence.digests[index]
+        kv, digest = self._kv, sequence.digests[index]
         near = known.fields(sequence)
         if not known.was_computed(index):  # if it has ended meanwhile, it never will be
             return {"miss": NEW} if known.sequence is None else near | {"miss": COMPUTING}
@@ -195,7 +195,7 @@ class History:
         One of the same tenant goes before all others: who is told of it learns nothing of theirs,
         not even that one of them is nearer.
         """
-        end, tenant = start + self._scheduler.kv.block_size, sequence.request.tenant
+        end, tenant = start + self._kv.block_size, sequence.request.tenant
         mine = sequence.known_tokens[start:end].tobytes()
         theirs = [near.tokens[start:end].tobytes() if start else near.first for near in nearest]
         _, common, place = max(
@@ -210,7 +210,7 @@ class History:
 
     def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
         """What is cached of a prompt under another salt, if anything is."""
-        kv, tokens = self._scheduler.kv, sequence.known_tokens
+        kv, tokens = self._kv, sequence.known_tokens
         first = tokens[: kv.block_size].tobytes()
         near = self._young.by_first.get(first) or self._old.by_first.get(first)
         if near is None or near.root == sequence.root:

@@ -94,6 +94,24 @@ class HostTier:
             return None
         return host.allocate() if host.num_free else None
 
+    def keep_fetched(self, group: int, block_id: int, digest: bytes | None) -> None:
+        """Give a host block back into which a store has fetched. digest: what the index is to call
+        it; None if nobody wants it."""
+        if digest is not None:
+            self._host[group].index(block_id, digest)
+        self._host[group].release(block_id)
+
+    def borrow(self, group: int, digest: bytes) -> int | None:
+        """Hold the host block of this name, for a store that copies it, until `release`; None if
+        there is none."""
+        block_id = self._host[group].lookup(digest)
+        if block_id is not None:
+            self._host[group].acquire(block_id)
+        return block_id
+
+    def release(self, group: int, block_id: int) -> None:
+        self._host[group].release(block_id)
+
     def held_blocks(self, group: int) -> list[int]:
         """Those that plans hold, with repetition."""
         everything = [self._held, *(held for _, held in self._in_flight)]

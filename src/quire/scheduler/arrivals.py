@@ -1,0 +1,108 @@
+"""New requests: what becomes of them before they wait, and the pieces that open ones still get.
+
+    total += length of the piece
+
+While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample;
+the last piece closes it. An open prompt without anything to compute is parked, in nobody's way.
+"""
+
+import numpy as np
+
+from quire.base.errors import REQUEST_FAILED
+from quire.base.events import Appended
+from quire.base.messages import Append, Request
+from quire.base.step_outputs import Failure, Finish
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Sequence, SequenceGroup, State
+from quire.scheduler.stores import Stores
+from quire.scheduler.time_limits import TimeLimits
+from quire.scheduler.two_level import PATIENCE
+
+
+class Arrivals:
+    """Makes sequences of requests and lets them in. max_model_len: most tokens of a sequence."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        stores: Stores | None,
+        max_model_len: int,
+    ) -> None:
+        self.time_limits = TimeLimits()
+        self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
+        self._stores = stores
+        self._max_model_len = max_model_len
+        self._num_arrivals = 0
+
+    def new_sequence(self, request: Request, now: float) -> Sequence:
+        """Make the sequence of a request, or of its group the leader. Nobody knows it yet."""
+        num, num_prompt = request.params.num_samples, len(request.prompt_token_ids)
+        limit = self._max_model_len
+        if not request.is_open:
+            limit = self._limit_of(num_prompt, request.params.max_tokens)
+        sequence = Sequence(
+            request=request,
+            arrival=self._num_arrivals,
+            arrival_s=now,
+            limit=limit,
+            blocks=self._memory.new_sequence(),
+            root=self._memory.names.root(request, num, self._num_arrivals),
+            table=self._rows.table,
+            saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
+            num_prompt_tokens=num_prompt,
+            is_open=request.is_open,
+        )
+        if num > 1 or request.params.use_beam_search:
+            sequence.group = SequenceGroup.of(sequence, num)
+        return sequence
+
+    def enter(self, sequence: Sequence, now: float) -> None:
+        """Queue a new sequence, or park it until it has what it needs first."""
+        self._num_arrivals += sequence.request.params.num_samples
+        is_parked = not sequence.has_something_to_compute
+        if self._stores is not None and not is_parked:
+            is_parked = self._stores.begin(sequence)
+        self._lifecycle.enter(sequence, is_parked, now)
+        self.time_limits.add(sequence)
+
+    def append(self, message: Append, now: float) -> None:
+        """Take a piece of a prompt. One that makes it too long ends the request with an error."""
+        sequence = self._lifecycle.sequences.get(message.request_id)
+        if sequence is None or not sequence.is_open:
+            return  # it has ended
+        num_prompt = sequence.num_prompt_tokens + len(message.token_ids)
+        limit, num_needed = self._max_model_len, num_prompt + 1
+        if message.is_last:
+            limit = self._limit_of(num_prompt, sequence.request.params.max_tokens)
+            num_needed = limit
+        is_too_long = num_prompt >= self._max_model_len
+        if is_too_long or not self.fits_at_all(sequence, num_needed, 1):
+            error = Failure(REQUEST_FAILED, self._too_long(num_prompt))
+            self._lifecycle.drop(sequence, Finish("error", error=error), now)
+            return
+        sequence.num_prompt_tokens, sequence.limit = num_prompt, limit
+        sequence.is_open = not message.is_last
+        sequence.due_at += int(PATIENCE * len(message.token_ids))
+        self._rows.extend_prompt(sequence, np.asarray(message.token_ids, np.int32))
+        self._lifecycle.tell(Appended(now, message.request_id, len(message.token_ids)))
+        if sequence.state is State.PARKED and sequence.has_something_to_compute:
+            self._lifecycle.unpark(sequence)
+
+    def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
+        """Tell whether so many sequences of this request fit beside what is pinned."""
+        return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
+
+    def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
+        """Tokens at which a sequence ends."""
+        return min(num_prompt + (max_tokens or self._max_model_len), self._max_model_len)
+
+    def _too_long(self, num_prompt: int) -> str:
+        return (
+            f"the prompt has grown to {num_prompt} tokens, which with its output is more than this"
+            f" engine can hold beside what is pinned (max_model_len {self._max_model_len}); send"
+            " less, lower max_tokens, or enlarge kv_cache_memory_bytes."
+        )

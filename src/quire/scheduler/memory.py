@@ -1,0 +1,273 @@
+"""KV memory as the scheduler sees it: one question, "does this need fit", and who takes what.
+
+A need is a number of blocks for each cache group. It fits now if so many are free, beside a reserve
+for those that run to grow into; it fits at all if the pools have so many beside what is pinned.
+
+    free now    needs + reserve <= free blocks      who is admitted, or comes back from the host
+    at all      needs + pinned  <= all blocks       who is accepted, and what may be pinned
+
+This is the only place of the scheduler that sees pools. Another manager can stand in its place by
+changing what a sequence needs and what it takes: one that reserves, as Orca's does (P 6.1), counts
+up to the limit when it admits.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from quire.base.messages import MeasuredRates
+from quire.kv.host_tier import Copies, Name
+from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
+from quire.kv.table import Appended
+from quire.scheduler.block_naming import BlockNaming, Digester, digest_blocks
+from quire.scheduler.miss_report import MissReports
+from quire.scheduler.pinned import PinnedPrefixes
+from quire.scheduler.prefix_lookup import PrefixLookup
+from quire.scheduler.sequence import Sequence
+
+STEP_UP = 1.0  # blocks per running row
+STEP_DOWN = 0.95
+EPSILON = 1e-6  # a third of 300 is 100, also in binary fractions
+
+Needs = Seq[int]  # blocks, by cache group
+
+
+class Excess(NamedTuple):
+    """A need of a cache group that is more than its share."""
+
+    num_needed: int
+    most: int
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class Headroom:
+    """Blocks that an admission leaves free for those that run to grow into, or they would soon
+    preempt each other, and what comes back would be preempted again (text H calls this a cascade).
+
+    A watermark, a fixed share of the pool (P's engine has 1 %), and headroom per running row: a
+    block more for every preemption, 5 % less for every sequence that ends. So admission slows down
+    while preemption is frequent, and it settles where a few in a hundred sequences are preempted,
+    whatever the lengths are.
+
+    blocks_per_row: how much every running row is expected to grow before something ends.
+    """
+
+    num_blocks: int
+    watermark_blocks: int
+    blocks_per_row: float = 0.0
+
+    def take_preemption(self, num_rows: int) -> None:
+        """Leave more free; num_rows still run. The headroom never exceeds half the pool."""
+        most = self.num_blocks / 2 / max(1, num_rows)
+        self.blocks_per_row = min(self.blocks_per_row + STEP_UP, most)
+
+    def take_end(self) -> None:
+        """Leave less free: a sequence has ended."""
+        self.blocks_per_row *= STEP_DOWN
+
+    def blocks(self, num_rows: int) -> int:
+        return self.watermark_blocks + int(self.blocks_per_row * num_rows)
+
+
+class Memory:
+    """The KV manager with all that decides who gets its blocks. chunk: most tokens that one step
+    computes of a sequence; fingerprint: identifies the contents of the cache."""
+
+    def __init__(
+        self,
+        kv: KVManager,
+        chunk: int,
+        watermark: float = 0.01,
+        fingerprint: bytes = b"",
+        digester: Digester = digest_blocks,
+    ) -> None:
+        num_blocks = min(pool.num_blocks for pool in kv.pools)
+        self.kv = kv
+        self.rates = MeasuredRates()
+        self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
+        self.names = BlockNaming(kv.block_size, kv.enable_prefix_caching, fingerprint, digester)
+        self.pinned = PinnedPrefixes(kv, self.names)
+        self.misses = MissReports(kv, self.names)
+        self._lookup = PrefixLookup(kv, self.names, self.pinned)
+        self._chunk = chunk
+
+    def go_on(self, digester: Digester) -> None:
+        """Go on from a snapshot: nothing is remembered of prompts that were missed."""
+        self.names.digester, self.names.new = digester, []
+        self.misses = MissReports(self.kv, self.names)
+
+    @property
+    def block_size(self) -> int:
+        return self.kv.block_size
+
+    # ---- does it fit -------------------------------------------------------------------------
+
+    def fits(self, needs: Needs, reserve: int = 0) -> bool:
+        """Tell whether this need can be met now, with `reserve` blocks of each group to spare."""
+        return self.kv.fits(needs, reserve)
+
+    def fits_at_all(self, needs: Needs, pinned: Needs | None = None) -> bool:
+        """Tell whether the pools are large enough. pinned: what is kept from this need, if not what
+        is pinned now."""
+        kept = self.pinned.reserved if pinned is None else pinned
+        pools = zip(needs, kept, self.kv.pools, strict=True)
+        return all(need + held <= pool.num_blocks for need, held, pool in pools)
+
+    def excess(self, needs: Needs, share: float) -> Excess | None:
+        """Find a group of which this need is more than a share of its blocks."""
+        for need, pool in zip(needs, self.kv.pools, strict=True):
+            most = int(share * pool.num_blocks + EPSILON)
+            if need > most:
+                return Excess(need, most, pool.num_blocks)
+        return None
+
+    def needs_to_start(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> Needs:
+        """What a waiting sequence takes that begins with a hit."""
+        return self.kv.needs_with_hit(sequence.num_known_tokens, hit, num_new)
+
+    def needs_of_all(self, sequence: Sequence, num_tokens: int, num: int) -> Needs:
+        """What `num` sequences of a request need beside the pinned prefix that they share, when
+        each of them has so many tokens."""
+        shared = sequence.num_prompt_tokens // self.block_size
+        needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
+        pinned = self.pinned.shared_blocks(sequence)
+        return [need - mine for need, mine in zip(needs, pinned, strict=True)]
+
+    def needs_of_prefix(self, num_tokens: int) -> list[int]:
+        """What a pinned prefix may hold."""
+        return self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
+
+    def needs_to_stand(self, blocks: Seq[SequenceBlocks]) -> Needs:
+        """What these hold together, and one block more for each."""
+        return [num + len(blocks) for num in self.kv.num_distinct(blocks)]
+
+    def fits_back(self, members: Seq[Sequence], reserve: int) -> bool:
+        """Tell whether members that were swapped out can come back now, with a block more each. The
+        reserve does not keep out who would have all that is not pinned."""
+        needs = self.needs_to_stand([member.swapped for member in members])
+        held = zip(self.kv.pools, self.pinned.reserved, strict=True)
+        room = [pool.num_blocks - kept for pool, kept in held]
+        return self.fits([min(n + reserve, most) for n, most in zip(needs, room, strict=True)])
+
+    def growth(self, num_tokens: int, limit: int) -> int:
+        """Count the blocks that a sequence of so many tokens lacks up to its limit."""
+        return -(-limit // self.block_size) - num_tokens // self.block_size
+
+    # ---- who takes what ----------------------------------------------------------------------
+
+    def new_sequence(self) -> SequenceBlocks:
+        return self.kv.new_sequence()
+
+    def find_hit(self, sequence: Sequence) -> KVBlocks:
+        """Find the cached blocks that this sequence may begin with."""
+        return self._lookup.find(sequence, self.rates)
+
+    def num_found_tokens(self, sequence: Sequence) -> int:
+        """Count the tokens of such a hit, whatever it costs to load."""
+        return self._lookup.num_found_tokens(sequence)
+
+    def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
+        """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
+        by group, or None if they are not there."""
+        return self.kv.allocate_slots(sequence.blocks, num_new, hit)
+
+    def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
+        """Give a running sequence room for its next tokens, as `start` does."""
+        sequence.blocks.advance(sequence.num_computed_tokens)
+        return self.kv.allocate_slots(sequence.blocks, num_new)
+
+    def num_free_slots(self, sequence: Sequence) -> int:
+        """Count the tokens that a running sequence could take in, if it got all free blocks."""
+        return self.kv.num_free_slots(sequence.blocks)
+
+    def grow_by_blocks(self, sequences: Seq[Sequence], targets: Seq[int]) -> list[int] | None:
+        """Give each of these one block for one token more; None, and nothing is done, if one of
+        them needs something else. targets: their lengths with it."""
+        return self.kv.append_blocks([sequence.blocks for sequence in sequences], targets)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let the child hold what its parent holds. They share it until one of them writes."""
+        child.blocks = self.kv.fork(parent.blocks)
+
+    def free(self, sequence: Sequence) -> None:
+        """Free what a sequence holds on the device."""
+        self.kv.free(sequence.blocks)
+
+    def name_full_blocks(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[list[int]]]:
+        """Enter the first `count` blocks of each in the index; the new ones, by group, of each."""
+        self.names.extend(sequences, counts)
+        index = self.kv.index_blocks
+        return [index(s.blocks, s.digests, num) for s, num in zip(sequences, counts, strict=True)]
+
+    # ---- host memory -------------------------------------------------------------------------
+
+    def swap_out(self, members: Seq[Sequence]) -> list[Copies] | None:
+        """Exchange what these hold for host blocks; the copies by group, None if host memory has no
+        room."""
+        done = self.kv.swap_out([member.blocks for member in members])
+        if done is None:
+            return None
+        for member, blocks in zip(members, done[0], strict=True):
+            member.host_blocks = blocks
+        return done[1]
+
+    def swap_in(self, members: Seq[Sequence]) -> list[Copies]:
+        """Exchange them back. The device must have the blocks."""
+        blocks, copies = self.kv.swap_in([member.swapped for member in members])
+        for member, mine in zip(members, blocks, strict=True):
+            member.blocks, member.host_blocks = mine, None
+        return copies
+
+    def free_swapped(self, sequence: Sequence) -> None:
+        """Free what a sequence holds in host memory, if it does."""
+        if sequence.host_blocks is not None:
+            self.kv.free(sequence.host_blocks)
+            sequence.host_blocks = None
+
+    def undo(self, member: Sequence, copies: Iterable[tuple[int, int, int, int]]) -> None:
+        """Take back what the plan that is being made has done to the member's tables. copies: of
+        this plan, on write: group, row, from, to. They have not been carried out, and their sources
+        are still held by those who share them."""
+        for group, row, source, destination in copies:
+            if row == member.row:
+                pool, table = self.kv.pools[group], member.blocks.tables[group]
+                table.blocks[table.blocks.index(destination)] = source
+                pool.acquire(source)
+                pool.release(destination)
+        num_tokens = member.num_kept_tokens
+        if member.blocks.num_tokens > num_tokens:
+            self.kv.truncate(member.blocks, num_tokens)
+        member.blocks.advance(num_tokens)
+
+    def settle(self, step_id: int) -> list[Name]:
+        """Take what the plan of this step has copied to host memory as being there."""
+        return [] if self.kv.tier is None else self.kv.tier.settle(step_id)
+
+    def copies_out(self) -> list[Copies]:
+        """Find host blocks for what the plan that is being made evicts; the copies, by group."""
+        return [] if self.kv.tier is None else self.kv.tier.take_evicted()
+
+    def end_plan(self, step_id: int) -> None:
+        """Note that a plan is made: what it copies belongs to it."""
+        if self.kv.tier is not None:
+            self.kv.tier.end_plan(step_id)
+
+    # ---- what is not to be used --------------------------------------------------------------
+
+    def distrust(self, blocks: Seq[Iterable[int]]) -> None:
+        """Take the names of these blocks, by group, and of all that is being copied out."""
+        self.kv.unindex_blocks(blocks)
+        if self.kv.tier is not None:
+            self.kv.tier.forget_unsettled()
+
+    def forget(self, sequence: Sequence) -> None:
+        """Take away all that the index has of a sequence's tokens."""
+        self.kv.forget(sequence.digests)
+
+    def reset(self, fingerprint: bytes) -> None:
+        """Forget all names; those to come begin with this fingerprint."""
+        self.kv.reset_prefix_cache()
+        self.misses.reset()
+        self.names.fingerprint = fingerprint

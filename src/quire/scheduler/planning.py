@@ -1,0 +1,192 @@
+"""Making a plan: the rows that run, then those that are admitted, then who samples.
+
+A plan first serves the rows that run, by priority and then by arrival, then admits waiting
+sequences (admission.py). A row that needs a block that is not there preempts the latest arrival of
+the lowest priority (P 4.5), all or nothing; in such a step nobody is admitted. Blocks are
+allocated, and full blocks of known tokens enter the index, when the plan is made: later requests of
+the same plan hit them (T algorithm 2, inner loop).
+"""
+
+from collections import deque
+from itertools import repeat
+
+import numpy as np
+
+from quire.base.events import Planned
+from quire.base.plan import Move, MoveKind, Plan
+from quire.scheduler.admission import Admission
+from quire.scheduler.branching import Branching
+from quire.scheduler.budget_shares import share_budget
+from quire.scheduler.in_flight import InFlightStep
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.preemption import Preemption
+from quire.scheduler.progress import SchedulerProgress
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Int32, Int64
+
+PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens
+
+
+class Planner:
+    """Makes plans, and keeps those that are in flight, oldest first. next_step_id: of the next
+    plan."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        progress: SchedulerProgress,
+        branching: Branching,
+        preemption: Preemption,
+        admission: Admission,
+        token_budget: int,
+    ) -> None:
+        self.in_flight: deque[InFlightStep] = deque()
+        self.next_step_id = 0
+        self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
+        self._progress, self._branching = progress, branching
+        self._preemption, self._admission = preemption, admission
+        self._token_budget = token_budget  # the most; a step may have time for less
+        self._swaps: list[Move] = []  # out of the device's memory, for the next plan
+
+    def plan(self, now: float) -> Plan | None:
+        """Make the next plan; None if nobody can compute anything now."""
+        builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
+        needs = self._rows.needs(self._rows.running)
+        most = self._step_budget(needs)
+        budget = most - self._serve_running(builder, needs, most, now)
+        # If nothing is planned, those who gave way were the only ones with something to do.
+        if not builder.has_preempted or budget == most:
+            self._admission.admit(builder, budget, now)
+        return self._close(builder, now)
+
+    def flush(self) -> Plan | None:
+        """Make a plan that only copies to host memory what the device's index has and nobody holds,
+        as much as fits; None if there is nothing."""
+        tier = self._memory.kv.tier
+        while tier is not None and tier.evict_some():
+            builder = PlanBuilder(self.next_step_id)
+            builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
+            self._memory.end_plan(builder.step_id)
+            if moves := builder.moves():  # otherwise host memory had all of it
+                plan = Plan(builder.step_id, moves=moves)
+                self._put_in_flight(plan, builder, np.empty(0, np.int32))
+                return plan
+        return None
+
+    def _step_budget(self, needs: Int64) -> int:
+        """Tokens of the next plan: what a step has time for, but always all that decode and a few
+        of a prompt."""
+        step_tokens = self._memory.rates.step_tokens
+        if not step_tokens:
+            return self._token_budget
+        num_decoding = int(np.count_nonzero(needs == 1))
+        return min(self._token_budget, max(step_tokens, num_decoding + PROMPT_TOKENS))
+
+    def _serve_running(self, builder: PlanBuilder, need: Int64, budget: int, now: float) -> int:
+        """Grant tokens to the rows that run; returns how many. need: [N] what they could use."""
+        rows, table = self._rows.running, self._rows.table
+        if len(rows) == 0:
+            return 0
+        if need.sum() > budget:
+            queue, fits = self._lifecycle.queue, self._admission.fits_now
+            need, builder.deferred = share_budget(self._rows, queue, rows, need, budget, fits)
+        target = table.computed[rows] + need
+        short = np.flatnonzero(target > table.capacity[rows])
+        if len(short) and not self._append_blocks(rows[short], target[short], builder):
+            for i in short:
+                if i >= self._rows.num_running:
+                    break  # preempted meanwhile, with all that came after it
+                sequence = table.sequences[rows[i]]
+                self._preemption.ensure_capacity(sequence, int(target[i]), builder, now)
+        alive = self._rows.num_running
+        rows, need, target = rows[:alive], need[:alive], target[:alive]
+        if not need.all():
+            busy = np.flatnonzero(need)
+            rows, need, target = rows[busy], need[busy], target[busy]
+        self._rows.advance(rows, target)
+        builder.add_rows(rows, need)
+        full = rows[np.minimum(target, table.known[rows]) >= table.index_at[rows]]
+        if len(full):
+            self._admission.name_full_blocks(full, builder)
+        return int(need.sum())
+
+    def _append_blocks(self, rows: Int64, target: Int64, builder: PlanBuilder) -> bool:
+        """Give one new block to each of these rows, if none of them needs more than that and nobody
+        has to give way; whether that was so. target: [N] tokens that they will have computed.
+
+        In steady decode a sixteenth of the rows needs this in every step, each in the same way; a
+        call of its own for each would be most of the time of a step.
+        """
+        table, capacity = self._rows.table, self._rows.table.capacity[rows]
+        if ((table.computed[rows] != capacity) | (target != capacity + 1)).any():
+            return False
+        found = self._memory.grow_by_blocks(self._rows.sequences(rows), target.tolist())
+        if found is None:
+            return False
+        size = self._memory.block_size
+        builder.writes += zip(repeat(0), rows.tolist(), (capacity // size).tolist(), found)
+        self._rows.set_capacity(rows, capacity + size)
+        return True
+
+    def _close(self, builder: PlanBuilder, now: float) -> Plan | None:
+        """Freeze the plan; rows whose last known or pending token is computed will sample."""
+        table = self._rows.table
+        rows, num_tokens = builder.all_rows()
+        self._memory.misses.take_evicted(now)
+        builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
+        if len(rows) == 0:
+            self._swaps = builder.swaps  # who gave way was the only one with something to do
+            return None
+        self._memory.end_plan(builder.step_id)
+        is_sampling = table.computed[rows] == table.total[rows]
+        for pin in self._memory.pinned.computing:
+            assert pin.sequence is not None, "somebody computes it"
+            is_sampling &= rows != pin.sequence.row
+        samples = rows[is_sampling]
+        forked, sources = self._branching.fork_leaders(samples, builder, now)
+        samples = np.concatenate([samples, forked])
+        self._rows.expect_tokens(self._without_beams(samples))
+        num_planned = int(num_tokens.sum())
+        self._progress.num_planned_tokens += num_planned
+        self._lifecycle.queue.tenants.charge(table.tenant[rows], num_tokens + is_sampling)
+        changes = self._rows.take_changes()
+        plan = Plan(
+            step_id=builder.step_id,
+            rows=rows,
+            num_tokens=num_tokens,
+            computed_bound=(table.computed[rows] - num_tokens).astype(np.int32),
+            sample_rows=samples,
+            num_candidates=table.num_candidates[samples],
+            sources=sources,
+            forked=(*changes.forks, *builder.forked),
+            host_tokens=tuple(changes.host_tokens),
+            started=tuple(builder.started),
+            released=np.asarray(changes.released, np.int32),
+            block_writes=builder.block_writes(),
+            moves=builder.moves(),
+        )
+        self._put_in_flight(plan, builder, forked)
+        planned = Planned(now, plan.step_id, len(rows), num_planned, plan)
+        self._lifecycle.tell(planned)
+        return plan
+
+    def _put_in_flight(self, plan: Plan, builder: PlanBuilder, forked: Int32) -> None:
+        self.next_step_id += 1
+        table, samples = self._rows.table, plan.sample_rows
+        rows = np.concatenate([plan.rows, forked, np.array(plan.idle_rows, np.int32)])
+        row_epochs, row_sequences = table.epoch[rows], table.sequences[rows]
+        epochs, sequences = row_epochs, row_sequences
+        if len(samples) < len(rows):
+            epochs, sequences = table.epoch[samples], table.sequences[samples]
+        step = InFlightStep(plan, row_epochs, row_sequences, epochs, sequences, builder.shared)
+        self.in_flight.append(step)
+
+    def _without_beams(self, rows: Int32) -> Int32:
+        """Those of the rows that will get a token, and not candidates to choose from."""
+        if not self._lifecycle.searches:
+            return rows
+        return rows[[not sequence.is_beam for sequence in self._rows.table.sequences[rows]]]

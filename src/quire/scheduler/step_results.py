@@ -1,0 +1,252 @@
+"""Taking the result of a step: pending tokens become known, and some sequences end.
+
+The common case, every sampling row still belongs to the sequence that it was planned for, is array
+arithmetic (`StepResults.take`). A sequence preempted or ended meanwhile is told apart by its row's
+epoch.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.errors import REQUEST_FAILED, STEP_FAILED
+from quire.base.events import Stepped
+from quire.base.plan import StepResult
+from quire.base.step_outputs import Failure, Finish
+from quire.scheduler.branching import Branching
+from quire.scheduler.in_flight import InFlightStep
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.outputs import OutputsBuilder
+from quire.scheduler.pins import Pins
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Int32, Sequence, State
+from quire.scheduler.stores import Stores
+from quire.scheduler.tainted import Tainted, find_tainted
+
+
+class StepResults:
+    """Applies results to rows, memory and lives of sequences."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        memory: Memory,
+        lifecycle: Lifecycle,
+        branching: Branching,
+        pins: Pins,
+        stores: Stores | None,
+    ) -> None:
+        self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
+        self._branching, self._pins, self._stores = branching, pins, stores
+
+    def take(
+        self, step: InFlightStep, later: Iterable[InFlightStep], result: StepResult, now: float
+    ) -> OutputsBuilder:
+        """Apply the result of the oldest step; returns what to tell the clients. later: the other
+        steps in flight."""
+        assert result.step_id == step.plan.step_id, "results must come in the order of plans"
+        table, rows = self._rows.table, step.plan.sample_rows
+        outputs = OutputsBuilder()
+        _name_rows(step, outputs)
+        if result.row_errors or result.lost_swaps:
+            self._take_errors([step, *later], result, outputs, now)
+        _take_prompt_candidates(step, result, outputs)
+        token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
+        beams = rows[:0]
+        if self._lifecycle.searches:
+            others = self._branching.take_candidates(step, result, outputs, now)
+            beams, rows, token_ids = rows[~others], rows[others], token_ids[others]
+            epochs, sequences = epochs[others], sequences[others]
+        live = table.epoch[rows] == epochs
+        got_token = rows
+        if not live.all():
+            is_taken = np.ones(len(rows), bool)
+            is_taken[~live] = [
+                self._take_late(s, int(t), r in step.left_out, outputs, now)
+                for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
+            ]
+            got_token = rows[is_taken]
+            rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
+        outputs.set_tokens(rows, table.arrival[rows], token_ids)
+        if len(beams):
+            got_token = np.concatenate([got_token, beams])
+        known = self._rows.take_tokens(rows, token_ids)
+        is_stop = (table.stop_ids[rows] == token_ids[:, None]).any(1)
+        ends = (is_stop & (known >= table.min_known[rows])) | (known >= table.limit[rows])
+        for i in np.flatnonzero(ends):
+            self._end(sequences[i], int(token_ids[i]), outputs, now)
+        self._check_long_stop_lists(sequences, token_ids, outputs, now)
+        num_tokens = step.plan.num_scheduled_tokens
+        stepped = Stepped(now, result.step_id, got_token, num_tokens, result.duration_s)
+        self._lifecycle.tell(stepped, is_first=True)  # before the endings that came with it
+        _hand_out_candidates(step, result, outputs)
+        return outputs
+
+    # ---- tokens ------------------------------------------------------------------------------
+
+    def _end(self, sequence: Sequence, token_id: int, outputs: OutputsBuilder, now: float) -> None:
+        """End a sequence by its last known token: as a stop token, or by length."""
+        if sequence.stops_at(token_id):
+            is_eos = token_id in sequence.request.eos_token_ids
+            finish = Finish("stop", None if is_eos else token_id)
+        else:
+            finish = Finish("length")
+        outputs.finish(sequence, finish)
+        self._lifecycle.end(sequence, finish.reason, now)
+
+    def _take_late(
+        self,
+        sequence: Sequence,
+        token_id: int,
+        is_void: bool,
+        outputs: OutputsBuilder,
+        now: float,
+    ) -> bool:
+        """Take a token for a sequence that lost its row: kept if it was preempted, dropped if it
+        ended or if the token is void. Until it came, the sequence was not to get a row again."""
+        if sequence.state is State.ENDED or sequence.num_pending_lost == 0:
+            return False
+        sequence.num_pending_lost -= 1
+        if is_void:
+            self._lifecycle.forget_swapped(sequence)
+            return False
+        sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
+        outputs.update_of(sequence).token_ids.append(token_id)
+        if sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit:
+            self._end(sequence, token_id, outputs, now)
+        return True
+
+    def _check_long_stop_lists(
+        self,
+        sequences: npt.NDArray[np.object_],
+        token_ids: Int32,
+        outputs: OutputsBuilder,
+        now: float,
+    ) -> None:
+        """Check sequences with more stop ids than the row holds one by one."""
+        long_lists = self._lifecycle.long_stop_lists
+        if not long_lists:
+            return
+        for sequence, token_id in zip(sequences, token_ids, strict=True):
+            if sequence in long_lists and sequence.stops_at(int(token_id)):
+                self._end(sequence, int(token_id), outputs, now)
+
+    # ---- errors ------------------------------------------------------------------------------
+
+    def _take_errors(
+        self, steps: list[InFlightStep], result: StepResult, outputs: OutputsBuilder, now: float
+    ) -> None:
+        """End sequences whose rows failed, also if they lost the row meanwhile; those that share
+        what such a row was to compute go back to the queue."""
+        errors = {
+            row: Finish("error", error=Failure(_code_of(row, result), message))
+            for row, message in result.row_errors.items()
+            if row not in steps[0].left_out
+        }
+        if not errors and not result.lost_swaps:
+            return
+        num_groups = len(self._memory.kv.groups)
+        tainted = find_tainted(steps, errors, num_groups, result.lost_swaps)
+        self._memory.distrust(tainted.blocks)
+        epoch = self._rows.table.epoch
+        for sequence, finish in list(tainted.failed.values()):  # a request fails as a whole
+            for member in sequence.members:
+                if member.row >= 0:
+                    lease = member.row, int(epoch[member.row])
+                    tainted.failed.setdefault(lease, (member, finish))
+        for step in steps:
+            step.leave_out(tainted.failed.keys() | tainted.dependants.keys())
+        for sequence, finish in list(tainted.failed.values()):
+            for member in sequence.members:
+                self._fail(member, finish, outputs, now)
+        failed = [sequence for sequence, _ in tainted.failed.values()]
+        if self._stores is not None:
+            digests = (d for s in failed for member in s.members for d in member.digests)
+            self._stores.remove(list(dict.fromkeys(digests)))
+        self._forget_swapped(tainted)
+        self._send_back(tainted, failed, now)
+        self._pins.compute_again(failed, now)
+
+    def _send_back(self, tainted: Tainted, failed: list[Sequence], now: float) -> None:
+        """Let those compute again that hold what a failed row was to compute."""
+        for (row, epoch), sequence in tainted.dependants.items():
+            for member in sequence.members:
+                self._lifecycle.forget_swapped(member)  # it cannot be relied on
+            if sequence.row == row and self._rows.table.epoch[row] == epoch:
+                cause = failed[0] if failed else sequence
+                self._lifecycle.preempt(sequence, cause.request.request_id, now)
+
+    def _forget_swapped(self, tainted: Tainted) -> None:
+        """Let those compute again that were swapped out into blocks that cannot be relied on."""
+        if not any(tainted.host):
+            return
+        for sequence in list(self._lifecycle.sequences.values()):
+            away = [m.host_blocks.tables for m in sequence.members if m.host_blocks is not None]
+            if any(
+                not bad.isdisjoint(table.live_blocks)
+                for tables in away
+                for table, bad in zip(tables, tainted.host, strict=True)
+            ):
+                for member in sequence.members:
+                    self._lifecycle.forget_swapped(member)
+
+    def _fail(
+        self, sequence: Sequence, finish: Finish, outputs: OutputsBuilder, now: float
+    ) -> None:
+        """End with an error. All that the index has of the sequence's tokens goes, and all that
+        stores have of them: an error that shows in a sampled token may have come with any of them.
+        It may have been kept long before it shows, if the sequence was preempted since, or if it
+        shares what another one computed that was never sampled."""
+        if sequence.state is State.ENDED:
+            return
+        outputs.finish(sequence, finish)
+        self._memory.forget(sequence)
+        self._lifecycle.end(sequence, "error", now)
+
+
+def _name_rows(step: InFlightStep, outputs: OutputsBuilder) -> None:
+    """Tell who is in the rows that were taken with this plan, before the first token there."""
+    plan = step.plan
+    if not plan.started and not plan.forked:
+        return
+    holders = {row: s for (row, _), s in zip(step.leases, step.row_sequences, strict=True)}
+    taken = [start.row for start in plan.started] + [fork.child for fork in plan.forked]
+    for row in taken:
+        if row in holders and not holders[row].is_beam:
+            outputs.name_row(row, holders[row])
+
+
+def _take_prompt_candidates(
+    step: InFlightStep, result: StepResult, outputs: OutputsBuilder
+) -> None:
+    """Hand out each prompt position's logprobs once, also if it was computed again, and also to a
+    sequence that has lost its row meanwhile: it goes on behind what it has computed."""
+    if not result.prompt_candidates:
+        return
+    for i, row in enumerate(step.plan.rows.tolist()):
+        candidates = result.prompt_candidates.get(row)
+        sequence = step.row_sequences[i]
+        if candidates is None or row in step.left_out or sequence.state is State.ENDED:
+            continue
+        start = int(step.plan.computed_bound[i])
+        fresh = candidates[max(0, sequence.num_prompt_logprobs - start) :]
+        sequence.num_prompt_logprobs += len(fresh)
+        sequence.found_at = sequence.pinned_at = -1  # it may find more now
+        outputs.update_of(sequence).prompt_candidates = fresh
+
+
+def _hand_out_candidates(step: InFlightStep, result: StepResult, outputs: OutputsBuilder) -> None:
+    """Hand out the logprobs of sampled tokens, but not to beams, which choose from them."""
+    if not result.candidates:
+        return
+    sampled = dict(zip(step.plan.sample_rows.tolist(), step.sequences, strict=True))
+    for row, candidates in result.candidates.items():
+        if row not in step.left_out and not sampled[row].is_beam:
+            outputs.set_candidates(sampled[row], candidates)
+
+
+def _code_of(row: int, result: StepResult) -> str:
+    """Tell why a row has an error."""
+    return REQUEST_FAILED if row in result.unservable_rows else STEP_FAILED

@@ -1,0 +1,24 @@
+"""What the doors of a scheduler tell, for tests that call them without a core."""
+
+from collections.abc import Callable
+
+from quire.base.events import Event
+from quire.scheduler.decisions import Decisions
+from quire.scheduler.scheduler import Scheduler
+
+
+def listen(scheduler: Scheduler) -> list[Event]:
+    """The events of all calls to come, in order; the list grows."""
+    heard: list[Event] = []
+
+    def hearing(door: Callable[..., Decisions]) -> Callable[..., Decisions]:
+        def call(*args: object) -> Decisions:
+            decisions = door(*args)
+            heard.extend(decisions.events)
+            return decisions
+
+        return call
+
+    for name in ("add", "control", "schedule", "update"):
+        setattr(scheduler, name, hearing(getattr(scheduler, name)))
+    return heard
