@@ -22,8 +22,8 @@ from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.plugins import CONNECTORS
 from quire.engine.heartbeat import FIELDS
 from quire.serve.children import Child
+from tests.base.test_plugins import Site
 from tests.serve.processes import WAIT_S, Server
-from tests.test_plugins import Site
 
 SOURCE = '''
 import time

@@ -20,6 +20,7 @@ from quire.base.plugins import CONNECTORS
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.store import BlockStore, StoreError
 from quire.engine.connectors.worker import StoreWorker
+from tests.base.test_plugins import Site
 from tests.engine.connectors.stores import (
     BLOCK_BYTES,
     FINGERPRINT,
@@ -33,7 +34,6 @@ from tests.engine.connectors.stores import (
     look_up,
     sealed,
 )
-from tests.test_plugins import Site
 
 Command = list[bytes]
 

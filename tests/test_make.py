@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PYTHON = r"""#!/usr/bin/env bash
 # Makes an environment of itself, answers what .ci asks for, and notes what pip is asked to do.
 here=$(cd "$(dirname "$0")" && pwd)

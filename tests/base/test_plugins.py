@@ -36,7 +36,7 @@ from quire.scheduler.policy import Policy
 from tests.cli.commands import run
 from tests.serve.checkpoints import checkpoint
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "extending.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SMALL = {"disable_log_stats": True, "max_model_len": 96}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
