@@ -208,7 +208,7 @@ class EngineCore:
     def _next_s(self) -> float | None:
         """When a request becomes late, a pinned prefix is to go, or a store has not answered for
         too long."""
-        stores_s = self._stores and self._stores.next_s
+        stores_s = None if self._stores is None else self._stores.next_s
         times = self._due_s, stores_s
         return min((time_s for time_s in times if time_s is not None), default=None)
 

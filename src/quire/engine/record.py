@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 import quire
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
 from quire.base.messages import Control, Request
-from quire.base.plan import StepResult
+from quire.base.plan import Int32, StepResult
 from quire.engine.calls import (
     ADD,
     CONTROL,
@@ -99,7 +101,7 @@ class Recorder:
             "settings": dict(settings or {}),
         }
         self._is_on = False
-        self._in_flight = deque(
+        self._in_flight: deque[tuple[Int32, npt.NDArray[np.object_] | None]] = deque(
             (step.plan.sample_rows, step.sequences) for step in scheduler.planner.in_flight
         )
         parts = _parts_of(scheduler, keeps_tokens)

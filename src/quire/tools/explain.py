@@ -6,7 +6,7 @@ from quire.base.errors import ConfigError
 from quire.engine.frames import State
 from quire.engine.recording import Segment
 from quire.engine.timeline import Timelines
-from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.decisions import SchedulerView
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
 MOST_REQUESTS = 1_000_000  # of a recording
@@ -18,7 +18,7 @@ def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
     lines: list[Timelines] = []
     last: list[Segment] = []
 
-    def show(segment: Segment, step: Step, scheduler: Scheduler) -> None:
+    def show(segment: Segment, step: Step, scheduler: SchedulerView) -> None:
         if not last or last[-1] is not segment:
             if not last or not segment.follows:
                 begun = Timelines.of(restored(segment).view(), MOST_REQUESTS)

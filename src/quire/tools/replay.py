@@ -228,7 +228,7 @@ class _Replay:
             difference = self._compare(call, plan, raised)
             difference = difference or self._compare_orders(call, decisions.orders)
             told = [event for event in decisions.events if not isinstance(event, PrefixFound)]
-            yield Step(call, plan, told + call.found, difference)
+            yield Step(call, plan, [*told, *call.found], difference)
             if difference is not None or raised is not None:
                 return
             self.before = call
@@ -259,7 +259,8 @@ class _Replay:
         found = [plain(order_fields(order, self.redaction)) for order in orders]
         if call.raised is not None or found == call.orders:
             return None
-        for recorded, replayed in zip_longest(call.orders, found, fillvalue={}):
+        nothing: Fields = {}
+        for recorded, replayed in zip_longest(call.orders, found, fillvalue=nothing):
             for name in sorted(recorded.keys() | replayed.keys()):
                 values = recorded.get(name), replayed.get(name)
                 if values[0] != values[1]:

@@ -20,6 +20,7 @@ from quire.engine.executor import Executor
 from quire.engine.recording import Segment
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_model
+from quire.scheduler.decisions import SchedulerView
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored
 
@@ -40,7 +41,7 @@ class _Runs:
         self.note: str | None = None
         self.num_tokens = 0
 
-    def __call__(self, segment: Segment, step: Step, scheduler: Scheduler) -> None:
+    def __call__(self, segment: Segment, step: Step, scheduler: SchedulerView) -> None:
         if step.difference is not None:
             return
         if step.plan is not None:
