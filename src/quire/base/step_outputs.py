@@ -104,7 +104,7 @@ class StepReader:
         self._names: dict[int, RowName] = {}
 
     def tokens(self, outputs: StepOutputs) -> list[tuple[RowName, int]]:
-        """The tokens of those that have nothing else to tell, each with whose it is."""
+        """Return the tokens of those that have nothing else to tell, each with whose it is."""
         names = self._names
         for name in outputs.names:
             names[name.row] = name

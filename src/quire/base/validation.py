@@ -129,7 +129,7 @@ def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
 
 
 def _width_field(params: SamplingParams) -> str:
-    """The field that says how many sequences there are."""
+    """Return the field that says how many sequences there are."""
     name = "beam_width" if params.use_beam_search else "best_of"
     return "n" if getattr(params, name) is None else name
 

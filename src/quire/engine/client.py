@@ -39,8 +39,8 @@ class InProcessClient:
         return self._outputs.add(request, prompt_text, self._tokenizer, self._clock.now())
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        """The next piece of a prompt that was added with is_open. Raises RequestError if the prompt
-        cannot take it in; it stays as it was."""
+        """Add the next piece of a prompt that was added with is_open. Raise RequestError if the
+        prompt cannot take it in; it stays as it was."""
         if request_id not in self._outputs:
             raise RequestError(f"no request {request_id!r} is open; it may have ended.")
         num_before = self._outputs.num_prompt_tokens(request_id)

@@ -40,7 +40,7 @@ class PromptLogprobCollector:
         self._advance(0)
 
     def extend(self, part: list[Candidates]) -> None:
-        """The next positions, in order; what lies behind the prompt is ignored."""
+        """Add the next positions, in order; what lies behind the prompt is ignored."""
         for candidates in part:
             place = len(self.logprobs)
             if place == len(self._prompt):

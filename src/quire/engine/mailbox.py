@@ -25,7 +25,7 @@ class Mailbox:
         return self._error is not None
 
     def notify(self) -> None:
-        """The request has something to show."""
+        """Tell the reader that the request has something to show."""
         self._is_due = True
         self._wake()
 

@@ -79,7 +79,7 @@ class OutputProcessor:
         return [request for request in touched if request.is_due()], aborts
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool) -> None:
-        """A piece of a prompt that comes in pieces."""
+        """Add a piece of a prompt that comes in pieces."""
         self._requests[request_id].append(token_ids, is_last)
 
     def num_prompt_tokens(self, request_id: str) -> int:
@@ -192,7 +192,7 @@ class OpenRequest:
         return () if sample.finish is None else self._end(sample, now_s)
 
     def _end(self, sample: Sample, now_s: float) -> Sequence[Abort]:
-        """A sample has ended; the abort of one that goes on in the core."""
+        """Count a sample that has ended; return the abort of one that goes on in the core."""
         self.num_open -= 1
         if self.num_open == 0:
             self._metrics.finished_s = now_s
@@ -202,7 +202,7 @@ class OpenRequest:
         return (Abort(self.request_id, "stop", index),)
 
     def _take_beams(self, beams: list[BeamOutput], now_s: float) -> None:
-        """All results of a beam search, best first: as many samples, each in one piece."""
+        """Take in all results of a beam search, best first: as many samples, each in one piece."""
         self._samples = self._samples[: len(beams)]
         self.only = None
         for sample, beam in zip(self._samples, beams, strict=True):
@@ -212,7 +212,7 @@ class OpenRequest:
         self._metrics.first_token_s = self._metrics.finished_s = now_s
 
     def finish(self, finish: Finish, now_s: float) -> None:
-        """All samples that go on end with what they have.
+        """End all samples that go on, with what they have.
 
         After a failure those of best_of all end with it: the best of them would not be the best.
         """
@@ -223,7 +223,7 @@ class OpenRequest:
         self._metrics.finished_s = now_s
 
     def is_due(self) -> bool:
-        """Whether the user's kind of output is due."""
+        """Return whether the user's kind of output is due."""
         if self.num_open == 0:
             return True
         if self._kind is RequestOutputKind.FINAL_ONLY:
@@ -261,7 +261,7 @@ class OpenRequest:
         return [sample.completion(delta) for sample in shown]
 
     def _best(self) -> list[CompletionOutput]:
-        """The n with the highest cumulative log-probability, numbered anew."""
+        """Return the n with the highest cumulative log-probability, numbered anew."""
         by_rank = sorted(self._samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
         num_wanted = self._params.n
         self._metrics.num_dropped_tokens = sum([len(s.token_ids) for s in by_rank[num_wanted:]])

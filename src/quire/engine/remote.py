@@ -81,7 +81,7 @@ class AsyncClient(Protocol):
     def generate(
         self, request: Request, prompt_text: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """What is due by the request's output_kind, until its output is finished.
+        """Yield what is due by the request's output_kind, until its output is finished.
 
         A slow reader gets several steps in one output. Leaving early ends the request. Raises
         RequestError if the core refuses it (EngineBusy if only for the others that wait),
@@ -90,19 +90,19 @@ class AsyncClient(Protocol):
         ...
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        """The next piece of the prompt of a request with is_open whose output is awaited. Raises
+        """Add the next piece of the prompt of a request with is_open whose output is awaited. Raise
         RequestError if the prompt cannot take it in, or if the request has ended."""
         ...
 
     async def metrics(self) -> str: ...
 
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
-        """What happened to a request, as JSON; empty if nobody remembers it, or if it is not this
-        tenant's."""
+        """Return what happened to a request, as JSON; empty if nobody remembers it, or if it is not
+        this tenant's."""
         ...
 
     async def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        """What is pinned, oldest first; tenant: whose, None is everybody's."""
+        """Return what is pinned, oldest first; tenant: whose, None is everybody's."""
         ...
 
     async def unpin(self, prefix_id: str, tenant: str | None = None) -> bool:
@@ -168,7 +168,7 @@ class RemoteClient:
         self._task = asyncio.create_task(self._run())
 
     async def wait_until_ready(self) -> None:
-        """Raises EngineDead if the connection can never come."""
+        """Wait for the core. Raise EngineDead if the connection can never come."""
         while not self._is_alive:
             if self._task is None or self._task.done():
                 raise EngineDead(_GONE)
@@ -369,7 +369,7 @@ class RemoteClient:
             return
 
     def _lose(self) -> None:
-        """The core has gone, and with it all that it was working on."""
+        """Fail all that the core was working on: it has gone."""
         self._is_alive = False
         self._writer = None
         for box in self._boxes.values():

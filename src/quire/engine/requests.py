@@ -44,8 +44,9 @@ class RequestMaker:
         tenant: str = "",
         timeout_s: float = 0.0,
     ) -> Request:
-        """request_id: unique; a running number if absent. Raises RequestError for parameters that
-        mean text where there is no tokenizer. best_of needs logprobs, asked for or not."""
+        """Make a request. best_of needs logprobs, asked for or not. request_id: unique; a running
+        number if absent. Raise RequestError for parameters that mean text where there is no
+        tokenizer."""
         number, self._count = self._count, self._count + 1
         eos = () if params.ignore_eos else self.defaults.eos_token_ids
         own = tuple(params.stop_token_ids or ())
@@ -83,7 +84,7 @@ class RequestMaker:
         tenant: str = "",
         share: float = 1.0,
     ) -> Request:
-        """A request that pins a prompt for ttl_s seconds, 0.0 for good. prefix_id: random if
+        """Make a request that pins a prompt for ttl_s seconds, 0.0 for good. prefix_id: random if
         absent. share: of what pinned prefixes may hold, how much the tenant's may."""
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         name = prefix_id or f"prefix-{secrets.token_hex(8)}"
@@ -102,6 +103,6 @@ def _check_textless(params: SamplingParams) -> None:
 
 
 def derive_seed(engine_seed: int, number: int) -> int:
-    """The 64-bit signed seed of a request that brings none: the same in every run."""
+    """Return the 64-bit signed seed of a request that brings none: the same in every run."""
     digest = hashlib.sha256(f"quire-seed {engine_seed} {number}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)

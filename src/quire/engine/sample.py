@@ -85,13 +85,13 @@ class Sample:
             self.end(finish)
 
     def end(self, finish: Finish) -> None:
-        """It ends with what it has."""
+        """End it with what it has."""
         if self._detokenizer is not None and self.finish is None:
             self._text.append(self._detokenizer.flush())
         self.finish = finish
 
     def completion(self, delta: bool) -> CompletionOutput:
-        """What the user gets now: everything so far, or what is new."""
+        """Return what the user gets now: everything so far, or what is new."""
         start = self.num_sent if delta else 0
         self.num_sent = len(self.token_ids)
         finish = self.finish

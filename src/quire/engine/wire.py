@@ -37,14 +37,14 @@ class Codec(Generic[T]):
         self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_bytes_to_array)
 
     def encode(self, message: ToCore | FromCore) -> bytes:
-        """The message behind its length."""
+        """Return the message behind its length."""
         body = self._encoder.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:
             raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
         return LENGTH.pack(len(body)) + body
 
     def decode(self, body: bytes | memoryview) -> T:
-        """The message in a body without its length. Raises EngineError for anything else."""
+        """Return the message in a body without its length. Raises EngineError for anything else."""
         try:
             message: T = self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -53,17 +53,17 @@ class Codec(Generic[T]):
 
 
 def core_codec() -> Codec[ToCore]:
-    """What a core uses: it receives `ToCore`."""
+    """Return the codec of a core, which receives `ToCore`."""
     return Codec(ToCore)
 
 
 def client_codec() -> Codec[FromCore]:
-    """What a client uses: it receives `FromCore`."""
+    """Return the codec of a client, which receives `FromCore`."""
     return Codec(FromCore)
 
 
 def body_length(head: bytes) -> int:
-    """The length that a head of four bytes announces. Raises EngineError if it is absurd."""
+    """Return the length that a head of four bytes announces. Raises EngineError if it is absurd."""
     length: int = LENGTH.unpack(head)[0]
     if length > MAX_MESSAGE_BYTES:
         raise EngineError(f"a message of {length} bytes is longer than the wire allows.")
@@ -77,7 +77,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The bodies that are complete with this data."""
+        """Yield the bodies that are complete with this data."""
         self._buffer += data
         at = 0
         while len(self._buffer) - at >= LENGTH.size:
@@ -106,7 +106,7 @@ class CoreConnection:
         return bool(self._unsent)
 
     def receive(self) -> list[ToCore] | None:
-        """Messages that have come in; None when the client is gone.
+        """Return the messages that have come in; None when the client is gone.
 
         One that cannot be read is EngineError: the stream is of no use any more.
         """

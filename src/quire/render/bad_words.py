@@ -6,7 +6,7 @@ from quire.render.tokenizer import Tokenizer
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is tokenised at the start of a text and behind a space.
+    """Return each word as it is tokenised at the start of a text and behind a space.
 
     The form with a space counts only where it is as long and begins with another token:
     otherwise it is the same word, or the space is a token by itself that must stay allowed.

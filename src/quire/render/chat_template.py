@@ -62,7 +62,7 @@ class ChatTemplate:
         self._takes_strings = takes_strings(tree)
 
     def render(self, messages: object, options: ChatOptions | None = None) -> str:
-        """The text of a conversation, with the header of the model's turn if asked for."""
+        """Return the text of a conversation, with the header of the model's turn if asked for."""
         options = options or ChatOptions()
         parts = self._parts(options.content_format)
         prepared = prepare_messages(messages, parts, self._takes_strings)
@@ -111,7 +111,7 @@ class ChatTemplate:
 
 
 def load_template(value: str) -> str:
-    """A template's text from a setting that is the text itself or the name of a file."""
+    """Return a template's text from a setting that is the text itself or the name of a file."""
     if any(char in value for char in "{}\n"):
         return value
     path = Path(value)
@@ -121,7 +121,7 @@ def load_template(value: str) -> str:
 
 
 def _checked_kwargs(values: object) -> dict[str, Any]:
-    """Variables that a request gives to the template, beside those that it has anyway."""
+    """Return variables that a request gives to the template, beside those that it has anyway."""
     if not isinstance(values, Mapping):
         message = f"chat_template_kwargs must be an object, got {type(values).__name__}."
         raise RequestError(message, "chat_template_kwargs")
@@ -150,7 +150,8 @@ def _mark_final(messages: list[Message], options: ChatOptions) -> str:
 
 
 def _cut_final(text: str, final: str) -> str:
-    """The text up to the end of the last message, trimmed at its end if the template trims."""
+    """Return the text up to the end of the last message, trimmed at its end if the template
+    trims."""
     at = text.rfind(FINAL_MARK.strip())
     if at < 0 or final.strip() not in text[:at]:
         raise RequestError(

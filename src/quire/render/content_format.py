@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def wants_parts(tree: "nodes.Template") -> bool:
-    """Whether the template has a loop over `message.content`, or over a variable set to it."""
+    """Return whether the template has a loop over `message.content`, or over a variable set to
+    it."""
     from jinja2 import nodes
 
     names = _content_names(tree)
@@ -18,7 +19,7 @@ def wants_parts(tree: "nodes.Template") -> bool:
 
 
 def takes_strings(tree: "nodes.Template") -> bool:
-    """Whether the template asks `content is string`, so that it takes a text as well."""
+    """Return whether the template asks `content is string`, so that it takes a text as well."""
     from jinja2 import nodes
 
     names = _content_names(tree)
@@ -29,7 +30,7 @@ def takes_strings(tree: "nodes.Template") -> bool:
 
 
 def _content_names(tree: "nodes.Template") -> set[str]:
-    """Variables and macro arguments that stand for a content."""
+    """Return variables and macro arguments that stand for a content."""
     from jinja2 import nodes
 
     names = {"content"}

@@ -58,7 +58,7 @@ def prepare_tools(tools: object) -> list[Message] | None:
 
 
 def plain_data(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy made of JSON's types only, so that a template can reach nothing else."""
+    """Return a copy made of JSON's types only, so that a template can reach nothing else."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{where} is nested more than {MAX_DEPTH} levels deep.", where)
     if value is None or type(value) in (str, int, float, bool):
@@ -80,17 +80,17 @@ def plain_data(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def _wrong(index: int, rule: str) -> RequestError:
-    """A message that is none."""
+    """Refuse a message that is none."""
     return RequestError(f"messages[{index}] {rule}.", f"messages[{index}]")
 
 
 def _wrong_part(index: int, rule: str) -> RequestError:
-    """Something in a message; the field is all of them."""
+    """Refuse something in a message; the field is all of them."""
     return RequestError(f"messages[{index}] {rule}.")
 
 
 def _set_content(message: Message, index: int, parts_wanted: bool, strings_too: bool) -> None:
-    """Parts or text, as the template wants it; an answer of tool calls alone has empty text."""
+    """Set parts or text, as the template wants it; an answer of tool calls alone has empty text."""
     content = message.get("content")
     if content is None and message["role"] != "assistant":
         raise _wrong(index, f"needs a content, which only an assistant's message ({message['role']}"
@@ -124,7 +124,7 @@ def _part_text(part: object, index: int) -> str:
 
 
 def _set_tool_calls(message: Message, index: int) -> None:
-    """Templates want the arguments as an object; clients send them as JSON text."""
+    """Parse the arguments of tool calls: templates want an object, clients send JSON text."""
     calls = message.get("tool_calls")
     if calls is None:
         message.pop("tool_calls", None)

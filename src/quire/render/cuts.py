@@ -37,8 +37,8 @@ class Cuts:
         self._drops_blank = drops_blank
 
     def parts(self, text: str) -> list[str]:
-        """The text in parts of about PART_CHARS characters, or more where it has no place to be
-        cut at."""
+        """Return the text in parts of about PART_CHARS characters, or more where it has no place to
+        be cut at."""
         found, start = [], 0
         while len(text) - start > 2 * PART_CHARS:
             place = CUT.search(text, start + PART_CHARS)
@@ -50,7 +50,7 @@ class Cuts:
 
 
 def read_cuts(backend: "tokenizers.Tokenizer") -> Cuts | None:
-    """Where this tokenizer's texts may be cut; None if no place can be shown to be right."""
+    """Return where this tokenizer's texts may be cut; None if no place can be shown to be right."""
     from tokenizers import models
 
     model = backend.model
@@ -71,7 +71,7 @@ def read_cuts(backend: "tokenizers.Tokenizer") -> Cuts | None:
 
 
 def _cuts_words(words: list[dict[str, Any]]) -> bool:
-    """Whether all rules are known ones, and one of them cuts at blanks."""
+    """Return whether all rules are known ones, and one of them cuts at blanks."""
     *rules, level = words
     patterns = [_pattern(rule) for rule in rules]
     is_known = all(pattern in (*KNOWN_RULES, DIGITS) for pattern in patterns)
@@ -105,8 +105,8 @@ def _sentence_piece(
 
 
 def _joins_words(backend: "tokenizers.Tokenizer") -> bool:
-    """Whether a token holds a blank behind another character; a blank that is no token may be
-    taken together with what is before it."""
+    """Return whether a token holds a blank behind another character; a blank that is no token may
+    be taken together with what is before it."""
     joined = re.compile(f"[^{SPACE_MARK}]{SPACE_MARK}").search
     if backend.model.token_to_id(SPACE_MARK) is None:
         return True
@@ -118,7 +118,7 @@ def _only_composes(normalizers: list[dict[str, Any]]) -> bool:
 
 
 def _spoils(token: Any) -> bool:
-    """Whether an added token may hold a cut, or take in the blank at one."""
+    """Return whether an added token may hold a cut, or take in the blank at one."""
     text: str = token.content
     ends = token.rstrip and re.search("[A-Za-z]$", text)
     begins = token.lstrip and re.match("[A-Za-z]", text)

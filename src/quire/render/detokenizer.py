@@ -55,11 +55,11 @@ class IncrementalDetokenizer:
         return stops.push(text, self.num_tokens > self._min_tokens)
 
     def update(self, token_ids: Sequence[int]) -> str:
-        """`push` of several tokens."""
+        """`push` several tokens."""
         return "".join([self.push(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """The rest, when no token follows: text held back and an unfinished character."""
+        """Return the rest, when no token follows: text held back and an unfinished character."""
         stops = self._stops
         if stops is None:
             return self.stream.flush()

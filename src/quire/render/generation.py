@@ -32,7 +32,7 @@ class GenerationDefaults:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the model's defaults in place of ours."""
+        """Make SamplingParams with the model's defaults in place of ours."""
         return SamplingParams(**self.sampling)
 
 

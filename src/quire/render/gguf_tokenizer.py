@@ -49,7 +49,7 @@ SAMPLING_KEYS = {
 
 
 def gguf_tokenizer(file: GGUFFile) -> tuple["tokenizers.Tokenizer", TokenizerFiles]:
-    """Raises ModelError for a vocabulary of a kind that is not supported."""
+    """Build the tokenizer. Raise ModelError for a vocabulary of a kind that is not supported."""
     vocabulary = Vocabulary(file)
     builders = {"gpt2": _byte_level, "llama": _sentence_piece}
     model = file.text(f"{KEY}.model", "")
@@ -72,7 +72,7 @@ def gguf_tokenizer(file: GGUFFile) -> tuple["tokenizers.Tokenizer", TokenizerFil
 
 
 def gguf_generation(file: GGUFFile) -> dict[str, Any]:
-    """What ends a sequence and how to sample, under the names of generation_config.json."""
+    """Return what ends a sequence and how to sample, under the names of generation_config.json."""
     vocabulary = Vocabulary(file)
     names = [f"{KEY}.{name}" for name in STOP_IDS]
     ids = [file.integer(name) for name in names if name in file.metadata]
@@ -190,7 +190,7 @@ def _merges_by_score(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: "tokenizers.Tokenizer", vocabulary: Vocabulary) -> None:
-    """Tokens that are found in a text before anything is cut or merged."""
+    """Add the tokens that are found in a text before anything is cut or merged."""
     from tokenizers import AddedToken
 
     def tokens(kind: int, special: bool) -> list[AddedToken]:
@@ -202,7 +202,7 @@ def _add_tokens(backend: "tokenizers.Tokenizer", vocabulary: Vocabulary) -> None
 
 
 def _beside(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
-    """What tokenizer_config.json says in a model directory."""
+    """Return what tokenizer_config.json says in a model directory."""
     is_llama = file.text(f"{KEY}.model", "") == "llama"
     if is_llama:
         adds_bos = True
@@ -223,7 +223,7 @@ def _beside(file: GGUFFile, vocabulary: Vocabulary) -> TokenizerFiles:
 
 
 def _templates(file: GGUFFile) -> dict[str, str]:
-    """The usual template under its own key, others under the key and their name."""
+    """Return the usual template under its own key, others under the key and their name."""
     found = {}
     for key in file.metadata:
         named = re.fullmatch(rf"{re.escape(TEMPLATE)}(?:\.(.+))?", key)

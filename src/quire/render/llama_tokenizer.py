@@ -20,7 +20,7 @@ BYTE_LEVEL = '"type":"ByteLevel"'
 
 
 def is_llama(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> bool:
-    """Whether transformers would load these files with `LlamaTokenizer`."""
+    """Return whether transformers would load these files with `LlamaTokenizer`."""
     from tokenizers import models
 
     return (

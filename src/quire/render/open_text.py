@@ -40,7 +40,8 @@ class OpenText:
         return self._num_held_chars
 
     def add(self, piece: str) -> list[int]:
-        """The tokens that this piece makes certain. Raises RequestError for text that is none."""
+        """Return the tokens that this piece makes certain. Raises RequestError for text that is
+        none."""
         text = piece
         if " " in piece or "\n" in piece:
             text = "".join([*self._held, piece])
@@ -52,26 +53,26 @@ class OpenText:
         return self._encode(text[:end])
 
     def flush(self) -> list[int]:
-        """The tokens of what is held back: token ids follow."""
+        """Return the tokens of what is held back: token ids follow."""
         text = "".join(self._held)
         self._held, self._num_held_chars = [], 0
         return self._encode(text)
 
     def add_ids(self, token_ids: list[int]) -> list[int]:
-        """What was held back, and these behind it."""
+        """Return what was held back, and these behind it."""
         before = self.flush()
         if token_ids:
             self._is_begun, self._follows_text = True, False
         return before + token_ids
 
     def close(self) -> list[int]:
-        """The last tokens."""
+        """Return the last tokens."""
         last = self.flush()
         return last + self._behind if self._follows_text else last
 
     def _last_boundary(self, text: str) -> int:
-        """Where the last word begins; 0 if there is no such place. None is behind an added token,
-        which may take in the blank that follows it."""
+        """Return where the last word begins; 0 if there is no such place. None is behind an added
+        token, which may take in the blank that follows it."""
         end = len(text)
         while found := TO_LAST_WORD.match(text, 0, end):
             end = found.end()
@@ -95,7 +96,7 @@ class OpenText:
         return token_ids
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts before a text and behind it."""
+        """Return what the tokenizer puts before a text and behind it."""
         whole, num = self._tokenizer.encode(ANCHOR), len(self._anchor_ids)
         for start in range(len(whole) - num + 1):
             if whole[start : start + num] == self._anchor_ids:

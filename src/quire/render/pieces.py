@@ -19,7 +19,7 @@ TokenText = Callable[[int], str | None]
 
 
 def byte_of_char() -> dict[str, int]:
-    """The inverse of GPT-2's map from bytes to printable characters."""
+    """Return the inverse of GPT-2's map from bytes to printable characters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     rest = (byte for byte in range(256) if byte not in set(printable))
@@ -55,7 +55,8 @@ class Pieces:
 
 
 def read_pieces(decoder: Any, token: TokenText) -> Pieces | None:
-    """The table for a decoder as tokenizer.json writes it; None if its tokens need context."""
+    """Return the table for a decoder as tokenizer.json writes it; None if its tokens need
+    context."""
     if not isinstance(decoder, dict):
         return None
     kind = decoder.get("type")

@@ -51,7 +51,7 @@ class Renderer:
 
     @classmethod
     def from_directory(cls, path: str | Path, template: str | None = None) -> "Renderer":
-        """For a model directory, with or without a tokenizer in it."""
+        """Make one for a model directory, with or without a tokenizer in it."""
         tokenizer = Tokenizer.from_directory(path) if has_tokenizer(path) else None
         return cls(tokenizer, template)
 
@@ -66,7 +66,7 @@ class Renderer:
     def render_prompt(
         self, prompt: object, options: ChatOptions | None = None, template: str | None = None
     ) -> list[int]:
-        """The token ids of a prompt; see `render`."""
+        """Return the token ids of a prompt; see `render`."""
         return self.render(prompt, options, template).token_ids
 
     def render(
@@ -99,13 +99,14 @@ class Renderer:
     def chat_text(
         self, messages: object, options: ChatOptions | None = None, template: str | None = None
     ) -> str:
-        """A conversation as text. template: a template's text or the name of one of the model's."""
+        """Return a conversation as text. template: a template's text or the name of one of the
+        model's."""
         return self._templates.render(self._job(messages, options, template))
 
     async def chat_text_async(
         self, messages: object, options: ChatOptions | None = None, template: str | None = None
     ) -> str:
-        """The same without holding up an event loop."""
+        """Do the same without holding up an event loop."""
         return await self._templates.render_async(self._job(messages, options, template))
 
     def _job(
@@ -137,7 +138,7 @@ class Renderer:
         return RenderedPrompt(token_ids, text)
 
     def _source(self, given: str | None, with_tools: bool) -> str:
-        """The template to use: the request's, the configured one, or one of the model's."""
+        """Return the template to use: the request's, the configured one, or one of the model's."""
         named = {} if self.tokenizer is None else self.tokenizer.chat_templates
         if given is not None:
             return named.get(given) or load_template(given)
@@ -156,14 +157,15 @@ class Renderer:
 
 
 def is_conversation(prompt: object) -> bool:
-    """Whether a prompt is a list of messages."""
+    """Return whether a prompt is a list of messages."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return False
     return bool(prompt) and isinstance(prompt[0], Mapping)
 
 
 def _checked_ids(values: object) -> list[int]:
-    """A list of token ids, checked for type; the engine checks them against the vocabulary."""
+    """Return a list of token ids, checked for type; the engine checks them against the
+    vocabulary."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)) or not values:
         raise RequestError(
             "prompt_token_ids must be a non-empty list of integers.", "prompt_token_ids"

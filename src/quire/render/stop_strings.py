@@ -36,12 +36,12 @@ class StopStrings:
         return text[:keep]
 
     def flush(self) -> str:
-        """What was held back, when nothing follows any more."""
+        """Return what was held back, when nothing follows any more."""
         held, self._held = self._held, ""
         return held
 
     def _search(self, text: str) -> int:
-        """Where to cut the text; -1 if no stop string ends in it."""
+        """Return where to cut the text; -1 if no stop string ends in it."""
         best_end, cut = len(text) + 1, -1
         for stop in self._stops:
             at = text.find(stop, max(0, self._floor - len(stop) + 1))
@@ -52,7 +52,8 @@ class StopStrings:
         return cut
 
     def _beginning(self, text: str) -> int:
-        """Where the longest end of the text begins that is the beginning of a stop string."""
+        """Return where the longest end of the text begins that is the beginning of a stop
+        string."""
         keep = len(text)
         for stop in self._stops:
             at = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -29,7 +29,8 @@ class GenerationTag(Extension):
 def template_environment(
     now: Callable[[], datetime] = datetime.now,
 ) -> ImmutableSandboxedEnvironment:
-    """The environment that Hugging Face templates are written for. now: the date they may show."""
+    """Return the environment that Hugging Face templates are written for. now: the date they may
+    show."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, LoopControlExtension]
     )

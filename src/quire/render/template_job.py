@@ -43,7 +43,7 @@ class TemplateJob:
         return self.source, dict(self.variables), self.messages, *shown, o.content_format, kwargs
 
     def _plain(self) -> "TemplateJob":
-        """The same in JSON's types: a caller in Python may use classes of his own."""
+        """Return the same in JSON's types: a caller in Python may use classes of his own."""
         o, messages = self.options, self.messages
         if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)):
             messages = [plain_data(one, f"messages[{i}]") for i, one in enumerate(messages)]
@@ -66,7 +66,7 @@ def unpack(data: bytes) -> TemplateJob:
 
 
 def _as_json(value: object) -> bytes:
-    """Halves of surrogate pairs included; they may come from a client's JSON."""
+    """Encode as JSON, halves of surrogate pairs included, which may come from a client's."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -80,7 +80,7 @@ class TemplateRunner(Protocol):
     def render(self, job: TemplateJob) -> str: ...
 
     async def render_async(self, job: TemplateJob) -> str:
-        """The same without holding up an event loop."""
+        """Do the same without holding up an event loop."""
 
 
 class InThisProcess:

@@ -74,7 +74,7 @@ class TemplateProcess:
                 return found
 
     async def exchange_async(self, job: bytes) -> tuple[bytes, str]:
-        """The same. Nothing may be asked of the process any more if it is cancelled."""
+        """Do the same. Nothing may be asked of the process any more if it is cancelled."""
         loop = asyncio.get_running_loop()
         self._socket.setblocking(False)
         # Not closed, which would leave the loop waiting for a descriptor that is no more.
@@ -94,7 +94,7 @@ class TemplateProcess:
             late.cancel()
 
     def why(self) -> str:
-        """Why it has ended."""
+        """Return why it has ended."""
         self._socket.close()
         try:
             status = self._process.wait(1)
@@ -112,7 +112,7 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 
 
 def _answer() -> Generator[int, bytes, tuple[bytes, str]]:
-    """Yields how many bytes are wanted at most, takes what came."""
+    """Yield how many bytes are wanted at most, take what came."""
     data = bytearray()
     while len(data) < ANSWER.size:
         data += _some((yield ANSWER.size - len(data)))
@@ -198,7 +198,7 @@ class TemplatePool:
     # ---- who gets a process ------------------------------------------------------------------
 
     def _ask(self, heavy: bool) -> Place:
-        """A place in the order of asking: a process, or None where one may be started."""
+        """Take a place in the order of asking: a process, or None where one may be started."""
         place = Place()
         with self._lock:
             if sum(map(len, self._waiting)) >= MAX_WAITING:
@@ -285,7 +285,8 @@ class TemplatePool:
 
 
 def _living(process: TemplateProcess | None) -> TemplateProcess | None:
-    """None for one that was ended from outside while it waited: another is to be started."""
+    """Return a process that lives; None for one that was ended from outside while it waited:
+    another is to be started."""
     if process is not None and process.has_ended:
         process.kill()
         return None

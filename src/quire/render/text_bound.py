@@ -36,7 +36,8 @@ class TextBound:
     composes: bool
 
     def at_least(self, text: str) -> int:
-        """A number of tokens that the text has at least, without those put before and behind."""
+        """Return a number of tokens that the text has at least, without those put before and
+        behind."""
         if self.composes and not text.isascii():
             num_bytes = sum(map(len, _parts(text)))
             return num_bytes // (COMPOSED_SHRINK * self.longest) if self._all_weigh else 0
@@ -53,13 +54,13 @@ class TextBound:
 
 
 def _parts(text: str) -> Iterator[bytes]:
-    """The bytes of a text, of which there is never a whole copy."""
+    """Yield the bytes of a text, of which there is never a whole copy."""
     for start in range(0, len(text), PART_CHARS):
         yield text[start : start + PART_CHARS].encode("utf-8", "surrogatepass")
 
 
 def text_bound(backend: "tokenizers.Tokenizer") -> TextBound | None:
-    """A tokenizer's bound; None if it may drop parts of a text or take any number as one."""
+    """Return a tokenizer's bound; None if it may drop parts of a text or take any number as one."""
     rules = _Rules(backend)
     if not (rules.is_byte_level or rules.is_sentence_piece):
         return None
@@ -125,7 +126,8 @@ class _Rules:
         return self._model.token_to_id(token) is not None
 
     def bytes_of(self, token: str) -> bytes:
-        """Bytes as many as the longest text has that may become the token, with all its bytes."""
+        """Return as many bytes as the longest text has that may become the token, with all its
+        bytes."""
         written = token.encode("utf-8", "surrogatepass")
         if self.is_byte_level:
             meant = bytes(self._byte_of[char] for char in token if char in self._byte_of)
@@ -140,7 +142,7 @@ class _Rules:
 
 
 def flat_parts(part: Any, key: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a list of simple ones."""
+    """Return a normalizer or pre-tokenizer as a list of simple ones."""
     if part is None:
         return []
     return _flat(json.loads(part.__getstate__()), key)
@@ -153,14 +155,14 @@ def _flat(state: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def _keeps(cut: dict[str, Any]) -> bool:
-    """Whether a rule for words drops no character."""
+    """Return whether a rule for words drops no character."""
     if cut["type"] in ("Split", "Punctuation"):
         return cut.get("behavior") in KEEPING
     return cut["type"] in ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
 
 
 def _keeps_spaces(part: dict[str, Any]) -> bool:
-    """Whether a normalizer only writes blanks as U+2581, and puts them before a text."""
+    """Return whether a normalizer only writes blanks as U+2581, and puts them before a text."""
     if part["type"] == "Replace":
         return bool(part["pattern"] == {"String": " "} and part["content"] == SPACE_MARK)
     return bool(part["type"] == "Prepend")

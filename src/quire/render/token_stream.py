@@ -25,13 +25,13 @@ class TokenStream(Protocol):
     """Text of a growing list of tokens."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
+        """Return the text that became certain with this token."""
 
     def peek(self, token_id: int) -> str:
-        """What this token would add; special tokens are shown even if `push` skips them."""
+        """Return what this token would add; special tokens are shown even if `push` skips them."""
 
     def flush(self) -> str:
-        """What is left of an unfinished character."""
+        """Return what is left of an unfinished character."""
 
 
 def open_stream(
@@ -40,7 +40,8 @@ def open_stream(
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
 ) -> TokenStream:
-    """A stream that continues the prompt: by table where the decoder allows, else by window."""
+    """Return a stream that continues the prompt: by table where the decoder allows, else by
+    window."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
     if tokenizer.pieces is not None:
         return PieceStream(tokenizer.pieces, skipped, prompt_token_ids)
@@ -92,7 +93,7 @@ class PieceStream:
         return BROKEN * len(pending)
 
     def _begin(self, token_id: int, piece: str | bytes) -> str:
-        """The first text of all: without the space that the tokenizer put before it."""
+        """Return the first text of all: without the space that the tokenizer put before it."""
         if self._first is not None:
             self._at_start = piece == ""
             return self._first(token_id)
@@ -116,7 +117,7 @@ class PieceStream:
         return self._join_byte(piece)
 
     def _join_byte(self, byte: bytes) -> str:
-        """One byte more; bytes before it that it cannot continue are broken."""
+        """Add one byte; those before it that it cannot continue are broken."""
         try:
             data = self._pending + byte
             text, used = codecs.utf_8_decode(data, "strict", False)
@@ -129,7 +130,7 @@ class PieceStream:
 
 
 def _context(prompt_token_ids: Sequence[int], skipped: frozenset[int], pieces: Pieces) -> list[int]:
-    """The last tokens of the prompt that have text, in order."""
+    """Return the last tokens of the prompt that have text, in order."""
     found: list[int] = []
     for token_id in reversed(prompt_token_ids):
         if token_id not in skipped and pieces.table[token_id] != "":
@@ -187,7 +188,8 @@ class WindowStream:
         return self._tokenizer.decode([*self._ids, token_id])
 
     def _new(self, text: str, token_id: int) -> str:
-        """What is new in the window's text; a token added after an added one may have no space."""
+        """Return what is new in the window's text; a token added after an added one may have no
+        space."""
         added = self._tokenizer.added_tokens
         if not self._glue and len(self._ids) > 1 and {token_id, self._ids[-2]} <= added.keys():
             return added[token_id]

@@ -89,7 +89,7 @@ class Tokenizer:
         return whole[:start], whole[start + len(text) :]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of many texts, on several threads."""
+        """`encode` many texts, on several threads."""
         try:
             many = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError):
@@ -97,8 +97,8 @@ class Tokenizer:
         return [one.ids for one in many]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """The text of all ids at once. Ids outside of the vocabulary give no text. Other threads go
-        on meanwhile."""
+        """Return the text of all ids at once. Ids outside of the vocabulary give no text. Other
+        threads go on meanwhile."""
         return self._backend.decode_batch(
             [list(token_ids)], skip_special_tokens=skip_special_tokens
         )[0]
@@ -109,15 +109,15 @@ class Tokenizer:
         return text_bound(self._backend)
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary writes it; None outside of the vocabulary."""
+        """Return a token as the vocabulary writes it; None outside of the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """`token` of each id, with an empty string outside of the vocabulary."""
+        """Return `token` of each id, with an empty string outside of the vocabulary."""
         return [self.token(token_id) or "" for token_id in token_ids]
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
+        """Return the id of a token as the vocabulary writes it."""
         return self._backend.token_to_id(token)
 
     @cached_property
@@ -177,7 +177,7 @@ def _load_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
 
 
 def _gpt2_backend(files: TokenizerFiles) -> "tokenizers.Tokenizer":
-    """GPT-2's tokenizer: byte-level BPE over vocab.json and merges.txt."""
+    """Build GPT-2's tokenizer: byte-level BPE over vocab.json and merges.txt."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -215,7 +215,7 @@ def _mark_special(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> Non
 
 
 def _declared(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
-    """The tokens of tokenizer_config.json by id, in order. Raises ModelError."""
+    """Return the tokens of tokenizer_config.json by id, in order. Raises ModelError."""
     name = "added_tokens_decoder"
     declared = files.config.get(name) or {}
     found: list[tuple[int, dict[str, Any]]] = []
@@ -232,7 +232,8 @@ def _declared(files: TokenizerFiles) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None:
-    """Without a tokenizer.json the config decides on begin and end of sequence.
+    """Set begin and end of sequence. Without a tokenizer.json the config decides on begin and end
+    of sequence.
 
     With one, its post-processor does, also if it has none: transformers 5 does not read
     add_bos_token and add_eos_token then.
@@ -261,12 +262,14 @@ def _set_bos_eos(backend: "tokenizers.Tokenizer", files: TokenizerFiles) -> None
 
 
 def _adds_tokens(backend: "tokenizers.Tokenizer") -> bool:
-    """Whether the post-processor of tokenizer.json can add tokens; one for bytes alone cannot."""
+    """Return whether the post-processor of tokenizer.json can add tokens; one for bytes alone
+    cannot."""
     state = _state(backend.post_processor)
     parts = state.get("processors", [state])
     return any(part.get("type", "ByteLevel") != "ByteLevel" for part in parts)
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A decoder or post-processor as tokenizer.json writes it (the library pickles it so)."""
+    """Return a decoder or post-processor as tokenizer.json writes it (the library pickles it
+    so)."""
     return {} if part is None else json.loads(part.__getstate__())

@@ -71,7 +71,7 @@ class TokenizerFiles:
 
 
 def has_tokenizer(directory: str | Path) -> bool:
-    """Whether `Tokenizer.from_directory` would find a vocabulary there."""
+    """Return whether `Tokenizer.from_directory` would find a vocabulary there."""
     if is_gguf(directory):
         return any(key in GGUFFile(directory).metadata for key in (GGUF_TOKENS, WHOLE_TOKENIZER))
     files = TokenizerFiles(Path(directory))
@@ -96,7 +96,7 @@ def read_tokenizer_files(directory: str | Path) -> TokenizerFiles:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
+    """Return the object in a JSON file; empty if there is no such file."""
     return read_object(path) if path.is_file() else {}
 
 
@@ -120,7 +120,7 @@ def _check_gpt2(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _token_text(value: Any) -> str | None:
-    """A token is written as its text or as an object with `content`."""
+    """Return a token's text, which is written as such or as an object with `content`."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
@@ -152,7 +152,8 @@ def _special_tokens(
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. A file of its own comes before the text inside tokenizer_config.json."""
+    """Return templates by name. A file of its own comes before the text inside
+    tokenizer_config.json."""
     found = _inline_templates(config.get("chat_template"))
     if not found:
         found = _inline_templates(read_json(folder / "chat_template.json").get("chat_template"))
@@ -165,7 +166,7 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def _inline_templates(value: Any) -> dict[str, str]:
-    """A text, a list of {name, template}, or an object of templates by name."""
+    """Read a text, a list of {name, template}, or an object of templates by name."""
     if isinstance(value, str):
         return {DEFAULT_TEMPLATE: value}
     if isinstance(value, list):

@@ -22,7 +22,8 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """The text around the calls, without the white space at its ends, and the calls in order.
+    """Return the text around the calls, without the white space at its ends, and the calls in
+    order.
 
     A text without a call comes back unchanged. The last call may lack its closing tag.
     """
@@ -43,7 +44,8 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
 
 
 def _read_block(text: str, start: int) -> tuple[ToolCall, int] | None:
-    """The call whose JSON begins at `start`, and where its block ends; None if there is none."""
+    """Return the call whose JSON begins at `start`, and where its block ends; None if there is
+    none."""
     try:
         value, end = json.JSONDecoder().raw_decode(text, _skip_space(text, start))
     except (ValueError, RecursionError):

@@ -65,7 +65,7 @@ class AsyncLLM:
 
     @classmethod
     async def create(cls, model: str = "demo", **settings: Any) -> "AsyncLLM":
-        """The same as the constructor, while the event loop goes on."""
+        """Do the same as the constructor, while the event loop goes on."""
         engine = cls.__new__(cls)
         engine._prepare(model, settings)
         try:
@@ -83,7 +83,8 @@ class AsyncLLM:
         usage_context: Any = None,
         stat_loggers: None = None,
     ) -> "AsyncLLM":
-        """The last three are vLLM's; stat_loggers are refused, the others mean nothing here."""
+        """Make one of vLLM's arguments. The last three are vLLM's; stat_loggers are refused, the
+        others mean nothing here."""
         if stat_loggers is not None:
             raise ConfigError("stat_loggers are not supported; leave them out.")
         return cls(**vars(engine_args))
@@ -103,7 +104,7 @@ class AsyncLLM:
         self._closing: asyncio.Task[None] | None = None
 
     def _load(self) -> None:
-        """The text side is read while the core loads."""
+        """Load the model; the text side is read while the core does."""
         source = resolve_model(self._config.model.model, self._config.model.revision)
         self._core.start()
         self._loaded = build_text_side(self._config.model, source)
@@ -220,14 +221,15 @@ class AsyncLLM:
     # ---- the engine --------------------------------------------------------------------------
 
     async def get_tokenizer(self) -> Tokenizer:
-        """Raises RequestError if the model has none."""
+        """Return the tokenizer. Raise RequestError if the model has none."""
         tokenizer = self._text.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer.")
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests get that bring no parameters: from the model's generation_config.json."""
+        """Return what requests get that bring no parameters: from the model's
+        generation_config.json."""
         return self._text.requests.defaults.default_sampling_params()
 
     async def pin_prefix(
@@ -238,8 +240,8 @@ class AsyncLLM:
         tenant: str = "",
         share: float = 1.0,
     ) -> PinnedPrefix:
-        """As `LLM.pin_prefix`. share: of what pinned prefixes may hold, how much the tenant's may.
-        Cancelling the task ends the computation."""
+        """Compute a prefix and keep it, as `LLM.pin_prefix` does. share: of what pinned prefixes
+        may hold, how much the tenant's may. Cancelling the task ends the computation."""
         rendered = await self._render(prompt, ChatOptions(add_generation_prompt=False))
         request = self._text.requests.make_pin(rendered, ttl_s, None, cache_salt, tenant, share)
         client = await self._connected()
@@ -324,7 +326,7 @@ class AsyncLLM:
         return self._loaded
 
     async def _connected(self) -> RemoteClient:
-        """The client of the running event loop, once it has heard of the core."""
+        """Return the client of the running event loop, once it has heard of the core."""
         client = self._client()
         while not client.is_alive:
             self._core.check()
@@ -351,7 +353,7 @@ class AsyncLLM:
         return self._link
 
     def _let_go(self) -> None:
-        """On the event loop: nobody waits any longer."""
+        """Let nobody wait any longer; on the event loop."""
         link, self._link = self._link, None
         if link is not None:
             link.fail_all(self._core.dead())
@@ -365,7 +367,7 @@ class AsyncLLMEngine(AsyncLLM):
 def _sent(
     client: RemoteClient, request: Request, text: str | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """The outputs of a request, which is sent when the first of them is asked for."""
+    """Return the outputs of a request, which is sent when the first of them is asked for."""
     return cast(AsyncGenerator[RequestOutput, None], client.generate(request, text))
 
 

@@ -19,7 +19,7 @@ class BeamSearchParams:
     skip_special_tokens: bool = True
 
     def sampling_params(self) -> SamplingParams:
-        """The same search as parameters of `generate`."""
+        """Return the same search as parameters of `generate`."""
         return SamplingParams(
             n=self.beam_width,
             use_beam_search=True,

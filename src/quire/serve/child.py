@@ -31,7 +31,8 @@ def main() -> None:
 
 
 def begin_child(log_level: str) -> None:
-    """Called first by the module. Ctrl-C in the terminal is for the parent alone."""
+    """Set up the process; called first by the module. Ctrl-C in the terminal is for the parent
+    alone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # SIGABRT shows where a stuck process is
     logging.basicConfig(level=log_level.upper(), format="%(message)s", stream=sys.stderr)

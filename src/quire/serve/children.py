@@ -21,7 +21,8 @@ class Restarts:
         self._deaths_s: list[float] = []
 
     def pause_s(self, now_s: float) -> float | None:
-        """It has died: seconds until it may be started; None if it has died too often of late."""
+        """Note a death; return the seconds until it may be started; None if it has died too often
+        of late."""
         recent = [at_s for at_s in self._deaths_s if now_s - at_s < RESTART_WINDOW_S]
         self._deaths_s = [*recent, now_s]
         if len(recent) >= MAX_RESTARTS:
@@ -50,7 +51,7 @@ class Child:
         return self.pidfd >= 0
 
     def start(self) -> None:
-        """Raises OSError if that is not possible; it is as if it had died."""
+        """Start it. Raise OSError if that is not possible; it is as if it had died."""
         self.due_s = None
         self.was_killed = False
         self._process = self._start()
@@ -62,7 +63,7 @@ class Child:
             raise
 
     def plan_restart(self, now_s: float) -> float | None:
-        """It has died: have it started again. Returns the pause, None if it is given up."""
+        """Have it started again after its death. Return the pause, None if it is given up."""
         pause_s = None if self._restarts is None else self._restarts.pause_s(now_s)
         self.due_s = None if pause_s is None else now_s + pause_s
         return pause_s
@@ -78,7 +79,7 @@ class Child:
             self._process.send_signal(number)
 
     def bury(self) -> int:
-        """It has ended: its exit status."""
+        """Return the exit status of what has ended."""
         assert self._process is not None
         status = self._process.wait()
         self.leave()
@@ -91,7 +92,7 @@ class Child:
         self.signal(signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
-        """Until a killed process has gone; a device driver may hold it for longer."""
+        """Wait until a killed process has gone; a device driver may hold it for longer."""
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)

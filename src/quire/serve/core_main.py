@@ -97,7 +97,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
 
 
 def _expected_step_s(built: BuiltCore) -> float:
-    """A generous guess: two operations per weight and token of the largest step."""
+    """Guess generously: two operations per weight and token of the largest step."""
     num_tokens = built.config.scheduler.max_num_batched_tokens or 1
     rate = CPU_FLOPS if built.config.device == "cpu" else GPU_FLOPS
     return built.memory.weights_bytes * num_tokens / rate

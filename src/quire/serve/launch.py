@@ -32,7 +32,8 @@ ABANDONED_S = 60.0  # a directory younger than this may belong to a server that 
 
 
 def core_end_s(engine: EngineConfig) -> float:
-    """How long a core may take to end: after its present step it keeps in stores what is cached."""
+    """Return how long a core may take to end: after its present step it keeps in stores what is
+    cached."""
     return END_S + (KEEP_AT_END_S if engine.cache.stores else 0.0)
 
 
@@ -51,7 +52,8 @@ def start_child(
     log_level: str,
     environment: dict[str, str] | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """A Python module as a child that dies with us. config: sent as JSON on its standard input.
+    """Start a Python module as a child that dies with us. config: sent as JSON on its standard
+    input.
 
     It is in a process group of its own, so that Ctrl-C reaches only this process.
     """

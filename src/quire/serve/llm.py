@@ -93,7 +93,7 @@ class LLM:
         params: BeamSearchParams | Sequence[BeamSearchParams],
         use_tqdm: bool = False,
     ) -> list[BeamSearchOutput]:
-        """The most probable continuations of each prompt, best first."""
+        """Return the most probable continuations of each prompt, best first."""
         listed = _as_list(prompts)
         sampling = [each.sampling_params() for each in _each(params, len(listed), "params")]
         outputs = self.generate(listed, sampling, use_tqdm)
@@ -132,14 +132,15 @@ class LLM:
                 engine.client.abort([request.request_id])
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises RequestError if the model has none."""
+        """Return the tokenizer. Raise RequestError if the model has none."""
         tokenizer = self._alive.renderer.tokenizer
         if tokenizer is None:
             raise RequestError("this model has no tokenizer.")
         return tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests get that bring no parameters: from the model's generation_config.json."""
+        """Return what requests get that bring no parameters: from the model's
+        generation_config.json."""
         return self._alive.requests.defaults.default_sampling_params()
 
     def reset_prefix_cache(self) -> None:
@@ -247,7 +248,7 @@ class LLM:
         return done
 
     def _step(self) -> list[RequestOutput]:
-        """One step of the engine; what belongs to an open stream is kept for it."""
+        """Take one step of the engine; what belongs to an open stream is kept for it."""
         outputs: list[RequestOutput] = []
         for output in self._alive.client.step():
             stream = self._streams.get(output.request_id)
@@ -257,7 +258,7 @@ class LLM:
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        """One copy per request, asking for the final output only."""
+        """Return one copy per request, asking for the final output only."""
         listed = []
         wanted = self.get_default_sampling_params() if given is None else given
         for params in _each(wanted, count, "sampling_params"):
@@ -275,7 +276,7 @@ def _collect(outputs: list[RequestOutput], done: dict[str, RequestOutput], bar: 
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt, or several: token ids on their own are one prompt."""
+    """Return one prompt, or several: token ids on their own are one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
@@ -283,7 +284,7 @@ def _as_list(prompts: Any) -> list[Any]:
 
 
 def _each(value: Any, count: int, name: str) -> list[Any]:
-    """The same value for all, or a sequence with one for each."""
+    """Return the same value for all, or a sequence with one for each."""
     if not isinstance(value, Sequence):
         return [value] * count
     if len(value) != count:

@@ -71,8 +71,8 @@ class ManagedCore:
             self._heartbeat = HeartbeatReader(self._process.heartbeat)
 
     def wait_until_ready(self) -> Ready:
-        """Returns what the engine is once it has loaded, however long that takes. Raises what
-        kept it from starting, EngineDead if it ended otherwise."""
+        """Return what the engine is once it has loaded, however long that takes. Raise what kept it
+        from starting, EngineDead if it ended otherwise."""
         core = self._process
         if core is None:
             raise self.dead()
@@ -114,7 +114,7 @@ class ManagedCore:
             raise EngineDead("the engine's process makes no progress; shut it down.")
 
     def dead(self) -> EngineDead:
-        """The error for those who wait for what will not come."""
+        """Return the error for those who wait for what will not come."""
         if self._is_stopped:
             return EngineDead("this engine was shut down; make a new one.")
         status = None if self._process is None else self._process.process.poll()
@@ -124,7 +124,7 @@ class ManagedCore:
         return EngineDead(f"the engine's process has ended{how}; make a new one.")
 
     def _keep(self) -> None:
-        """The thread to which the process is tied."""
+        """Run the thread to which the process is tied."""
         try:
             remove_abandoned_sockets()
             self._process = CoreProcess(self._config, self._log_level)
@@ -135,7 +135,7 @@ class ManagedCore:
         self._end.wait()
 
     def _no_start(self, core: CoreProcess) -> QuireError:
-        """What the process has left behind about its end, as the error that it was there."""
+        """Return what the process has left behind about its end, as the error that it was there."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             core.process.wait(END_S)
         if self._is_stopped:

@@ -56,8 +56,8 @@ class PieceReader:
         await asyncio.wait([self._task])
 
     async def first(self) -> RenderedPrompt:
-        """What there is of the prompt as soon as it has a token. Raises what the iterator raised,
-        RequestError for a piece that is none, or if there is no token in any of them."""
+        """Return what there is of the prompt as soon as it has a token. Raises what the iterator
+        raised, RequestError for a piece that is none, or if there is no token in any of them."""
         await self._changed.wait()
         if self.error is not None:
             raise self.error
@@ -92,7 +92,7 @@ class PieceReader:
                 raise
 
     async def _encode(self, piece: object) -> list[int]:
-        """The tokens that a piece makes certain."""
+        """Return the tokens that a piece makes certain."""
         text, token_ids = self._parts(piece)
         if isinstance(token_ids, Sequence) and not token_ids:
             return []
@@ -126,7 +126,8 @@ class PieceReader:
         )
 
     def _check_salt(self, salt: str | None) -> None:
-        """The engine needs it with the first tokens, before anything is cached."""
+        """Refuse a late salt: the engine needs it with the first tokens, before anything is
+        cached."""
         if not salt or salt == self.cache_salt:
             return
         if self._changed.is_set() or self.cache_salt is not None:

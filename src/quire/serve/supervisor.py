@@ -64,7 +64,7 @@ def raise_open_files_limit() -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, not yet listening. Raises ConfigError if that is not possible."""
+    """Bind a TCP socket, not yet listening. Raises ConfigError if that is not possible."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -183,7 +183,8 @@ class Supervisor:
         self._start_due()
 
     def _wait_s(self) -> float:
-        """Until the next deadline or start, and never for long: the heartbeat is looked at."""
+        """Return the seconds until the next deadline or start, and never for long: the heartbeat is
+        looked at."""
         dues = (child.due_s for child in self._children if child.due_s is not None)
         next_s = min(self._deadline_s, self._stuck_until_s, *dues)
         return bounded_wait_s(next_s - time.monotonic())
@@ -209,7 +210,8 @@ class Supervisor:
             logger.info("ready: %s://%s:%d/v1 (Ctrl-C ends it)", scheme, shown, port)
 
     def _bury(self, child: Child) -> None:
-        """A child has ended: as told, or it is started anew, or the server ends with it."""
+        """See to a child that has ended: as told, or it is started anew, or the server ends with
+        it."""
         status = child.bury()
         if child is self._core:
             self._watch_core.forget()
@@ -256,7 +258,7 @@ class Supervisor:
         return [child for child in self._apis if child.is_running]
 
     def _kill_late(self, now: float) -> None:
-        """Who had to end by now is killed; who is there even so is left behind."""
+        """Kill who had to end by now; who is there even so is left behind."""
         self._deadline_s = now + END_S
         self._status = self._status or 1
         for child in self._running_apis() or [self._core]:  # the core follows them

@@ -37,7 +37,7 @@ class UsageCounter:
     prefix: PrefixReport | None = None
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
-        """num_tokens: new ones of one continuation."""
+        """Count new tokens of one continuation."""
         self.num_completion += num_tokens
         self.num_cached = output.num_cached_tokens or self.num_cached
         self.prefix = output.prefix
@@ -54,11 +54,11 @@ class Choice(Protocol):
     usage: UsageCounter
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
-        """What a stream sends for an output: chunks without what all of them have."""
+        """Return what a stream sends for an output: chunks without what all of them have."""
         ...
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        """The choice, from its only output; with what stands beside it in the answer."""
+        """Return the choice, made of its only output, with what stands beside it in the answer."""
         ...
 
 
@@ -76,7 +76,7 @@ class Answer:
     choices: Sequence[Sequence[Choice]]
 
     async def respond(self, request: fastapi.Request) -> Response:
-        """Raises ApiError or QuireError as long as nothing was sent."""
+        """Answer. Raise ApiError or QuireError as long as nothing was sent."""
         if self.body.stream:
             return await start_stream(request, self._events())
         whole = await unless_disconnected(request.receive, self._whole())
@@ -93,14 +93,15 @@ class Answer:
         return found | {"choices": choices, "usage": usage_json(self.choices)}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        """One piece per output that has something to show."""
+        """Yield one piece per output that has something to show."""
         async with aclosing(self.chunks()) as pieces:
             async for chunks in pieces:
                 yield b"".join(map(event, chunks))
         yield DONE
 
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
-        """What a stream sends: the chunks of each output that has something to show, then usage."""
+        """Yield what a stream sends: the chunks of each output that has something to show, then
+        usage."""
         running = self.body.wants_running_usage
         beside: Json = {"usage": None} if self.body.wants_usage_chunk else {}
         head = self.head | beside
@@ -119,7 +120,7 @@ class Answer:
 
 
 def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
-    """The choices of one prompt have one usage."""
+    """Sum up the usage, of which the choices of one prompt have one."""
     counters = [mine[0].usage for mine in choices]
     prompt = sum([counter.num_prompt for counter in counters])
     completion = sum([counter.num_completion + counter.num_dropped for counter in counters])

@@ -139,7 +139,7 @@ async def _until(done: Callable[[], bool]) -> None:
 
 
 def uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
-    """h11, because it limits the size of headers."""
+    """Configure uvicorn: h11, because it limits the size of headers."""
     server = context.config
     return uvicorn.Config(
         create_app(context),

@@ -14,7 +14,7 @@ from quire.serve.api.request_ids import HEADER, RequestIds
 
 
 def create_app(context: ApiContext) -> FastAPI:
-    """An ASGI app over this context. Every route needs a key except those of `utility.public`.
+    """Make an ASGI app over this context. Every route needs a key except those of `utility.public`.
 
     The one of `stream` looks for it by itself: a dependency could not refuse a WebSocket.
     """
@@ -40,7 +40,7 @@ def create_app(context: ApiContext) -> FastAPI:
 
 
 def _add_middleware(app: FastAPI, context: ApiContext) -> None:
-    """The last one added is the outermost."""
+    """Add middleware; the last one added is the outermost."""
     app.add_middleware(BodyLimit, context=context)
     if context.config.allowed_origins:
         app.add_middleware(

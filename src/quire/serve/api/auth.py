@@ -27,7 +27,8 @@ async def authorised(request: fastapi.Request, api: Api) -> None:
 
 
 def has_key(scope: Scope, keys: Iterable[str]) -> bool:
-    """Whether a request brings one of the keys in its one Authorization header, or none is needed.
+    """Return whether a request brings one of the keys in its one Authorization header, or none is
+    needed.
 
     Takes as long for a wrong key as for a right one: digests are compared, with all of the keys.
     """
@@ -45,7 +46,7 @@ def _digests(keys: Iterable[str]) -> list[bytes]:
 
 
 def _given(scope: Scope) -> bytes:
-    """The digest of the key that a request brings; empty if it brings none."""
+    """Return the digest of the key that a request brings; empty if it brings none."""
     given = [value for name, value in scope["headers"] if name == b"authorization"]
     if len(given) != 1 or given[0][: len(SCHEME)].lower() != SCHEME:
         return b""
@@ -53,7 +54,7 @@ def _given(scope: Scope) -> bytes:
 
 
 def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
-    """Whom a request is for: tenants share the engine evenly.
+    """Return whom a request is for: tenants share the engine evenly.
 
     On a server with keys that is the key, by its place among them, and `user` means nothing: a
     client could invent as many users as it likes. Neither a key nor a user's name goes further
@@ -67,8 +68,8 @@ def tenant_of(scope: Scope, keys: Sequence[str], user: str | None) -> str:
 
 
 def tenant_asking(scope: Scope, config: ServerConfig, body: GenerationRequest) -> str:
-    """Whom a body is for. Raises ApiError 403 if it asks to be served before others, and its key
-    may not."""
+    """Return whom a body is for. Raises ApiError 403 if it asks to be served before others, and its
+    key may not."""
     priority = body.priority or 0
     may_hurry = not config.api_key or (
         bool(config.urgent_api_key) and has_key(scope, config.urgent_api_key)
@@ -87,12 +88,13 @@ def tenant_asking(scope: Scope, config: ServerConfig, body: GenerationRequest) -
 
 
 def reader_of(scope: Scope, keys: Sequence[str]) -> str | None:
-    """Whose requests and prefixes a caller may see: a key its own; without keys, None is all."""
+    """Return whose requests and prefixes a caller may see: a key its own; without keys, None is
+    all."""
     return tenant_of(scope, keys, None) if keys else None
 
 
 def wrong_key() -> ApiError:
-    """The same text for a missing and for a wrong key; it never shows what was sent."""
+    """Refuse a missing or a wrong key with the same text, which never shows what was sent."""
     return ApiError(
         401,
         "this server needs an API key; send one of its keys as Authorization: Bearer <key>.",

@@ -116,7 +116,7 @@ class ChatChoice:
         return {"choices": [choice]} | self._about_prompt(output)
 
     def _delta(self, completion: CompletionOutput) -> Json:
-        """What is new; of an answer that may call tools, what is certain."""
+        """Return what is new; of an answer that may call tools, what is certain."""
         if self._tools is None:
             return {"content": completion.text} if completion.text else {}
         pieces = self._tools.push(completion.text)
@@ -138,7 +138,7 @@ class ChatChoice:
         return {"index": number} | shown if self._body.stream else shown
 
     def _beside(self, completion: CompletionOutput) -> Json:
-        """The fields of a choice beside its message or delta."""
+        """Return the fields of a choice beside its message or delta."""
         reason = completion.finish_reason
         fields: Json = {"logprobs": None, "finish_reason": reason}
         if reason == "stop" and self._num_calls:
@@ -169,7 +169,7 @@ class ChatChoice:
 
 
 async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPrompt:
-    """The conversation as tokens. tool_choice `none` leaves the tools out of it."""
+    """Return the conversation as tokens. tool_choice `none` leaves the tools out of it."""
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
@@ -195,7 +195,7 @@ async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPromp
 
 
 def _last_text(body: ChatCompletionRequest) -> str:
-    """What the answer goes on from, if the last message is the assistant's."""
+    """Return what the answer goes on from, if the last message is the assistant's."""
     last = body.messages[-1]
     content = last.get("content")
     return content if last.get("role") == ROLE and isinstance(content, str) else ""

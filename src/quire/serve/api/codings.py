@@ -11,7 +11,8 @@ WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 def decoder_of(scope: Scope) -> "Decoder | None":
-    """What a request's body is to be read with; None if it comes as it is. Raises ApiError 415."""
+    """Return what a request's body is to be read with; None if it comes as it is. Raises ApiError
+    415."""
     listed = [value for name, value in scope["headers"] if name == b"content-encoding"]
     names = [name.strip().lower() for name in b",".join(listed).decode("latin-1").split(",")]
     names = [name for name in names if name not in ("", "identity")]
@@ -36,7 +37,8 @@ class Decoder:
         self._zlib = zlib.decompressobj(WINDOWS[name])
 
     def take(self, data: bytes, most: int, is_last: bool) -> bytes:
-        """What a piece stands for, but not much more than `most` bytes of it. Raises ApiError."""
+        """Return what a piece stands for, but not much more than `most` bytes of it. Raises
+        ApiError."""
         try:
             found = self._zlib.decompress(data, most + 1)
         except zlib.error:

@@ -62,7 +62,8 @@ async def create_completion(
 
 
 def split_prompts(value: object) -> list[object]:
-    """The prompts of the field `prompt`, each a text or a list of token ids. Raises ApiError."""
+    """Return the prompts of the field `prompt`, each a text or a list of token ids. Raises
+    ApiError."""
     if value is None:
         raise bad_request("prompt is required; add a text or a list of token ids.", "prompt")
     if isinstance(value, str):
@@ -170,7 +171,7 @@ class CompletionChoice:
         return self._logprobs.block(self._job.token_ids + token_ids, before + after)
 
     def _add_prompt(self, choice: Json, output: RequestOutput) -> None:
-        """What only the first piece holds."""
+        """Add what only the first piece holds."""
         if self._echo is not None:
             choice["text"] = self._echo + choice["text"]
         if self._body.return_token_ids:
@@ -180,7 +181,7 @@ class CompletionChoice:
 
 
 def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
-    """max_tokens 0: the engine makes one token, which nobody asked for."""
+    """Drop the token of max_tokens 0, which nobody asked for."""
     reason = completion.finish_reason
     reason = "length" if reason == "stop" else reason
     return CompletionOutput(completion.index, "", [], None, None, reason)
@@ -189,7 +190,8 @@ def _without_tokens(completion: CompletionOutput) -> CompletionOutput:
 async def _rendered_in_turn(
     api: ApiContext, body: CompletionRequest, prompt: object
 ) -> RenderedPrompt:
-    """Others have theirs between two prompts: short ones are tokenised on the event loop."""
+    """Render a prompt and let others have their turn: short ones are tokenised on the event
+    loop."""
     rendered = await _render(api, body, prompt)
     await asyncio.sleep(0)
     return rendered
@@ -216,7 +218,7 @@ def _job(
 async def _choices(
     api: ApiContext, prompt_index: int, body: CompletionRequest, job: PromptJob, names: TokenNames
 ) -> list[CompletionChoice]:
-    """The choices of one prompt."""
+    """Return the choices of one prompt."""
     n, echo = job.request.params.n, await _echo(api, body, job)
     usage = UsageCounter(len(job.token_ids), tenant=job.request.tenant)
     return [
@@ -226,7 +228,7 @@ async def _choices(
 
 
 async def _echo(api: ApiContext, body: CompletionRequest, job: PromptJob) -> str | None:
-    """The prompt's text if it is to be shown; without a tokenizer there is none."""
+    """Return the prompt's text if it is to be shown; without a tokenizer there is none."""
     if not body.echo:
         return None
     if job.prompt.text is not None:

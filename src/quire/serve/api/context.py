@@ -41,7 +41,8 @@ class ApiContext:
 
 
 async def context(request: fastapi.Request) -> ApiContext:
-    """The context of the app that answers this request. Async, so that no thread is needed."""
+    """Return the context of the app that answers this request. Async, so that no thread is
+    needed."""
     found: ApiContext = request.app.state.context
     return found
 
@@ -51,5 +52,5 @@ Api = Annotated[ApiContext, fastapi.Depends(context)]
 
 
 def new_id(prefix: str) -> str:
-    """A unique id such as cmpl-3f2a...; ids are never taken from what a client sends."""
+    """Return a unique id such as cmpl-3f2a...; ids are never taken from what a client sends."""
     return f"{prefix}-{uuid.uuid4().hex}"

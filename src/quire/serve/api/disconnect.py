@@ -13,13 +13,14 @@ CLIENT_CLOSED = 499
 
 
 async def disconnected(receive: Receive) -> None:
-    """Returns when the client has gone. The request's body must have been read."""
+    """Wait until the client has gone. The request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The work's result. Raises ApiError if the client goes first; the work is cancelled then."""
+    """Return the work's result. Raises ApiError if the client goes first; the work is cancelled
+    then."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(disconnected(receive))
     try:

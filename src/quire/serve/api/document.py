@@ -31,7 +31,7 @@ WITH_BODY = {
 
 
 def document(app: FastAPI) -> Json:
-    """The document of an app's routes; made once."""
+    """Return the document of an app's routes; made once."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = found.setdefault("components", {}).setdefault("schemas", {})
@@ -83,13 +83,14 @@ def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:
 
 
 def _object(**fields: Any) -> Json:
-    """The schema of an object that has these fields, and perhaps others."""
+    """Return the schema of an object that has these fields, and perhaps others."""
     properties = {name: _schema(kind) for name, kind in fields.items()}
     return {"type": "object", "properties": properties, "required": list(fields)}
 
 
 def _schema(kind: Any) -> Json:
-    """kind: the name of a type, [kind] for a list, a value that it always has, or a schema."""
+    """Make a schema. kind: the name of a type, [kind] for a list, a value that it always has, or a
+    schema."""
     if isinstance(kind, list):
         return {"type": "array", "items": _schema(kind[0])}
     if isinstance(kind, dict):

@@ -29,7 +29,7 @@ async def answer(request: fastapi.Request, error: Exception) -> Response:
 
 
 def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:
-    """Routes and methods that do not exist, and bodies that FastAPI could not read."""
+    """Tell of routes and methods that do not exist, and of bodies that FastAPI could not read."""
     headers = dict(error.headers or {})
     if error.status_code == 404:
         path = request.scope["path"][:200]  # request.url is made from the Host header

@@ -75,19 +75,20 @@ class ErrorResponse(Response):
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """A 400 to raise."""
+    """Make a 400 to raise."""
     return ApiError(400, message, param=param, code=code)
 
 
 def too_late(message: str) -> ApiError:
-    """A 408 for a request whose timeout_s has passed. Clients that try again by themselves after a
-    408, as OpenAI's does, are told not to: late work is what an overloaded server needs least."""
+    """Make a 408 for a request whose timeout_s has passed. Clients that try again by themselves
+    after a 408, as OpenAI's does, are told not to: late work is what an overloaded server needs
+    least."""
     headers = {"x-should-retry": "false"}
     return ApiError(408, message, "timeout_error", "timeout_s", "request_timeout", headers)
 
 
 def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
-    """What a client is told about an exception. One that nobody expected goes to the log."""
+    """Return what a client is told about an exception. One that nobody expected goes to the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineBusy):
@@ -113,7 +114,7 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
 
 
 def _step_failed(error: StepFailed, request_id: str) -> ApiError:
-    """A 500. The step was repeated already; clients that would try again are told not to."""
+    """Make a 500. The step was repeated already; clients that would try again are told not to."""
     logger.error("request %s: %s", request_id, error)
     text = (
         "a step of the engine failed on this request; the server's log says why, under request id"
@@ -124,7 +125,8 @@ def _step_failed(error: StepFailed, request_id: str) -> ApiError:
 
 
 def error_body(error: BaseException, request_id: str = "") -> tuple[int, dict[str, Any]]:
-    """Status and body for an exception; for streams that have begun, the body is an event."""
+    """Return status and body for an exception; for streams that have begun, the body is an
+    event."""
     shown = as_api_error(error, request_id)
     return shown.status, shown.body()
 
@@ -135,5 +137,5 @@ def error_response(error: BaseException, request_id: str = "") -> Response:
 
 
 def request_id_of(request: fastapi.Request) -> str:
-    """The id that the answer's X-Request-Id shows, to be found again in the log."""
+    """Return the id that the answer's X-Request-Id shows, to be found again in the log."""
     return str(request.scope.get("state", {}).get("request_id", ""))

@@ -47,8 +47,8 @@ class TimedProtocol(H11Protocol):
         self._forget()
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """The head of a WebSocket's handshake is there: the connection is another protocol's, whose
-        pings find out who has gone. A head that only the other one finds wrong is answered here."""
+        """Hand a connection with a WebSocket's handshake to another protocol, whose pings find out
+        who has gone. A head that only the other one finds wrong is answered here."""
         self._is_upgraded = True
         self._forget()
         super().handle_websocket_upgrade(event)

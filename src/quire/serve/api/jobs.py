@@ -44,7 +44,7 @@ def make_job(
     request_id: str,
     tenant: str,
 ) -> PromptJob:
-    """Raises RequestError for what the engine can never serve."""
+    """Make the job of a prompt. Raise RequestError for what the engine can never serve."""
     request = api.requests.make(
         prompt,
         params,
@@ -71,7 +71,7 @@ async def run(client: AsyncClient, jobs: list[PromptJob]) -> AsyncGenerator[Inde
 
 
 async def collect(client: AsyncClient, jobs: list[PromptJob]) -> list[RequestOutput]:
-    """The last output of each job."""
+    """Return the last output of each job."""
     found: dict[int, RequestOutput] = {}
     outputs = run(client, jobs)
     async with aclosing(outputs):
@@ -91,7 +91,8 @@ async def _run_one(client: AsyncClient, job: PromptJob) -> AsyncGenerator[Indexe
 
 
 async def _run_many(client: AsyncClient, jobs: list[PromptJob]) -> AsyncGenerator[Indexed, None]:
-    """One task per job. The queue is short, so that a slow reader makes the engine's side merge."""
+    """Run one task per job. The queue is short, so that a slow reader makes the engine's side
+    merge."""
     queue: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(jobs))
     tasks = [
         asyncio.create_task(_pump(client, job, index, queue)) for index, job in enumerate(jobs)
@@ -125,8 +126,8 @@ async def _pump(
 
 
 def _failed(failure: Failure, job: PromptJob) -> Exception:
-    """Why a request failed. After a failed step a client is not told what a library said; the log
-    has it."""
+    """Return why a request failed. After a failed step a client is not told what a library said;
+    the log has it."""
     if failure.code == TIMED_OUT:
         return too_late(failure.message)
     if failure.code == STEP_FAILED:

@@ -87,7 +87,8 @@ class _Body:
         return message
 
     async def _next(self) -> Message:
-        """Without an end to waiting once the body is there: then it is for the client to leave."""
+        """Wait for the next message, without an end once the body is there: then it is for the
+        client to leave."""
         if self._is_whole:
             return await self._receive()
         seconds = min(BODY_S, self._end_s - time.monotonic())
@@ -135,7 +136,7 @@ async def generating(api: Api) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def open_request(context: ApiContext) -> AsyncIterator[None]:
-    """Counts one request that generates. Raises ApiError 503 while the server ends."""
+    """Count one request that generates. Raise ApiError 503 while the server ends."""
     if context.draining:
         text = "the server is shutting down and takes no new requests; try again later."
         headers = {"Retry-After": str(RETRY_AFTER_S)}

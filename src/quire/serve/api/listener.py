@@ -33,7 +33,7 @@ class Listener(socket.socket):
 
 
 def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An exception handler of a loop: one line for what a `Listener` says, which is once a second;
+    """Handle an exception of a loop: one line for what a `Listener` says, which is once a second;
     the usual report for all else."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in NO_RESOURCES:

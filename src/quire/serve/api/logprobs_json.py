@@ -26,7 +26,7 @@ class TokenNames:
         self._table = None if pieces is None else pieces.table
 
     def text(self, token_id: int, logprob: Logprob | None) -> str:
-        """logprob: None at the first token of a prompt."""
+        """Return a token as text. logprob: None at the first token of a prompt."""
         if self._tokenizer is not None:
             if logprob is None:
                 return self._tokenizer.decode([token_id])
@@ -49,7 +49,8 @@ class LegacyLogprobs:
         self._offset = 0
 
     def block(self, token_ids: Sequence[int], positions: Iterable[Position]) -> dict[str, Any]:
-        """A position without logprobs (the first of a prompt) shows null."""
+        """Make the block of some tokens; a position without logprobs (the first of a prompt) shows
+        null."""
         tokens: list[str] = []
         chosen: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -70,7 +71,8 @@ class LegacyLogprobs:
         }
 
     def _top(self, position: dict[int, Logprob]) -> dict[str, float]:
-        """By text; where two tokens have the same, the later one is shown by its id."""
+        """Return the best by text; where two tokens have the same, the later one is shown by its
+        id."""
         found: dict[str, float] = {}
         for place, (token_id, logprob) in enumerate(position.items()):
             if place and not _is_wanted(logprob, self._num_top):
@@ -86,7 +88,7 @@ def chat_logprobs(
     positions: Iterable[dict[int, Logprob]],
     num_top: int,
 ) -> dict[str, Any]:
-    """The format of chat completions: one object per token, with the best tokens by rank."""
+    """Write the format of chat completions: one object per token, with the best tokens by rank."""
     content = []
     for token_id, position in zip(token_ids, positions, strict=False):
         best = sorted(position.items(), key=lambda item: item[1].rank or 0)[:num_top]

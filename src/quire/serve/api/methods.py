@@ -28,7 +28,7 @@ class HeadAsGet:
 
 
 def allowed_methods(routes: list[Any], scope: Scope) -> list[str]:
-    """The methods that the routes at a request's path answer."""
+    """Return the methods that the routes at a request's path answer."""
     found = []
     for method in METHODS:
         asked = "GET" if method == "HEAD" else method

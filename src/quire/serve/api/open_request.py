@@ -62,8 +62,8 @@ class OpenRequest:
         self._at_least = 0  # tokens of all text so far
 
     async def take(self, prompt: object, is_last: bool, tenant: str) -> None:
-        """The next piece: a text, a list of token ids, or None. Raises ApiError or QuireError; then
-        the request is of no use any more."""
+        """Take the next piece: a text, a list of token ids, or None. Raise ApiError or QuireError;
+        then the request is of no use any more."""
         token_ids = await self._token_ids(prompt, is_last)
         num_prompt = self._usage.num_prompt + len(token_ids)
         if is_last:
@@ -81,14 +81,14 @@ class OpenRequest:
         return f"{self._id}-0"
 
     def _make_params(self) -> SamplingParams:
-        """Without max_tokens the answer may fill what the model has."""
+        """Make the parameters; without max_tokens the answer may fill what the model has."""
         body, room = self.body, self._max_model_len - 1
         if body.max_tokens is None:
             body = body.model_copy(update={"max_tokens": room})
         return completion_params(body, self._api.requests.defaults, room)
 
     def _check_length(self, num_prompt: int) -> None:
-        """What only the length of the whole prompt tells."""
+        """Check what only the length of the whole prompt tells."""
         if not num_prompt:
             raise bad_request("the prompt is empty: it gives no tokens.", "prompt")
         room = self._max_model_len - num_prompt
@@ -118,7 +118,7 @@ class OpenRequest:
     # ---- pieces to tokens --------------------------------------------------------------------
 
     async def _token_ids(self, prompt: object, is_last: bool) -> list[int]:
-        """The tokens that a piece makes certain."""
+        """Return the tokens that a piece makes certain."""
         token_ids: list[int] = []
         if isinstance(prompt, str):
             token_ids = await self._tokens_of(prompt)
@@ -169,7 +169,7 @@ def _body(fields: Json) -> CompletionRequest:
 
 
 def _checked_ids(prompt: object) -> list[int]:
-    """The engine looks whether they are in the vocabulary."""
+    """Return the ids if they are some; the engine looks whether they are in the vocabulary."""
     if not isinstance(prompt, list) or not prompt:
         raise _wrong_piece(shown(prompt))
     for value in prompt:

@@ -25,7 +25,8 @@ BEAMS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}
 def completion_params(
     request: CompletionRequest, defaults: GenerationDefaults, room: int
 ) -> SamplingParams:
-    """room: tokens that fit beside the prompt. max_tokens 0 gives one token, to be dropped."""
+    """Make the parameters; max_tokens 0 gives one token, to be dropped. room: tokens that fit
+    beside the prompt."""
     name, given = "max_tokens", request.max_tokens
     if given is None:
         length = min(DEFAULT_MAX_TOKENS, room)
@@ -47,7 +48,8 @@ def completion_params(
 def chat_params(
     request: ChatCompletionRequest, defaults: GenerationDefaults, room: int
 ) -> SamplingParams:
-    """room: tokens that fit beside the prompt, which an answer without a limit may take."""
+    """Make the parameters. room: tokens that fit beside the prompt, which an answer without a limit
+    may take."""
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     given = getattr(request, name)
     length = room if given is None else _fitting(name, given, 1, room)
@@ -56,7 +58,7 @@ def chat_params(
 
 
 def check_top_logprobs(request: ChatCompletionRequest, ready: Ready) -> None:
-    """Here, because the engine knows the number by another name."""
+    """Check top_logprobs, which the engine knows by another name."""
     top = request.top_logprobs
     if top is None:
         return
@@ -77,7 +79,7 @@ def check_stream_options(request: GenerationRequest) -> None:
 
 
 def room_beside(prompt: RenderedPrompt, max_model_len: int, param: str) -> int:
-    """How many tokens fit beside a prompt. param: the field that a 400 names."""
+    """Return how many tokens fit beside a prompt. param: the field that a 400 names."""
     room = max_model_len - len(prompt.token_ids)
     if room >= 1:
         return room
@@ -94,7 +96,7 @@ def room_beside(prompt: RenderedPrompt, max_model_len: int, param: str) -> int:
 def truncated(
     prompt: RenderedPrompt, request: GenerationRequest, max_model_len: int
 ) -> RenderedPrompt:
-    """The prompt, cut to truncate_prompt_tokens; -1 is what fits beside max_tokens."""
+    """Return the prompt, cut to truncate_prompt_tokens; -1 is what fits beside max_tokens."""
     keep = request.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -128,7 +130,7 @@ def _params(
     prompt_logprobs: int | None,
     best_of: int | None = None,
 ) -> SamplingParams:
-    """Raises RequestError that names the field."""
+    """Make the parameters. Raise RequestError that names the field."""
     _check_beams(request)
     values: dict[str, Any] = {} if request.use_beam_search else dict(defaults.sampling)
     for name in SAME:
@@ -144,7 +146,7 @@ def _params(
 
 
 def _check_beams(request: GenerationRequest) -> None:
-    """Settings of a beam search say nothing without one."""
+    """Refuse settings of a beam search without one."""
     if request.use_beam_search:
         return
     for name, neutral in BEAMS.items():
@@ -168,5 +170,5 @@ def _fitting(name: str, value: int, least: int, room: int) -> int:
 
 
 def _more(first: int, second: int | None) -> int:
-    """The larger of two numbers of candidates; -1 is all."""
+    """Return the larger of two numbers of candidates; -1 is all."""
     return -1 if -1 in (first, second) else max(first, second or 0)

@@ -124,7 +124,7 @@ def _check_prompt(body: PrefixBody) -> None:
 
 
 def _with_field(error: RequestError, body: PrefixBody) -> ApiError:
-    """What is said of the whole prefix, such as its length, is said of the field that holds it."""
+    """Say what is true of the whole prefix, such as its length, of the field that holds it."""
     found = as_api_error(error)
     if found.status == 400 and found.param is None:
         found.param = "prompt" if body.messages is None else "messages"

@@ -44,7 +44,7 @@ class BoundedRequest(fastapi.Request):
     """A request whose body is read by `read_json`, beside the event loop if it is large."""
 
     async def body(self) -> bytearray:  # type: ignore[override]
-        """All of it, which is empty before and cannot be asked for twice."""
+        """Read all of it, which is empty before and cannot be asked for twice."""
         data = bytearray()  # grows in place; a list of pieces takes twice the memory
         async for piece in self.stream():
             data += piece
@@ -52,8 +52,8 @@ class BoundedRequest(fastapi.Request):
         return data
 
     async def json(self) -> Any:
-        """Of the body that was read. Raise ApiHttpError for too much of it, and what json raises
-        for what is no JSON."""
+        """Decode the body that was read. Raise ApiHttpError for too much of it, and what json
+        raises for what is no JSON."""
         return await read_beside(self._whole, "the body")
 
 
@@ -70,7 +70,7 @@ class BoundedRoute(APIRoute):
 
 
 async def read_beside(data: bytes | bytearray, what: str) -> Any:
-    """`read_json`, in a thread if the data is large; ApiHttpError in place of ApiError."""
+    """`read_json` in a thread if the data is large; ApiHttpError in place of ApiError."""
     try:
         if len(data) <= ON_LOOP_BYTES:
             return read_json(data, what)
@@ -80,7 +80,7 @@ async def read_beside(data: bytes | bytearray, what: str) -> Any:
 
 
 def read_json(data: bytes | bytearray, what: str) -> Any:
-    """The value that JSON in UTF-8 stands for. what: the data's name in errors.
+    """Return the value that JSON in UTF-8 stands for. what: the data's name in errors.
 
     Raises ApiError for more values than any request has, and for large data that is no JSON. Small
     data that is none raises what json.loads raises, or gives what it gives.

@@ -57,7 +57,8 @@ async def _check_size(context: ApiContext, messages: object, options: ChatOption
 
 
 def checked_template(context: ApiContext, template: str | None) -> str | None:
-    """A request's own template: a name of one of the model's, or a text where that is allowed.
+    """Check a request's own template: a name of one of the model's, or a text where that is
+    allowed.
 
     Never the name of a file, which a setting may be. Raises ApiError.
     """
@@ -81,7 +82,8 @@ def checked_template(context: ApiContext, template: str | None) -> str | None:
 
 
 def check_model(context: ApiContext, name: str | None) -> str:
-    """The name to show in the answer. None, and an empty one, is the served model; ApiError 404."""
+    """Return the name to show in the answer. None, and an empty one, is the served model; ApiError
+    404."""
     if not name:
         return context.model_names[0]
     if name in context.model_names:
@@ -96,12 +98,12 @@ def check_model(context: ApiContext, name: str | None) -> str:
 
 
 def tokenizer_of(context: ApiContext) -> Tokenizer:
-    """Raises ApiError for a model without one."""
+    """Return the tokenizer. Raise ApiError for a model without one."""
     if context.renderer.tokenizer is None:
         raise bad_request("this model has no tokenizer, so there is no text to and from its ids.")
     return context.renderer.tokenizer
 
 
 async def decode(context: ApiContext, token_ids: list[int]) -> str:
-    """The text of token ids, in a thread if there are many."""
+    """Return the text of token ids, in a thread if there are many."""
     return await context.lanes.run(len(token_ids), tokenizer_of(context).decode, token_ids)

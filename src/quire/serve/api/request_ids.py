@@ -43,7 +43,7 @@ class RequestIds:
 
 
 def _client_id(scope: Scope) -> bytes | None:
-    """What the client calls this request, if it is one short word of printable ASCII."""
+    """Return what the client calls this request, if it is one short word of printable ASCII."""
     for name, value in scope["headers"]:
         if name == HEADER and 0 < len(value) <= MAX_CHARS:
             return bytes(value) if all(33 <= byte < 127 for byte in value) else None

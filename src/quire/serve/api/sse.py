@@ -29,13 +29,13 @@ def event(chunk: Mapping[str, Any]) -> bytes:
 
 
 def error_event(error: BaseException, request_id: str = "") -> bytes:
-    """The end of a stream that fails."""
+    """Return the end of a stream that fails."""
     body = error_body(error, request_id)[1]
     return b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
 
 
 async def start_stream(request: fastapi.Request, events: Events) -> Response:
-    """Waits for the first event; what goes wrong until then is raised, for a status of its own."""
+    """Wait for the first event; what goes wrong until then is raised, for a status of its own."""
     first = await unless_disconnected(request.receive, _first(events))
     return EventStream(first, events, request_id_of(request))
 

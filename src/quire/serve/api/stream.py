@@ -72,8 +72,8 @@ async def stream(websocket: WebSocket) -> None:
 
 
 def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
-    """Why a handshake is refused. Browsers let every page open WebSockets to everywhere and tell
-    only where the page is from."""
+    """Return why a handshake is refused. Browsers let every page open WebSockets to everywhere and
+    tell only where the page is from."""
     if not has_key(scope, config.api_key):
         return wrong_key()
     allowed = config.allowed_origins
@@ -85,7 +85,7 @@ def _refusal(scope: Scope, config: ServerConfig) -> ApiError | None:
 
 
 async def _refuse(websocket: WebSocket, refusal: ApiError) -> None:
-    """With a body where the server can send one; 403 without."""
+    """Refuse the handshake, with a body where the server can send one; 403 without."""
     if "websocket.http.response" in websocket.scope.get("extensions", {}):
         await websocket.send_denial_response(error_response(refusal))
     else:
@@ -102,7 +102,7 @@ class Connection:
     async def next(
         self, seconds: float | None, unless: "asyncio.Task[None] | None" = None
     ) -> Message | None:
-        """The next message; None if `unless` is done before. Raises TimeoutError, and
+        """Return the next message; None if `unless` is done before. Raises TimeoutError, and
         WebSocketDisconnect when the client has gone.
 
         `unless` has begun to run when this returns: its task was made before ours.
@@ -142,7 +142,7 @@ class Session:
         self._has_failed = False  # the last request: what still comes for it is dropped
 
     async def serve(self) -> None:
-        """Raises WebSocketDisconnect in the end, or Broken."""
+        """Serve requests until WebSocketDisconnect is raised, or Broken."""
         while True:
             try:
                 message = await self._connection.next(REST_S)
@@ -157,7 +157,7 @@ class Session:
                 await self._connection.send_error(bad_request(text, "type", "not_open"))
 
     async def _serve_one(self, fields: Json) -> bool:
-        """From the start to `done`, or to an error; whether it is the first."""
+        """Serve one request, to `done` or to an error; return whether it came to `done`."""
         request_id = new_id("cmpl")
         try:
             async with open_request(self._api):
@@ -199,7 +199,7 @@ class Session:
     async def _next(
         self, request: OpenRequest, answering: "asyncio.Task[None] | None"
     ) -> Message | None:
-        """None when the answer has come to its end."""
+        """Return the next message; None when the answer has come to its end."""
         try:
             return await self._connection.next(None if request.is_complete else IDLE_S, answering)
         except TimeoutError:
@@ -212,7 +212,7 @@ class Session:
         tenant: str,
         answering: "asyncio.Task[None] | None",
     ) -> None:
-        """What comes while a request is open."""
+        """Take what comes while a request is open."""
         if request.is_complete:
             await self._connection.send_error(_busy("its answer is being sent"))
             return
@@ -239,7 +239,7 @@ class Session:
 
 
 async def parsed(message: Message) -> tuple[str, Json]:
-    """A message's type and its other fields. Raises Broken for what is no message."""
+    """Return a message's type and its other fields. Raises Broken for what is no message."""
     text = message.pop("text", None)  # not held any longer: it may be large
     if text is None:
         raise Broken(UNSUPPORTED, _no_message("it must be text, not binary"))

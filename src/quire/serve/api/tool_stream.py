@@ -18,7 +18,7 @@ Piece = str | ToolCall
 
 
 def parse_answer(text: str) -> tuple[str, list[ToolCall]]:
-    """`parse_tool_calls`, for any text of a model: calls that can be sent as UTF-8."""
+    """`parse_tool_calls` of any text of a model: calls that can be sent as UTF-8."""
     try:
         content, calls = parse_tool_calls(text)
     except RecursionError:  # arguments that can be read, but are too deep to be written again
@@ -42,7 +42,7 @@ class ToolCallStream:
         return self._taken()
 
     def flush(self) -> list[Piece]:
-        """The rest, when nothing follows: the last call may lack its closing tag."""
+        """Return the rest, when nothing follows: the last call may lack its closing tag."""
         while self._block is not None:
             self._take(self._end_block(self._block))
         self._emit(self._tag)
@@ -61,7 +61,7 @@ class ToolCallStream:
             text = "" if behind is None else self._end_block(self._block) + behind
 
     def _take_text(self, text: str) -> str:
-        """Gives what is left for a block."""
+        """Take text; return what is left for a block."""
         text = self._tag + text
         at = text.find(OPEN)
         if at >= 0:
@@ -75,7 +75,8 @@ class ToolCallStream:
         return ""
 
     def _end_block(self, block: "_Block") -> str:
-        """The block is a call; or its opening tag is text, and what follows is to be read again."""
+        """End the block: it is a call, or its opening tag is text and what follows is to be read
+        again."""
         self._block = None
         inside = block.text
         if block.is_complete:
@@ -132,7 +133,8 @@ class _Block:
         return self._object_begun and self._depth == 0
 
     def push(self, text: str) -> str | None:
-        """What is behind the block if it ends in this text, well or badly; None if it goes on."""
+        """Return what is behind the block if it ends in this text, well or badly; None if it goes
+        on."""
         at, end = 0, len(text)
         while at < end and not self._broken and self._tail != CLOSE:
             at = self._scan(text, at)
@@ -140,7 +142,7 @@ class _Block:
         return text[at:] if self._broken or self._tail == CLOSE else None
 
     def _scan(self, text: str, at: int) -> int:
-        """One step on; a character that cannot stand here is left where it is."""
+        """Go one step on; a character that cannot stand here is left where it is."""
         if self._in_string:
             return self._scan_string(text, at)
         if self._object_ended:
@@ -194,7 +196,7 @@ def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _beginning_of_tag(text: str) -> int:
-    """Where the end of the text begins that may be the beginning of an opening tag."""
+    """Return where the end of the text begins that may be the beginning of an opening tag."""
     at = text.find(OPEN[0], max(0, len(text) - len(OPEN) + 1))
     while at >= 0 and not OPEN.startswith(text[at:]):
         at = text.find(OPEN[0], at + 1)

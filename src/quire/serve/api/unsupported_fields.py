@@ -43,7 +43,7 @@ def unsupported(advice: str, *values: Any) -> Any:
 
 @cache
 def unsupported_fields(kind: type[BaseModel]) -> dict[str, Rule]:
-    """Those of a body's fields that cannot be served."""
+    """Return those of a body's fields that cannot be served."""
     return {
         name: rule
         for name, field in kind.model_fields.items()

@@ -169,7 +169,7 @@ async def detokenize(body: DetokenizeBody, api: Api) -> Response:
 
 
 def _shown(body: TokenizeBody, api: ApiContext, token_ids: list[int]) -> Response:
-    """The answer of /tokenize."""
+    """Return the answer of /tokenize."""
     strings = tokenizer_of(api).tokens(token_ids) if body.return_token_strs else None
     return _as_json(
         {

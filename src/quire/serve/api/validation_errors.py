@@ -78,12 +78,12 @@ class _Problem:
 
 
 def invalid_request(error: RequestValidationError, request: fastapi.Request) -> ApiError:
-    """One 400 with all fields that are wrong; `param` is the first of them."""
+    """Make one 400 with all fields that are wrong; `param` is the first of them."""
     return invalid_fields(error.errors(), _field_names(request))
 
 
 def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
-    """The same for pydantic's errors, whose places begin with `body`. known: all fields."""
+    """Make the same for pydantic's errors, whose places begin with `body`. known: all fields."""
     whole = _whole_body(errors[0])
     if whole is not None:
         return whole
@@ -100,7 +100,7 @@ def invalid_fields(errors: Sequence[Any], known: list[str]) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """A value as JSON writes it, shortened; lists and objects by their size."""
+    """Return a value as JSON writes it, shortened; lists and objects by their size."""
     if isinstance(value, str):
         cut = value if len(value) <= MAX_SHOWN_CHARS else value[:MAX_SHOWN_CHARS] + "..."
         return json.dumps(cut, ensure_ascii=False)
@@ -114,7 +114,7 @@ def shown(value: object) -> str:
 
 
 def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
-    """For a body that is not an object, or not JSON at all."""
+    """Tell of a body that is not an object, or not JSON at all."""
     loc, value = tuple(item["loc"]), item.get("input")
     if item["type"] == "json_invalid":
         reason = item["ctx"]["error"]
@@ -132,7 +132,7 @@ def _whole_body(item: Mapping[str, Any]) -> ApiError | None:
 
 
 def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
-    """The field that an error is about, and what to say of it."""
+    """Return the field that an error is about, and what to say of it."""
     names, kind = _split(item["loc"])
     path, what, value = _path(names), item["type"], shown(item.get("input"))
     context = item.get("ctx") or {}
@@ -155,7 +155,7 @@ def _problem(item: Mapping[str, Any], known: list[str]) -> _Problem:
 
 
 def _line(problems: list[_Problem]) -> str:
-    """One sentence about one field; what it may be is joined with `or`."""
+    """Return one sentence about one field; what it may be is joined with `or`."""
     for problem in problems:
         if problem.sentence:
             return problem.sentence
@@ -164,7 +164,7 @@ def _line(problems: list[_Problem]) -> str:
 
 
 def _split(loc: Sequence[str | int]) -> tuple[list[str], str | None]:
-    """The names of the fields down to the wrong value, and the kind that was tried for it.
+    """Return the names of the fields down to the wrong value, and the kind that was tried for it.
 
     Between them pydantic puts the names of the kinds of a union, such as list[int] or a class.
     """
@@ -181,7 +181,7 @@ def _split(loc: Sequence[str | int]) -> tuple[list[str], str | None]:
 
 
 def _path(names: list[str]) -> str:
-    """messages[0].content"""
+    """Write a path, such as messages[0].content."""
     parts = [f"[{name}]" if name.isdecimal() else f".{name}" for name in names]
     return "".join(parts).removeprefix(".")
 
@@ -195,7 +195,7 @@ def _cut(path: str) -> str:
 
 
 def _field_names(request: fastapi.Request) -> list[str]:
-    """The fields of the body that the matched route takes, for `did you mean`."""
+    """Return the fields of the body that the matched route takes, for `did you mean`."""
     endpoint = request.scope.get("endpoint")
     for kind in typing.get_type_hints(endpoint).values() if endpoint else ():
         if isinstance(kind, type) and issubclass(kind, BaseModel):
