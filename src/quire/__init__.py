@@ -7,6 +7,8 @@ Names are imported when they are first used, so that `import quire` costs next t
 
 from typing import TYPE_CHECKING, Any
 
+from quire.base.version import QUIRE_VERSION
+
 if TYPE_CHECKING:
     from quire.base.errors import QuireError as QuireError
     from quire.base.outputs import CompletionOutput as CompletionOutput
@@ -35,7 +37,7 @@ _HOMES = {
 }
 
 __all__ = [*_HOMES]
-__version__ = "0.1.0"
+__version__ = QUIRE_VERSION
 
 
 def __getattr__(name: str) -> Any:

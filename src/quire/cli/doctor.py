@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from quire import __version__
 from quire.base.config import config_from_flat
 from quire.base.errors import QuireError
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.plugins import installed
+from quire.base.version import QUIRE_VERSION
 from quire.cli import machine
 from quire.cli.settings import add_settings, given_settings
 from quire.ops.kernel_choice import CLEARLY, Speed, choose_variant, gain_over
@@ -98,7 +98,7 @@ def examine(settings: dict[str, Any]) -> Report:
 
 def _python(report: Report) -> None:
     report.facts["system"] = {
-        "quire": __version__,
+        "quire": QUIRE_VERSION,
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),

@@ -11,8 +11,8 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from quire import __version__
 from quire.base.errors import QuireError
+from quire.base.version import QUIRE_VERSION
 from quire.cli import bench, chat, doctor, explain, fit, generate, replay, serve, trace
 from quire.cli.config_file import describe, resolve
 
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`quire COMMAND --help` explains a command.",
         allow_abbrev=False,
     )
-    parser.add_argument("-v", "--version", action="version", version=f"quire {__version__}")
+    parser.add_argument("-v", "--version", action="version", version=f"quire {QUIRE_VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS:
         command.add_command(commands)

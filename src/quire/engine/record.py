@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-import quire
 from quire.base.errors import ConfigError, EngineError
 from quire.base.events import PrefixFound
 from quire.base.messages import Control, Request
 from quire.base.plan import Int32, StepResult
+from quire.base.version import QUIRE_VERSION
 from quire.engine.calls import (
     ADD,
     CONTROL,
@@ -47,7 +47,7 @@ from quire.engine.recording import RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.snapshot import OMITTED, VERSION, Deferred, dump, encode
+from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, encode
 
 logger = logging.getLogger("quire")
 
@@ -95,8 +95,8 @@ class Recorder:
         self._put = self._writer.queue.append
         self._header = {
             "format": FORMAT,
-            "state": VERSION,
-            "quire": quire.__version__,
+            "state": STATE_VERSION,
+            "quire": QUIRE_VERSION,
             "has_tokens": keeps_tokens,
             "settings": dict(settings or {}),
         }

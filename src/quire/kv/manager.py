@@ -93,6 +93,11 @@ class KVManager:
         self.block_bytes = tuple(block_bytes)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the group that has the most."""
+        return max(pool.num_blocks for pool in self.pools)
+
+    @property
     def num_free_blocks(self) -> int:
         """Free blocks of the group that has the fewest."""
         return min(pool.num_free for pool in self.pools)

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import quire
 from quire.base.user_cache import user_cache
+from quire.base.version import QUIRE_VERSION
 
 logger = logging.getLogger("quire")
 
@@ -102,7 +102,7 @@ def gain_over(speeds: Mapping[str, Speed], name: str, other: str) -> float:
 def machine_facts(build: Path) -> dict[str, str]:
     """Return what figures depend on: the CPU, its microcode and features, quire's version and the
     build of the core. build: the core's file."""
-    facts = {"version": str(VERSION), "quire": quire.__version__}
+    facts = {"version": str(VERSION), "quire": QUIRE_VERSION}
     with contextlib.suppress(OSError):
         found = build.stat()
         facts["build"] = f"{found.st_size} {found.st_mtime_ns}"

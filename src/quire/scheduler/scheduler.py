@@ -208,7 +208,7 @@ class Scheduler:
             num_running=self.num_running,
             num_waiting=self.num_waiting,
             block_size=kv.block_size,
-            num_blocks=max(pool.num_blocks for pool in kv.pools),
+            num_blocks=kv.num_blocks,
             num_free_blocks=kv.num_free_blocks,
             usage=kv.usage,
             pins=PinsView(

@@ -45,7 +45,7 @@ from quire.scheduler.decisions import Decisions, SchedulerView
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.snapshot import VERSION, decode, restore, without_modules
+from quire.scheduler.snapshot import STATE_VERSION, decode, restore, without_modules
 
 MOST_CHARS = 160  # of a value that is shown
 IN_WORDS = {
@@ -283,10 +283,10 @@ def restored(segment: Segment, digester: Digester = digest_blocks) -> Scheduler:
     if segment.header["new"] is not None:
         return _new_scheduler(segment.header, digester)
     version = segment.header.get("state", 1)
-    if version != VERSION:
+    if version != STATE_VERSION:
         raise EngineError(
             f"{segment.path} begins with a state of version {version}, and this version of quire"
-            f" goes on from {VERSION}. Use the version that made the recording."
+            f" goes on from {STATE_VERSION}. Use the version that made the recording."
         )
     scheduler = restore(segment.snapshot)
     if not isinstance(scheduler, Scheduler):

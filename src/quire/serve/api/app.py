@@ -3,7 +3,7 @@
 from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-import quire
+from quire.base.version import QUIRE_VERSION
 from quire.serve.api import chat_completions, completions, prefixes, stream, utility
 from quire.serve.api.auth import authorised
 from quire.serve.api.context import ApiContext
@@ -20,7 +20,7 @@ def create_app(context: ApiContext) -> FastAPI:
     """
     app = FastAPI(
         title="quire",
-        version=quire.__version__,
+        version=QUIRE_VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # it would redirect to what the Host header says

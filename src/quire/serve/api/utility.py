@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-import quire
+from quire.base.version import QUIRE_VERSION
 from quire.render.chat_template import ChatOptions
 from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
@@ -102,7 +102,7 @@ async def load(api: Api) -> dict[str, int]:
 @router.get("/version")
 async def version() -> dict[str, str]:
     """That of quire."""
-    return {"version": quire.__version__}
+    return {"version": QUIRE_VERSION}
 
 
 @router.get("/metrics")
