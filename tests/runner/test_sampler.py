@@ -70,8 +70,8 @@ class Bench:
         self.apply(Plan(0, forked=(RowFork(parent, child, sample_index),)))
 
     def apply(self, plan: Plan) -> int:
-        rows = plan.sample_rows
-        update, slot = self.rows.apply(plan, self.sampler.flags, self.sampler.spans(rows))
+        asked = self.sampler.asked(plan.sample_rows)
+        update, slot = self.rows.apply(plan, self.sampler.flags.has_edits, asked)
         self.rows.run_with(update, list)
         return slot
 
@@ -83,7 +83,8 @@ class Bench:
             self.device.device
         )
         plan = Plan(0, which, ones, (self.lengths[which] - 1).astype(np.int32), sample_rows=which)
-        slot, needs, wanted = self.apply(plan), sampler.needs(which), sampler.wanted(which)
+        slot, asked = self.apply(plan), sampler.asked(which)
+        needs, wanted = sampler.needs(asked), sampler.wanted(asked)
 
         def work() -> list[torch.Tensor]:
             shape = StepShape(ones, self.lengths[which].astype(np.int32), len(rows))
@@ -95,8 +96,7 @@ class Bench:
             self.rows.advance(gathered, ids_N, is_valid_N)
             return [self.rows.result(slot, len(rows)), *found]
 
-        edited = frozenset(which[list(sampler.spans(which))].tolist())
-        result = Launched(plan, self.device.run(work), wanted, edited, [], False).result()
+        result = Launched(plan, self.device.run(work), asked, wanted, [], False).result()
         tokens = torch.from_numpy(result.token_ids[:, 0].astype(np.int64))
         return Sampled(tokens, result.candidates, result.row_errors)
 

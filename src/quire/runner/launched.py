@@ -10,6 +10,7 @@ from quire.base.plan import Candidates, Plan, StepResult
 from quire.runner.device import Arrival
 from quire.runner.plan_parts import Scored
 from quire.runner.sampler import WantedLogprobs
+from quire.runner.step_ops import Asked
 
 _NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
 _NOTHING_LEFT = (
@@ -23,13 +24,12 @@ class Launched:
     """A step on its way. tokens come first of what arrives, then candidates, then scores.
 
     wanted: which rows asked for candidates; these came for all rows if the step was recorded.
-    edited: rows with masks or biases.
     """
 
     plan: Plan
     arrival: Arrival
+    asked: Asked
     wanted: list[WantedLogprobs]
-    edited: frozenset[int]
     scores: list[Scored]
     is_recorded: bool
 
@@ -40,7 +40,8 @@ class Launched:
         """Wait for it. Raises what the device has met with meanwhile; then it cannot go on."""
         tokens_N, *rest = self.arrival.wait()
         tokens = tokens_N.numpy()[: len(self.plan.sample_rows)].reshape(-1, 1).copy()
-        failed = self.plan.sample_rows[tokens[:, 0] < 0].tolist()
+        rows = self.plan.sample_rows
+        failed, edited = rows[tokens[:, 0] < 0].tolist(), {int(rows[n]) for n in self.asked.spans}
         num_scores = 3 * len(self.scores)
         candidates, scores = rest[: len(rest) - num_scores], rest[len(rest) - num_scores :]
         return StepResult(
@@ -51,10 +52,8 @@ class Launched:
                 row: item for row, item in self._candidates(candidates).items() if row not in failed
             },
             prompt_candidates=self._prompt_candidates(scores),
-            row_errors={
-                row: _NOTHING_LEFT if row in self.edited else _NOT_FINITE for row in failed
-            },
-            unservable_rows=tuple(row for row in failed if row in self.edited),
+            row_errors={row: _NOTHING_LEFT if row in edited else _NOT_FINITE for row in failed},
+            unservable_rows=tuple(row for row in failed if row in edited),
             duration_s=self.arrival.duration_s(),
         )
 

@@ -114,10 +114,10 @@ class ModelRunner:
         """Put a plan's work behind all before it."""
         self._start_and_release(plan)
         rows, sampler = self.rows, self.sampler
-        needs, wanted = sampler.needs(plan.sample_rows), sampler.wanted(plan.sample_rows)
+        asked = sampler.asked(plan.sample_rows)
+        needs, wanted = sampler.needs(asked), sampler.wanted(asked)
         recorded = self._recorded(plan, needs)  # perhaps now, before the lists are this plan's
-        spans = sampler.spans(plan.sample_rows)
-        update, slot = rows.apply(plan, sampler.flags, spans)
+        update, slot = rows.apply(plan, sampler.flags.has_edits, asked)
         if slot in self._results:
             self._results[slot].wait()
         scores = self._scores.of(plan, rows.prompt_lens)
@@ -134,8 +134,7 @@ class ModelRunner:
             return [tokens_N, *self.carry_out(inputs, shape, needs, self.backend, wanted, scores)]
 
         arrival = self._results[slot] = rows.run_with(update, work)
-        edited = frozenset(plan.sample_rows[list(spans)].tolist())
-        return Launched(plan, arrival, wanted, edited, scores, recorded is not None)
+        return Launched(plan, arrival, asked, wanted, scores, recorded is not None)
 
     def _start_and_release(self, plan: Plan) -> None:
         self._scores.start_and_release(plan)

@@ -24,8 +24,8 @@ from quire.runner.columns import (
 from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.plan_parts import Forks
 from quire.runner.row_updates import RowUpdates
-from quire.runner.sampling_flags import SamplingFlags
-from quire.runner.step_ops import Gathered, Spans, StepLists, StepOps, Update
+from quire.runner.sampling_flags import Flags, SamplingFlags
+from quire.runner.step_ops import Asked, Gathered, StepLists, StepOps, Update
 
 NUM_RESULTS = 8  # steps whose tokens are on their way
 
@@ -71,40 +71,39 @@ class DeviceRows:
     def max_model_len(self) -> int:
         return self.state.tokens_RM.shape[1]
 
-    def apply(self, plan: Plan, flags: SamplingFlags, spans: Spans) -> tuple[Update, int]:
+    def apply(self, plan: Plan, has_edits: Flags, sampling: Asked) -> tuple[Update, int]:
         """Get a plan's changes ready, to be taken by the step's own work (`run_with`); what has to
         come before, such as forks, is done behind what was given before.
 
-        flags: of all rows, with this plan. spans: of the sampling rows' edits. Also returns the
-        slot where the step's tokens go.
+        has_edits: whether rows, of all, are masked or biased, with this plan. sampling: what the
+        plan's sampling rows asked for. Also returns the slot where the step's tokens go.
         """
         updates = RowUpdates()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
-            edits = start.row if flags.has_edits[start.row] else -1
+            edits = start.row if has_edits[start.row] else -1
             updates.deltas.append(start_deltas(start, edits))
             if len(start.token_ids):
                 updates.runs.append((start.row, 0, start.token_ids))
         if plan.forked:
             self.run_with(self.ops.prepare(updates, None), list)
-            updates = self._fork(plan, flags)
+            updates = self._fork(plan, has_edits)
         self._add_rest(plan, updates)
         self._result_slot = (self._result_slot + 1) % NUM_RESULTS
         lists = StepLists(
             plan.rows,
             plan.num_tokens,
-            plan.sample_rows,
+            sampling,
             plan.sample_places,
-            self._result_slot,
-            flags.at(plan.sample_rows),
-            spans,
             self.prompt_lens[plan.sample_rows],
+            self._result_slot,
         )
         return self.ops.prepare(updates, lists), self._result_slot
 
     def expect_nothing(self) -> None:
         """A step of no rows comes next: for what is run or recorded without a plan."""
-        update, _ = self.apply(Plan(step_id=-1), SamplingFlags.of_rows(0), {})
+        nothing, flags = Plan(step_id=-1), SamplingFlags.of_rows(0)
+        update, _ = self.apply(nothing, flags.has_edits, Asked(nothing.sample_rows, flags, {}))
         self.run_with(update, list)
 
     def run_with(self, update: Update, work: Work) -> Arrival:
@@ -130,7 +129,7 @@ class DeviceRows:
         """Store the chosen tokens behind their rows' last token, and move the counters."""
         self.ops.advance(gathered, ids_N, is_valid_N, self.results_QR)
 
-    def _fork(self, plan: Plan, flags: SamplingFlags) -> RowUpdates:
+    def _fork(self, plan: Plan, has_edits: Flags) -> RowUpdates:
         """Copy rows; returns in what the children differ from their parents."""
         updates, batch = RowUpdates(), list[RowFork]()
         for fork in self._forks.to_do(plan):
@@ -143,7 +142,7 @@ class DeviceRows:
         for fork in plan.forked:
             self.prompt_lens[fork.child] = self.prompt_lens[fork.parent]
             own = wide_deltas(fork.child, "sample_index", fork.sample_index)
-            if flags.has_edits[fork.child]:
+            if has_edits[fork.child]:
                 own.append(edits_delta(fork.child))
             updates.deltas.append(np.array(own, np.int32))
         return updates

@@ -19,7 +19,7 @@ from quire.ops.memory import to_device
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.edits import Edits
 from quire.runner.sampling_flags import ALL_LOGPROBS, NO_LOGPROBS, SamplingFlags
-from quire.runner.step_ops import RECORDED_CANDIDATES, Needs, Spans, StepOps
+from quire.runner.step_ops import RECORDED_CANDIDATES, Asked, Needs, StepOps
 
 Rows = npt.NDArray[np.int32]
 
@@ -61,37 +61,38 @@ class Sampler:
         self.flags.copy(parent, child)
         self._edits.copy(parent, child)
 
-    def needs(self, rows: Rows) -> Needs:
-        """What a step does in which these rows sample."""
-        flags = self.flags
-        num_logprobs = flags.num_logprobs[rows]
+    def asked(self, rows: Rows) -> Asked:
+        """What these rows asked for."""
+        flags = self.flags.at(rows)
+        places = np.flatnonzero(flags.has_edits).tolist() if flags.has_edits.any() else []
+        return Asked(rows, flags, {n: self._edits.span(int(rows[n])) for n in places})
+
+    def needs(self, asked: Asked) -> Needs:
+        """What a step does in which rows sample that asked for this."""
+        num_logprobs = asked.flags.num_logprobs
         wanted = int(num_logprobs.max(initial=NO_LOGPROBS))
         if wanted != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
             wanted = self.vocab_size
         elif wanted >= 0:
             wanted = next((num for num in RECORDED_CANDIDATES if num >= wanted), wanted)
         return Needs(
-            bool(flags.has_filter[rows].any()),
-            bool(flags.has_penalties[rows].any()),
-            self._edits.generation if flags.has_edits[rows].any() else None,
+            bool(asked.flags.has_filter.any()),
+            bool(asked.flags.has_penalties.any()),
+            self._edits.generation if asked.spans else None,
             min(wanted, self.vocab_size),
         )
 
-    def spans(self, rows: Rows) -> Spans:
-        """Where the edits of these rows stand, by their place among them."""
-        places = np.flatnonzero(self.flags.has_edits[rows]).tolist()
-        return {n: self._edits.span(int(rows[n])) for n in places}
-
-    def wanted(self, rows: Rows) -> list[WantedLogprobs]:
-        """Which of these rows asked for log-probabilities: those with few candidates share one
-        pass, those that want the vocabulary another one."""
-        asked = self.flags.num_logprobs[rows]
-        found = []
-        for is_in_part in asked >= 0, asked == ALL_LOGPROBS:
+    def wanted(self, asked: Asked) -> list[WantedLogprobs]:
+        """Which rows asked for log-probabilities: those with few candidates share one pass, those
+        that want the vocabulary another one."""
+        nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
+        if (nums == NO_LOGPROBS).all():
+            return found
+        for is_in_part in nums >= 0, nums == ALL_LOGPROBS:
             places = np.flatnonzero(is_in_part)
             if len(places):
-                counts = np.where(asked == ALL_LOGPROBS, self.vocab_size, asked)[places]
-                found.append(WantedLogprobs(rows[places], counts, places))
+                counts = np.where(nums == ALL_LOGPROBS, self.vocab_size, nums)[places]
+                found.append(WantedLogprobs(asked.rows[places], counts, places))
         return found
 
     def choose(

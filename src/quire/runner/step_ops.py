@@ -25,7 +25,6 @@ from quire.runner.row_updates import RowUpdates
 from quire.runner.sampling_flags import NO_LOGPROBS, SamplingFlags
 
 Int32 = npt.NDArray[np.int32]
-Spans = dict[int, Int32]  # of edits, by the place among the sampling rows
 
 # Numbers of candidates for which a step is recorded; fewer are taken as the next of these.
 RECORDED_CANDIDATES = (0, 5, 20)
@@ -46,22 +45,26 @@ class StepShape:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a step's sampling rows asked for. spans: of their edits, by their place."""
+
+    rows: Int32
+    flags: SamplingFlags
+    spans: dict[int, Int32]
+
+
+@dataclass(frozen=True)
 class StepLists:
     """What a step serves: scheduled rows and how many tokens of each; sampling rows, and at which
-    places among the scheduled ones those stand whose logits they use; where its tokens go.
-
-    flags, spans, prompt_lens: how the sampling rows sample, their edits, and how many of their
-    tokens are prompt.
-    """
+    places among the scheduled ones those stand whose logits they use; how many tokens of sampling
+    rows are prompt; where the step's tokens go."""
 
     rows: Int32
     num_tokens: Int32
-    sample_rows: Int32
+    sampling: Asked
     sample_places: npt.NDArray[np.intp]
-    result_slot: int
-    flags: SamplingFlags
-    spans: Spans
     prompt_lens: npt.NDArray[np.int64]
+    result_slot: int
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,12 @@ class TorchOps:
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, lists.rows, lists.num_tokens, longest)
         ends = np.cumsum(lists.num_tokens, dtype=np.int64)
-        rows_N, places_N = self._index(lists.sample_rows), self._index(lists.sample_places)
+        rows_N, places_N = self._index(lists.sampling.rows), self._index(lists.sample_places)
         samples = SampleInputs(
             rows=rows_N,
             last=self._index(ends[lists.sample_places] - 1),
             lengths=inputs.context_lens_S[places_N].long(),
-            prompt_lens=wide(state, "num_prompt_tokens")[rows_N],
+            prompt_lens=to_device(lists.prompt_lens, state.device),
         )
         return Gathered(inputs, samples, inputs.context_lens_S)
 
@@ -87,11 +87,11 @@ class TorchOps:
         lists, tokens_RM = self._now, self._state.tokens_RM
         logits_NV = raw_NV.clone()
         lengths = self._context_lens[lists.sample_places]
-        for n, span in lists.spans.items():
-            tokens_M = tokens_RM[lists.sample_rows[n]]
+        for n, span in lists.sampling.spans.items():
+            tokens_M = tokens_RM[lists.sampling.rows[n]]
             num_tokens, num_prompt_tokens = int(lengths[n]), int(lists.prompt_lens[n])
             apply_edits(logits_NV[n], table, span, tokens_M, num_tokens, num_prompt_tokens)
-        penalised = np.flatnonzero(lists.flags.has_penalties)
+        penalised = np.flatnonzero(lists.sampling.flags.has_penalties)
         if len(penalised) > 0:
             which_P = self._index(penalised)
             rows_P = samples.rows[which_P]
@@ -110,7 +110,7 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The greedy choice, with that of the rows that sample written over it."""
         best_N, values_N = arg_max(logits_NV)
-        flags = self._now.flags
+        flags = self._now.sampling.flags
         is_random, ids_N = ~flags.is_greedy, best_N
         if is_random.any():
             ids_N = best_N.clone()
@@ -131,7 +131,7 @@ class TorchOps:
     ) -> None:
         """Results first, counters last."""
         lists, samples = self._now, gathered.samples
-        if len(lists.sample_rows):
+        if len(lists.sampling.rows):
             results_QS[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
         rows_S = self._index(lists.rows)
         row_state.advance(
@@ -147,7 +147,7 @@ class TorchOps:
         self, logits_NV: torch.Tensor, samples: SampleInputs, which: Indices, index: torch.Tensor
     ) -> torch.Tensor:
         """The rows `which`, either all with filters or all without."""
-        state, flags = self._state, self._now.flags
+        state, flags = self._state, self._now.sampling.flags
         some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
         rows = samples.rows[index]
         temperatures = narrow(state, "temperature")[rows]

@@ -15,7 +15,7 @@ from quire.runner.device import HostDevice
 from quire.runner.gpu.kernel_ops import KernelOps
 from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampling_flags import SamplingFlags
-from quire.runner.step_ops import StepOps
+from quire.runner.step_ops import Asked, StepOps
 from quire.runner.torch_ops import TorchOps
 from tests.runner.gpu.late_device import LateDevice
 
@@ -48,7 +48,9 @@ def test_a_plan_changes_the_rows_in_its_order(how: str, make: Callable[..., Any]
         host_tokens=(HostTokens(4, 7, np.array([70, 71], np.int32), is_prompt=True),),
         block_writes=BlockWrites(0 * column, column, column, 33 * column),
     )
-    update, _ = rows.apply(plan, SamplingFlags.of_rows(5), {})
+    flags = SamplingFlags.of_rows(5)
+    asked = Asked(plan.sample_rows, flags.at(plan.sample_rows), {})
+    update, _ = rows.apply(plan, flags.has_edits, asked)
     rows.run_with(update, list)
     device.run(list).wait()
     tokens = rows.state.tokens_RM[:, :9].tolist()

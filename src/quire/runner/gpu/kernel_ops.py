@@ -66,7 +66,7 @@ class KernelOps:
             before.slot.used = self._device.run(work)
         contents = ring.fill(ring.take(), last)
         if lists is not None:
-            header = len(lists.rows), len(lists.sample_rows), lists.result_slot
+            header = len(lists.rows), len(lists.sampling.rows), lists.result_slot
             arrays = lists.rows, lists.num_tokens, sample_pairs(lists)
             ring.write_lists(contents.slot, header, arrays)
 
@@ -167,5 +167,5 @@ def sampling_columns(state: RowTensors) -> SamplingColumns:
 
 def sample_pairs(lists: StepLists) -> Int32:
     """[N, 2] sampling rows and their places."""
-    pairs: Int32 = np.stack((lists.sample_rows, lists.sample_places), axis=1).astype(np.int32)
+    pairs: Int32 = np.stack((lists.sampling.rows, lists.sample_places), axis=1).astype(np.int32)
     return pairs
