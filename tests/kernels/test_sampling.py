@@ -182,17 +182,3 @@ def test_distribution(settings: dict[str, float], device: torch.device) -> None:
     counts = np.bincount(ids.cpu().numpy(), minlength=61)
     expected = oracle.filtered_distribution(logits_V.double().numpy(), **settings)
     assert abs(oracle.chi_square_z(counts, expected)) < 4.5
-
-
-def test_choose_takes_the_references_arguments(device: torch.device) -> None:
-    logits = random_logits(3, 400, 1.0).to(device)
-    temperatures = torch.tensor([0.5, 1.0, 2.0], device=device)
-    streams = Streams(*(torch.arange(3, device=device) + i for i in range(3)))
-    filters = Filters(
-        torch.tensor([0, 7, 30], device=device),
-        torch.tensor([0.9, 1.0, 0.8], device=device),
-        torch.tensor([0.0, 0.1, 0.0], device=device),
-    )
-    for given in None, filters:
-        expected = reference.choose_reference(logits, temperatures, streams, given)
-        assert torch.equal(sampling.choose(logits, temperatures, streams, given), expected)

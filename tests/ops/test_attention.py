@@ -103,6 +103,18 @@ def test_cpu_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert torch.equal(single[0], got[row])
 
 
+def test_a_result_goes_where_it_is_wanted(name: str) -> None:
+    case = CASES["several_new"]
+    backend = make_backend(name, case.layout(EXACT[name]))
+    wanted = run_backend(backend, case, make_contents(case), case.tables(), EXACT[name])
+    q_TNH = torch.cat(
+        [x[row[0] :] for x, row in zip(make_contents(case).q, case.rows, strict=True)]
+    )
+    out_TNH = torch.full_like(wanted, torch.nan)
+    found = backend.run(1, q_TNH.to(EXACT[name]), HEAD_DIM**-0.5, out_TNH=out_TNH)
+    assert found is out_TNH and torch.equal(out_TNH, wanted)
+
+
 def test_rows_that_share_blocks(name: str) -> None:
     """Two rows read a prefix that a third writes in the same step."""
     case = Case([(0, 11), (8, 3), (8, 1)])

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from quire.ops import native
-from quire.ops.gpu import kernels_for
 from quire.ops.log_sum_exp import log_sum_exp
 from quire.ops.philox import uniform, uniform_at
 from quire.ops.threads import num_threads
@@ -155,10 +154,6 @@ def choose(
     logits_RV: float32, contiguous; temperatures_R: float32, above 0. largest_k: the largest top_k,
     if every row has one. A row without a finite logit gets any id.
     """
-    if kernels := kernels_for(logits_RV, "sampling"):
-        found: torch.Tensor
-        found = kernels.choose(logits_RV, temperatures_R, streams, filters, largest_k)
-        return found
     core = native.core_for(logits_RV)
     if core is None:
         return choose_reference(logits_RV, temperatures_R, streams, filters, largest_k)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.ops.memory import to_device
 from quire.ops.native import address, core_for
 from quire.ops.native_types import Core
 from quire.ops.row_state import RowTensors
@@ -57,8 +58,7 @@ def gather_step_reference(
 ) -> StepInputs:
     """The torch path of `gather_step`, on any device."""
     device, size = state.tokens_RM.device, state.block_size
-    rows_S, query_lens_S = (torch.from_numpy(a.astype(np.int64)) for a in (rows, num_tokens))
-    rows_S, query_lens_S = rows_S.to(device), query_lens_S.to(device)
+    rows_S, query_lens_S = (to_device(a.astype(np.int64), device) for a in (rows, num_tokens))
     total = int(num_tokens.sum())
     starts_S = state.computed_R[rows_S]
     query_starts_S1 = torch.zeros(len(rows_S) + 1, dtype=torch.int64, device=device)

@@ -68,7 +68,7 @@ class _Here:
     """Values that are here already."""
 
     def __init__(self, tensors: Tensors, began: float) -> None:
-        self._tensors = [tensor.clone() for tensor in tensors]  # the memory may be used again
+        self._tensors = [_own(tensor) for tensor in tensors]
         self._duration_s = time.perf_counter() - began
 
     def is_done(self) -> bool:
@@ -79,6 +79,11 @@ class _Here:
 
     def duration_s(self) -> float:
         return self._duration_s
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of what is a part of memory that is used again."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class HostDevice:

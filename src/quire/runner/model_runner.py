@@ -68,7 +68,7 @@ class ModelRunner:
         self._graphs: Graphs | None = None
         self._moves = Moves(backend)
         self._scores = PromptScores(sampler.vocab_size)
-        self._results: dict[int, Arrival] = {}  # by result slot
+        self._unread: dict[int, Arrival] = {}  # on their way, by result slot
 
     @property
     def is_async(self) -> bool:
@@ -118,8 +118,8 @@ class ModelRunner:
         needs, wanted = sampler.needs(asked), sampler.wanted(asked)
         recorded = self._recorded(plan, needs)  # perhaps now, before the lists are this plan's
         update, slot = rows.apply(plan, sampler.flags.has_edits, asked)
-        if slot in self._results:
-            self._results[slot].wait()
+        if (before := self._unread.pop(slot, None)) is not None:
+            before.wait()
         scores = self._scores.of(plan, rows.prompt_lens)
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
@@ -133,7 +133,9 @@ class ModelRunner:
             inputs = self.gather(shape)
             return [tokens_N, *self.carry_out(inputs, shape, needs, self.backend, wanted, scores)]
 
-        arrival = self._results[slot] = rows.run_with(update, work)
+        arrival = rows.run_with(update, work)
+        if not arrival.is_done():
+            self._unread[slot] = arrival
         return Launched(plan, arrival, asked, wanted, scores, recorded is not None)
 
     def _start_and_release(self, plan: Plan) -> None:

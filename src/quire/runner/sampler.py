@@ -103,6 +103,7 @@ class Sampler:
         logits: of any float dtype, the raw output of the model; they are not changed.
         """
         edited_NV = self._ops.edit(logits_NV, samples, needs, self._edits.table)
+        # What else forbids tokens, such as a grammar, has its place here.
         return self._ops.choose(edited_NV, samples, needs)
 
     def logprobs(

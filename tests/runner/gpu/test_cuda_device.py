@@ -41,7 +41,7 @@ from quire.runner.model_runner import ModelRunner
 from tests.runner.gpu.fake_cuda import FakeCuda
 from tests.runner.gpu.late_device import LateDevice, stand_in
 from tests.runner.gpu.test_kernel_ops import KINDS, devices, run, run_on_the_host  # noqa: F401 (a fixture)
-from tests.runner.gpu.test_launching import SETTINGS
+from tests.runner.gpu.test_model_runner import SETTINGS
 from tests.serve.checkpoints import checkpoint
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
+from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.gpu import graphs
 from quire.runner.step_ops import StepShape
@@ -151,9 +152,14 @@ def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     assert not any(device.graphs for device in devices)
 
 
-@pytest.mark.parametrize("kind", ["n", "prompt logprobs"])
-def test_with_attention_by_torch(kind: str, devices: list[LateDevice]) -> None:
-    """It is launched as well, by lengths of the host, so that no graph can hold it."""
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("kind", ["n", "prompt logprobs", "edits"])
+def test_with_attention_by_torch(
+    kind: str, has_triton: bool, devices: list[LateDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is launched as well, by lengths of the host, so that no graph can hold it; without triton
+    all else is torch's, too."""
+    monkeypatch.setattr(gpu, "has_triton", lambda: has_triton)
     found = run("torch", KINDS[kind], rounds=1, max_logprobs=-1, pipeline_depth=3)
     assert found == wanted(kind)
     assert all(device.most_waiting > 1 and not device.graphs for device in devices)

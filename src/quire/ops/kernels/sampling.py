@@ -26,7 +26,6 @@ from quire.ops.kernels.sampling_scan import (
     load_peaks,
     scan,
 )
-from quire.ops.sampling import Filters, Streams
 
 # Bits of a float32 that are the same for all numbers of the dtype.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -144,21 +143,6 @@ def sample(
         num_warps=NUM_WARPS,
     )
     return ids_N, is_valid_N
-
-
-def choose(
-    logits_RV: torch.Tensor,
-    temperatures_R: torch.Tensor,
-    streams: Streams,
-    filters: Filters | None = None,
-    largest_k: int | None = None,
-) -> torch.Tensor:
-    """Do as `quire.ops.sampling.choose`; largest_k makes no difference here."""
-    off = filters or Filters(streams.seeds, temperatures_R, temperatures_R)
-    columns = SamplingColumns(
-        temperatures_R, off.top_k, off.top_p, off.min_p, streams.seeds, streams.sample_index
-    )
-    return sample(logits_RV, columns, streams.positions, has_filters=filters is not None)[0]
 
 
 _SIGNATURE = COLUMNS | {"ids_ptr": "*i64", "is_valid_ptr": "*i1", "num_chunks": "i32"}
