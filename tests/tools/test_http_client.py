@@ -5,7 +5,7 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.tools.http_client import EventParser, HttpClient, HttpError, request, stream_json
+from quire.tools.http_client import EventParser, HttpClient, HttpError, Response
 from tests.tools.http_server import (
     LAST_CHUNK,
     Answer,
@@ -27,6 +27,26 @@ from tests.tools.http_server import (
 
 EVENTS = 'data: {"text": "grün 🌿"}\r\n\r\n: comment\n\ndata:a\ndata: b\nid: 7\n\ndata: [DONE]\n\n'
 PAYLOADS = ['{"text": "grün 🌿"}', "a\nb"]
+
+
+async def request(url: str, path: str, *more: Any, **options: Any) -> Response:
+    """Over a connection of its own."""
+    client = HttpClient(url)
+    try:
+        return await client.request(path, *more, **options)
+    finally:
+        await client.close()
+
+
+async def stream_json(url: str, path: str, body: Any) -> AsyncGenerator[str, None]:
+    """Over a connection of its own."""
+    client = HttpClient(url)
+    try:
+        async with aclosing(client.stream_json(path, body)) as events:
+            async for data in events:
+                yield data
+    finally:
+        await client.close()
 
 
 def run(coroutine: Coroutine[Any, Any, Any], timeout_s: float = 30.0) -> Any:

@@ -3,18 +3,13 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from quire.tools.bench.arguments import SAMPLERS
+
 if TYPE_CHECKING:
     from quire.base.sampling_params import SamplingParams
 
-# Option -> field of SamplingParams, type, what it does.
-SAMPLING: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy; higher is more random"),
-    "top_p": (float, "keep the most probable tokens that make up this much probability"),
-    "top_k": (int, "keep this many most probable tokens"),
-    "min_p": (float, "keep tokens at least this probable, relative to the most probable one"),
-    "presence_penalty": (float, "subtracted from tokens that were generated already"),
-    "frequency_penalty": (float, "subtracted per time that a token was generated"),
-    "repetition_penalty": (float, "divides the logits of tokens seen before"),
+# Option -> type, what it does. The names are those of SamplingParams' fields.
+SAMPLING: dict[str, tuple[type, str]] = SAMPLERS | {
     "max_tokens": (int, "most tokens to generate; the rest of the context if absent"),
     "min_tokens": (int, "no end before this many tokens"),
 }

@@ -10,7 +10,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -258,35 +258,6 @@ class HttpClient:
                 f"nothing answers at {self.url} ({reason}); is the server running?"
             ) from error
         return _Connection(*streams)
-
-
-async def request(
-    url: str,
-    path: str,
-    method: str = "GET",
-    body: Any = None,
-    headers: Headers | None = None,
-    timeout_s: float | None = None,
-) -> Response:
-    """Do `HttpClient.request` over a connection of its own."""
-    client = HttpClient(url)
-    try:
-        return await client.request(path, method, body, headers, timeout_s)
-    finally:
-        await client.close()
-
-
-async def stream_json(
-    url: str, path: str, body: Any, headers: Headers | None = None
-) -> AsyncGenerator[str, None]:
-    """Do `HttpClient.stream_json` over a connection of its own."""
-    client = HttpClient(url)
-    try:
-        async with aclosing(client.stream_json(path, body, headers)) as events:
-            async for data in events:
-                yield data
-    finally:
-        await client.close()
 
 
 async def first_model(client: HttpClient) -> str:

@@ -15,8 +15,8 @@ DATASETS = (
 BACKENDS = ("openai", "openai-chat", "vllm")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 # Option -> type, what it does. Sent only if given.
-SAMPLING: dict[str, tuple[type, str]] = {
-    "temperature": (float, "0 is greedy"),
+SAMPLERS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "0 is greedy; higher is more random"),
     "top_p": (float, "keep the most probable tokens that make up this much probability"),
     "top_k": (int, "keep this many most probable tokens"),
     "min_p": (float, "keep tokens at least this probable, relative to the most probable one"),
@@ -104,11 +104,9 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(group)
     group.add_argument("--save-result", action="store_true", help="write results under their date")
     group.add_argument("--result-dir", type=Path, metavar="DIR", help="where (default: here)")
-    group.add_argument("--result-filename", metavar="NAME", help="instead of a name with the date")
     group.add_argument(
         "--save-detailed", action="store_true", help="write every request's times and text too"
     )
-    group.add_argument("--label", metavar="TEXT", help="written with the results")
     group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -122,7 +120,6 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--base-url", metavar="URL", help="instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", help="(default: %(default)s)")
     group.add_argument("--port", type=int, default=8000, help="(default: %(default)s)")
-    group.add_argument("--endpoint", metavar="PATH", help="(default: the back end's)")
     group.add_argument("--model", help="(default: the first one that the server lists)")
     group.add_argument(
         "--tokenizer", metavar="MODEL",
@@ -161,7 +158,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling (defaults: the server's)")
-    for name, (kind, text) in SAMPLING.items():
+    for name, (kind, text) in SAMPLERS.items():
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=text)
     group.add_argument("--ignore-eos", action="store_true", help="go on after end of sequence")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.tools.bench.arguments import SAMPLING
+from quire.tools.bench.arguments import SAMPLERS
 from quire.tools.bench.datasets import BenchRequest, Tokens
 from quire.tools.bench.metrics import RequestResult
 from quire.tools.http_client import HttpClient, HttpError
@@ -120,7 +120,7 @@ def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> A
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    given = {name: getattr(options, name) for name in SAMPLING}
+    given = {name: getattr(options, name) for name in SAMPLERS}
     common |= {name: value for name, value in given.items() if value is not None}
     if options.ignore_eos:
         common["ignore_eos"] = True
@@ -128,7 +128,7 @@ def make_asker(options: argparse.Namespace, client: HttpClient, model: str) -> A
         wanted: dict[str, Any] = {"logprobs": options.logprobs}
         common |= {"logprobs": True, "top_logprobs": options.logprobs} if is_chat else wanted
     common |= _extra_body(options.extra_body)
-    return Asker(client, options.endpoint or ENDPOINTS[options.backend], is_chat, common)
+    return Asker(client, ENDPOINTS[options.backend], is_chat, common)
 
 
 def as_texts(requests: list[BenchRequest], tokens: Tokens) -> list[BenchRequest]:

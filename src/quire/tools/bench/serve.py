@@ -238,7 +238,6 @@ def _save(
     found: dict[str, Any] = {
         "date": date,
         "backend": options.backend,
-        "label": options.label,
         "model_id": model,
         "tokenizer_id": options.tokenizer or model,
         "num_prompts": options.num_prompts,
@@ -252,11 +251,11 @@ def _save(
     if options.save_detailed:
         found |= json_details(outcome.results)
     write_report(options.output_json, found, plain_facts)
-    if options.save_result or options.result_filename or options.result_dir:
+    if options.save_result or options.result_dir:
         open_most = options.max_concurrency
         limit = "" if open_most is None else f"-concurrency{open_most}"
-        name = f"{options.label or options.backend}-{rate}qps{limit}-{Path(model).name}-{date}.json"
-        path = (options.result_dir or Path()) / (options.result_filename or name)
+        name = f"{options.backend}-{rate}qps{limit}-{Path(model).name}-{date}.json"
+        path = (options.result_dir or Path()) / name
         write_report(path, found, plain_facts)
 
 
