@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import torch
 
+from quire.ops.linear import Weight
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CoreProgram, CoreWeight, WeightLayout
 from quire.ops.packed import ELEMENTS, PackedWeight
@@ -185,11 +185,11 @@ class Tracer:
             "add_rms_norm": self._add_rms_norm,
             "layer_norm": self._layer_norm,
             "rotary": self._rotary,
-            "silu_mul": self._silu_mul,
-            "gelu": self._unary(Kind.GELU),
-            "gelu_tanh": self._unary(Kind.GELU_TANH),
-            "relu": self._unary(Kind.RELU),
-            "add": self._add,
+            "silu_mul": self._row_wise(Kind.SILU_MUL),
+            "gelu": self._row_wise(Kind.GELU),
+            "gelu_tanh": self._row_wise(Kind.GELU_TANH),
+            "relu": self._row_wise(Kind.RELU),
+            "add": self._row_wise(Kind.ADD),
             "linear": self._linear,
             "kv_write": self._kv_write,
             "attention": self._attention,
@@ -228,119 +228,116 @@ class Tracer:
             self._draft.widths.append(math.prod(result.shape[1:]))
         return self._view(result)
 
-    def _add_instruction(self, kind: Kind, *views: View, **rest: Any) -> None:
-        self._draft.instructions.append(Instruction(kind, views, **rest))
+    def _emit(self, instruction: Instruction) -> None:
+        self._draft.instructions.append(instruction)
 
     # --- one rule for each operation, with the operation's own arguments ---
 
     def _embedding(
-        self, out: torch.Tensor, ids_T: torch.Tensor, weight_VD: Any, dtype: Any = None
+        self, out: torch.Tensor, ids_T: torch.Tensor, weight_VD: Weight, _: object = None
     ) -> None:
         source = self._inputs.get(_storage(ids_T))
         if source is None:
             raise Untraceable("an embedding looks up something that is no input")
-        view = self._new(out)
-        if isinstance(weight_VD, torch.Tensor) and weight_VD.dtype not in ELEMENTS:
-            raise Untraceable(f"a table holds {weight_VD.dtype}")
+        views = (self._new(out),)
         if isinstance(weight_VD, PackedWeight):
             if source != Input.IDS:
                 raise Untraceable("a packed table is looked up by positions")
-            return self._add_instruction(Kind.PACKED_ROWS, view, packed=weight_VD)
+            return self._emit(Instruction(Kind.PACKED_ROWS, views, packed=weight_VD))
+        if weight_VD.dtype not in ELEMENTS:
+            raise Untraceable(f"a table holds {weight_VD.dtype}")
         size = weight_VD.shape[1]
-        self._add_instruction(Kind.EMBEDDING, view, size=size, input=source, table=weight_VD)
+        self._emit(Instruction(Kind.EMBEDDING, views, size=size, input=source, table=weight_VD))
 
     def _rotary_rows(
-        self, out: torch.Tensor, positions_T: torch.Tensor, frequencies_E: Any, scale: float, _: Any
+        self,
+        out: torch.Tensor,
+        positions_T: torch.Tensor,
+        frequencies_E: torch.Tensor,
+        scale: float,
+        _: object,
     ) -> None:
         if self._inputs.get(_storage(positions_T)) != Input.POSITIONS:
             raise Untraceable("rotary factors of something other than the positions")
-        self._add_instruction(
-            Kind.ROTARY_FACTORS,
-            self._new(out),
-            size=2 * len(frequencies_E),
-            frequencies=frequencies_E,
-            scale=scale,
-        )
+        kind, views, size = Kind.ROTARY_FACTORS, (self._new(out),), 2 * len(frequencies_E)
+        self._emit(Instruction(kind, views, size=size, frequencies=frequencies_E, scale=scale))
 
-    def _rms_norm(self, out: torch.Tensor, x: torch.Tensor, weight: Any, eps: float) -> None:
+    def _rms_norm(
+        self, out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> None:
         heads, size = math.prod(x.shape[1:-1]), x.shape[-1]
         weight = weight.float().expand(heads, size).contiguous()
-        views, sizes = (self._new(out), self._view(x)), {"heads": heads, "size": size}
-        self._add_instruction(Kind.RMS_NORM, *views, **sizes, weight=weight, eps=eps)
+        kind, views = Kind.RMS_NORM, (self._new(out), self._view(x))
+        self._emit(Instruction(kind, views, heads=heads, size=size, weight=weight, eps=eps))
 
     def _add_rms_norm(
-        self, out: tuple[torch.Tensor, torch.Tensor], x: Any, residual: Any, weight: Any, eps: float
+        self,
+        out: tuple[torch.Tensor, torch.Tensor],
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
     ) -> None:
         sources = self._view(x), self._view(residual)
-        self._add_instruction(
-            Kind.ADD_RMS_NORM,
-            *(self._new(out[0]), self._new(out[1]), *sources),
-            num_written=2,
-            size=x.shape[-1],
-            weight=weight.float(),
-            eps=eps,
-        )
+        kind, views = Kind.ADD_RMS_NORM, (self._new(out[0]), self._new(out[1]), *sources)
+        size, weight = x.shape[-1], weight.float()
+        self._emit(Instruction(kind, views, num_written=2, size=size, weight=weight, eps=eps))
 
     def _layer_norm(
-        self, out: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any, eps: float
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
     ) -> None:
-        self._add_instruction(
-            Kind.LAYER_NORM,
-            *(self._new(out), self._view(x)),
-            size=x.shape[-1],
-            weight=None if weight is None else weight.float(),
-            bias=None if bias is None else bias.float(),
-            eps=eps,
-        )
+        weight, bias = _float(weight), _float(bias)
+        kind, views, size = Kind.LAYER_NORM, (self._new(out), self._view(x)), x.shape[-1]
+        self._emit(Instruction(kind, views, size=size, weight=weight, bias=bias, eps=eps))
 
     def _rotary(self, out: torch.Tensor, x_TNH: torch.Tensor, rows: torch.Tensor) -> None:
         views = self._new(out), self._view(x_TNH), self._view(rows)
-        self._add_instruction(Kind.ROTARY, *views, heads=x_TNH.shape[1], size=x_TNH.shape[2])
+        _, heads, size = x_TNH.shape
+        self._emit(Instruction(Kind.ROTARY, views, heads=heads, size=size))
 
-    def _silu_mul(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        views = self._new(out), self._view(x)
-        self._add_instruction(Kind.SILU_MUL, *views, size=out.shape[-1])
-
-    def _unary(self, kind: Kind) -> Callable[..., None]:
-        def rule(out: torch.Tensor, x: torch.Tensor) -> None:
-            views = self._new(out), self._view(x)
-            self._add_instruction(kind, *views, size=math.prod(out.shape[1:]))
+    def _row_wise(self, kind: Kind) -> Callable[..., None]:
+        def rule(out: torch.Tensor, *operands: torch.Tensor) -> None:
+            views = self._new(out), *map(self._view, operands)
+            self._emit(Instruction(kind, views, size=math.prod(out.shape[1:])))
 
         return rule
 
-    def _add(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-        views = self._new(out), self._view(x), self._view(y)
-        self._add_instruction(Kind.ADD, *views, size=math.prod(out.shape[1:]))
-
-    def _linear(self, out: torch.Tensor, x: torch.Tensor, weight: Any, bias: Any = None) -> None:
+    def _linear(
+        self, out: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    ) -> None:
         if not isinstance(weight, PackedWeight):
             raise Untraceable("a weight is not packed for the core")
-        view = self._view(x)
+        operand = view = self._view(x)
         stride = operand_stride(weight)
         if stride == 0:
-            operand, stride = view, 4 * self._draft.widths[view.buffer]
+            stride = 4 * self._draft.widths[view.buffer]
         else:
             operand = View(len(self._draft.widths))
             self._draft.widths.append(stride // 4 + 2 * num_groups(weight))
-            self._add_instruction(Kind.PREPARE, operand, view, stride=stride, packed=weight)
-        self._add_instruction(
-            Kind.MULTIPLY,
-            *(self._new(out), operand),
-            stride=stride,
-            bias=None if bias is None else bias.float(),
-            packed=weight,
-        )
+            self._emit(Instruction(Kind.PREPARE, (operand, view), stride=stride, packed=weight))
+        kind, views = Kind.MULTIPLY, (self._new(out), operand)
+        self._emit(Instruction(kind, views, stride=stride, bias=_float(bias), packed=weight))
 
-    def _kv_write(self, _out: None, _backend: Any, layer: int, k: Any, v: Any) -> None:
+    def _kv_write(
+        self, _out: None, _backend: object, layer: int, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
         views = self._view(k), self._view(v)
-        self._add_instruction(Kind.STORE, *views, num_written=0, layer=layer)
+        self._emit(Instruction(Kind.STORE, views, num_written=0, layer=layer))
 
     def _attention(
-        self, out: torch.Tensor, _backend: Any, layer: int, q: torch.Tensor, scale: float
+        self, out: torch.Tensor, _backend: object, layer: int, q: torch.Tensor, scale: float
     ) -> None:
-        views = self._new(out), self._view(q)
-        heads = q.shape[1]
-        self._add_instruction(Kind.ATTEND, *views, heads=heads, layer=layer, scale=scale)
+        views, heads = (self._new(out), self._view(q)), q.shape[1]
+        self._emit(Instruction(Kind.ATTEND, views, heads=heads, layer=layer, scale=scale))
+
+
+def _float(values: torch.Tensor | None) -> torch.Tensor | None:
+    return None if values is None else values.float()
 
 
 def operand_stride(weight: PackedWeight) -> int:
