@@ -13,7 +13,8 @@ thread to encode. Who encodes may replace them: `Deferred.name` is the attribute
 
 Integers have at most 64 bits. A class is known by its name alone (`KINDS`), not by where it is
 defined. `restore` makes instances of these without calling anything of theirs, so that a file
-cannot make it run code of its own. Other versions keep other state: `STATE_VERSION` tells them apart.
+cannot make it run code of its own. Other versions keep other state: `STATE_VERSION` tells them
+apart.
 """
 
 import dataclasses
