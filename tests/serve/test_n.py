@@ -10,7 +10,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from quire.base.errors import RequestError
 from quire.base.outputs import CompletionOutput, RequestMetrics
 from quire.serve.progress import RequestBar
-from tests.serve.test_llm_api import PROMPTS, assert_idle, open_llm
+from tests.serve.test_llm import PROMPTS, assert_idle, open_llm
 
 PROMPT = "The quick brown fox"
 
