@@ -42,7 +42,7 @@ class EditTable:
 
 
 def make_edit_table(rows: Sequence[RowEdits], device: torch.device) -> EditTable:
-    """Writes the rows' lists one after the other and copies them to the device.
+    """Write the rows' lists one after the other and copy them to the device.
 
     A row's bad words are: all last tokens, all numbers of tokens before the last, and these tokens
     themselves, padded on the left to the longest.

@@ -20,14 +20,14 @@ Sizes = tuple[int, int, int, int]  # rows, length, cache groups, tokens of a blo
 
 
 def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Device:
-    """For a torch device."""
+    """Make what queues a torch device's work, or does it at once."""
     if device.type == "cuda":
         return CudaDevice(device, forbids_waiting=forbids_waiting)
     return HostDevice(device)
 
 
 def make_ops(device: Device, state: RowTensors, vocab_size: int) -> StepOps:
-    """Kernels on a GPU that has them, torch's operations elsewhere."""
+    """Take kernels on a GPU that has them, torch's operations elsewhere."""
     if gpu.kernels_for(state.tokens_RM, "row_deltas", any_dtype=True) is None:
         return TorchOps(device, state)
     from quire.runner.gpu.kernel_ops import KernelOps  # Triton is imported where it is used
@@ -43,7 +43,7 @@ def assemble(
     vocab_size: int,
     torch_device: torch.device,
 ) -> ModelRunner:
-    """A runner that carries out every step as it is."""
+    """Make a runner that carries out every step as it is."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes)
     ops = make_ops(device, state, vocab_size)

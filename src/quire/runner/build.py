@@ -51,7 +51,8 @@ class BuiltRunner:
 
 
 def choose_device(name: str) -> torch.device:
-    """Raises ConfigError if CUDA is asked for and absent."""
+    """Return a device, for auto a GPU if there is one. Raises ConfigError if CUDA is asked for and
+    absent."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -60,7 +61,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Of a dtype's name in the configuration."""
+    """Return the dtype of that name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -97,7 +98,7 @@ def build_runner(
 
 
 def load_format_of(config: EngineConfig, source: ModelSource) -> str:
-    """How the weights are loaded: as the user said, or else as the source is."""
+    """Say how the weights are loaded: as the user said, or else as the source is."""
     given = config.model.load_format
     return source.load_format if given == "auto" else given
 
@@ -110,7 +111,8 @@ def _load(
     progress: Progress | None,
     most_bytes: int | None,
 ) -> Any:
-    """The model, in memory of the device. most_bytes: for weights, where that is known before."""
+    """Load the model into memory of the device. most_bytes: for weights, where that is known
+    before."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     cache = weight_cache(config.model.weight_cache)
@@ -132,10 +134,11 @@ def _load(
 def _host_tier(
     config: EngineConfig, spec: ModelSpec, device: torch.device, memory: MemoryPlan
 ) -> tuple[int, ...] | None:
-    """Blocks of host memory for what the pool has no room for, by cache group; None: no tier.
+    """Count blocks of host memory for what the pool has no room for, by cache group; None: no tier.
 
     If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
-    and stores pass through a little. Raises ConfigError for more than there is."""
+    and stores pass through a little. Raises ConfigError for more than there is.
+    """
     cache = config.cache
     has_stores = bool(cache.stores)
     if not cache.enable_prefix_caching or (cache.kv_host_gb == 0 and not has_stores):
@@ -164,7 +167,8 @@ def _host_tier(
 def copy_rate(
     runner: ModelRunner, device: torch.device, block_bytes: int, num_blocks: int
 ) -> float:
-    """Bytes per second of swapping some blocks out, the second time; host memory is taken first."""
+    """Measure bytes per second of swapping some blocks out, the second time; host memory is taken
+    first."""
     num = min(num_blocks, MEASURED_BLOCKS)
     blocks = np.arange(num, dtype=np.int32)
     seconds = []

@@ -20,7 +20,8 @@ _INDICES = (0, *range(len(NARROW_COLUMNS)), *range(2 * len(WIDE_COLUMNS)))
 
 
 def start_deltas(start: RowStart, edits: int) -> Int32:
-    """[K, 4]. edits: the row's place among edits, or -1. Temperature 0 is the greedy choice."""
+    """Return [K, 4] that start a row. edits: the row's place among edits, or -1. Temperature 0 is
+    the greedy choice."""
     params = start.params
     floats = (
         0.0 if params.is_greedy else params.temperature,
@@ -43,19 +44,19 @@ def start_deltas(start: RowStart, edits: int) -> Int32:
 
 
 def wide_deltas(row: int, name: str, value: int) -> list[tuple[int, int, int, int]]:
-    """Two deltas that set a column of 64 bits."""
+    """Return two deltas that set a column of 64 bits."""
     lower, upper = np.array([value], np.int64).view(np.int32).tolist()
     at = 2 * WIDE_COLUMNS.index(name)
     return [(WIDE, row, at, lower), (WIDE, row, at + 1, upper)]
 
 
 def edits_delta(row: int) -> tuple[int, int, int, int]:
-    """The delta that gives the row a place among edits."""
+    """Return the delta that gives the row a place among edits."""
     return NARROW, row, NARROW_COLUMNS.index("edits"), row
 
 
 def empty_columns(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Columns of 32 and of 64 bits, of rows that ask for nothing."""
+    """Make columns of 32 and of 64 bits, of rows that ask for nothing."""
     narrow_CR = torch.zeros(len(NARROW_COLUMNS), num_rows, dtype=torch.int32, device=device)
     narrow_CR[NARROW_COLUMNS.index("edits")] = -1
     wide_CR = torch.zeros(len(WIDE_COLUMNS), num_rows, dtype=torch.int64, device=device)
@@ -63,17 +64,17 @@ def empty_columns(num_rows: int, device: torch.device) -> tuple[torch.Tensor, to
 
 
 def narrow(state: RowTensors, name: str) -> torch.Tensor:
-    """A column of all rows: float32, or int32 for those that are no FLOATS."""
+    """Return a column of all rows: float32, or int32 for those that are no FLOATS."""
     column_R = state.narrow_CR[NARROW_COLUMNS.index(name)]
     return column_R.view(torch.float32) if name in FLOATS else column_R
 
 
 def wide(state: RowTensors, name: str) -> torch.Tensor:
-    """A column of all rows, int64."""
+    """Return a column of all rows, int64."""
     return state.wide_CR[WIDE_COLUMNS.index(name)]
 
 
 def penalties_of(state: RowTensors, rows_N: torch.Tensor) -> Penalties:
-    """The penalties of these rows."""
+    """Return the penalties of these rows."""
     names = ("presence", "frequency", "repetition")
     return Penalties(*(narrow(state, name).index_select(0, rows_N) for name in names))

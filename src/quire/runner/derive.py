@@ -14,8 +14,8 @@ GPU_TOKENS = 8192
 
 
 def choose_dtype(name: str, spec: ModelSpec, device: str) -> str:
-    """The dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU
-    is slow with them: without our core and without products of bfloat16. device: its type."""
+    """Choose the dtype of weights, activations and KV. `auto` avoids 16 bits where a CPU is slow
+    with them: without our core and without products of bfloat16. device: its type."""
     if name != "auto":
         return name
     name = spec.dtype if spec.dtype in DTYPE_BYTES else "float32"
@@ -26,12 +26,12 @@ def choose_dtype(name: str, spec: ModelSpec, device: str) -> str:
 
 
 def has_native_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16)."""
+    """Return whether this CPU multiplies bfloat16 in hardware (AVX512-BF16, AMX, Arm BF16)."""
     return bool(cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def cpu_flags() -> set[str]:
-    """All words of /proc/cpuinfo's values, the features of the CPU among them."""
+    """Return all words of /proc/cpuinfo's values, the features of the CPU among them."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -40,7 +40,7 @@ def cpu_flags() -> set[str]:
 
 
 def default_depth(device: str) -> int:
-    """Plans in flight. On a CPU planning takes the cores that compute."""
+    """Return how many plans are in flight. On a CPU planning takes the cores that compute."""
     return 1 if device == "cpu" else 2
 
 

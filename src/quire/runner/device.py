@@ -21,11 +21,11 @@ class Arrival(Protocol):
     def is_done(self) -> bool: ...
 
     def wait(self) -> list[torch.Tensor]:
-        """The values, on the host, in the order in which the work returned them."""
+        """Wait for the values, on the host, in the order in which the work returned them."""
         ...
 
     def duration_s(self) -> float:
-        """How long the device worked on it; after `wait`."""
+        """Return how long the device worked on it; after `wait`."""
         ...
 
 
@@ -44,7 +44,7 @@ class Device(Protocol):
     can_capture: bool
 
     def pinned(self, num_words: int) -> torch.Tensor:
-        """int32 memory of the host that the device reads."""
+        """Return int32 memory of the host that the device reads."""
         ...
 
     def run(self, work: Work) -> Arrival:
@@ -53,14 +53,14 @@ class Device(Protocol):
         ...
 
     def begin_capture(self) -> Graph:
-        """Within `run`: from here on work is recorded, and not done."""
+        """Begin to record, within `run`: from here on work is recorded, and not done."""
         ...
 
     def end_capture(self, graph: Graph) -> None: ...
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values at the same place, which graphs keep and the result does not: other
-        recordings may use it, too."""
+        """Return the same values at the same place, which graphs keep and the result does not:
+        other recordings may use it, too."""
         ...
 
 
@@ -82,7 +82,7 @@ class _Here:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of what is a part of memory that is used again."""
+    """Return the tensor, or a copy of what is a part of memory that is used again."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

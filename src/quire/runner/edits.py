@@ -42,23 +42,23 @@ class Edits:
         self.table = self._make(FIRST_CAPACITY)
 
     def start(self, start: RowStart) -> None:
-        """A row with edits starts."""
+        """Write the lists of a row that starts."""
         made = make_edit_table([row_edits(start)], torch.device("cpu"))
         arrays = (tensor.numpy() for tensor in (made.entries, made.values, made.spans[0]))
         self._add(start.row, _Lists(*arrays))
 
     def copy(self, parent: int, child: int) -> None:
-        """A row becomes another's fork."""
+        """Give a fork its parent's lists."""
         self._lists.pop(child, None)
         if parent in self._lists:
             self._add(child, self._lists[parent])
 
     def release(self, row: int) -> None:
-        """A row is free, or starts again."""
+        """Forget a row's lists."""
         self._lists.pop(row, None)
 
     def span(self, row: int) -> npt.NDArray[np.int32]:
-        """The row's span, on the host."""
+        """Return the row's span, on the host."""
         return self._spans[row]
 
     def _add(self, row: int, lists: _Lists) -> None:
@@ -111,7 +111,7 @@ class Edits:
 
 
 def row_edits(start: RowStart) -> RowEdits:
-    """What a row asks for."""
+    """Return what a row asks for."""
     params = start.params
     is_least = has_least_length(start)
     return RowEdits(

@@ -12,23 +12,26 @@ GRAPH_BYTES = 4 << 20  # of a graph beside its tensors: nodes and parameters
 
 
 def ladder(max_rows: int) -> list[int]:
-    """Sizes up to max_rows, none of which has more than 16 rows too many, or twice as many."""
+    """Return sizes up to max_rows, none of which has more than 16 rows too many, or twice as
+    many."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_rows + 16, 16)]
     return [size for size in sizes if size < max_rows] + [max_rows]
 
 
 def most_mixed_tokens(max_rows: int) -> int:
-    """Of a mixed step that is recorded."""
+    """Count the tokens of the largest mixed step that is recorded."""
     return max(MIXED_TOKENS[-1], max_rows)
 
 
 def all_graphs_bytes(max_rows: int, tensors_bytes: int) -> int:
-    """What all graphs take, if the largest one's tensors, which the others share, take so much."""
+    """Return what all graphs take, if the largest one's tensors, which the others share, take so
+    much."""
     return tensors_bytes + GRAPH_BYTES * (len(ladder(max_rows)) + MOST_MIXED)
 
 
 def estimated_graph_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """From the model's shape, on a GPU. config: with all derived values filled in."""
+    """Estimate what graphs take, from the model's shape, on a GPU. config: with all derived values
+    filled in."""
     num_rows = config.scheduler.max_num_seqs
     assert num_rows
     if config.enforce_eager:

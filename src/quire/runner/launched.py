@@ -77,8 +77,8 @@ class Launched:
 
 
 def to_candidates(tensors: list[torch.Tensor], counts: npt.NDArray[np.int64]) -> list[Candidates]:
-    """Candidates of each row, from `logprob_tensors` on the host. counts: how many candidates each
-    row asked for, beside its own token."""
+    """Return candidates of each row, from `logprob_tensors` on the host. counts: how many
+    candidates each row asked for, beside its own token."""
     ids, logprobs, ranks = tensors[0].int().numpy(), tensors[1].numpy(), tensors[2].tolist()
     return [
         Candidates(ids[r, : count + 1], logprobs[r, : count + 1], ranks[r])

@@ -19,7 +19,8 @@ GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does an
 
 
 def available_cpu_bytes() -> int:
-    """Memory that this process may still take: the system's, or its control group's if less."""
+    """Return memory that this process may still take: the system's, or its control group's if
+    less."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             system = int(line.split()[1]) * 1024
@@ -28,7 +29,8 @@ def available_cpu_bytes() -> int:
 
 
 def _cgroup_left() -> list[int]:
-    """Bytes left under the limit of a version 2 or version 1 control group, if there is one."""
+    """Return bytes left under the limit of a version 2 or version 1 control group, if there is
+    one."""
     pairs = (
         (CGROUP / "memory.max", CGROUP / "memory.current"),
         (CGROUP / "memory/memory.limit_in_bytes", CGROUP / "memory/memory.usage_in_bytes"),
@@ -43,7 +45,7 @@ def _cgroup_left() -> list[int]:
 
 
 def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs: int) -> int:
-    """Upper bound of what one step allocates beside weights and KV, from the model's shape.
+    """Bound what one step allocates beside weights and KV, from the model's shape.
 
     Per token: the residual stream, queries, keys and values, both halves of the feed-forward layer
     and its product, or what a mixture of experts makes. Per sampling row: logits in the model's
@@ -62,7 +64,7 @@ def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs
 def plan_cpu_memory(
     config: EngineConfig, spec: ModelSpec, weights_bytes: int, free_bytes: int
 ) -> MemoryPlan:
-    """Pool of max_num_seqs x max_model_len tokens, at most a quarter of the free memory.
+    """Plan a pool of max_num_seqs x max_model_len tokens, at most a quarter of the free memory.
 
     config: with all derived values filled in. free_bytes: available before the weights are loaded.
     """
@@ -78,14 +80,14 @@ def plan_cpu_memory(
 
 
 def cpu_pool_budget(free_bytes: int, weights_bytes: int, workspace: int) -> int:
-    """What the pool may take on a CPU; below zero if not even the rest fits."""
+    """Return what the pool may take on a CPU; below zero if not even the rest fits."""
     return min(int(free_bytes * CPU_POOL_SHARE), free_bytes - weights_bytes - workspace)
 
 
 def gpu_pool_budget(
     total_bytes: int, utilization: float, used_bytes: int, free_bytes: int, workspace: int
 ) -> int:
-    """What the pool may take on a GPU; below zero if not even the rest fits.
+    """Return what the pool may take on a GPU; below zero if not even the rest fits.
 
     The utilization is this process's share of the GPU, whatever others take; but what they have
     taken is gone. used_bytes: by this process, its context included; free_bytes: of the device.
@@ -103,7 +105,7 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Bytes of one block of each cache group."""
+    """Return bytes of one block of each cache group."""
     cache, size = config.cache, DTYPE_BYTES[config.model.dtype]
     return [
         group.stored_block_bytes(cache.block_size, size, cache.kv_cache_dtype)
@@ -114,8 +116,8 @@ def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
 def _check_rows(
     length: int, num_rows: int, block_size: int, num_groups: int, total_bytes: int
 ) -> None:
-    """Each row has room for the token ids and block tables of a whole sequence, also where a window
-    lets it do with few blocks. Raises OutOfMemory."""
+    """Check that each row has room for the token ids and block tables of a whole sequence, also
+    where a window lets it do with few blocks. Raises OutOfMemory."""
     needed = 4 * num_rows * (length + num_groups * (length // block_size + 2))
     if needed > total_bytes:
         raise OutOfMemory(

@@ -72,17 +72,17 @@ class ModelRunner:
 
     @property
     def is_async(self) -> bool:
-        """Whether `launch` returns before the step has ended."""
+        """Return whether `launch` returns before the step has ended."""
         return self.device.is_async
 
     @property
     def can_record(self) -> bool:
-        """Whether steps can be recorded as graphs."""
+        """Return whether steps can be recorded as graphs."""
         can_hold = self.backend.can_be_recorded and self.rows.ops.can_be_recorded
         return self.device.can_capture and can_hold
 
     def record(self, *, in_pieces: bool, used: UsedSizes | None = None) -> None:
-        """From now on record steps, and replay them, where that is possible."""
+        """Record steps from now on, and replay them, where that is possible."""
         if self.can_record:
             num_rows = self.rows.max_num_rows
             self._graphs = Graphs(self.device, self, num_rows, in_pieces=in_pieces, used=used)
@@ -93,8 +93,8 @@ class ModelRunner:
         return self._graphs is not None and self._graphs.record_next()
 
     def graph_bytes(self, config: EngineConfig) -> int:
-        """The largest recorded steps' tensors, measured by running them, which the others share;
-        and what each graph has of its own."""
+        """Measure the largest recorded steps' tensors, which the others share, by running them; and
+        add what each graph has of its own."""
         if config.enforce_eager or not self.can_record:
             return 0
         device, num_rows = self.device.device, self.rows.max_num_rows
@@ -148,7 +148,7 @@ class ModelRunner:
             self.sampler.copy_row(fork.parent, fork.child)
 
     def _recorded(self, plan: Plan, needs: Needs) -> Recorded | None:
-        """The graph that has room for a plan's step."""
+        """Find the graph that has room for a plan's step."""
         num_rows, num_tokens = len(plan.rows), plan.num_scheduled_tokens
         if (
             self._graphs is None
@@ -161,7 +161,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _carry_out_nothing(self, size: Size) -> None:
-        """A step with places of this size, and without rows."""
+        """Carry out a step with places of this size, and without rows."""
         shape = self.largest_shape(size)
 
         def work() -> list[torch.Tensor]:
@@ -172,22 +172,22 @@ class ModelRunner:
         self.device.run(work).wait()
 
     def expect_nothing(self) -> None:
-        """A step without rows comes next: for what is recorded."""
+        """Get ready for a step without rows: for what is recorded."""
         self.rows.expect_nothing()
 
     def largest_shape(self, size: Size) -> StepShape:
-        """Of steps that a size has room for, one that takes most."""
+        """Return the shape of the step that takes most, of those that a size has room for."""
         query_lens = np.ones(size.rows, np.int32)
         query_lens[0] += max(size.tokens - size.rows, 0)
         context_lens = np.full(size.rows, self.rows.max_model_len, np.int32)
         return StepShape(query_lens, context_lens, size.rows)
 
     def gather(self, shape: StepShape) -> Gathered:
-        """The inputs of the step that comes next."""
+        """Gather the inputs of the step that comes next."""
         return self.rows.ops.gather(shape)
 
     def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep:
-        """What attention needs of a step whose inputs are gathered there."""
+        """Return what attention needs of a step whose inputs are gathered there."""
         return AttentionStep(
             positions_T=inputs.positions_T,
             query_starts_S1=inputs.query_starts_S1,
@@ -207,8 +207,8 @@ class ModelRunner:
         wanted: list[WantedLogprobs] | None = None,
         scores: Sequence[Scored] = (),
     ) -> list[torch.Tensor]:
-        """The work of a step, from gathered inputs to counters; returns the log-probabilities that
-        rows wanted (those of all rows, if the step is recorded: None), then the scores."""
+        """Do the work of a step, from gathered inputs to counters; returns the log-probabilities
+        that rows wanted (those of all rows, if the step is recorded: None), then the scores."""
         inputs = gathered.inputs
         backend.prepare(self.attention_step(inputs, shape))
         hidden_TD = self.model(inputs.ids_T, inputs.positions_T, backend)
@@ -216,7 +216,7 @@ class ModelRunner:
         return self._end(gathered, hidden_TD, shape, needs, wanted) + scored
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
-        """Log-probabilities of the prompt tokens that follow some positions of the step."""
+        """Tell log-probabilities of the prompt tokens that follow some positions of the step."""
         logits = self.model.logits(hidden_TD[part.place : part.place + part.count])
         targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
         return logprob_tensors(token_logprobs(logits, targets, part.num))
@@ -241,7 +241,7 @@ class ModelRunner:
 
 
 def shape_of(plan: Plan, num_places: int = 0) -> StepShape:
-    """The shape of a plan's step, with as many places for rows (0: one for each)."""
+    """Return the shape of a plan's step, with as many places for rows (0: one for each)."""
     num_rows = len(plan.rows)
     query_lens, context_lens = np.zeros((2, num_places or num_rows), np.int32)
     query_lens[:num_rows] = plan.num_tokens

@@ -27,7 +27,7 @@ class TracedAttention(AttentionBackend):
     name = "traced"
 
     def prepare(self, step: AttentionStep) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class TracedAttention(AttentionBackend):
         return q_TNH.new_zeros(q_TNH.shape)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
-        """Nothing: there are no blocks."""
+        """Do nothing: there are no blocks."""
 
     swap_out = load = copy_blocks
 
@@ -63,7 +63,7 @@ class NativeModel:
     def __call__(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
-        """Hidden states [T, D], float32, of the step that the backend has prepared."""
+        """Compute hidden states [T, D], float32, of the step that the backend has prepared."""
         assert attention is self._backend
         ids_T = input_ids_T.long()
         out_TD = torch.empty(len(ids_T), self._size)
@@ -83,14 +83,14 @@ class NativeModel:
         return out_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V], float32."""
+        """Compute logits [R, V], float32."""
         logits_RV: torch.Tensor = self._model.logits(hidden_RD)
         return logits_RV
 
 
 @torch.inference_mode()
 def trace(model: Any) -> tuple[ProgramDraft, int]:
-    """The model's program, and the size of the hidden states that it returns."""
+    """Trace the model: its program, and the size of the hidden states that it returns."""
     ids_T = torch.zeros(TRACED_TOKENS, dtype=torch.int64)
     positions_T = torch.arange(TRACED_TOKENS)
     with record_ops(keeps_values=True) as record:
@@ -100,7 +100,8 @@ def trace(model: Any) -> tuple[ProgramDraft, int]:
 
 
 def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int]:
-    """Of each cache group: query heads of a KV head, which must be equally many in all layers."""
+    """Count the query heads of a KV head for each cache group; they must be equally many in all
+    layers."""
     found: dict[int, int] = {}
     for instruction in draft.instructions:
         if instruction.kind == Kind.ATTEND:
@@ -125,7 +126,7 @@ def assemble(draft: ProgramDraft, backend: CpuBackend) -> CoreProgram:
 
 
 def native_or_same(model: Any, backend: AttentionBackend) -> Any:
-    """The model in its native form where there is one, else the model itself."""
+    """Return the model in its native form where there is one, else itself."""
     if not isinstance(backend, CpuBackend):
         return model
     try:

@@ -22,7 +22,7 @@ class Forks:
         self._done: set[RowFork] = set()
 
     def to_do(self, plan: Plan) -> list[RowFork]:
-        """Those that no try of this step has carried out."""
+        """Return those that no try of this step has carried out."""
         if plan.step_id != self._step_id:
             self._step_id, self._done = plan.step_id, set()
         return [fork for fork in plan.forked if fork not in self._done]
@@ -81,7 +81,7 @@ class PromptScores:
         self._asked: dict[int, int] = {}  # row -> candidates per position
 
     def start_and_release(self, plan: Plan) -> None:
-        """Rows that a plan releases and starts."""
+        """Note which rows a plan releases and starts."""
         for row in plan.released.tolist():
             self._asked.pop(row, None)
         for start in plan.started:
@@ -91,8 +91,8 @@ class PromptScores:
                 self._asked[start.row] = self._vocab_size if num == ALL_LOGPROBS else num
 
     def may_have(self, plan: Plan, prompt_lens: npt.NDArray[np.int64]) -> bool:
-        """Whether the plan's step tells any. prompt_lens: of all rows, before the plan; it may make
-        them longer."""
+        """Return whether the plan's step tells any. prompt_lens: of all rows, before the plan; it
+        may make them longer."""
         if not self._asked:
             return False
         asked = [i for i, row in enumerate(plan.rows.tolist()) if row in self._asked]
@@ -102,8 +102,8 @@ class PromptScores:
         return bool((plan.computed_bound[asked] < lens - 1).any())
 
     def of(self, plan: Plan, prompt_lens: npt.NDArray[np.int64]) -> list[Scored]:
-        """What the plan's step tells, in the order of rows and positions. prompt_lens: of all rows,
-        with this plan."""
+        """List what the plan's step tells, in the order of rows and positions. prompt_lens: of all
+        rows, with this plan."""
         found: list[Scored] = []
         if not self._asked:
             return found

@@ -35,7 +35,8 @@ class Preview:
 
 
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
-    """Raises ModelError, ConfigError, OutOfMemory, as `build_runner` would."""
+    """Find out what a runner would be made with. Raises ModelError, ConfigError, OutOfMemory, as
+    `build_runner` would."""
     spec = load_spec(source.directory)
     device = choose_device(config.device)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None

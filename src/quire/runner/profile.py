@@ -23,7 +23,7 @@ MakeRunner = Callable[[EngineConfig, tuple[int, ...]], ModelRunner]
 
 
 def with_length(config: EngineConfig, length: int) -> EngineConfig:
-    """The config with another max_model_len."""
+    """Return the config with another max_model_len."""
     model = dataclasses.replace(config.model, max_model_len=length)
     return dataclasses.replace(config, model=model)
 
@@ -36,7 +36,8 @@ def plan_gpu_memory(
     free_at_start: int,
     make_runner: MakeRunner,
 ) -> MemoryPlan:
-    """The pool gets what the largest step, the graphs and other processes leave of our share.
+    """Plan the pool: it gets what the largest step, the graphs and other processes leave of our
+    share.
 
     free_at_start: bytes of the device before anything was loaded. make_runner: of a config and
     pools of these numbers of blocks. Raises OutOfMemory.
@@ -75,15 +76,15 @@ def plan_gpu_memory(
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """Of a GPU, after an earlier engine of this process has given back what it had: a runner and
-    its graphs refer to each other, and only a collection ends them."""
+    """Count the free bytes of a GPU, after an earlier engine of this process has given back what it
+    had: a runner and its graphs refer to each other, and only a collection ends them."""
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def describe_memory(device: torch.device) -> str:
-    """What an error says of a GPU."""
+    """Return what an error says of a GPU."""
     free, total = torch.cuda.mem_get_info(device)
     name = torch.cuda.get_device_name(device)
     return f"{name} ({free / 1e9:.1f} of {total / 1e9:.1f} GB are free)"
@@ -92,8 +93,8 @@ def describe_memory(device: torch.device) -> str:
 def worst_case_plan(
     config: EngineConfig, num_groups: int, vocab_size: int
 ) -> tuple[Plan, tuple[int, ...]]:
-    """A step of max_num_batched_tokens tokens in which as many rows as possible sample with every
-    filter on; and the pool that it needs. All rows write the same blocks: harmless here."""
+    """Make a step of max_num_batched_tokens tokens in which as many rows as possible sample with
+    every filter on; and the pool that it needs. All rows write the same blocks: harmless here."""
     scheduler, size = config.scheduler, config.cache.block_size
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     assert config.model.max_model_len

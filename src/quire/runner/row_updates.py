@@ -36,7 +36,7 @@ class RowUpdates:
             self.deltas.append(np.stack(columns, axis=1))
 
     def merged_deltas(self) -> Int32:
-        """All deltas; of several for one place the last."""
+        """Merge all deltas: of several for one place the last."""
         if not self.deltas:
             return np.empty((0, 4), np.int32)
         merged = np.concatenate(self.deltas)

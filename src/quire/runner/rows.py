@@ -33,7 +33,7 @@ NUM_RESULTS = 8  # steps whose tokens are on their way
 def empty_rows(
     device: torch.device, max_num_rows: int, max_model_len: int, num_groups: int, block_size: int
 ) -> RowTensors:
-    """State of max_num_rows rows of up to max_model_len tokens."""
+    """Make the state of max_num_rows rows of up to max_model_len tokens."""
     num_blocks = -(-max_model_len // block_size) + 1
     return RowTensors(
         lazy_zeros((max_num_rows, max_model_len), torch.int32, device),
@@ -101,7 +101,7 @@ class DeviceRows:
         return self.ops.prepare(updates, lists), self._result_slot
 
     def expect_nothing(self) -> None:
-        """A step of no rows comes next: for what is run or recorded without a plan."""
+        """Get ready for a step of no rows: for what is run or recorded without a plan."""
         nothing, flags = Plan(step_id=-1), SamplingFlags.of_rows(0)
         update, _ = self.apply(nothing, flags.has_edits, Asked(nothing.sample_rows, flags, {}))
         self.run_with(update, list)
@@ -122,7 +122,7 @@ class DeviceRows:
         return arrival
 
     def result(self, slot: int, num_samples: int) -> torch.Tensor:
-        """The tokens of a step, int32 [N]."""
+        """Return the tokens of a step, int32 [N]."""
         return self.results_QR[slot, :num_samples]
 
     def advance(self, gathered: Gathered, ids_N: torch.Tensor, is_valid_N: torch.Tensor) -> None:

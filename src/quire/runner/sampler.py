@@ -44,31 +44,31 @@ class Sampler:
         self._ops, self._edits = ops, edits
 
     def start_row(self, start: RowStart) -> None:
-        """A sequence takes a row."""
+        """Give a row to a sequence."""
         self._edits.release(start.row)
         self.flags.start(start)
         if self.flags.has_edits[start.row]:
             self._edits.start(start)
 
     def release_rows(self, rows: Rows) -> None:
-        """Sequences have left their rows."""
+        """Forget rows that sequences have left."""
         self.flags.release(rows)
         for row in rows.tolist():
             self._edits.release(row)
 
     def copy_row(self, parent: int, child: int) -> None:
-        """A fork: the child samples as its parent."""
+        """Let a forked child sample as its parent."""
         self.flags.copy(parent, child)
         self._edits.copy(parent, child)
 
     def asked(self, rows: Rows) -> Asked:
-        """What these rows asked for."""
+        """Return what these rows asked for."""
         flags = self.flags.at(rows)
         places = np.flatnonzero(flags.has_edits).tolist() if flags.has_edits.any() else []
         return Asked(rows, flags, {n: self._edits.span(int(rows[n])) for n in places})
 
     def needs(self, asked: Asked) -> Needs:
-        """What a step does in which rows sample that asked for this."""
+        """Say what a step does in which rows sample that asked for this."""
         num_logprobs = asked.flags.num_logprobs
         wanted = int(num_logprobs.max(initial=NO_LOGPROBS))
         if wanted != NO_LOGPROBS and (num_logprobs == ALL_LOGPROBS).any():
@@ -83,8 +83,8 @@ class Sampler:
         )
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:
-        """Which rows asked for log-probabilities: those with few candidates share one pass, those
-        that want the vocabulary another one."""
+        """Say which rows asked for log-probabilities: those with few candidates share one pass,
+        those that want the vocabulary another one."""
         nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
         if (nums == NO_LOGPROBS).all():
             return found
@@ -98,7 +98,7 @@ class Sampler:
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token per row, int64 [N], and whether there was one to choose, bool [N].
+        """Choose a token per row, int64 [N], and whether there was one to choose, bool [N].
 
         logits: of any float dtype, the raw output of the model; they are not changed.
         """
@@ -113,8 +113,8 @@ class Sampler:
         needs: Needs,
         wanted: list[WantedLogprobs] | None,
     ) -> list[torch.Tensor]:
-        """Those of the chosen tokens and of the best ones: for all rows, where that is recorded,
-        else for those that want them. Three tensors for each of `wanted`."""
+        """Tell log-probabilities of the chosen tokens and of the best ones: for all rows, where
+        that is recorded, else for those that want them. Three tensors for each of `wanted`."""
         if needs.num_candidates == NO_LOGPROBS:
             return []
         if wanted is None:
@@ -128,5 +128,5 @@ class Sampler:
 
 
 def logprob_tensors(found: TokenLogprobs) -> list[torch.Tensor]:
-    """What is sent to the host of log-probabilities."""
+    """Return what is sent to the host of log-probabilities."""
     return [found.token_ids, found.logprobs, found.ranks]

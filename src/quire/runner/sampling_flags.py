@@ -33,7 +33,7 @@ class SamplingFlags:
 
     @classmethod
     def of_rows(cls, max_num_rows: int) -> "SamplingFlags":
-        """Flags of rows that ask for nothing."""
+        """Make flags of rows that ask for nothing."""
         return cls(
             is_greedy=np.ones(max_num_rows, bool),
             has_filter=np.zeros(max_num_rows, bool),
@@ -44,7 +44,7 @@ class SamplingFlags:
         )
 
     def start(self, start: RowStart) -> None:
-        """A sequence takes a row."""
+        """Set the flags of a row that a sequence takes."""
         row, params = start.row, start.params
         self.is_greedy[row] = params.is_greedy
         has_limits = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
@@ -55,27 +55,27 @@ class SamplingFlags:
         self.has_edits[row] = asks_for_edits(start)
 
     def release(self, rows: Rows) -> None:
-        """Sequences have left their rows."""
+        """Clear what rows asked for that sequences have left."""
         self.has_edits[rows] = False
         self.num_logprobs[rows] = NO_LOGPROBS
 
     def copy(self, parent: int, child: int) -> None:
-        """A fork: the child samples as its parent."""
+        """Let a forked child sample as its parent."""
         for array in vars(self).values():
             array[child] = array[parent]
 
     def at(self, rows: Rows) -> "SamplingFlags":
-        """Copies of some rows' entries."""
+        """Copy some rows' entries."""
         return SamplingFlags(*(array[rows] for array in vars(self).values()))
 
 
 def asks_for_edits(start: RowStart) -> bool:
-    """Whether the row's logits are masked or biased."""
+    """Return whether the row's logits are masked or biased."""
     params = start.params
     has_lists = bool(params.allowed_token_ids or start.bad_words_token_ids or params.logit_bias)
     return has_lists or has_least_length(start)
 
 
 def has_least_length(start: RowStart) -> bool:
-    """Whether tokens that stop the row are forbidden at its beginning."""
+    """Return whether tokens that stop the row are forbidden at its beginning."""
     return start.params.min_tokens > 0 and len(start.stop_token_ids) > 0

@@ -116,19 +116,20 @@ class StepOps(Protocol):
         ...
 
     def gather(self, shape: StepShape) -> Gathered:
-        """The inputs of the step whose lists were taken last."""
+        """Gather the inputs of the step whose lists were taken last."""
         ...
 
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
     ) -> torch.Tensor:
-        """The logits with masks, biases and penalties; those that are given are not changed."""
+        """Return the logits with masks, biases and penalties; those that are given are not
+        changed."""
         ...
 
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token per row, int64 [N], and whether there was one to choose, bool [N]."""
+        """Choose a token per row, int64 [N], and whether there was one to choose, bool [N]."""
         ...
 
     def advance(

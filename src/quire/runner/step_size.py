@@ -32,7 +32,7 @@ def bounded_tokens(tokens: float) -> int:
 
 
 def linear_parameters(spec: ModelSpec) -> int:
-    """Weights that each token is multiplied with, head and embedding aside."""
+    """Count the weights that each token is multiplied with, head and embedding aside."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
     dense, experts = 3 * spec.hidden_size * spec.intermediate_size, spec.experts
     if experts is None:

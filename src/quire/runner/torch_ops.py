@@ -80,7 +80,8 @@ class TorchOps:
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
     ) -> torch.Tensor:
-        """Masks, biases and penalties, on a copy in float32; the logits if no row has any."""
+        """Apply masks, biases and penalties to a copy in float32; returns the logits if no row has
+        any."""
         raw_NV = logits_NV.float().contiguous()
         if needs.edits is None and not needs.has_penalties:
             return raw_NV
@@ -108,7 +109,7 @@ class TorchOps:
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The greedy choice, with that of the rows that sample written over it."""
+        """Make the greedy choice, with that of the rows that sample written over it."""
         best_N, values_N = arg_max(logits_NV)
         flags = self._now.sampling.flags
         is_random, ids_N = ~flags.is_greedy, best_N
@@ -129,7 +130,7 @@ class TorchOps:
         is_valid_N: torch.Tensor,
         results_QS: torch.Tensor,
     ) -> None:
-        """Results first, counters last."""
+        """Write results first, counters last."""
         lists, samples = self._now, gathered.samples
         if len(lists.sampling.rows):
             results_QS[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
@@ -146,7 +147,7 @@ class TorchOps:
     def _choose_some(
         self, logits_NV: torch.Tensor, samples: SampleInputs, which: Indices, index: torch.Tensor
     ) -> torch.Tensor:
-        """The rows `which`, either all with filters or all without."""
+        """Choose for the rows `which`, either all with filters or all without."""
         state, flags = self._state, self._now.sampling.flags
         some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
         rows = samples.rows[index]

@@ -75,7 +75,7 @@ class AttentionBackend(ABC):
         *,
         out_TNH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of this step's queries over their sequences; returns [T, N, H], in `out` if it
+        """Attend with this step's queries over their sequences; returns [T, N, H], in `out` if it
         is given."""
 
     @abstractmethod
@@ -99,9 +99,9 @@ class AttentionBackend(ABC):
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Queries [T, N, H] of M = N + 2 K heads, normalised with weight [N + K, H], if there is
-        one, and turned; keys too, which are stored beside the values. A backend may do all of this
-        in one operation."""
+        """Return queries [T, N, H] of M = N + 2 K heads, normalised with weight [N + K, H], if
+        there is one, and turned; keys too, which are stored beside the values. A backend may do all
+        of this in one operation."""
         num_turned = qkv_TMH.shape[1] - num_kv_heads
         qk_TMH, v_TKH = qkv_TMH.split([num_turned, num_kv_heads], dim=1)
         if weight is not None:
@@ -114,8 +114,8 @@ class AttentionBackend(ABC):
 
     @property
     def host_blocks(self) -> HostBlocks | None:
-        """Blocks of host memory by group, for those who move them elsewhere; None: the backend
-        keeps them to itself."""
+        """Return blocks of host memory by group, for those who move them elsewhere; None: the
+        backend keeps them to itself."""
         return None
 
 
@@ -142,7 +142,7 @@ class KVLayout:
 
 
 def refuse_kv_format(backend: str, layout: KVLayout) -> None:
-    """Raises ConfigError for a layout whose keys and values are not stored in its dtype."""
+    """Raise ConfigError for a layout whose keys and values are not stored in its dtype."""
     if layout.kv_format != "auto":
         raise ConfigError(
             f"attention_backend {backend} stores keys and values in the model's dtype, not as"

@@ -75,7 +75,7 @@ class BatchBuilder:
         self._batch_blocks = max(1, budget // (layer_block_bytes * layout.block_size))
 
     def build(self, step: AttentionStep, table_SL: torch.Tensor) -> list[Batch]:
-        """The batches of a step; each row is in one of them."""
+        """Return the batches of a step; each row is in one of them."""
         lens = step.query_lens_host
         num_blocks_S = self._num_blocks(step.context_lens_host, lens, lens)
         starts = np.concatenate(([0], np.cumsum(step.query_lens_host)))
@@ -85,7 +85,8 @@ class BatchBuilder:
         ]
 
     def begun_blocks(self, step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor | None:
-        """int64 ids of the blocks that this step begins and does not fill; None if there are none.
+        """Return int64 ids of the blocks that this step begins and does not fill; None if there are
+        none.
 
         Only the last block of a row can be one.
         """
@@ -106,7 +107,7 @@ class BatchBuilder:
         return -(-visible // self._block_size)
 
     def _sort_rows(self, query_lens: Ints, num_blocks_S: Ints) -> Iterator[Ints]:
-        """Row indices of each batch. Rows stay in the step's order where they can."""
+        """Return row indices of each batch. Rows stay in the step's order where they can."""
         for length in np.unique(query_lens):
             (rows,) = np.nonzero(query_lens == length)
             if length > SHORT_QUERY:

@@ -33,7 +33,7 @@ def copy_blocks(kv: torch.Tensor, source: Int32, destination: Int32, dim: int) -
 
 
 def last_writes(destination: npt.NDArray[np.signedinteger]) -> Int32:
-    """Indices of the last write to each place, ascending."""
+    """Return indices of the last write to each place, ascending."""
     _, from_behind = np.unique(destination[::-1], return_index=True)
     return np.sort(len(destination) - 1 - from_behind).astype(np.int32)
 

@@ -24,7 +24,7 @@ KV_FORMATS = ("auto", "int8")
 
 
 def why_not(layout: KVLayout) -> str | None:
-    """Why this backend cannot serve the layout; None if it can."""
+    """Return why this backend cannot serve the layout; None if it can."""
     if layout.device.type != "cpu":
         return f"it is for CPUs, not {layout.device.type}"
     if layout.dtype not in ELEMENTS:
@@ -93,7 +93,7 @@ class CpuBackend(MovesBlocks):
         return self._layers[layer]
 
     def slots(self, group: int) -> torch.Tensor:
-        """int64 [T], of the prepared step."""
+        """Return the prepared step's slots, int64 [T]."""
         assert self._step is not None, "prepare comes first"
         return self._step.slots_T[group]
 
@@ -129,7 +129,7 @@ class CpuBackend(MovesBlocks):
         *,
         out_TNH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of all rows, [T, N, H]."""
+        """Attend for all rows, [T, N, H]."""
         kv = self._layers[layer]
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
@@ -188,7 +188,7 @@ class CpuBackend(MovesBlocks):
 
 
 def variants() -> tuple[str, ...]:
-    """The instruction sets that attention has here, the best last; none without the core."""
+    """Return the instruction sets that attention has here, the best last; none without the core."""
     module = core()
     return () if module is None else tuple(module.attention_variants())
 

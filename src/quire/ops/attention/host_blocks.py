@@ -100,8 +100,8 @@ class HostBlocks:
         return kv.numel() // kv.shape[self._dim] * kv.element_size()
 
     def read(self, place: int, block: int) -> memoryview:
-        """A copy of a block of a mirror: all of the device's bytes at its index, in C order. From
-        any thread."""
+        """Return a copy of a block of a mirror: all of the device's bytes at its index, in C order.
+        From any thread."""
         return self._settled_block(place, block).copy().reshape(-1).view(np.uint8).data
 
     def write(self, place: int, block: int, data: bytes | bytearray | memoryview) -> None:
@@ -119,8 +119,8 @@ class HostBlocks:
         target[...] = values.view(target.dtype).reshape(target.shape)
 
     def _settled_block(self, place: int, block: int) -> npt.NDArray[np.integer]:
-        """A view of a block of a mirror, after what was on its way there has come. Copied by numpy:
-        torch would start a second pool of threads for the thread that asks."""
+        """Return a view of a block of a mirror, after what was on its way there has come. Copied by
+        numpy: torch would start a second pool of threads for the thread that asks."""
         if self._transfers is not None:
             self._transfers.wait_for(place, np.array([block], np.int32))
         found: npt.NDArray[np.integer] = as_numpy(self._mirror(place))[block]
@@ -132,7 +132,8 @@ class HostBlocks:
         return (slice(start, start + size) for start in range(0, num_blocks, size))
 
     def _mirror(self, place: int) -> torch.Tensor:
-        """Made by whoever comes first, which may be a store."""
+        """Make a mirror, or return the one that is there. Whoever comes first, perhaps a store,
+        makes it."""
         with self._lock:
             mirror = self._host_kv[place]
             if mirror is None:

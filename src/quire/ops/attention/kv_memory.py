@@ -47,7 +47,7 @@ class MovesBlocks(AttentionBackend):
 
     @property
     def host_blocks(self) -> HostBlocks:
-        """Blocks of host memory, for those who move them elsewhere."""
+        """Return blocks of host memory, for those who move them elsewhere."""
         return self._memory.host
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:

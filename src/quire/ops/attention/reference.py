@@ -68,7 +68,7 @@ class ReferenceBackend(AttentionBackend):
         *,
         out_TNH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention row by row, [T, N, H]."""
+        """Attend row by row, [T, N, H]."""
         assert self._step is not None, "prepare() comes before run()"
         group = self._group_of_layer[layer]
         starts = self._step.query_starts_S1.tolist()
@@ -100,7 +100,7 @@ class ReferenceBackend(AttentionBackend):
     def _run_row(
         self, layer: int, q_QNH: torch.Tensor, scale: float, context_len: int, table: list[int]
     ) -> torch.Tensor:
-        """Equation 4 for the Q newest tokens of one row."""
+        """Compute equation 4 for the Q newest tokens of one row."""
         block_size = self._layout.block_size
         window = self._layout.groups[self._group_of_layer[layer]].window
         num_queries = q_QNH.shape[0]
@@ -149,11 +149,11 @@ class OnlineSoftmax:
         self._max_NQ1 = new_max_NQ1
 
     def result(self) -> torch.Tensor:
-        """[Q, N, H]."""
+        """Return [Q, N, H]."""
         return (self._values_NQH / self._sum_NQ1).transpose(0, 1)
 
     def _per_query_head(self, x_PKH: torch.Tensor) -> torch.Tensor:
-        """[N, P, H]: each of the K heads serves N / K query heads that follow each other."""
+        """Return [N, P, H]: each of the K heads serves N / K query heads that follow each other."""
         num_queries_per_kv = self._q_NQH.shape[0] // x_PKH.shape[1]
         x_KPH = x_PKH.to(self._dtype).transpose(0, 1)
         return x_KPH.repeat_interleave(num_queries_per_kv, dim=0)

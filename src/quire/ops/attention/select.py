@@ -31,7 +31,7 @@ def make_backend(
     *,
     deterministic: bool = False,
 ) -> AttentionBackend:
-    """The backend of that name, with its KV tensors. `auto` takes the fastest of ours for the
+    """Make the backend of that name, with its KV tensors. `auto` takes the fastest of ours for the
     layout; other packages may bring more.
 
     kv_scales: what stored keys and values of a layer are multiplied by if they are fp8, 1 if
@@ -68,7 +68,7 @@ def make_backend(
 
 
 def _check_fp8(name: str, layout: KVLayout) -> None:
-    """Raises ConfigError for a backend without fp8. Why triton, which has it, was not taken may be
+    """Raise ConfigError for a backend without fp8. Why triton, which has it, was not taken may be
     the reason."""
     reason = triton_gpu.why_not(layout)
     if reason is None and name == "triton":
@@ -85,8 +85,8 @@ def _check_fp8(name: str, layout: KVLayout) -> None:
 
 
 def fastest(layout: KVLayout) -> str:
-    """Name of the fastest of our backends that can serve the layout. Says why, where a GPU does not
-    get the one that is made for it."""
+    """Return the name of the fastest of our backends that can serve the layout. Says why, where a
+    GPU does not get the one that is made for it."""
     if layout.dtype == torch.float64:
         return "reference"
     if layout.device.type == "cpu":

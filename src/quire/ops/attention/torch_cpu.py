@@ -71,7 +71,7 @@ class TorchBackend(MovesBlocks):
         *,
         out_TNH: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention batch by batch, [T, N, H]."""
+        """Attend batch by batch, [T, N, H]."""
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         g, index = self._place_of_layer[layer]
@@ -82,7 +82,8 @@ class TorchBackend(MovesBlocks):
         return out_TNH
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a batch, [K, R, C, H] each, in memory that the next batch reuses.
+        """Return keys and values of a batch, [K, R, C, H] each, in memory that the next batch
+        reuses.
 
         Fresh memory for each gather would cost more than the gather: its pages must be mapped.
         """

@@ -106,7 +106,7 @@ class Transfers:
         slot.scattered = streams.compute.mark()
 
     def wait_for(self, place: int, on_host: Int32) -> None:
-        """Until nothing is on its way to these blocks of a mirror."""
+        """Wait until nothing is on its way to these blocks of a mirror."""
         for slot in tuple(self._slots):
             use = slot.use
             if use is None or use.place != place:
@@ -116,13 +116,14 @@ class Transfers:
                 use.done.wait()
 
     def wait(self) -> None:
-        """Until nothing is on its way."""
+        """Wait until nothing is on its way."""
         for slot in tuple(self._slots):
             if slot.use is not None:
                 slot.use.done.wait()
 
     def _take_slot(self) -> _Slot:
-        """The one that was taken longest ago; while another thread asks, it keeps its last use."""
+        """Take the slot that was taken longest ago; while another thread asks, it keeps its last
+        use."""
         if not self._slots:
             start = self._streams.compute.mark()
             self._slots = [
@@ -142,7 +143,7 @@ def _copy_after(stream: Stream, mark: Mark, target: torch.Tensor, source: torch.
 
 
 def _buffer(whole: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The first bytes of a buffer as blocks, [N, ...]."""
+    """Return the first bytes of a buffer as blocks, [N, ...]."""
     shape = (len(blocks.on_host), *blocks.mirror.shape[1:])
     num_bytes = len(blocks.on_host) * blocks.mirror[0].nbytes
     return whole[:num_bytes].view(blocks.mirror.dtype).view(shape)
@@ -158,6 +159,6 @@ def _settle(sent: Mark, blocks: Blocks, pinned: torch.Tensor) -> None:
 
 
 def as_numpy(tensor: torch.Tensor) -> npt.NDArray[np.integer]:
-    """The same memory as integers of the same size."""
+    """Return the same memory as integers of the same size."""
     values: npt.NDArray[np.integer] = tensor.view(INTEGERS[tensor.element_size()]).numpy()
     return values

@@ -38,7 +38,7 @@ PARTS_BYTES = 256 << 20  # of a layer's unmerged results; beyond it chunks becom
 
 
 def why_not(layout: KVLayout) -> str | None:
-    """Why this backend cannot serve the layout; None if it can."""
+    """Return why this backend cannot serve the layout; None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
@@ -126,7 +126,7 @@ class TritonBackend(MovesBlocks):
         weight: torch.Tensor | None,
         eps: float,
     ) -> torch.Tensor:
-        """Queries, normalised and turned; keys and values are stored, as `write` does."""
+        """Return queries, normalised and turned; keys and values are stored, as `write` does."""
         assert self._step is not None, "prepare comes first"
         g, index = self._place[layer]
         kv, scales = self._memory.kv[g][:, index], self._layers[layer]
@@ -154,7 +154,7 @@ class TritonBackend(MovesBlocks):
         soft_cap: float | None = None,
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of all rows, [T, N, H], in `out` if it is given. soft_cap, sinks: as in
+        """Attend for all rows, [T, N, H], in `out` if it is given. soft_cap, sinks: as in
         `kernels.attention`."""
         if len(q_TNH) == 0:
             return torch.empty_like(q_TNH)
@@ -166,7 +166,7 @@ class TritonBackend(MovesBlocks):
         )
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
-        """The prepared step's work for the layers of a group; cut once."""
+        """Return the prepared step's work for the layers of a group; cut once."""
         work = self._work[group]
         if work is None or work.cut.group_size != group_size:
             step = self._step

@@ -15,7 +15,7 @@ def weigh(
     bias_R1QC: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """softmax(q k^T * scale + bias) v as [R, Q, K, G, H]."""
+    """Compute softmax(q k^T * scale + bias) v as [R, Q, K, G, H]."""
     if k_KRCH.device.type == "cpu" and k_KRCH.dtype.itemsize == 2:
         # On a CPU the fused operation below multiplies 16-bit numbers slowly; matrix products
         # of them are three times as fast.
@@ -30,7 +30,8 @@ def _by_products(
     bias_R1QC: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Scores and weights are rounded to 16 bits, the sums within each operation are not."""
+    """Compute it by products: scores and weights are rounded to 16 bits, the sums within each
+    operation are not."""
     rows, queries, heads, group, size = q_RQKGH.shape
     q_BJH = q_RQKGH.permute(2, 0, 3, 1, 4).reshape(heads * rows, group * queries, size)
     k_BCH, v_BCH = k_KRCH.flatten(0, 1), v_KRCH.flatten(0, 1)

@@ -77,8 +77,8 @@ class CudaDevice:
         return _Crossing(here, (begin, end), arrived)
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The one place where values leave the device. Pinned memory is torch's, which keeps it
-        until the copy is done, and gives it out again."""
+        """Send values to the host: the one place where they leave the device. Pinned memory is
+        torch's, which keeps it until the copy is done, and gives it out again."""
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         here.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._side)
@@ -102,8 +102,9 @@ class CudaDevice:
 
     @contextmanager
     def _allocator_put_right(self) -> Iterator[None]:
-        """torch leaves its allocator as it is while recording if CUDA does not begin or end that
-        (CUDAGraph.cpp): memory that crossed to another stream would never be used again."""
+        """Put torch's allocator right after an error: it leaves that as it is while recording if
+        CUDA does not begin or end that (CUDAGraph.cpp): memory that crossed to another stream would
+        never be used again."""
         try:
             yield
         except BaseException:

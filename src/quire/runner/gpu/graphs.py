@@ -62,7 +62,7 @@ class Decoder(Protocol):
     ) -> list[torch.Tensor]: ...
 
     def expect_nothing(self) -> None:
-        """A step without rows comes next."""
+        """Get ready for a step without rows."""
         ...
 
 
@@ -112,9 +112,9 @@ class Graphs:
         self._expected = sorted(set() if used is None else set(used.read()), reverse=True)
 
     def find(self, num_rows: int, num_tokens: int, needs: Needs) -> Recorded | None:
-        """The graph for a step with so many places for rows and so many tokens (0: one for each
-        row), perhaps recorded now; None if it is to be launched as it is. The inbox is not this
-        step's yet."""
+        """Find the graph for a step with so many places for rows and so many tokens (0: one for
+        each row), perhaps recorded now; None if it is to be launched as it is. The inbox is not
+        this step's yet."""
         size = self._size(num_rows, num_tokens)
         if size is None or not needs.can_be_recorded:
             return None
@@ -182,13 +182,13 @@ class Graphs:
         return recorded
 
     def _drop_edits_before(self, generation: int) -> None:
-        """Graphs that read a table of edits which has moved are of no use any more."""
+        """Drop graphs that read a table of edits which has moved."""
         for size, needs in list(self._recorded):
             if needs.edits is not None and needs.edits < generation:
                 del self._recorded[size, needs]
 
     def _record(self, size: Size, needs: Needs) -> Recorded:
-        """Once as it is, for a step without rows, so that all is compiled; then recorded. The
+        """Carry it out once, for a step without rows, so that all is compiled; then record it. The
         recorded one's inputs are in the memory of graphs, which all sizes share."""
         decoder, in_pieces = self._decoder, self._in_pieces or size.is_mixed
         shape, recorded = decoder.largest_shape(size), Recorded(decoder, size, in_pieces)

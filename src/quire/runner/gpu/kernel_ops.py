@@ -95,7 +95,7 @@ class KernelOps:
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
     ) -> torch.Tensor:
-        """All rows at once; in the model's dtype if no row has any."""
+        """Edit all rows at once; in the model's dtype if no row has any."""
         x_NV = logits_NV if logits_NV.dtype in DTYPES else logits_NV.float()
         if needs.edits is not None:
             places_N = narrow(self._state, "edits").index_select(0, samples.rows)
@@ -112,7 +112,7 @@ class KernelOps:
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two launches."""
+        """Choose in two launches."""
         return sample(
             logits_NV, self._columns, samples.lengths, samples.rows, has_filters=needs.has_filters
         )
@@ -124,7 +124,7 @@ class KernelOps:
         is_valid_N: torch.Tensor,
         results_QS: torch.Tensor,
     ) -> None:
-        """One launch."""
+        """Advance in one launch."""
         step_inputs.advance(
             self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, results_QS
         )
@@ -135,7 +135,7 @@ class KernelOps:
         row_deltas.receive(self._state, self._inbox, words, layout, *counts, has_lists)
 
     def _penalise(self, logits_NV: torch.Tensor, samples: SampleInputs) -> None:
-        """Rows without penalties count as if they had no tokens."""
+        """Penalise all rows: those without penalties count as if they had no tokens."""
         state, num_rows, device = self._state, len(logits_NV), logits_NV.device
         if self._counts_RV is None:
             shape = len(state.computed_R), self._vocab_size
@@ -154,7 +154,7 @@ class KernelOps:
 
 
 def sampling_columns(state: RowTensors) -> SamplingColumns:
-    """Views, as the sampling kernel reads them."""
+    """Return views, as the sampling kernel reads them."""
     return SamplingColumns(
         temperature=narrow(state, "temperature"),
         top_k=wide(state, "top_k"),
@@ -166,6 +166,6 @@ def sampling_columns(state: RowTensors) -> SamplingColumns:
 
 
 def sample_pairs(lists: StepLists) -> Int32:
-    """[N, 2] sampling rows and their places."""
+    """Return [N, 2] sampling rows and their places."""
     pairs: Int32 = np.stack((lists.sampling.rows, lists.sample_places), axis=1).astype(np.int32)
     return pairs

@@ -76,8 +76,9 @@ class CutAtAttention(AttentionBackend):
         out_TNH: torch.Tensor | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Attention's result has its place in the memory of graphs, as its queries have: later
-        layers and other sizes use both again, as launches keep their order."""
+        """End a graph, note the call, begin the next. Attention's result has its place in the
+        memory of graphs, as its queries have: later layers and other sizes use both again, as
+        launches keep their order."""
         if out_TNH is None:
             out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         self.end()

@@ -52,7 +52,7 @@ class Chunk:
     places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # of runs, by row
 
     def takes(self, row: int, start: int, length: int) -> bool:
-        """Whether such a run can be added."""
+        """Return whether such a run can be added."""
         if self.num_tokens + length > MOST_TOKENS or len(self.runs) == MOST_RUNS:
             return False
         end = start + length
@@ -74,7 +74,7 @@ class SlotRing:
         self._next = 0
 
     def take(self) -> Slot:
-        """The next slot, as soon as the device has read what was in it."""
+        """Take the next slot, as soon as the device has read what was in it."""
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
         if slot.used is not None:
@@ -112,7 +112,7 @@ class SlotRing:
         return SlotContents(slot, num_deltas, num_runs)
 
     def write_lists(self, slot: Slot, header: Sequence[int], lists: Sequence[Int32]) -> None:
-        """The inbox: the header's words and the lists, each of which has its own room."""
+        """Write the inbox: the header's words and the lists, each of which has its own room."""
         array, max_rows = slot.array, self.layout.max_rows
         array[: len(header)] = header
         at = HEADER

@@ -25,7 +25,7 @@ class UsedSizes:
         self.path = directory / f"{digest}.json"
 
     def read(self) -> list[Kind]:
-        """What was written last; nothing if that cannot be read."""
+        """Read what was written last; nothing if that cannot be read."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             return [
