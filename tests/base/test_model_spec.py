@@ -1,4 +1,7 @@
-"""Reading config.json: shapes, windows, cache groups."""
+"""Reading config.json: shapes, windows, cache groups.
+
+Covers `base/layer_windows.py` and `base/model_options.py`.
+"""
 
 from pathlib import Path
 

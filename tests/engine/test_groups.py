@@ -1,4 +1,7 @@
-"""Requests for several sequences: each is what it is alone, however the group is scheduled."""
+"""Requests for several sequences: each is what it is alone, however the group is scheduled.
+
+Covers `scheduler/branching.py`.
+"""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
 """Recordings: what was recorded is replayed to the same plans, and holds nobody's text.
 
 The replays here are of runs of a real (tiny) model, with everything in them that a plan can say.
+
+Covers `engine/redact.py`.
 """
 
 import errno

@@ -3,6 +3,8 @@
 Random programs: requests of all kinds in a tight pool, on a host tier, with swaps in both
 directions. Faults come where the table of kinds and places has the fewest, and at the end no cell
 may be empty. A fault by chance costs nobody anything; one that a request brings costs that one.
+
+Covers `runner/plan_parts.py`.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""What a step gave, as messages over connections: every token reaches its owner under its name."""
+"""What a step gave, as messages over connections: every token reaches its owner under its name.
+
+Covers `base/step_outputs.py`.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Paged attention in Triton against one softmax per row over contiguous memory."""
+"""Paged attention in Triton against one softmax per row over contiguous memory.
+
+Covers `ops/kernels/attention_merge.py`.
+"""
 
 from dataclasses import dataclass, replace
 

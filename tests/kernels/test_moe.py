@@ -1,4 +1,7 @@
-"""Routing, sorting and the experts' products against the torch reference."""
+"""Routing, sorting and the experts' products against the torch reference.
+
+Covers `ops/kernels/moe_sort.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The cutoff of filtered rows: exactly the tokens that the torch reference keeps."""
+"""The cutoff of filtered rows: exactly the tokens that the torch reference keeps.
+
+Covers `ops/kernels/sampling_scan.py`.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Each architecture against transformers: the same logits for the same tiny checkpoint."""
+"""Each architecture against transformers: the same logits for the same tiny checkpoint.
+
+Covers `models/decoder.py`.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""A checkpoint written as a GGUF file is the same model."""
+"""A checkpoint written as a GGUF file is the same model.
+
+Covers `base/gguf_config.py` and `models/gguf/stored.py`.
+"""
 
 import json
 import random

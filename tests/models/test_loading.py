@@ -1,4 +1,7 @@
-"""Weights: sharded, converted, random, and what is said when they do not fit."""
+"""Weights: sharded, converted, random, and what is said when they do not fit.
+
+Covers `models/contents.py`.
+"""
 
 import json
 import shutil

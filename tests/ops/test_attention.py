@@ -1,4 +1,7 @@
-"""The attention backends: all of them against a plain softmax over contiguous memory."""
+"""The attention backends: all of them against a plain softmax over contiguous memory.
+
+Covers `ops/attention/batches.py`.
+"""
 
 import numpy as np
 import pytest

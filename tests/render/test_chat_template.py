@@ -1,4 +1,7 @@
-"""Chat templates: the formats of four families, compared with transformers; errors in our words."""
+"""Chat templates: the formats of four families, compared with transformers; errors in our words.
+
+Covers `render/conversation.py`.
+"""
 
 from datetime import datetime
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Incremental detokenisation equals decoding at once, for any text and any way of cutting it."""
+"""Incremental detokenisation equals decoding at once, for any text and any way of cutting it.
+
+Covers `render/pieces.py`.
+"""
 
 import pytest
 from hypothesis import example, given, settings

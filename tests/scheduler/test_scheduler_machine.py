@@ -4,6 +4,9 @@ Depth 1, 2 and 3; full, window and both cache groups; pools so small that preemp
 aborts anywhere; requests that make their step raise, or whose rows compute garbage, at any point.
 Plans are carried out when they are made or when they are asked for. Invariants are checked after
 every operation.
+
+Covers `base/plan.py`, `scheduler/arrivals.py`, `scheduler/lifecycle.py`, `scheduler/planning.py`,
+`scheduler/queue.py`, `scheduler/rows.py` and `scheduler/step_results.py`.
 """
 
 import zlib

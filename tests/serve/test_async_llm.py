@@ -1,4 +1,7 @@
-"""`AsyncLLM` in asyncio programs: what `LLM` gives, beside each other, and how it all ends."""
+"""`AsyncLLM` in asyncio programs: what `LLM` gives, beside each other, and how it all ends.
+
+Covers `serve/managed_core.py`.
+"""
 
 import asyncio
 import contextlib

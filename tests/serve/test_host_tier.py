@@ -1,5 +1,8 @@
 """Blocks that the pool has no room for wait in host memory and come back as prefix hits, with which
-every request gets the same bits as without."""
+every request gets the same bits as without.
+
+Covers `kv/host_tier.py`.
+"""
 
 from typing import Any
 

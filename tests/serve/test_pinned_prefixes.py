@@ -1,5 +1,8 @@
 """Pinned prefixes change how much is computed and nothing else: `LLM`, `AsyncLLM`, `--pin-prefix`
-and `quire serve` with two API processes."""
+and `quire serve` with two API processes.
+
+Covers `engine/prefix_file.py`.
+"""
 
 import asyncio
 import http.client

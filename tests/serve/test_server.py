@@ -1,4 +1,7 @@
-"""`quire serve` through its real processes: what it answers, and how it ends."""
+"""`quire serve` through its real processes: what it answers, and how it ends.
+
+Covers `serve/core_main.py`.
+"""
 
 import contextlib
 import signal

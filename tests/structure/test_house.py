@@ -1,6 +1,7 @@
 """The house's rules, read from the source: who imports whom, how long things are, what is pure."""
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,9 +50,14 @@ def sources(*folders: Path) -> list[Path]:
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Dotted names of all modules that a file imports, wherever it does so."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +95,7 @@ def test_pure_rooms_have_no_clock_no_chance_and_no_io(room: str) -> None:
     for path in sources(PACKAGE / room):
         bad = IMPURE_MODULES & {name.split(".")[0] for name in imports(path)}
         assert not bad, f"{path.name} imports {bad}"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in IMPURE_CALLS, f"{path.name} calls {node.func.id}"
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -98,7 +104,7 @@ def test_pure_rooms_have_no_clock_no_chance_and_no_io(room: str) -> None:
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield f"{path.name}:{node.name}", node.end_lineno - node.lineno + 1
@@ -123,7 +129,7 @@ def test_no_probing_and_no_pickle() -> None:
     forbidden = {"hasattr", "eval", "exec"}
     for path in sources(PACKAGE):
         assert not {"pickle", "dill", "cloudpickle", "marshal"} & set(imports(path)), path
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in forbidden, f"{path}: {node.func.id}"
 
@@ -175,7 +181,7 @@ def test_functions_have_few_parameters() -> None:
     found = []
     for path in sources(PACKAGE):
         name = path.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 each = node.args
                 names = {arg.arg for arg in (*each.posonlyargs, *each.args, *each.kwonlyargs)}

@@ -1,4 +1,7 @@
-"""Replays: a scheduler that plans otherwise is found, with the step, the field and the values."""
+"""Replays: a scheduler that plans otherwise is found, with the step, the field and the values.
+
+Covers `tools/replay_model.py`.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""/v1/completions through HTTP with the official client, against the engine without a server."""
+"""/v1/completions through HTTP with the official client, against the engine without a server.
+
+Covers `serve/api/answers.py`.
+"""
 
 import openai
 import pytest

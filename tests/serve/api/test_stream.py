@@ -1,4 +1,7 @@
-"""/v1/stream in this process: prompts in pieces, what is refused, and how it ends."""
+"""/v1/stream in this process: prompts in pieces, what is refused, and how it ends.
+
+Covers `serve/api/open_request.py`.
+"""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""`bench serve` end to end against a server that a test scripts. No test depends on durations."""
+"""`bench serve` end to end against a server that a test scripts. No test depends on durations.
+
+Covers `tools/bench/asking.py`.
+"""
 
 import argparse
 import asyncio
