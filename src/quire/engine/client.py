@@ -7,7 +7,6 @@ process have the same methods.
 from collections.abc import Iterable
 
 from quire.base.clock import Clock
-from quire.base.errors import RequestError
 from quire.base.messages import Abort, Append, PinnedPrefix, Request, ResetPrefixCache, Unpin
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Finish
@@ -41,11 +40,7 @@ class InProcessClient:
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
         """Add the next piece of a prompt that was added with is_open. Raise RequestError if the
         prompt cannot take it in; it stays as it was."""
-        if request_id not in self._outputs:
-            raise RequestError(f"no request {request_id!r} is open; it may have ended.")
-        num_before = self._outputs.num_prompt_tokens(request_id)
-        self.core.limits.check_piece(token_ids, num_before)
-        self._outputs.append(request_id, token_ids, is_last)
+        self._outputs.append(request_id, token_ids, is_last, self.core.limits)
         self.core.control(Append(request_id, token_ids, is_last))
 
     def step(self) -> list[RequestOutput]:

@@ -20,6 +20,7 @@ from quire.base.step_outputs import (
     StepOutputs,
     StepReader,
 )
+from quire.base.validation import RequestLimits
 from quire.engine.decoded_logprobs import PromptLogprobCollector
 from quire.engine.sample import Sample
 from quire.render.token_stream import open_stream
@@ -78,12 +79,16 @@ class OutputProcessor:
                 del self._requests[request.request_id]
         return [request for request in touched if request.is_due()], aborts
 
-    def append(self, request_id: str, token_ids: list[int], is_last: bool) -> None:
-        """Add a piece of a prompt that comes in pieces."""
-        self._requests[request_id].append(token_ids, is_last)
-
-    def num_prompt_tokens(self, request_id: str) -> int:
-        return self._requests[request_id].num_prompt_tokens
+    def append(
+        self, request_id: str, token_ids: list[int], is_last: bool, limits: RequestLimits
+    ) -> None:
+        """Add a piece of a prompt that comes in pieces. Raise RequestError if the prompt cannot
+        take it in, which stays as it was, or if the request has ended."""
+        request = self._requests.get(request_id)
+        if request is None:
+            raise RequestError(f"no request {request_id!r} is open; it may have ended.")
+        limits.check_piece(token_ids, request.num_prompt_tokens)
+        request.append(token_ids, is_last)
 
     def drop(self, request_id: str) -> None:
         """Follow a request no longer; nobody wants its output."""
@@ -230,7 +235,7 @@ class OpenRequest:
             return False
         if self.only is not None:
             return len(self.only.token_ids) > self.only.num_sent
-        return any(sample.has_news for sample in self._samples)
+        return any(sample.has_unsent for sample in self._samples)
 
     def output(self) -> RequestOutput:
         """Make what the user gets now: everything so far, or what is new since the last (DELTA)."""
@@ -257,7 +262,7 @@ class OpenRequest:
             return [sample.completion(delta=False) for sample in self._samples]
         if self._params.is_ranked:
             return self._best()
-        shown = [sample for sample in self._samples if not delta or sample.has_news]
+        shown = [sample for sample in self._samples if not delta or sample.has_unsent]
         return [sample.completion(delta) for sample in shown]
 
     def _best(self) -> list[CompletionOutput]:

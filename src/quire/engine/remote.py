@@ -276,11 +276,7 @@ class RemoteClient:
         box.fail(error)
 
     def append(self, request_id: str, token_ids: list[int], is_last: bool = False) -> None:
-        if request_id not in self._outputs:
-            raise RequestError(f"no request {request_id!r} is open; it may have ended.")
-        num_before = self._outputs.num_prompt_tokens(request_id)
-        self._limits().check_piece(token_ids, num_before)
-        self._outputs.append(request_id, token_ids, is_last)
+        self._outputs.append(request_id, token_ids, is_last, self._limits())
         self._send(Append(request_id, token_ids, is_last))
 
     async def metrics(self) -> str:

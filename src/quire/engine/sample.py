@@ -51,7 +51,7 @@ class Sample:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
 
     @property
-    def has_news(self) -> bool:
+    def has_unsent(self) -> bool:
         """Whether there is something that the user has not seen."""
         if self.finish is not None and not self._is_end_sent:
             return True

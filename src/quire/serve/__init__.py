@@ -1,1 +1,1 @@
-"""Ways in: the offline `LLM`, later the HTTP server."""
+"""Ways in: the offline `LLM`, `AsyncLLM`, and the processes of the HTTP server."""

@@ -29,7 +29,7 @@ from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
 from quire.serve.managed_core import ManagedCore
 from quire.serve.piece_reader import Piece, PieceReader
-from quire.serve.vllm_compat import VLLM_SETTINGS, ignore_vllm_setting
+from quire.serve.vllm_compat import drop_vllm_settings
 
 CONNECT_S = 1.0  # between two looks at whether the core is still there
 
@@ -90,13 +90,11 @@ class AsyncLLM:
         return cls(**vars(engine_args))
 
     def _prepare(self, model: str, settings: dict[str, Any]) -> None:
-        for name in [name for name in settings if name in VLLM_SETTINGS]:
-            ignore_vllm_setting(name, settings.pop(name))
+        drop_vllm_settings(settings)
         self._config: EngineConfig = config_from_flat(model=model, **settings)
         self._core = ManagedCore(self._config, "warning")
-        self._end = weakref.finalize(
-            self, ManagedCore.stop, self._core
-        )  # also when the program ends
+        # Also when the program ends.
+        self._end = weakref.finalize(self, ManagedCore.stop, self._core)
         self._loaded: TextSide | None = None
         self._lanes = Lanes(inf, inf)  # prompts are the program's own: they wait
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -16,7 +16,7 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.progress import LoadBar, RequestBar
-from quire.serve.vllm_compat import VLLM_SETTINGS, ignore_vllm_setting
+from quire.serve.vllm_compat import drop_vllm_settings
 
 
 class LLM:
@@ -32,8 +32,7 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **settings: Any) -> None:
-        for name in [name for name in settings if name in VLLM_SETTINGS]:
-            ignore_vllm_setting(name, settings.pop(name))
+        drop_vllm_settings(settings)
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:

@@ -98,3 +98,9 @@ def ignore_vllm_setting(name: str, value: Any) -> str:
     if str(value) not in [str(harmless) for harmless in setting.harmless]:
         raise ConfigError(f"{name}={value!r} is not supported: {setting.reason}.")
     return setting.reason
+
+
+def drop_vllm_settings(settings: dict[str, Any]) -> None:
+    """Take those settings out that may be ignored. Raise ConfigError for one that may not."""
+    for name in [name for name in settings if name in VLLM_SETTINGS]:
+        ignore_vllm_setting(name, settings.pop(name))
