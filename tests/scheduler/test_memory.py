@@ -1,0 +1,81 @@
+"""Memory: what a need is, whether it fits, and another manager in its place."""
+
+import pytest
+
+from quire.base.config import SchedulerConfig
+from quire.base.events import Preempted
+from quire.base.model_spec import CacheGroup
+from quire.kv.manager import KVBlocks, KVManager
+from quire.kv.table import Appended
+from quire.scheduler.memory import Memory, Needs
+from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.sequence import Sequence
+from tests.scheduler.device import make_request
+from tests.scheduler.listening import listen
+from tests.scheduler.test_policies import answer
+
+FULL, WINDOW = CacheGroup("full", (0,), 1, 8), CacheGroup("window", (1,), 1, 8, window=6)
+SIZE, NUM_BLOCKS, LIMIT = 4, 24, 32  # tokens, blocks, tokens: three reservations
+
+
+class ReservingMemory(Memory):
+    """Keeps for each sequence that runs what it could ever need, as Orca's manager does (P 6.1)."""
+
+    def __init__(self, kv: KVManager, chunk: int) -> None:
+        super().__init__(kv, chunk, watermark=0.0)
+        self.holders: set[Sequence] = set()
+
+    def fits(self, needs: Needs, reserve: int = 0) -> bool:
+        kept = sum(self.growth(s.blocks.capacity, s.limit - 1) for s in self.holders)
+        return super().fits([need + kept for need in needs], reserve)
+
+    def needs_to_start(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> Needs:
+        return self.kv.needs_with_hit(sequence.limit - 1, hit, num_new)
+
+    def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
+        appended = super().start(sequence, num_new, hit)
+        if appended is not None:
+            self.holders.add(sequence)
+        return appended
+
+    def free(self, sequence: Sequence) -> None:
+        self.holders.discard(sequence)
+        super().free(sequence)
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_a_manager_that_reserves_stands_in_its_place(reserves: bool) -> None:
+    """It runs fewer at once, and nobody ever gives way."""
+    kv = KVManager((FULL,), (NUM_BLOCKS,), SIZE, enable_prefix_caching=False)
+    memory = ReservingMemory(kv, 64) if reserves else Memory(kv, 64, watermark=0.0)
+    config = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=64)
+    scheduler = Scheduler(memory, config, LIMIT)
+    heard, most = listen(scheduler), 0
+    for i in range(8):
+        scheduler.add(make_request(str(i), [i] * 4, max_tokens=LIMIT), 0.0)
+    while scheduler.has_work:
+        plan = scheduler.schedule(0.0).plan
+        assert plan is not None
+        most = max(most, scheduler.num_running)
+        scheduler.update(answer(plan), 0.0)
+        scheduler.check_invariants()
+    num_preempted = sum(isinstance(event, Preempted) for event in heard)
+    assert (most, num_preempted) == (3, 0) if reserves else most > 3 and num_preempted > 0
+    assert kv.pools[0].num_used == 0
+
+
+def test_a_need_is_met_now_beside_a_reserve_and_at_all_beside_pins() -> None:
+    memory = Memory(KVManager((FULL, WINDOW), (10, 6), SIZE), 8)
+    assert memory.fits([10, 6]) and memory.fits([8, 4], reserve=2)
+    assert not memory.fits([9, 4], reserve=2) and not memory.fits([8, 5], reserve=2)
+    memory.pinned.reserved = [4, 1]
+    assert memory.fits_at_all([6, 5]) and not memory.fits_at_all([7, 5])
+    assert memory.fits([10, 6]), "what pins will hold is not taken yet"
+    assert memory.fits_at_all([10, 6], pinned=[0, 0])
+
+
+def test_the_first_group_with_too_much_of_its_pool_is_named() -> None:
+    memory = Memory(KVManager((FULL, WINDOW), (300, 6), SIZE), 8)
+    assert memory.excess([100, 2], 1 / 3) is None
+    assert memory.excess([101, 3], 1 / 3) == (101, 100, 300)
+    assert memory.excess([100, 3], 1 / 3) == (3, 2, 6)
