@@ -2,7 +2,13 @@
 
 In steady decode each sequence has a token and nothing else to tell. These are two columns, in which
 a sequence is its row. Who has more to tell, such as an end or log-probabilities, has an entry of
-its own instead.
+its own instead. A token's way:
+
+    StepResult       the device's answer                             runner/launched.py
+      StepOutputs    made by the fourth door                         scheduler/step_results.py
+        StepOutputs  each client's part, over its socket             engine/step_routing.py
+          text       detokenised, ended by stop strings              engine/output.py
+            event    taken from a mailbox, written to the socket     serve/api/sse.py
 """
 
 import msgspec
