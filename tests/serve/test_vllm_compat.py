@@ -1,0 +1,27 @@
+"""vLLM's settings without a counterpart: what asks for nothing is taken out, the rest is refused."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.serve.vllm_compat import VLLM_SETTINGS, drop_vllm_settings, ignore_vllm_setting
+
+
+@pytest.mark.parametrize("name", VLLM_SETTINGS)
+def test_each_takes_its_harmless_values_alone(name: str) -> None:
+    harmless = VLLM_SETTINGS[name].harmless
+    for value in (None, *(harmless or ("anything",))):
+        assert ignore_vllm_setting(name, value) == VLLM_SETTINGS[name].reason
+        assert ignore_vllm_setting(name, None if value is None else str(value))
+    if harmless is not None:
+        with pytest.raises(ConfigError, match=f"{name}='something else' is not supported: "):
+            ignore_vllm_setting(name, "something else")
+
+
+def test_settings_of_ours_stay() -> None:
+    settings: dict[str, Any] = {"enable_lora": False, "seed": 7, "uvicorn_log_level": "info"}
+    drop_vllm_settings(settings)
+    assert settings == {"seed": 7}
+    with pytest.raises(ConfigError, match="enable_lora=True is not supported: adapters"):
+        drop_vllm_settings({"seed": 7, "enable_lora": True})
