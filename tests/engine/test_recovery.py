@@ -331,7 +331,9 @@ def wanted(seed: int) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "depth", [2, *(pytest.param(depth, marks=pytest.mark.slow) for depth in (1, 3))]
+)
 def test_a_fault_by_chance_costs_nobody(depth: int) -> None:
     """Programs until there was a fault in every kind of step at every place."""
     table: Counter[Cell] = Counter()

@@ -145,7 +145,7 @@ def slow_but(kinds: Iterable[str], *quick: str) -> list[Any]:
 
 
 # The first round of what is recorded below begins with steps that are launched as they are, too.
-@pytest.mark.parametrize("kind", slow_but(KINDS, "edits", "n"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "n"))
 def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     found = run("triton", KINDS[kind], rounds=1, max_logprobs=-1, enforce_eager=True)
     assert found == wanted(kind)
@@ -214,7 +214,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "recomputed", "swapped", "depth 4"))
+@pytest.mark.parametrize("case", slow_but(CASES, "recomputed", "swapped"))
 def test_tokens_do_not_depend_on_the_memory(case: str, devices: list[LateDevice]) -> None:
     kind = KINDS["greedy"][:4] + KINDS["filters"][:1]
     found = run("triton", kind, rounds=2, **CASES[case])
