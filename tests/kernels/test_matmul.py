@@ -5,7 +5,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.models.determinism import make_deterministic
-from quire.models.layers import Embedding, Linear, LMHead, Place
+from quire.models.layers import Embedding, Linear, LMHead, ParamFactory
 from quire.models.packing import model_bytes
 from quire.ops import gpu
 from quire.ops.determinism import FixedOrderWeight
@@ -89,27 +89,31 @@ def test_the_tile_is_the_weights() -> None:
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Place:
+def factory(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> ParamFactory:
     """Where operations take kernels."""
     if INTERPRETED:
         monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
-    return Place(torch.float32, device)
+    return ParamFactory(torch.float32, device)
 
 
-def tied_model(place: Place) -> torch.nn.Module:
+def tied_model(factory: ParamFactory) -> torch.nn.Module:
     model = torch.nn.Module()
-    model.embedding = Embedding("table", 40, 16, place)
-    model.layer = Linear(["a"], 16, [16], place, bias=True)
-    model.head = LMHead("head", 40, 16, place, model.embedding)
+    model.embedding = Embedding("table", 40, 16, factory)
+    model.layer = Linear(["a"], 16, [16], factory, bias=True)
+    model.head = LMHead("head", 40, 16, factory, model.embedding)
     for i, parameter in enumerate(model.parameters()):
-        parameter.copy_(numbers(*parameter.shape, seed=i, dtype=place.dtype, device=place.device))
+        parameter.copy_(
+            numbers(*parameter.shape, seed=i, dtype=factory.dtype, device=factory.device)
+        )
     return model
 
 
-def test_layers_of_a_deterministic_model(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_a_deterministic_model(
+    factory: ParamFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tied table stays one, nothing is copied, and twice is as once."""
-    model = tied_model(place)
-    x = numbers(5, 16, seed=9, dtype=place.dtype, device=place.device)
+    model = tied_model(factory)
+    x = numbers(5, 16, seed=9, dtype=factory.dtype, device=factory.device)
     before, num_bytes = [model.layer(x), model.head(x)], model_bytes(model)
     places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
     for _ in range(2):
@@ -119,7 +123,7 @@ def test_layers_of_a_deterministic_model(place: Place, monkeypatch: pytest.Monke
         assert model_bytes(model) == num_bytes
         after = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
         assert after == places
-        ids = torch.tensor([3, 39], device=place.device)
+        ids = torch.tensor([3, 39], device=factory.device)
         assert torch.equal(model.embedding(ids), model.head.weight[ids])
     called = []
     monkeypatch.setattr(kernels, "matmul", lambda *a: called.append(a) or a[0] @ a[1].T)
@@ -134,7 +138,7 @@ def test_layers_of_a_deterministic_model(place: Place, monkeypatch: pytest.Monke
 def test_where_there_is_no_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model stays as it was."""
     monkeypatch.setattr(gpu, "is_on_gpu", lambda tensor: True)
-    model = tied_model(Place(torch.float32, torch.device("cpu")))
+    model = tied_model(ParamFactory(torch.float32, torch.device("cpu")))
     model.layer.weight.data = model.layer.weight.data.double()
     with pytest.raises(
         ConfigError, match="deterministic needs a GPU.*layer.weight is torch.float64"
