@@ -248,7 +248,7 @@ def test_the_next_plan_waits_for_requests_that_come_meanwhile() -> None:
     executor = ThreadedExecutor(inner)
     core = EngineCore(scheduler, executor, clock, RequestLimits(50_000, 32, 0, 4))
     rung = threading.Semaphore(0)
-    core.bell.heard = rung.release
+    core.bell.wake_up = rung.release
     assert core.rest_s() is None
     core.add(dry_request("first", [1, 2], 12))
     assert core.rest_s() == 0.0

@@ -9,7 +9,7 @@ from quire.base.errors import STEP_FAILED
 from quire.base.plan import Move, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Failure, Finish
-from quire.scheduler.in_flight import InFlightStep
+from quire.scheduler.in_flight import InFlightStep, SharedBlocks
 from quire.scheduler.tainted import find_tainted
 from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.test_scheduler_machine import SchedulerMachine as Machine
@@ -38,7 +38,8 @@ def flight(
     lines = rows + [row for row in started or [] if row not in rows]
     owners = np.array([owner(row) for row in lines], object)
     epochs = np.zeros(len(lines), np.int64)
-    return InFlightStep(plan, epochs, owners, epochs[: len(rows)], owners[: len(rows)], shared)
+    blocks = [SharedBlocks(*each) for each in shared]
+    return InFlightStep(plan, epochs, owners, epochs[: len(rows)], owners[: len(rows)], blocks)
 
 
 def swap(source: int, destination: int) -> Move:

@@ -106,7 +106,7 @@ def test_what_a_run_brings_itself_is_left_out() -> None:
     scheduler = Scheduler(Memory(kv, 8), config, 40)
     copy = written(scheduler, omit=OMITTED)
     assert "digester" not in vars(copy.memory.names) and "events" not in vars(copy.lifecycle)
-    copy.go_on(digest_blocks)
+    copy.continue_with(digest_blocks)
     assert copy.memory.names.digester is digest_blocks
     assert copy.add(make_request("r", [1, 2, 3], max_tokens=2), 0.0).events
     assert written(holder(make=Fifo)).make is Fifo
@@ -162,7 +162,7 @@ class Restored:
     def replace(self, times: int) -> None:
         for _ in range(times):
             self.scheduler = written(self.scheduler, omit=OMITTED)
-            self.scheduler.go_on(digest_blocks)
+            self.scheduler.continue_with(digest_blocks)
         self.kv, self.stores.scheduler = self.scheduler.memory.kv, self.scheduler
         self.core.scheduler = self.core.doors = self.scheduler
 

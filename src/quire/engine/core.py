@@ -61,10 +61,10 @@ class Bell:
     a core that nobody holds is gone, with its executor's thread."""
 
     def __init__(self) -> None:
-        self.heard: Callable[[], None] = lambda: None
+        self.wake_up: Callable[[], None] = lambda: None
 
     def ring(self) -> None:
-        self.heard()
+        self.wake_up()
 
 
 class EngineCore:
@@ -177,12 +177,12 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Plan as far ahead as possible, wait for one result and take it. Returns at once if there
         is nothing to do. Raises EngineError, then and ever after, if the core cannot go on."""
-        return self._go_on(waits=True)
+        return self._turn(waits=True)
 
     def advance(self) -> StepOutputs:
         """What is to be done now: plan if it is time for that, take a result if it is there.
         Raises EngineError as `step` does."""
-        return self._go_on(waits=False)
+        return self._turn(waits=False)
 
     def rest_s(self) -> float | None:
         """How long nothing is to be done; None: until a message comes or the bell rings. A request
@@ -219,7 +219,8 @@ class EngineCore:
             return False
         return len(self._submitted[0].carried_out.rows) == 0 or self.executor.is_ready()
 
-    def _go_on(self, waits: bool) -> StepOutputs:
+    def _turn(self, waits: bool) -> StepOutputs:
+        """Do one turn of the loop. waits: for a result, or a store's answer."""
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:

@@ -90,7 +90,7 @@ class CoreServer:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
-        core.bell.heard = self._wake
+        core.bell.wake_up = self._wake
 
     def run(self) -> None:
         """Serve until `stop`. Raises EngineError if the core cannot go on."""

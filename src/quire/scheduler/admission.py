@@ -12,8 +12,8 @@ import numpy as np
 
 from quire.base.plan import MoveKind
 from quire.kv.manager import KVBlocks
-from quire.scheduler.budget_shares import contender
-from quire.scheduler.in_flight import Blocks
+from quire.scheduler.budget_shares import competing_head
+from quire.scheduler.in_flight import Blocks, SharedBlocks
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.plan_builder import PlanBuilder
@@ -46,7 +46,7 @@ class Admission:
         Prompts under way that were deferred take their turn."""
         deferred, queue = deque(builder.deferred), self._lifecycle.queue
         while budget > 0:
-            head = contender(queue, deferred[0]) if deferred else queue.peek()
+            head = competing_head(queue, deferred[0]) if deferred else queue.peek()
             used = None if head is None else self._bring_in(head, builder, budget, now)
             if used is None and head is not None and self._park_idle(head, builder, now):
                 continue
@@ -84,7 +84,8 @@ class Admission:
         table, size = self._rows.table, self._memory.block_size
         num_ready = np.minimum(table.computed[rows], table.known[rows]) // size
         named = self._memory.name_full_blocks(self._rows.sequences(rows), num_ready.tolist())
-        builder.shared += [(row, hit, new) for row, new in zip(rows.tolist(), named, strict=True)]
+        pairs = zip(rows.tolist(), named, strict=True)
+        builder.shared += [SharedBlocks(row, hit, new) for row, new in pairs]
         self._rows.set_index_at(rows, (num_ready + 1) * size)
 
     # ---- one sequence ------------------------------------------------------------------------
@@ -138,7 +139,7 @@ class Admission:
         loads = self._memory.kv.take_loads()
         builder.add_moves(MoveKind.LOAD, loads)
         loaded = [destination for _, destination in loads]
-        builder.shared.append((sequence.row, [[] for _ in loaded], loaded))
+        builder.shared.append(SharedBlocks(sequence.row, [[] for _ in loaded], loaded))
 
     def _resume(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
@@ -159,7 +160,7 @@ class Admission:
             builder.started.append(started)
             builder.add_table(member)
             held = [table.live_blocks for table in member.blocks.tables]
-            builder.shared.append((member.row, held, [[] for _ in held]))
+            builder.shared.append(SharedBlocks(member.row, held, [[] for _ in held]))
             self._rows.share(member.row)
         used, size = 0, self._memory.block_size
         for member in members:

@@ -40,7 +40,7 @@ def share_budget(
     ]
     order = [i for _, i in sorted(ranked)]
     prompts = running.sequences(rows[order])
-    head = contender(queue, prompts[0])
+    head = competing_head(queue, prompts[0])
     if head is not None and not fits(head):
         head = None
     deferred = []
@@ -53,7 +53,7 @@ def share_budget(
     return granted, deferred
 
 
-def contender(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
+def competing_head(queue: WaitingQueue, prompt: Sequence) -> Sequence | None:
     """Find the head of the queue, if it comes before this prompt under way. New ones that do not
     are passed over, which may bring others to the head."""
     head = queue.peek()

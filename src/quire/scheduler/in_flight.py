@@ -15,13 +15,22 @@ RowLease = tuple[int, int]  # a row and its epoch: one sequence's stay there
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlocks:
+    """What ties a row to others. found: blocks that it found in the index, or that its parent held,
+    or that came back from host memory; named: those that it entered in the index with this plan."""
+
+    row: int
+    found: Blocks
+    named: Blocks
+
+
+@dataclass(frozen=True, slots=True)
 class InFlightStep:
     """What the scheduler remembers of a plan until its result is in.
 
     row_epochs and row_sequences: of plan.rows when planned, then of the rows forked from them, then
     of plan.idle_rows, and whose they were; epochs and sequences: the same of plan.sample_rows.
-    shared: row, blocks that it found in the index (or that its parent held, or that came back from
-    host memory) and blocks that it entered in the index with this plan, in the order of planning.
+    shared: in the order of planning.
     left_out: rows of sequences that an earlier plan's result ended or sent back; what this plan
     gives them is void.
     """
@@ -31,7 +40,7 @@ class InFlightStep:
     row_sequences: npt.NDArray[np.object_]
     epochs: Int64
     sequences: npt.NDArray[np.object_]
-    shared: list[tuple[int, Blocks, Blocks]]
+    shared: list[SharedBlocks]
     left_out: set[int] = field(default_factory=set)
 
     @property

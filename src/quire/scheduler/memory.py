@@ -93,7 +93,7 @@ class Memory:
         self._lookup = PrefixLookup(kv, self.names, self.pinned)
         self._chunk = chunk
 
-    def go_on(self, digester: Digester) -> None:
+    def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot: nothing is remembered of prompts that were missed."""
         self.names.digester, self.names.new = digester, []
         self.misses = MissReports(self.kv, self.names)

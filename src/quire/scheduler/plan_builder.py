@@ -9,7 +9,7 @@ from quire.base.plan import BlockWrites, Move, MoveKind, RowFork, RowStart
 from quire.kv.host_tier import Copies
 from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
-from quire.scheduler.in_flight import Blocks
+from quire.scheduler.in_flight import SharedBlocks
 from quire.scheduler.sequence import Int32, Int64, Sequence
 
 
@@ -26,7 +26,7 @@ class PlanBuilder:
     writes: list[tuple[int, int, int, int]] = field(default_factory=list)
     copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # group, row, from, to
     swaps: list[Move] = field(default_factory=list)
-    shared: list[tuple[int, Blocks, Blocks]] = field(default_factory=list)
+    shared: list[SharedBlocks] = field(default_factory=list)
     has_preempted: bool = False
     deferred: list[Sequence] = field(default_factory=list)
 
@@ -49,7 +49,7 @@ class PlanBuilder:
         mine = [(g, i, b) for g, row, i, b in self.writes if row == fork.parent]
         self.writes += [(g, fork.child, i, b) for g, i, b in mine]
         found = [table.live_blocks for table in blocks.tables]
-        self.shared.append((fork.child, found, [[] for _ in found]))
+        self.shared.append(SharedBlocks(fork.child, found, [[] for _ in found]))
 
     def add_moves(self, kind: MoveKind, copies: Seq[Copies]) -> None:
         """Copies between the device and the host, by cache group."""
@@ -69,7 +69,7 @@ class PlanBuilder:
         that somebody else may get."""
         self.writes = [write for write in self.writes if write[1] not in rows]
         self.copies = [copy for copy in self.copies if copy[1] not in rows]
-        self.shared = [held for held in self.shared if held[0] not in rows]
+        self.shared = [held for held in self.shared if held.row not in rows]
 
     def add_adopted(self, sequence: Sequence, num_blocks: int) -> None:
         """Block-table entries of a prefix hit."""

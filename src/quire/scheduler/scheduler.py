@@ -220,10 +220,10 @@ class Scheduler:
             plans=tuple(step.plan for step in self.planner.in_flight),
         )
 
-    def go_on(self, digester: Digester) -> None:
+    def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot, which lacks what tells no plan from another (snapshot.OMITTED).
         digester: what names blocks."""
-        self.memory.go_on(digester)
+        self.memory.continue_with(digester)
         self.lifecycle.events = []
 
     def check_invariants(self) -> None:

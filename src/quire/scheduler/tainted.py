@@ -60,13 +60,13 @@ def find_tainted(
                     tainted.failed[lease] = owners[lease], errors[lease[0]]
         _follow_moves(tainted, step.plan, has_lost_swaps and i == 0)
         epochs = dict(leases)
-        for row, found, named in step.shared:
-            lease = row, epochs[row]
-            if _holds_any(found, tainted.blocks):
+        for shared in step.shared:
+            lease = shared.row, epochs[shared.row]
+            if _holds_any(shared.found, tainted.blocks):
                 tainted.dependants[lease] = owners[lease]
                 tainted.failed.pop(lease, None)
             if lease in tainted or tainted.fails(owners[lease]):
-                for mine, bad in zip(named, tainted.blocks, strict=True):
+                for mine, bad in zip(shared.named, tainted.blocks, strict=True):
                     bad.update(mine)
     return tainted
 

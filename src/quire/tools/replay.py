@@ -291,7 +291,7 @@ def restored(segment: Segment, digester: Digester = digest_blocks) -> Scheduler:
     scheduler = restore(segment.snapshot)
     if not isinstance(scheduler, Scheduler):
         raise EngineError(f"{segment.path} holds no scheduler.")
-    scheduler.go_on(digester)
+    scheduler.continue_with(digester)
     return scheduler
 
 

@@ -44,14 +44,14 @@ class Trimmer:
         files must be counted first, or never, because they are more than the limit."""
         if num_bytes > self._max_bytes:
             return False
-        self._go_on()
+        self._look_on()
         if self._used is None:
             return False
         if self._used + num_bytes > self._max_bytes:
             self._delete(self._max_bytes - num_bytes)
             if self._used + num_bytes > self._max_bytes and self._sweep is None:
                 self._begin()  # all that it knew of were used since, or are gone
-                self._go_on()
+                self._look_on()
                 self._delete(self._max_bytes - num_bytes)
         return self._used + num_bytes <= self._max_bytes
 
@@ -61,7 +61,7 @@ class Trimmer:
         if self._used is not None:
             self._used += num_bytes
 
-    def _go_on(self) -> None:
+    def _look_on(self) -> None:
         """Look at some more files, if a sweep is under way or due."""
         if self._sweep is None:
             is_due = self._clock.now() >= self._swept_s + SWEEP_S

@@ -278,7 +278,7 @@ class _Work:
             begin = self._clock.now()
             if isinstance(job.order, Remove):
                 self._keep_without(job.order.names)
-            is_done = self.mover.go_on(job)
+            is_done = self.mover.carry_on(job)
             with job.lock:
                 job.duration_s += self._clock.now() - begin
             if is_done:
@@ -330,7 +330,7 @@ class _Mover:
         since_s = self._call_since_s
         return since_s is not None and now > since_s + STUCK_S
 
-    def go_on(self, job: _Job) -> bool:
+    def carry_on(self, job: _Job) -> bool:
         """Do a piece of a job; whether it is done. What goes wrong is a miss."""
         if isinstance(job.order, Remove):
             self._refuse(self._key(*name) for name in job.order.names)
