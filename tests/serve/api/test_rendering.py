@@ -110,10 +110,14 @@ def test_more_than_it_takes_is_sent_away(
     with TestClient(create_app(context)) as api:
         slow = elsewhere.submit(api.post, "/tokenize", json={"prompt": LONG})
         assert gate.is_reached.wait(60)
-        refused = api.post("/tokenize", json={"prompt": LONG})
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "engine_busy"
-        assert int(refused.headers["retry-after"]) >= 1
+        chat = {"messages": [{"role": "user", "content": LONG}]}
+        bodies = {"tokenize": {"prompt": LONG}, "v1/completions": {"prompt": LONG}}
+        for path, body in (bodies | {"v1/chat/completions": chat}).items():
+            refused = api.post(f"/{path}", json=body)
+            assert refused.status_code == 503, path
+            assert refused.json()["error"]["code"] == "engine_busy"
+            assert refused.json()["error"]["param"] is None
+            assert int(refused.headers["retry-after"]) >= 1
         assert api.post("/tokenize", json={"prompt": "Hi"}).status_code == 200
         gate.is_open.set()
         assert slow.result(60).status_code == 200
