@@ -187,3 +187,18 @@ def test_the_victim_is_the_latest_arrival_of_the_lowest_priority(mode: str) -> N
     scheduler.control(Abort("high, later"), 0.0)
     order = [sequence.request.request_id for sequence in scheduler.lifecycle.queue.waiting()]
     assert order == ["higher", "low", "low, later", "same", "lower"]
+
+
+def test_after_three_preemptions_all_must_be_able_to_reach_their_limits() -> None:
+    """a: 68 tokens, of which 8 are computed: 17 - 2 blocks. b: 65, and computed nothing yet: 17."""
+    scheduler = scheduler_of(100, pipeline_depth=9)
+    add(scheduler, "a", 8)
+    scheduler.schedule(0.0)
+    add(scheduler, "b", 5)
+    waiting = scheduler.lifecycle.sequences["b"]
+    reserve = scheduler.admission.reserve
+    assert reserve(waiting) == 1
+    waiting.num_preemptions = admission.MOST_PREEMPTIONS
+    assert reserve(waiting) == 15 + 17 - 5 // 4
+    waiting.num_preemptions -= 1
+    assert reserve(waiting) == 1

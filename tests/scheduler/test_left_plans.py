@@ -1,5 +1,5 @@
 """What a plan does beside its rows is done, also if the plan fails or loses all its rows; and the
-core never rests while something can be planned."""
+core never rests while something can be planned (`scheduler/planning.py`)."""
 
 from typing import Any
 

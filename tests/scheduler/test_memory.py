@@ -3,6 +3,7 @@
 import pytest
 
 from quire.base.config import SchedulerConfig
+from quire.base.errors import RequestError
 from quire.base.events import Preempted
 from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVBlocks, KVManager
@@ -15,6 +16,7 @@ from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import answer
 
 FULL, WINDOW = CacheGroup("full", (0,), 1, 8), CacheGroup("window", (1,), 1, 8, window=6)
+ALSO_FULL = CacheGroup("also full", (1,), 1, 8)
 SIZE, NUM_BLOCKS, LIMIT = 4, 24, 32  # tokens, blocks, tokens: three reservations
 
 
@@ -79,3 +81,13 @@ def test_the_first_group_with_too_much_of_its_pool_is_named() -> None:
     assert memory.excess([100, 2], 1 / 3) is None
     assert memory.excess([101, 3], 1 / 3) == (101, 100, 300)
     assert memory.excess([100, 3], 1 / 3) == (3, 2, 6)
+
+
+def test_every_cache_group_must_have_room() -> None:
+    kv = KVManager((FULL, ALSO_FULL), (40, 5), 4)
+    config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64)
+    scheduler = Scheduler(Memory(kv, 64), config, 100)
+    refusal = scheduler.add(make_request("large", list(range(20)), max_tokens=10), 0.0).refusal
+    assert isinstance(refusal, RequestError)
+    assert "more KV blocks than the pool has" in str(refusal)
+    scheduler.add(make_request("small", list(range(16)), max_tokens=5), 0.0)

@@ -8,12 +8,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from quire.base.errors import RequestError
 from quire.base.events import Preempted
 from quire.base.messages import Append, MeasuredRates
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import State, handed_over, verified
+from quire.scheduler.sequence import handed_over, verified
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
@@ -105,73 +104,6 @@ def test_streaming_prefill() -> None:
     assert step(scheduler) == {"a": 2}
     assert counters(scheduler, "a") == "10/11"
     assert scheduler.lifecycle.sequences["a"].limit == 10 + 9
-
-
-def test_a_last_piece_takes_one_step_more_than_a_prompt_of_its_own() -> None:
-    scheduler = scheduler_of(Fifo, budget=8)
-    open_prompt(scheduler, "a", list(range(30)))
-    for _ in range(4):
-        step(scheduler)
-    scheduler.control(Append("a", [1, 2, 3, 4], is_last=True), 0.0)
-    assert step(scheduler) == {"a": 5}
-    assert scheduler.lifecycle.sequences["a"].num_output_tokens == 1
-
-
-def test_an_open_prompt_with_nothing_to_compute_is_in_nobodys_way() -> None:
-    scheduler = scheduler_of(Fifo)
-    open_prompt(scheduler, "open", [5])
-    add(scheduler, "cached", 9)
-    step(scheduler)
-    prompt = scheduler.lifecycle.sequences["cached"].request.prompt_token_ids
-    open_prompt(scheduler, "hit", prompt)  # all but the last token is in the index
-    add(scheduler, "behind", 4)
-    assert step(scheduler) == {"cached": 1, "behind": 4}
-    scheduler.control(Append("hit", [], is_last=True), 0.0)
-    scheduler.control(Append("open", [6], is_last=True), 0.0)
-    assert step(scheduler) == {"cached": 1, "behind": 1, "open": 2, "hit": 1}
-
-
-@pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"blocks": 16}])
-def test_an_idle_open_prompt_gives_way(settings: dict[str, int]) -> None:
-    """To one that waits for its row or for its blocks; it goes on with its next piece."""
-    scheduler = scheduler_of(Fifo, **settings)
-    open_prompt(scheduler, "idle", list(range(40)))
-    for _ in range(3):
-        step(scheduler)
-    assert counters(scheduler, "idle") == "39/40"
-    add(scheduler, "other", 40, max_tokens=2)
-    assert step(scheduler) == {"other": 16}
-    assert scheduler.lifecycle.sequences["idle"].state is State.PARKED
-    scheduler.control(Append("idle", [1], is_last=True), 0.0)
-    for _ in range(20):
-        step(scheduler)
-    assert not scheduler.lifecycle.sequences and scheduler.memory.kv.pools[0].num_used == 0
-
-
-def test_an_open_prompt_of_a_higher_class_does_not_give_way() -> None:
-    scheduler = scheduler_of(Fifo, max_num_seqs=1)
-    open_prompt(scheduler, "idle", list(range(9)))
-    step(scheduler)
-    add(scheduler, "lower", 4, priority=1)
-    assert step(scheduler) == {}
-
-
-def test_a_prompt_that_grows_too_long_ends_with_an_error() -> None:
-    scheduler = scheduler_of(Fifo, blocks=4)
-    open_prompt(scheduler, "a", [1, 2, 3])
-    step(scheduler)
-    scheduler.control(Append("a", [1] * 20), 0.0)
-    decisions = scheduler.schedule(0.0)
-    assert [finish.reason for _, finish in decisions.outputs.finished] == ["error"]
-    assert decisions.plan is None and not scheduler.has_work
-
-
-def test_what_cannot_come_in_pieces_is_refused() -> None:
-    scheduler = scheduler_of(Fifo)
-    for more in ({"n": 2, "temperature": 1.0}, {"prompt_logprobs": 1}):
-        request = make_request("a", [1, 2, 3], max_tokens=9, **more)
-        refusal = scheduler.add(msgspec.structs.replace(request, is_open=True), 0.0).refusal
-        assert isinstance(refusal, RequestError) and "pieces" in str(refusal)
 
 
 def test_a_prefilled_request_is_handed_over() -> None:

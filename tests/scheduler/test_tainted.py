@@ -122,3 +122,14 @@ def test_who_begins_with_what_a_failing_request_computes_again() -> None:
     machine.reset()
     machine.open(length=11, max_tokens=None, tenant="")
     machine.teardown()
+
+
+def test_a_failed_row_that_stands_on_another_failed_one_is_a_dependant() -> None:
+    """Row 1 holds a block that row 0 was to compute; row 2 one of row 1; row 3 none of theirs."""
+    first = flight(1, [0, 1, 3], [(0, [[]], [[5]]), (1, [[5]], [[6]]), (3, [[4]], [[7]])])
+    second = flight(2, [2], [(2, [[6]], [[8]])])
+    found = find_tainted([first, second], {0: "bad", 1: "worse"}, 1)  # type: ignore[dict-item]
+    assert found.failed == {(0, 0): (owner(0), "bad")}
+    assert found.dependants == {(1, 0): owner(1), (2, 0): owner(2)}
+    assert found.blocks == [{5, 6, 8}]
+    assert (3, 0) not in found and (1, 0) in found

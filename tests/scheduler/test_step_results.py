@@ -1,4 +1,4 @@
-"""What is told of requests on their way in, and when and how they end."""
+"""When and how requests end, and what they are told with their tokens."""
 
 import msgspec
 import numpy as np
@@ -6,18 +6,13 @@ import pytest
 
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.config import SchedulerConfig
-from quire.base.errors import ConfigError
-from quire.base.events import Finished, Preempted, Queued
-from quire.base.messages import Abort
+from quire.base.events import Finished
 from quire.base.plan import Candidates, StepResult
 from quire.base.step_outputs import StepOutputs
-from quire.scheduler import policies
-from quire.scheduler.fifo import Fifo
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.sequence import NUM_STOP_IDS
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
-from tests.scheduler.test_pins import Bench, num_unpinned
 
 MANY = tuple(range(20, 20 + NUM_STOP_IDS + 4))
 
@@ -81,23 +76,6 @@ def test_long_lists_of_one_request_are_not_another_s() -> None:
     )
 
 
-def test_what_is_told_of_one_that_comes_in() -> None:
-    scheduler = scheduler_of()
-    request = make_request("r", [1, 2, 3], max_tokens=5, tenant="mine")
-    request = msgspec.structs.replace(request, received_s=0.5)
-    assert scheduler.add(request, 2.0).events == [Queued(2.0, "r", 3, 5, 0.5, "mine")]
-
-
-def test_what_is_told_of_one_that_gives_way() -> None:
-    scheduler = scheduler_of()
-    scheduler.add(make_request("r", list(range(9)), max_tokens=9), 0.0)
-    step(scheduler, 5)
-    step(scheduler, 5)
-    rows = scheduler.lifecycle.preempt(scheduler.lifecycle.sequences["r"], "other", 3.0)
-    assert rows == {0}
-    assert scheduler.lifecycle.events[-1] == Preempted(3.0, "r", "other", 10, False)
-
-
 def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
     """Also of positions that are computed a second time."""
     scheduler = scheduler_of(caching=False)
@@ -123,45 +101,3 @@ def test_logprobs_of_a_prompt_are_handed_out_once() -> None:
             scheduler.lifecycle.preempt(sequence, "other", 0.0)
     assert told == every
     assert num == 40 + 32, "nothing was computed a second time"
-
-
-def test_a_group_has_a_root_of_its_own_where_nothing_is_cached() -> None:
-    request = make_request("r", [1, 2, 3])
-    cached, uncached = (scheduler_of(on).memory.names for on in (True, False))
-    plain = cached.root(request, 1, 0)
-    assert cached.root(request, 3, 0) == cached.root(request, 3, 5) == plain
-    roots = {uncached.root(request, 3, arrival) for arrival in range(3)}
-    assert len(roots) == 3 and plain not in roots
-    assert uncached.root(request, 1, 0) == uncached.root(request, 1, 5)
-
-
-def test_a_tenant_is_absent_after_its_last_request() -> None:
-    scheduler = scheduler_of()
-    for name in ("a", "b"):
-        scheduler.add(make_request(name, [1, 2, 3], tenant="mine"), 0.0)
-    tenants = scheduler.lifecycle.queue.tenants
-    scheduler.control(Abort("a"), 0.0)
-    assert tenants._present == {"mine"} and not tenants._absent
-    scheduler.control(Abort("b"), 0.0)
-    assert not tenants._present and list(tenants._absent) == ["mine"]
-
-
-def test_a_pin_whose_time_is_over_takes_no_room_from_who_comes_then() -> None:
-    bench = Bench(num_blocks=6)
-    bench.pin(pin_s=5.0)
-    bench.clock.advance(6.0)
-    bench.scheduler.add(make_request("all", list(range(15)), max_tokens=9), bench.clock.now())
-    assert "pin" not in bench.pins and num_unpinned(bench) == 6
-
-
-class NotEmpty(Fifo):
-    def __len__(self) -> int:
-        return 1
-
-
-def test_a_policy_of_another_package_must_be_empty_when_it_is_made(monkeypatch) -> None:
-    monkeypatch.setattr(policies, "load_plugin", lambda kind, name, known: Fifo)
-    assert policies.make_policy("theirs") is Fifo
-    monkeypatch.setattr(policies, "load_plugin", lambda kind, name, known: NotEmpty)
-    with pytest.raises(ConfigError, match="is not empty when it is made"):
-        policies.make_policy("theirs")

@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from quire.base.errors import RequestError
-from quire.base.messages import Append, ResetPrefixCache, Unpin
+from quire.base.messages import Abort, Append, ResetPrefixCache, Unpin
 from quire.scheduler.pins import MOST_PINS
 from tests.scheduler.device import GARBAGE, make_request
-from tests.scheduler.test_pins import BLOCK, ENDING, PREFIX, Bench
+from tests.scheduler.test_pins import BLOCK, ENDING, PREFIX, Bench, num_unpinned
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -116,3 +116,32 @@ def test_an_open_prompt_that_lost_its_row_while_it_waited_is_counted_once() -> N
     bench.finish()
     assert pin.num_hits == 1
     bench.assert_right(other)
+
+
+def test_a_pinned_prefix_counts_in_what_a_waiting_request_lacks() -> None:
+    bench = Bench()
+    bench.pin()
+    bench.add("more", PREFIX + ENDING)
+    waiting = bench.sequence("more")
+    assert bench.scheduler.progress.remaining(waiting) == len(ENDING)
+    bench.core.control(Abort("more"))
+    bench.finish()
+
+
+def test_a_prefix_that_is_given_up_before_it_was_computed_takes_no_room() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    assert num_unpinned(bench) == 24
+    bench.begin_pin("pin", PREFIX)
+    bench.step()
+    assert num_unpinned(bench) == 24 - 3
+    bench.core.control(Abort("pin"))
+    bench.finish()
+    assert num_unpinned(bench) == 24
+
+
+def test_a_pin_whose_time_is_over_takes_no_room_from_who_comes_then() -> None:
+    bench = Bench(num_blocks=6)
+    bench.pin(pin_s=5.0)
+    bench.clock.advance(6.0)
+    bench.scheduler.add(make_request("all", list(range(15)), max_tokens=9), bench.clock.now())
+    assert "pin" not in bench.pins and num_unpinned(bench) == 6

@@ -235,3 +235,27 @@ def test_it_forgets_the_oldest_and_stays_small() -> None:
     assert (first.device, first.miss, first.near_id) == (12, "new", "")  # found, but not known
     last = ask(scheduler, "last", [*range(139000, 139012), 9999, *range(139013, 139021)])
     assert (last.miss, last.at_token, last.near_id) == ("diverged", 12, "r139")
+
+
+def test_who_must_see_its_whole_prompt_reads_no_cache() -> None:
+    """It lacks all of its tokens then, though they are there."""
+    scheduler = scheduler_of()
+    ask(scheduler, "a", TEXT[:22])
+    add(scheduler, "all", TEXT[:22], 0.0, prompt_logprobs=1)
+    assert scheduler.progress.remaining(scheduler.lifecycle.sequences["all"]) == 22
+    add(scheduler, "hit", TEXT[:22], 0.0)
+    assert scheduler.progress.remaining(scheduler.lifecycle.sequences["hit"]) == 2
+    unread, hit = step(scheduler, 0.0)
+    assert (unread.device, unread.miss) == (0, "unread")
+    assert hit.device == 20
+
+
+def test_what_a_request_had_computed_is_known_also_if_it_ended_without_a_row() -> None:
+    scheduler = scheduler_of(num_blocks=12)
+    add(scheduler, "a", TEXT[:30], 1.0, max_tokens=9)
+    step(scheduler, 1.0)
+    scheduler.lifecycle.preempt(scheduler.lifecycle.sequences["a"], "test", 1.0)
+    scheduler.control(Abort("a"), 1.0)
+    ask(scheduler, "b", list(range(40)), now=5.0)
+    report = ask(scheduler, "c", TEXT[:30], now=7.5)
+    assert (report.miss, report.near_id, report.lost_s) == ("evicted", "a", 2.5)

@@ -1,0 +1,47 @@
+"""Whether a victim is swapped out or computed again."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from quire.base.events import Preempted
+from quire.base.messages import Abort, MeasuredRates
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.preemption import Preemption
+from tests.scheduler.test_pins import PREFIX, Bench
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "is_cheaper"), [(1500, False), (1600, False), (1601, True)]
+)
+def test_swapping_against_computing_again(bytes_per_s: float, is_cheaper: bool) -> None:
+    """Three samples of 30 tokens share a prompt of 20: 50 tokens to compute, in 0.5 s; or 4 blocks
+    of 100 bytes there and back."""
+    member = SimpleNamespace(blocks=None, num_computed_tokens=30, num_prompt_tokens=20)
+    memory = SimpleNamespace(
+        rates=MeasuredRates(prefill_tokens_per_s=100.0, copy_bytes_per_s=bytes_per_s),
+        kv=SimpleNamespace(num_distinct=lambda blocks: [4], block_bytes=[100]),
+    )
+    for mode, expected in (("auto", is_cheaper), ("swap", True), ("recompute", False)):
+        preemption = Preemption(None, memory, None, mode)  # type: ignore[arg-type]
+        assert preemption.swapping_is_cheaper([member] * 3) is expected  # type: ignore[list-item]
+
+
+def test_what_is_not_worth_swapping_is_computed_again() -> None:
+    """A group before it forks, and a prefix that is to be pinned."""
+    bench = Bench(preemption_mode="swap", max_num_batched_tokens=4)
+    bench.add("three", list(range(20)), n=3)
+    bench.step()
+    bench.begin_pin("pin", [*PREFIX, *range(20, 40)])
+    bench.step()
+    for name in ("three", "pin"):
+        sequence = bench.scheduler.lifecycle.sequences[name]
+        if sequence.row < 0:
+            assert name == "pin"
+            bench.core.control(Abort("three"))
+            bench.step()
+        assert sequence.row >= 0
+        bench.scheduler.preemption.preempt(sequence, "other", PlanBuilder(99), 0.0)
+        event = bench.scheduler.lifecycle.events[-1]
+        assert isinstance(event, Preempted) and not event.swapped and event.num_lost_tokens > 0
+        assert sequence.host_blocks is None

@@ -1,0 +1,16 @@
+"""How much of its prompt a sequence may take from a cache."""
+
+from tests.scheduler.test_miss_report import TEXT, add, scheduler_of
+
+
+def test_what_a_scored_prompt_may_take_from_the_cache() -> None:
+    """What was scored; all that is known, once every position but the first is."""
+    scheduler = scheduler_of()
+    add(scheduler, "r", TEXT[:10], 0.0, prompt_logprobs=1)
+    sequence = scheduler.lifecycle.sequences["r"]
+    assert sequence.num_readable_tokens == 0
+    sequence.num_preemptions = 1
+    found = []
+    for sequence.num_prompt_logprobs in (0, 5, 8, 9, 10):
+        found.append(sequence.num_readable_tokens)
+    assert found == [0, 5, 8, 10, 10]

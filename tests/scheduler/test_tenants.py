@@ -1,0 +1,83 @@
+"""Tenants: who was served least comes first, and who has been away is remembered."""
+
+import numpy as np
+import pytest
+
+from quire.base.messages import Abort
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.policy import MakePolicy
+from quire.scheduler.srtf import Srtf
+from quire.scheduler.tenants import Tenants
+from quire.scheduler.two_level import TwoLevel
+from tests.scheduler.device import make_request
+from tests.scheduler.test_policies import add, scheduler_of, step
+
+
+@pytest.mark.parametrize("policy", [Fifo, Srtf, TwoLevel])
+def test_a_light_tenant_does_not_stand_in_a_heavy_ones_queue(policy: MakePolicy) -> None:
+    scheduler = scheduler_of(policy)
+    for i in range(50):
+        add(scheduler, f"heavy {i}", 16, tenant="heavy")
+    for _ in range(5):
+        step(scheduler)
+    add(scheduler, "light", 16, tenant="light")
+    assert "light" in step(scheduler)
+
+
+def test_priority_comes_before_fairness() -> None:
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "used", 16, tenant="heavy", max_tokens=1)
+    add(scheduler, "light", 16, tenant="light", priority=1)
+    add(scheduler, "urgent", 16, tenant="heavy", priority=0)
+    assert [list(step(scheduler)), list(step(scheduler))] == [["used"], ["urgent"]]
+
+
+def test_counters_grow_by_computed_and_sampled_tokens() -> None:
+    scheduler = scheduler_of(Fifo, budget=64)
+    add(scheduler, "a", 10, tenant="a")
+    add(scheduler, "b", 5, tenant="b")
+    for _ in range(3):
+        step(scheduler)
+    served = scheduler.lifecycle.queue.tenants.served
+    assert (served("a"), served("b")) == (10 + 1 + 4, 5 + 1 + 4)
+
+
+def test_who_comes_back_begins_at_the_least_counter() -> None:
+    tenants = Tenants()
+    slots = np.array([tenants.enter("a"), tenants.enter("b")])
+    tenants.charge(slots, np.array([100, 300], np.int32))
+    tenants.enter("c")
+    assert tenants.served("c") == 99
+    tenants.leave("a")
+    tenants.charge(slots[1:], np.array([50], np.int32))
+    tenants.charge(np.array([tenants.enter("c")]), np.array([900], np.int32))
+    tenants.enter("a")
+    assert tenants.served("a") == 349
+    assert tenants.served("c") == 999, "what a tenant has had is not forgotten while it pauses"
+
+
+@pytest.mark.parametrize("num_present", [1, 3])
+def test_counters_of_many_tenants_take_no_more_and_no_more_memory(
+    monkeypatch: pytest.MonkeyPatch, num_present: int
+) -> None:
+    """Also where somebody is always there who is never served."""
+    monkeypatch.setattr("quire.scheduler.tenants.MOST_ABSENT", 50)
+    tenants = Tenants()
+    for i in range(num_present):
+        tenants.enter(f"stays {i}")
+    for i in range(5000):
+        slot = tenants.enter(f"t{i}")
+        tenants.charge(np.array([slot, 0]), np.array([1, 10 * (num_present == 1)], np.int32))
+        tenants.leave(f"t{i}")
+    assert len(tenants._tenants) == 50 + num_present and len(tenants._served) <= 128
+
+
+def test_a_tenant_is_absent_after_its_last_request() -> None:
+    scheduler = scheduler_of(Fifo)
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, [1, 2, 3], tenant="mine"), 0.0)
+    tenants = scheduler.lifecycle.queue.tenants
+    scheduler.control(Abort("a"), 0.0)
+    assert tenants._present == {"mine"} and not tenants._absent
+    scheduler.control(Abort("b"), 0.0)
+    assert not tenants._present and list(tenants._absent) == ["mine"]

@@ -1,0 +1,44 @@
+"""Requests that must be done by a certain time."""
+
+from quire.base.messages import MeasuredRates
+from quire.scheduler.fifo import Fifo
+from tests.scheduler.test_policies import add, answer, scheduler_of, step
+from tests.updates import error_of
+
+
+def test_late_requests_end_with_an_error_and_free_their_blocks() -> None:
+    scheduler = scheduler_of(Fifo, budget=8, max_num_seqs=2)
+    add(scheduler, "runs", 4, timeout_s=2.0)
+    add(scheduler, "waits", 400, timeout_s=3.0)
+    add(scheduler, "free", 4)
+    add(scheduler, "n", 4, n=2, temperature=1.0, timeout_s=3.0)
+    step(scheduler, 1.0)
+    assert scheduler.control(MeasuredRates(), 1.0).next_s == 2.0
+    plan = scheduler.schedule(2.0).plan
+    assert plan is not None and "runs" not in scheduler.lifecycle.sequences
+    outputs = scheduler.update(answer(plan), 2.0).outputs
+    [(update, finish)] = outputs.finished
+    assert (update.request_id, finish.reason) == ("runs", "timeout")
+    assert "timeout_s=2" in error_of(update) and "1 output token" in error_of(update)
+    scheduler.check_invariants()
+    plan = scheduler.schedule(3.0).plan
+    late = [told.request_id for told, _ in scheduler.update(answer(plan), 3.0).outputs.finished]  # type: ignore[arg-type]
+    assert sorted(late) == ["n", "waits"] and list(scheduler.lifecycle.sequences) == ["free"]
+
+
+def test_lateness_is_told_when_nothing_runs() -> None:
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "late", 4, now=1.0, timeout_s=0.5)
+    decisions = scheduler.schedule(1.5)
+    assert decisions.plan is None
+    assert [finish.reason for _, finish in decisions.outputs.finished] == ["timeout"]
+    assert not scheduler.has_work and scheduler.memory.kv.pools[0].num_used == 0
+
+
+def test_a_request_id_that_is_used_again_is_not_dropped_for_the_first_one() -> None:
+    scheduler = scheduler_of(Fifo)
+    add(scheduler, "name", 4, max_tokens=1, timeout_s=5.0)
+    step(scheduler, 1.0)
+    add(scheduler, "name", 4, now=4.0, timeout_s=5.0)
+    step(scheduler, 6.0)
+    assert "name" in scheduler.lifecycle.sequences
