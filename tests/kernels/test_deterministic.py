@@ -137,7 +137,7 @@ CASES = {
 }
 
 
-QUICK_CASES = ("plain", "heads", "sinks_window", "int8")
+QUICK_CASES = ("plain", "sinks_window", "int8")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,13 @@ def test_less_memory_for_parts_gives_the_same_bits(
     assert all(torch.equal(got, found[0]) for got in found)
 
 
-@pytest.mark.parametrize("cut", [replace(SMALL, fixed_chunk=32), Cut()], ids=["small", "usual"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(replace(SMALL, fixed_chunk=32), id="small"),
+        pytest.param(Cut(), id="usual", marks=pytest.mark.slow),
+    ],
+)
 def test_who_does_a_chunk_changes_nothing(cut: Cut, device: torch.device) -> None:
     """With more parts than are loaded together, and with chunks as they are."""
     before = 300 if cut.align == 16 else 1100
