@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 
 def cache_fingerprint(*parts: str) -> bytes:
-    """Digest of the strings that identify a cache's contents, in order."""
+    """Digest the strings that identify a cache's contents, in order."""
     return _digest_strings(b"quire-kv-2", parts)
 
 
 def root_digest(
     fingerprint: bytes, salt: str = "", adapter_id: str = "", media_ids: Iterable[str] = ()
 ) -> bytes:
-    """The digest before a request's first block."""
+    """Return the digest before a request's first block."""
     return _digest_strings(fingerprint, (salt, adapter_id, *media_ids))
 
 
@@ -53,7 +53,7 @@ def extend_by_one(
 
 
 def _digest_strings(start: bytes, parts: Iterable[str]) -> bytes:
-    """Each part is hashed with its length, so that no two lists of parts look alike."""
+    """Hash each part with its length, so that no two lists of parts look alike."""
     state = hashlib.sha256(start)
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")

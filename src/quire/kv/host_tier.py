@@ -43,7 +43,7 @@ class HostTier:
             pool.evicted = []
 
     def lookup(self, group: int, digest: bytes) -> int | None:
-        """The host block that holds it, or None. Takes no reference."""
+        """Return the host block that holds it, or None. Takes no reference."""
         return self._host[group].lookup(digest)
 
     def hold(self, group: int, block_id: int) -> None:
@@ -62,8 +62,8 @@ class HostTier:
         return any(found)
 
     def take_evicted(self) -> list[Copies]:
-        """Find host blocks for what the device's pools have evicted since the last call; the copies
-        of this, by group. What finds none, because all host blocks are in use, is lost."""
+        """Find host blocks for what the device's pools have evicted since the last call; returns
+        the copies, by cache group. What finds none, because all host blocks are in use, is lost."""
         return [self._take_evicted(g) for g in range(len(self._device))]
 
     def _take_evicted(self, group: int) -> Copies:
@@ -88,7 +88,7 @@ class HostTier:
         return source, destination
 
     def allocate(self, group: int) -> int | None:
-        """A host block within the tier's limit; None if all are in use."""
+        """Take a host block within the tier's limit; None if all are in use."""
         host = self._host[group]
         if host.num_indexed >= self.limits[group] and not host.evict():
             return None
@@ -113,12 +113,13 @@ class HostTier:
         self._host[group].release(block_id)
 
     def held_blocks(self, group: int) -> list[int]:
-        """Those that plans hold, with repetition."""
+        """List the blocks that plans hold, with repetition."""
         everything = [self._held, *(held for _, held in self._in_flight)]
         return [block_id for held in everything for g, block_id in held if g == group]
 
     def end_plan(self, step_id: int) -> None:
-        """The plan is made. (If nothing is planned, what it moves is part of the next one.)"""
+        """Note that the plan is made. (If nothing is planned, what it moves is part of the next
+        one.)"""
         if self._held:
             self._in_flight.append((step_id, self._held))
             self._held = []
@@ -127,7 +128,8 @@ class HostTier:
             self._fresh = []
 
     def settle(self, step_id: int) -> list[Name]:
-        """A step's result came: what its plan copied out is there."""
+        """Take note of a step's result: returns the names of what its plan copied out, which is
+        there now."""
         while self._in_flight and self._in_flight[0][0] <= step_id:
             for group, block_id in self._in_flight.popleft()[1]:
                 self._host[group].release(block_id)

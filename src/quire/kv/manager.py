@@ -117,7 +117,8 @@ class KVManager:
         return SequenceBlocks(tuple(BlockTable(pool, self.block_size) for pool in self.pools))
 
     def blocks_for(self, num_tokens: int, group: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens holds in a group at any time."""
+        """Return the most blocks that a sequence of `num_tokens` tokens holds in a group at any
+        time."""
         blocks = -(-num_tokens // self.block_size)
         window = self.groups[group].window
         if window is None:
@@ -127,8 +128,8 @@ class KVManager:
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
     ) -> list[int]:
-        """Most blocks, by cache group, of sequences that share num_shared full blocks and nothing
-        else, each `num_tokens` long and computed in chunks."""
+        """Return the most blocks, by cache group, of sequences that share num_shared full blocks
+        and nothing else, each `num_tokens` long and computed in chunks."""
         blocks = -(-num_tokens // self.block_size)
         needs = []
         for g, group in enumerate(self.groups):
@@ -142,8 +143,7 @@ class KVManager:
     def get_computed_blocks(
         self, digests: Sequence[bytes], num_tokens: int, on_host: bool = True
     ) -> KVBlocks:
-        """The longest usable prefix hit, with what host memory holds if on_host. Takes no
-        references.
+        """Find the longest usable prefix hit; on_host: also in host memory. Takes no references.
 
         digests: of the sequence's full blocks; num_tokens: its length. At least one token is left
         to compute, so a sequence that is hit in full gives its last block back.
@@ -157,7 +157,8 @@ class KVManager:
     def num_computed_blocks(
         self, digests: Sequence[bytes], num_tokens: int, has: Has | None = None
     ) -> int:
-        """Blocks of that hit; has: what is to be had, if not what is on the device or the host."""
+        """Count the blocks of that hit; has: what counts as there, if not all on device and
+        host."""
         has = has or self.is_cached
         length = min(len(digests), (num_tokens - 1) // self.block_size)
         settled = length <= 0
@@ -233,7 +234,8 @@ class KVManager:
         sequence.num_indexed = hit.num_tokens // self.block_size
 
     def _load(self, g: int, host_block: int) -> int:
-        """A block of the device, held once, into which the plan being made loads a host block."""
+        """Take a block of the device, held once, into which the plan being made loads a host
+        block."""
         assert self.tier is not None, "there is no host tier"
         digest = self.host_pools[g].digest_of(host_block)
         assert digest is not None, "a hit must be cached"
@@ -249,14 +251,14 @@ class KVManager:
         return block_id
 
     def take_loads(self) -> list[Copies]:
-        """What the last hit's blocks are to be loaded from and to, by group."""
+        """Take the copies that load the last hit's blocks, by cache group."""
         found, self.loads = self.loads, []
         return found
 
     def append_blocks(
         self, sequences: Sequence[SequenceBlocks], num_tokens: Sequence[int]
     ) -> list[int] | None:
-        """`allocate_slots` of one token for many sequences whose blocks are full: a new block each.
+        """Allocate one token for many sequences whose blocks are full: a new block each.
 
         num_tokens: their lengths with it. Returns the blocks; None, and nothing is done, if there
         are several cache groups, a window or too few blocks.
@@ -274,7 +276,8 @@ class KVManager:
         return found
 
     def num_free_slots(self, sequence: SequenceBlocks) -> int:
-        """Tokens that a sequence could take in, if it got all free blocks and shares none."""
+        """Count the tokens that a sequence could take in if it got all free blocks and shares
+        none."""
         return min(
             table.capacity - table.num_tokens + pool.num_free * self.block_size
             for table, pool in zip(sequence.tables, self.pools, strict=True)
@@ -317,7 +320,8 @@ class KVManager:
         sequence.num_indexed = min(sequence.num_indexed, num_tokens // self.block_size)
 
     def num_distinct(self, sequences: Iterable[SequenceBlocks]) -> list[int]:
-        """Blocks, by cache group, that these sequences hold together; shared ones count once."""
+        """Count the blocks, by cache group, that these sequences hold together, shared ones
+        once."""
         tables = [sequence.tables for sequence in sequences]
         return [
             len({block_id for mine in tables for block_id in mine[g].live_blocks})
@@ -345,7 +349,7 @@ class KVManager:
     def swap_in(
         self, sequences: Sequence[SequenceBlocks]
     ) -> tuple[list[SequenceBlocks], list[Copies]]:
-        """The way back; the device must have the blocks."""
+        """Bring them back, as `swap_out` took them; the device must have the blocks."""
         if self.tier is not None:  # nothing else goes there before it was read
             for g in range(len(self.pools)):
                 for block_id in {b for s in sequences for b in s.tables[g].live_blocks}:
@@ -408,13 +412,13 @@ class KVManager:
         return self.pools[g].lookup(digest) is not None
 
     def is_cached(self, g: int, digest: bytes) -> bool:
-        """Whether a block is on the device or in host memory."""
+        """Tell whether a block is on the device or in host memory."""
         if self._is_on_device(g, digest):
             return True
         return self.tier is not None and self.tier.lookup(g, digest) is not None
 
     def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
-        """Longest hit of at most `most` blocks that group g can serve."""
+        """Return the longest hit, of at most `most` blocks, that cache group g can serve."""
         if self.groups[g].window is None:
             for i in range(most):
                 if not has(g, digests[i]):
@@ -429,14 +433,14 @@ class KVManager:
         return 0
 
     def _last_missing(self, g: int, digests: Sequence[bytes], length: int, has: Has) -> int | None:
-        """Of the blocks that a token after `length` blocks sees, the last that is not cached."""
+        """Find the last block that a token after `length` blocks sees and that is not cached."""
         for i in range(length - 1, self.first_seen(g, length * self.block_size) - 1, -1):
             if not has(g, digests[i]):
                 return i
         return None
 
     def first_seen(self, g: int, num_tokens: int) -> int:
-        """First logical block that the token after so many tokens attends to."""
+        """Return the first logical block that the token after so many tokens attends to."""
         window = self.groups[g].window
         if window is None:
             return 0
@@ -445,7 +449,8 @@ class KVManager:
     def _hit_blocks(
         self, g: int, digests: Sequence[bytes], length: int
     ) -> tuple[list[int], dict[int, int]]:
-        """The blocks of a hit, and where in host memory those are that have to be loaded."""
+        """Return the blocks of a hit, and the host blocks of those that have to be loaded, by
+        index."""
         first = self.first_seen(g, length * self.block_size)
         blocks, host = [NULL] * first, {}
         for i in range(first, length):

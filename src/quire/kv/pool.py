@@ -99,11 +99,11 @@ class BlockPool:
         return self._digests[block_id] is not None
 
     def digest_of(self, block_id: int) -> bytes | None:
-        """What the index calls the block."""
+        """Return what the index calls the block."""
         return self._digests[block_id]
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block that holds this digest's tokens, or None. Takes no reference."""
+        """Return the block that holds this digest's tokens, or None. Takes no reference."""
         return self._index.get(digest)
 
     def index(self, block_id: int, digest: bytes) -> None:

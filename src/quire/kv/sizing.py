@@ -32,7 +32,7 @@ class MemoryPlan:
         return max(self.num_blocks) * self.block_size
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         fits = self.num_slots / self.max_model_len
         graphs = f"graphs {self.graph_bytes / MIB:,.0f} MiB, " if self.graph_bytes else ""
         return (
@@ -53,7 +53,7 @@ def size_pools(
     max_num_seqs: int,
     chunk: int,
 ) -> tuple[int, ...]:
-    """Blocks per group, as many as fit, at most what max_num_seqs x max_model_len needs.
+    """Size pools: as many blocks per group as fit, at most what max_num_seqs x max_model_len needs.
 
     Raises OutOfMemory if not even one sequence of max_model_len tokens fits.
     """
@@ -80,7 +80,7 @@ def longest_sequence(
     max_num_seqs: int,
     chunk: int,
 ) -> int:
-    """The max_model_len up to `limit` with which `size_pools` finds room for one sequence: the
+    """Find the max_model_len up to `limit` with which `size_pools` finds room for one sequence: the
     limit, or the largest multiple of the block size that fits.
 
     Raises OutOfMemory if not even a prompt of one token and its answer fit.
@@ -98,19 +98,20 @@ def longest_sequence(
 
 
 def host_tier_blocks(block_bytes: Sequence[int], num_bytes: int) -> tuple[int, ...]:
-    """Blocks per group, as many of each, that so many bytes of host memory hold."""
+    """Return how many blocks of each group so many bytes of host memory hold; as many of each."""
     return (num_bytes // sum(block_bytes),) * len(block_bytes)
 
 
 def blocks_per_sequence(max_model_len: int, block_size: int) -> int:
-    """Blocks that the longest sequence holds, with one to write into."""
+    """Count the blocks that the longest sequence holds, with one to write into."""
     return -(-max_model_len // block_size) + 1
 
 
 def sequences_that_fit(
     groups: Sequence[CacheGroup], num_blocks: Sequence[int], block_size: int, length: int
 ) -> int:
-    """How many sequences of so many tokens have room in the pools at once, sharing nothing."""
+    """Return how many sequences of so many tokens have room in the pools at once, sharing
+    nothing."""
     needs = [blocks_held(group, block_size, length) for group in groups]
     return min(have // need for have, need in zip(num_blocks, needs, strict=True))
 
@@ -123,20 +124,20 @@ def least_pool_bytes(
     max_num_seqs: int,
     chunk: int,
 ) -> int:
-    """The smallest budget with which `size_pools` finds room for one sequence."""
+    """Find the smallest budget with which `size_pools` finds room for one sequence."""
     caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
     return _cost(caps, block_bytes, blocks_per_sequence(max_model_len, block_size))
 
 
 def blocks_held(group: CacheGroup, block_size: int, num_tokens: int) -> int:
-    """Most blocks of a group that a sequence of so many tokens holds at any time; as
+    """Return the most blocks of a group that a sequence of so many tokens holds at any time; as
     `KVManager.blocks_for`."""
     blocks = -(-num_tokens // block_size)
     return blocks if group.window is None else min(blocks, -(-group.window // block_size) + 1)
 
 
 def _most_blocks(caps: list[int], block_bytes: Sequence[int], budget: int, limit: int) -> int:
-    """The largest number up to `limit` of blocks per group, none above its cap, in the budget."""
+    """Find the most blocks per group, up to `limit` and its cap, that the budget has room for."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
@@ -148,12 +149,13 @@ def _most_blocks(caps: list[int], block_bytes: Sequence[int], budget: int, limit
 
 
 def _cost(caps: list[int], block_bytes: Sequence[int], num_blocks: int) -> int:
-    """Bytes of pools of so many blocks each, none above its cap."""
+    """Return the bytes of pools of so many blocks each, none above its cap."""
     return sum(min(num_blocks, cap) * b for cap, b in zip(caps, block_bytes, strict=True))
 
 
 def _window_need(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
-    """Most blocks that all sequences together hold in a group; no bound for a full group."""
+    """Return the most blocks that all sequences together hold in a group; no bound for a full
+    group."""
     if group.window is None:
         return 1 << 62
     in_window = -(-group.window // block_size) + 1

@@ -80,7 +80,8 @@ class BlockTable:
         return done
 
     def fork(self) -> "BlockTable":
-        """A second table over the same blocks; they are shared until one of the two writes."""
+        """Make a second table over the same blocks, which are shared until one of the two
+        writes."""
         child = BlockTable(self._pool, self.block_size)
         for block_id in self.live_blocks:
             self._pool.acquire(block_id)
@@ -90,8 +91,8 @@ class BlockTable:
         return child
 
     def moved_to(self, pool: BlockPool, places: dict[int, int]) -> "BlockTable":
-        """The same table over blocks of another pool. places: block of this pool -> of the other,
-        as far as tables that share blocks with this one have set it; it is added to."""
+        """Make the same table over blocks of another pool. places: block of this pool -> of the
+        other, as far as tables that share blocks with this one have set it; it is added to."""
         table = BlockTable(pool, self.block_size)
         table.blocks = [NULL] * self.num_dropped
         for block_id in self.live_blocks:
@@ -128,7 +129,8 @@ class BlockTable:
         self.num_dropped = 0
 
     def _partial_index(self) -> int | None:
-        """Logical index of the block that the next token goes into, if it exists already."""
+        """Return the logical index of the block that the next token goes into, if it exists
+        already."""
         index = self.num_tokens // self.block_size
         return index if index < len(self.blocks) else None
 

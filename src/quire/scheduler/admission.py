@@ -219,7 +219,8 @@ class Admission:
         return self._memory.fits(self._memory.needs_to_start(sequence, hit, num_new), reserve)
 
     def _worst_growth(self, sequence: Sequence) -> int:
-        """Blocks that all that run, and the request of this sequence, lack up to their limits."""
+        """Count the blocks that all that run, and this sequence's request, lack up to their
+        limits."""
         idle, growth = set(self._rows.idle().tolist()), self._memory.growth
         members = [sequence] if sequence.group is None else sequence.group.unfinished
         lacking = sum(growth(s.num_known_tokens, s.limit) for s in members if s.row < 0)

@@ -97,7 +97,7 @@ class Arrivals:
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
 
     def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:
-        """Tokens at which a sequence ends."""
+        """Return the number of tokens at which a sequence ends."""
         return min(num_prompt + (max_tokens or self._max_model_len), self._max_model_len)
 
     def _too_long(self, num_prompt: int) -> str:

@@ -69,8 +69,9 @@ class BeamSearch:
     def advance(
         self, candidates: Sequence[Candidates], outputs: Sequence[Sequence[int]]
     ) -> list[Beam]:
-        """One step. candidates: of each living beam, its best num_kept tokens in order (after the
-        chosen one); outputs: the tokens that each has so far. Returns the beams that live on."""
+        """Take one step. candidates: of each living beam, its best num_kept tokens in order (after
+        the chosen one); outputs: the tokens that each has so far. Returns the beams that live
+        on."""
         length = len(outputs[0]) + 1
         is_last = length >= self.max_output
         ended: list[Beam] = []
@@ -88,11 +89,11 @@ class BeamSearch:
         return [] if self.is_over else alive
 
     def hypotheses(self, num: int) -> list[Hypothesis]:
-        """The best `num` finished sequences, best first."""
+        """Return the best `num` finished sequences, best first."""
         return self.finished[:num]
 
     def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[Beam]:
-        """All candidates, best first; of equal ones those of the better beam."""
+        """Yield all candidates, best first; of equal ones, those of the better beam first."""
         own = slice(1, self.num_kept + 1)
         totals = [c.logprobs[own] + s for c, s in zip(candidates, self.scores, strict=True)]
         scores = np.concatenate(totals)

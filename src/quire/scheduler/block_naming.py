@@ -70,8 +70,8 @@ class BlockNaming:
         return self._caches or sequence.group is not None
 
     def root(self, request: Request, num: int, arrival: int) -> bytes:
-        """Where the digests of a request for `num` sequences begin. Without prefix caching nobody
-        else has the root of a group."""
+        """Return the root of the digests of a request for `num` sequences. Without prefix caching
+        nobody else has the root of a group."""
         salt = request.cache_salt
         if num > 1 and not self._caches:
             salt = f"{salt} of group {arrival} alone"
@@ -86,8 +86,8 @@ class BlockNaming:
         self.digester(named, size or self.block_size, counts)
 
     def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:
-        """Name the blocks that a sequence may find in the index; and count the tokens of which all
-        but the last may be found."""
+        """Name the blocks that a sequence may find in the index; return the names, and the number
+        of tokens: all of these but the last may be found."""
         num_tokens = sequence.num_known_tokens
         if not self.is_indexed(sequence) or not sequence.may_read_cache:
             return (), num_tokens

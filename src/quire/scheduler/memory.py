@@ -116,7 +116,7 @@ class Memory:
         return all(need + held <= pool.num_blocks for need, held, pool in pools)
 
     def excess(self, needs: Needs, share: float) -> Excess | None:
-        """Find a group of which this need is more than a share of its blocks."""
+        """Find a cache group in which this need exceeds a share of the blocks."""
         for need, pool in zip(needs, self.kv.pools, strict=True):
             most = int(share * pool.num_blocks + EPSILON)
             if need > most:
@@ -124,23 +124,23 @@ class Memory:
         return None
 
     def needs_to_start(self, sequence: Sequence, hit: KVBlocks, num_new: int) -> Needs:
-        """What a waiting sequence takes that begins with a hit."""
+        """Return what a waiting sequence takes that begins with a hit."""
         return self.kv.needs_with_hit(sequence.num_known_tokens, hit, num_new)
 
     def needs_of_all(self, sequence: Sequence, num_tokens: int, num: int) -> Needs:
-        """What `num` sequences of a request need beside the pinned prefix that they share, when
-        each of them has so many tokens."""
+        """Return what `num` sequences of a request need, besides the pinned prefix that they share,
+        when each has so many tokens."""
         shared = sequence.num_prompt_tokens // self.block_size
         needs = self.kv.group_blocks(num_tokens, shared, num, min(self._chunk, num_tokens))
         pinned = self.pinned.shared_blocks(sequence)
         return [need - mine for need, mine in zip(needs, pinned, strict=True)]
 
     def needs_of_prefix(self, num_tokens: int) -> list[int]:
-        """What a pinned prefix may hold."""
+        """Return what a pinned prefix may hold."""
         return self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
 
     def needs_to_stand(self, blocks: Seq[SequenceBlocks]) -> Needs:
-        """What these hold together, and one block more for each."""
+        """Return what these hold together, and one block more for each."""
         return [num + len(blocks) for num in self.kv.num_distinct(blocks)]
 
     def fits_back(self, members: Seq[Sequence], reserve: int) -> bool:

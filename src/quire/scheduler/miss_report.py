@@ -52,16 +52,16 @@ class Remembered:
     num_computed: int = 0
 
     def was_computed(self, index: int) -> bool:
-        """Whether a block of it was in the index, or is."""
+        """Tell whether one of its blocks is, or was, in the index."""
         line = self.sequence
         return index < (self.num_computed if line is None else line.blocks.num_indexed)
 
     def has(self, digest: bytes, num_blocks: int) -> bool:
-        """Whether it begins with so many blocks, of which this is the last."""
+        """Tell whether it begins with so many blocks, the last with this digest."""
         return len(self.digests) >= num_blocks and self.digests[num_blocks - 1] == digest
 
     def fields(self, sequence: Sequence) -> Fields:
-        """What is told of it to this one."""
+        """Return what a report to this sequence says of it."""
         is_own = self.tenant == sequence.request.tenant
         return {"near_id": self.request_id, "near_is_own": is_own}
 
@@ -144,7 +144,7 @@ class MissReports:
     # ---- told --------------------------------------------------------------------------------
 
     def report(self, sequence: Sequence, hit: KVBlocks, now: float) -> PrefixReport:
-        """Where a new request's prompt was found, and why not more of it."""
+        """Report where a new request's prompt was found, and why not more of it."""
         size, num_tokens = self._kv.block_size, hit.num_tokens
         if hit.is_pinned:
             return PrefixReport(pinned=num_tokens, **self._miss(sequence, hit, now))
@@ -178,7 +178,7 @@ class MissReports:
         return other | self._apart(sequence, [near, *others], index * kv.block_size)
 
     def _lost(self, sequence: Sequence, known: Remembered, index: int, now: float) -> Fields:
-        """Why a block is not used that a remembered prompt has."""
+        """Tell why a block is not used that a remembered prompt has."""
         kv, digest = self._kv, sequence.digests[index]
         near = known.fields(sequence)
         if not known.was_computed(index):  # if it has ended meanwhile, it never will be
@@ -190,10 +190,10 @@ class MissReports:
         return near | {"miss": EVICTED, "lost_s": -1.0 if at_s is None else now - at_s}
 
     def _apart(self, sequence: Sequence, nearest: list[Remembered], start: int) -> Fields:
-        """Where a prompt leaves the nearest of those that have all that is before this block.
+        """Find where a prompt leaves the nearest of those that agree with it up to this block.
 
-        One of the same tenant goes before all others: who is told of it learns nothing of theirs,
-        not even that one of them is nearer.
+        One of the same tenant goes before all others, so that a tenant learns nothing of others'
+        prompts, not even that one of them is nearer.
         """
         end, tenant = start + self._kv.block_size, sequence.request.tenant
         mine = sequence.known_tokens[start:end].tobytes()
@@ -209,7 +209,7 @@ class MissReports:
         }
 
     def _elsewhere(self, sequence: Sequence, most: int) -> Fields:
-        """What is cached of a prompt under another salt, if anything is."""
+        """Count what is cached of a prompt under another salt, if anything is."""
         kv, tokens = self._kv, sequence.known_tokens
         first = tokens[: kv.block_size].tobytes()
         near = self._young.by_first.get(first) or self._old.by_first.get(first)
@@ -224,7 +224,7 @@ class MissReports:
 
 
 def _num_common(one: bytes, other: bytes) -> int:
-    """Equal int32 at the beginning of both."""
+    """Count the equal int32 at the beginning of both."""
     size = min(len(one), len(other))
     differs = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return ((differs & -differs).bit_length() - 1) // 32 if differs else size // 4

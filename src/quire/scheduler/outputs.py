@@ -21,7 +21,7 @@ class OutputsBuilder:
         self._candidates: dict[int, tuple[Sequence, Candidates]] = {}  # by arrival
 
     def update_of(self, sequence: Sequence) -> SequenceUpdate:
-        """The update of a sequence that has more to tell than a token."""
+        """Return the update of a sequence that has more to tell than a token."""
         found = self._updates.get(sequence.arrival)
         if found is None:
             found = self._updates[sequence.arrival] = SequenceUpdate(
@@ -33,7 +33,7 @@ class OutputsBuilder:
         return found
 
     def set_tokens(self, rows: Int32, arrivals: Int64, token_ids: Int32) -> None:
-        """One token each for sequences that hold these rows."""
+        """Give one token each to the sequences that hold these rows."""
         self._rows, self._arrivals, self._token_ids = rows, arrivals, token_ids
 
     def name_row(self, row: int, sequence: Sequence) -> None:
@@ -42,14 +42,14 @@ class OutputsBuilder:
         self._names.append(RowName(row, sequence.request.request_id, sequence.index, num_cached))
 
     def set_candidates(self, sequence: Sequence, candidates: Candidates) -> None:
-        """Log-probabilities of the token that the sequence gets, if it gets one."""
+        """Add the log-probabilities of the token that the sequence gets, if it gets one."""
         self._candidates[sequence.arrival] = sequence, candidates
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
         self.update_of(sequence).finish = finish
 
     def finish_search(self, leader: Sequence, hypotheses: list[Hypothesis]) -> None:
-        """All results of a beam search, with which its request ends."""
+        """End a request with all results of its beam search."""
         update = self.update_of(leader)
         update.beams = [_beam(leader.request, hypothesis) for hypothesis in hypotheses]
         update.finish = update.beams[0].finish

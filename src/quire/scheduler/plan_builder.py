@@ -35,7 +35,7 @@ class PlanBuilder:
         self.num_tokens.append(num_tokens)
 
     def add_blocks(self, row: int, appended: tuple[Appended, ...]) -> None:
-        """Block-table entries and copies that follow from room made for a row."""
+        """Add the block-table entries and copies that follow from room made for a row."""
         for group, done in enumerate(appended):
             for index, block_id in done.writes:
                 self.writes.append((group, row, index, block_id))
@@ -43,8 +43,8 @@ class PlanBuilder:
                 self.copies.append((group, row, source, destination))
 
     def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
-        """A row that begins as a copy of its parent's: the parent's table on the device may lack
-        what this plan writes into it."""
+        """Add a row that begins as a copy of its parent's: the parent's table on the device may
+        lack what this plan writes into it."""
         self.forked.append(fork)
         mine = [(g, i, b) for g, row, i, b in self.writes if row == fork.parent]
         self.writes += [(g, fork.child, i, b) for g, i, b in mine]
@@ -52,14 +52,14 @@ class PlanBuilder:
         self.shared.append(SharedBlocks(fork.child, found, [[] for _ in found]))
 
     def add_moves(self, kind: MoveKind, copies: Seq[Copies]) -> None:
-        """Copies between the device and the host, by cache group."""
+        """Add copies between the device and the host, by cache group."""
         for group, (source, destination) in enumerate(copies):
             if source:
                 arrays = np.asarray(source, np.int32), np.asarray(destination, np.int32)
                 self.swaps.append(Move(kind, group, *arrays))
 
     def add_table(self, sequence: Sequence) -> None:
-        """All block-table entries of a row."""
+        """Add all block-table entries of a row."""
         for group, table in enumerate(sequence.blocks.tables):
             for index in range(table.num_dropped, len(table.blocks)):
                 self.writes.append((group, sequence.row, index, table.blocks[index]))
@@ -72,7 +72,7 @@ class PlanBuilder:
         self.shared = [held for held in self.shared if held.row not in rows]
 
     def add_adopted(self, sequence: Sequence, num_blocks: int) -> None:
-        """Block-table entries of a prefix hit."""
+        """Add the block-table entries of a prefix hit."""
         for group, table in enumerate(sequence.blocks.tables):
             for index in range(table.num_dropped, num_blocks):
                 self.writes.append((group, sequence.row, index, table.blocks[index]))
@@ -84,7 +84,8 @@ class PlanBuilder:
         return BlockWrites(*columns)
 
     def moves(self) -> tuple[Move, ...]:
-        """What goes out, what comes in, then the copies of the step, one operation per group."""
+        """Return the moves: what goes out, what comes in, then the step's copies, one per cache
+        group."""
         swaps = tuple(sorted(self.swaps, key=lambda move: move.kind is not MoveKind.SWAP_OUT))
         if not self.copies:
             return swaps
@@ -95,7 +96,7 @@ class PlanBuilder:
         )
 
     def all_rows(self) -> tuple[Int32, Int32]:
-        """Scheduled rows and their token counts."""
+        """Return the scheduled rows and their token counts."""
         if not self.rows:
             return np.empty(0, np.int32), np.empty(0, np.int32)
         rows = np.concatenate(self.rows).astype(np.int32)

@@ -78,8 +78,8 @@ class Planner:
         return None
 
     def _step_budget(self, needs: Int64) -> int:
-        """Tokens of the next plan: what a step has time for, but always all that decode and a few
-        of a prompt."""
+        """Return the most tokens of the next plan: what a step has time for, but always all that
+        decode and a few of a prompt."""
         step_tokens = self._memory.rates.step_tokens
         if not step_tokens:
             return self._token_budget
@@ -186,7 +186,7 @@ class Planner:
         self.in_flight.append(step)
 
     def _without_beams(self, rows: Int32) -> Int32:
-        """Those of the rows that will get a token, and not candidates to choose from."""
+        """Return those of the rows that will get a token, rather than candidates to choose from."""
         if not self._lifecycle.searches:
             return rows
         return rows[[not sequence.is_beam for sequence in self._rows.table.sequences[rows]]]

@@ -30,7 +30,7 @@ class _Nothing:
 
 
 def make_policy(name: str) -> MakePolicy:
-    """What makes the queues of one policy. Raises ConfigError if there is none of this name.
+    """Return what makes the queues of one policy. Raises ConfigError if there is none of this name.
 
     One of another package is tried: what is wrong with it shows now, not with the first request.
     """

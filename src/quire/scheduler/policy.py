@@ -15,11 +15,12 @@ class Progress(Protocol):
     num_planned_tokens: int  # so far: the scheduler's own clock
 
     def remaining(self, sequence: Sequence) -> int:
-        """Tokens that a sequence lacks until it samples; prefix hits left out, as of now."""
+        """Count the tokens that a sequence lacks until it samples, without those of its present
+        hit."""
         ...
 
     def num_tokens_under_way(self) -> int:
-        """Tokens that those that run lack until they sample."""
+        """Count the tokens that all that run lack until they sample."""
         ...
 
 
@@ -27,28 +28,28 @@ class Policy(Protocol):
     """A queue of sequences that have not run yet."""
 
     def push(self, sequence: Sequence) -> None:
-        """A new sequence arrived."""
+        """Take in a new sequence."""
         ...
 
     def peek(self) -> Sequence | None:
-        """Whom to admit next, or None."""
+        """Return the sequence to admit next, or None."""
         ...
 
     def pass_over(self, sequence: Sequence) -> None:
-        """The one at the head is not admitted now, because a prompt under way goes first."""
+        """Pass over the one at the head for now: a prompt under way goes first."""
         ...
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence was admitted or has ended."""
+        """Remove a sequence that was admitted or has ended."""
         ...
 
     def rank(self, sequence: Sequence) -> int:
-        """Where it stands, the smallest first: the one at the head, or one whose prompt is being
-        computed. Where these compete for the budget of a step, the smaller rank gets it."""
+        """Rank the one at the head, or one whose prompt is being computed. Where these compete for
+        the tokens of a step, the smallest rank gets them."""
         ...
 
     def waiting(self) -> list[Sequence]:
-        """All of them, in an order that is likely."""
+        """List all, in the order in which they are likely to be admitted."""
         ...
 
     def __len__(self) -> int: ...

@@ -51,9 +51,9 @@ class Preemption:
         builder.has_preempted = True
 
     def _may_be_swapped(self, members: list[Sequence]) -> bool:
-        """Not before a group is forked, not while some of it waits, and not if it would need more
-        room to come back than pinned prefixes leave. To pin a prefix, nothing is sampled after it,
-        so it would not be missed where it is."""
+        """Tell whether these may be swapped out: not before a group is forked, not while some of it
+        waits, and not if it would need more room to come back than pinned prefixes leave. Nor a
+        prefix that is to be pinned: nobody waits for its next token."""
         first = members[0]
         group, memory = first.group, self._memory
         if group is not None and (not group.is_forked or len(group.unfinished) > len(members)):

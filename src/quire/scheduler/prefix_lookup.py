@@ -47,8 +47,8 @@ class PrefixLookup:
         return max(sequence.found_tokens, self._pinned.num_usable_tokens(sequence))
 
     def _loading_is_cheaper(self, hit: KVBlocks, near: KVBlocks, rates: MeasuredRates) -> bool:
-        """Whether to load what is in host memory beyond the hit on the device. Where a rate is not
-        known, it is loaded."""
+        """Tell whether to load what host memory has beyond the hit on the device. Where a rate is
+        not known, it is loaded."""
         sizes = self._kv.block_bytes
         if not (rates.prefill_tokens_per_s and rates.copy_bytes_per_s and sizes):
             return True
@@ -58,8 +58,8 @@ class PrefixLookup:
 
 
 def _upon(pinned: KVBlocks, hit: KVBlocks, num_full: int) -> KVBlocks:
-    """A hit that goes beyond a pinned prefix of num_full full blocks, with these instead of its
-    own."""
+    """Return a hit that goes beyond a pinned prefix, with the prefix's num_full full blocks in the
+    place of its own."""
     blocks, host = [], []
     for g, mine in enumerate(hit.blocks):
         theirs = pinned.blocks[g][:num_full]

@@ -41,7 +41,7 @@ class WaitingQueue:
         return self._num
 
     def push(self, sequence: Sequence) -> None:
-        """A new sequence arrived."""
+        """Take in a new sequence."""
         waits, name = self._class_of(sequence), sequence.request.tenant
         if name not in waits.new:
             waits.new[name] = self._make_policy(self._progress)
@@ -50,12 +50,12 @@ class WaitingQueue:
         self._num += 1
 
     def requeue(self, sequence: Sequence) -> None:
-        """A sequence was preempted: it comes before all new ones of its class."""
+        """Take a preempted sequence back: it comes before all new ones of its class."""
         self._class_of(sequence).preempted[sequence.arrival] = sequence
         self._num += 1
 
     def peek(self) -> Sequence | None:
-        """Whom to admit next, or None."""
+        """Return the sequence to admit next, or None."""
         while self._priorities:
             found = self._classes[self._priorities[0]]
             if found.preempted:
@@ -66,7 +66,7 @@ class WaitingQueue:
         return None
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence was admitted or has ended."""
+        """Remove a sequence that was admitted or has ended."""
         found, name = self._classes[sequence.priority], sequence.request.tenant
         if found.preempted.pop(sequence.arrival, None) is None:
             found.new[name].remove(sequence)
@@ -75,21 +75,21 @@ class WaitingQueue:
         self._num -= 1
 
     def rank(self, sequence: Sequence) -> Rank:
-        """Who is served first where new sequences and prompts under way compete: the smallest. Not
-        for those that were preempted."""
+        """Rank new sequences and prompts under way where they compete: the smallest is served
+        first. Not for those that were preempted."""
         served = self.tenants.served(sequence.request.tenant)
         return sequence.priority, served, self._ranks.rank(sequence)
 
     def pass_over(self, sequence: Sequence) -> None:
-        """The new one at the head is not admitted now, because a prompt under way goes first."""
+        """Pass over the new one at the head for now: a prompt under way goes first."""
         self._classes[sequence.priority].new[sequence.request.tenant].pass_over(sequence)
 
     def is_preempted(self, sequence: Sequence) -> bool:
-        """Whether this waiting sequence has run before."""
+        """Tell whether this waiting sequence has run before."""
         return sequence.arrival in self._classes[sequence.priority].preempted
 
     def waiting(self) -> list[Sequence]:
-        """All of them, by class, the preempted before the new ones."""
+        """List all, by class, the preempted before the new ones."""
         found: list[Sequence] = []
         for priority in sorted(self._classes):
             waits = self._classes[priority]
@@ -99,7 +99,7 @@ class WaitingQueue:
         return found
 
     def _next_policy(self, waits: _Class) -> Policy:
-        """That of the tenant that was served least."""
+        """Return the policy of the tenant that was served least."""
         return waits.new[waits.least.first(waits.new, self.tenants.served)]
 
     def _class_of(self, sequence: Sequence) -> _Class:

@@ -74,7 +74,7 @@ class Rows:
         return int(self.needs(np.array([sequence.row]))[0])
 
     def idle(self) -> Int64:
-        """Rows of open prompts of which all that may be is computed."""
+        """List the rows of open prompts that have computed all that they may."""
         rows = self.running[self.table.num_open[self.running] > 0]
         found: Int64 = rows[self.needs(rows) == 0]
         return found

@@ -257,7 +257,7 @@ class SequenceGroup:
 
 
 def handed_over(num_prompt: int) -> tuple[int, int]:
-    """computed and total with which a decode worker takes a prefilled request over: the prefill
+    """Return computed and total of a prefilled request that a decode worker takes over: the prefill
     worker has sampled the first output token (T 4.4.4, disaggregation)."""
     return num_prompt, num_prompt + 1
 
@@ -265,6 +265,6 @@ def handed_over(num_prompt: int) -> tuple[int, int]:
 def verified(
     computed: int, total: int, num_scheduled: int, num_draft: int, num_rejected: int
 ) -> tuple[int, int]:
-    """computed and total after a draft was verified: num_scheduled tokens were computed, among them
-    the draft's (T 4.4.4, speculative decoding)."""
+    """Return computed and total after a draft was verified: num_scheduled tokens were computed,
+    among them the draft's (T 4.4.4, speculative decoding)."""
     return computed + num_scheduled - num_rejected, total + num_draft - num_rejected + 1

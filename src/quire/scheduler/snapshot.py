@@ -125,8 +125,8 @@ class Deferred:
 def dump(
     root: object, omit: Mapping[str, Collection[str]] = NOTHING, blank: Iterable[str] = ()
 ) -> Data:
-    """The state of an object and all that it refers to. omit: attributes to leave out, by the name
-    of the class; blank: attributes of any object whose numbers become zeros.
+    """Return the state of an object and of all that it refers to. omit: attributes to leave out, by
+    the name of the class; blank: attributes of any object whose numbers become zeros.
 
     Raises EngineError that names the place of a value that cannot be kept, such as a lambda.
     """
@@ -134,7 +134,8 @@ def dump(
 
 
 def restore(data: Any) -> Any:
-    """What was dumped, after all `Deferred` in it were encoded. Raises EngineError for others."""
+    """Make again what was dumped, once all `Deferred` in it are encoded. Raises EngineError for
+    other data."""
     try:
         return _Restore(data["heap"]).value(data["root"])
     except EngineError:
@@ -144,7 +145,8 @@ def restore(data: Any) -> Any:
 
 
 def encode(value: Any) -> Any:
-    """A value of the frozen vocabulary, or of primitives, as plain data. Without identity."""
+    """Turn a value of the frozen vocabulary, or of primitives, into plain data. Identity is
+    lost."""
     kind = type(value)
     if kind in PRIMITIVES:
         return value
@@ -170,12 +172,12 @@ def encode(value: Any) -> Any:
 
 
 def decode(data: Any) -> Any:
-    """What `encode` was given. Raises EngineError."""
+    """Return the value that `encode` was given. Raises EngineError."""
     return restore({"root": data, "heap": []})
 
 
 def without_modules(data: Any) -> Any:
-    """Encoded values as they are today: recordings of before named the modules of classes."""
+    """Bring encoded values up to date: earlier recordings named the modules of classes, too."""
     if isinstance(data, dict):
         return {key: without_modules(value) for key, value in data.items()}
     if not isinstance(data, list):
@@ -203,7 +205,7 @@ class _Dump:
         return {"root": top, "heap": heap}
 
     def refer(self, value: Any, name: str) -> Any:
-        """How one entry speaks of a value."""
+        """Return what stands for a value in the entry of another."""
         kind = type(value)
         if kind in TEXTS:
             return Deferred(value, name)
@@ -224,7 +226,7 @@ class _Dump:
         return [REF, number]
 
     def entry(self, value: Any, name: str) -> Any:
-        """The contents of an object of the heap."""
+        """Return the contents of an object of the heap."""
         kind = type(value)
         if kind is list or kind is dict or kind is OrderedDict:
             return self.container(value, kind, name)
@@ -262,7 +264,8 @@ class _Dump:
         return [tag, *(self.refer(item, name) for pair in value.items() for item in pair)]
 
     def name(self, what: type, found_at: str) -> str:
-        """By what a class is known. Raises EngineError for one that cannot be kept."""
+        """Return the name by which a class is known. Raises EngineError for one that cannot be
+        kept."""
         if what not in self.names:
             try:
                 self.names[what] = _name(what)
@@ -315,7 +318,7 @@ class _Restore:
                 shell[value(key)] = value(item)
 
     def value(self, data: Any) -> Any:
-        """A value that stands where it is used."""
+        """Return a value that stands where it is used."""
         if type(data) in PRIMITIVES:
             return data
         tag, *rest = data
@@ -342,7 +345,7 @@ FILLED_WITH = {
 
 
 def _plain(tag: int, rest: list[Any]) -> Any:
-    """What refers to nothing."""
+    """Make a value that refers to nothing."""
     if tag == ARRAY:
         return np.frombuffer(rest[2], _dtype(rest[0])).reshape(_shape(rest[1])).copy()
     if tag == ZEROS:
@@ -361,7 +364,7 @@ def _plain(tag: int, rest: list[Any]) -> Any:
 
 
 def _array(array: np.ndarray[Any, Any]) -> list[Any]:
-    """The numbers of an array, without the columns at the end of a table that are zero."""
+    """Encode an array; of a table, without the columns at its end that are zero."""
     head = array.dtype.str, array.shape
     if array.size > 64 and not array.any():
         return [ZEROS, *head]
@@ -386,7 +389,8 @@ def _shape(sizes: Iterable[int]) -> tuple[int, ...]:
 
 
 def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
-    """The fields of a dataclass, or those of a msgspec struct that are not as if left out."""
+    """List the fields of a dataclass, or those of a msgspec struct that differ from their
+    defaults."""
     if dataclasses.is_dataclass(kind):
         return [(item.name, getattr(value, item.name)) for item in dataclasses.fields(kind)]
     names: tuple[str, ...] = getattr(kind, "__struct_fields__", ())
@@ -398,7 +402,7 @@ def _contents(value: Any, kind: type) -> list[tuple[str, Any]]:
 
 
 def _attributes(value: object) -> list[str]:
-    """Those that are set, whether in slots or in a dictionary."""
+    """List the attributes that are set, whether in slots or in a dictionary."""
     found = [
         name
         for kind in type(value).__mro__
@@ -414,7 +418,7 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
 
 
 def _name(kind: type) -> str:
-    """By what a class is known. Raises EngineError for one that cannot be kept."""
+    """Return the name by which a class is known. Raises EngineError for one that cannot be kept."""
     name = kind.__qualname__
     if KINDS.get(name) is not kind:
         raise EngineError(f"{kind.__module__}.{name} cannot be kept in a snapshot.")
@@ -422,7 +426,7 @@ def _name(kind: type) -> str:
 
 
 def _class(name: str, kinds: Mapping[str, type] = KINDS) -> Any:
-    """The class of this name; recordings of before named the module, too."""
+    """Return the class of this name; earlier recordings named the module, too."""
     found = kinds.get(name.rpartition(":")[2])
     if found is None:
         raise EngineError(f"a snapshot names {name!r}, which is no class of the scheduler's.")

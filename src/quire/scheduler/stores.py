@@ -110,7 +110,7 @@ class Stores:
         return True
 
     def take(self, answer: Answer) -> None:
-        """A store has answered. Nothing waits for the answer to a `Remove`."""
+        """Take in what a store has answered. Nothing waits for the answer to a `Remove`."""
         if isinstance(answer, LookedUp):
             self._take_looked_up(answer)
         elif isinstance(answer, Fetched):
@@ -119,7 +119,7 @@ class Stores:
             self._take_kept(answer)
 
     def drop(self, sequence: Sequence) -> None:
-        """The request has ended; what is on its way for it still comes."""
+        """Forget a request that has ended; what is on its way for it still comes."""
         self.waiting.pop(sequence.request.request_id, None)
 
     def _take_looked_up(self, answer: LookedUp) -> None:
@@ -206,8 +206,9 @@ class Stores:
     # ---- what is not to be used --------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """All names are others now: who waits goes on without, and what is on its way is not taken
-        in. From now on stores only hold for this engine what memory has no room for."""
+        """Start over, since all names have changed: those that wait go on without, and what is on
+        its way is not taken in. From now on stores only hold what this engine's memory has no room
+        for."""
         self.is_private = True
         self._coming = {}
         for wait in list(self.waiting.values()):
@@ -258,8 +259,8 @@ class Stores:
     def _is_worth_it(
         self, store: int, names: "list[BlockName] | tuple[BlockName, ...]", num_tokens: int
     ) -> bool:
-        """Whether fetching these blocks takes less time than computing so many tokens; yes, if one
-        of the rates is not known."""
+        """Tell whether fetching these blocks takes less time than computing so many tokens; yes, if
+        one of the rates is not known."""
         sizes, per_s = self._memory.kv.block_bytes, self._bytes_per_s[store]
         tokens_per_s = self._memory.rates.prefill_tokens_per_s
         if not (sizes and per_s and tokens_per_s):

@@ -44,11 +44,11 @@ def find_tainted(
     num_groups: int,
     has_lost_swaps: bool = False,
 ) -> Tainted:
-    """What the errors of rows of the first of these plans break in all of them, and that its swaps
-    to host memory are lost.
+    """Find what errors of rows of the first plan break in all of these plans. has_lost_swaps: the
+    first plan's swaps to host memory are lost, too.
 
-    A row with an error that is a dependant counts as one: its context was no good, so nothing is
-    known of the row itself.
+    A row with an error that is also a dependant counts as a dependant: its context was wrong, so
+    nothing is known of the row itself.
     """
     tainted = Tainted([set() for _ in range(num_groups)], [set() for _ in range(num_groups)])
     for i, step in enumerate(steps):
@@ -72,7 +72,7 @@ def find_tainted(
 
 
 def _follow_moves(tainted: Tainted, plan: Plan, are_lost: bool) -> None:
-    """What a plan brings to host memory and back is as good as what it was made of."""
+    """Follow what a plan brings to host memory and back: a copy is as good as its source."""
     for move in plan.moves:
         away, here = tainted.host[move.group], tainted.blocks[move.group]
         for source, destination in zip(

@@ -44,7 +44,7 @@ class LeastServed:
         self._num_added += 1
 
     def first(self, names: Collection[str], served: Callable[[str], int]) -> str:
-        """Of `names`, all of which were added; the others are forgotten."""
+        """Return the least served of `names`, all of which were added; the others are forgotten."""
         if len(self._heap) > 2 * len(names) + 64:  # of those that left and came back several times
             self._numbers = {name: self._numbers[name] for name in names}
             self._heap = [(served(name), number, name) for name, number in self._numbers.items()]
@@ -71,11 +71,11 @@ class Tenants:
         self._free_slots = list(range(15, -1, -1))
 
     def served(self, name: str) -> int:
-        """Its counter, in tokens; the smallest comes first."""
+        """Return a tenant's counter, in tokens; the smallest comes first."""
         return int(self._served[self._tenants[name].slot])
 
     def enter(self, name: str) -> int:
-        """A request of this tenant has come; returns the tenant's slot."""
+        """Count a request of this tenant that has come; returns the tenant's slot."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(self._new_slot())
@@ -91,7 +91,7 @@ class Tenants:
         return tenant.slot
 
     def leave(self, name: str) -> None:
-        """A request of this tenant has ended."""
+        """Count a request of this tenant that has ended."""
         tenant = self._tenants[name]
         tenant.num_requests -= 1
         if tenant.num_requests == 0:
@@ -102,7 +102,7 @@ class Tenants:
                 self._free_slots.append(self._tenants.pop(gone).slot)
 
     def charge(self, slots: npt.NDArray[np.int64], num_tokens: npt.NDArray[np.int32]) -> None:
-        """Tokens were planned for rows of these tenants. Both [N]."""
+        """Charge tenants for tokens that were planned for their rows. Both [N]."""
         if len(self._present) == 1:
             self._served[slots[0]] += num_tokens.sum()
         else:

@@ -23,7 +23,7 @@ class TimeLimits:
             heapq.heappush(self._heap, entry)
 
     def next_s(self, sequences: Mapping[str, Sequence]) -> float | None:
-        """When the next of these may be late; None if none has a limit."""
+        """Return when the next of these may be late; None if none has a limit."""
         while self._heap and self._alive(sequences, *self._heap[0][1:]) is None:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -41,7 +41,7 @@ class TimeLimits:
 
     @staticmethod
     def _alive(sequences: Mapping[str, Sequence], arrival: int, request_id: str) -> Sequence | None:
-        """The sequence of an entry, unless it has ended; its id may be another's now."""
+        """Return the sequence of an entry, unless it has ended; its id may be another's now."""
         sequence = sequences.get(request_id)
         return sequence if sequence is not None and sequence.arrival == arrival else None
 

@@ -74,7 +74,7 @@ class TwoLevel:
         return len(self._queue) + len(self._staging) + len(self._held)
 
     def _next_held(self) -> list[Sequence]:
-        """Of those held aside, the one that came first and the one that lacked least."""
+        """List, of those held aside, the one that came first and the one that lacked least."""
         while self._shortest and self._shortest[0][1] not in self._held:
             heapq.heappop(self._shortest)
         if not self._held:
