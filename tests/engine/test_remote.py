@@ -18,7 +18,7 @@ from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine import remote
 from quire.engine.build import build_core
 from quire.engine.core import EngineCore
-from quire.engine.process import CoreReports, CoreServer
+from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.remote import RemoteClient
 from quire.engine.wire import core_codec
 from quire.models.source import resolve_model

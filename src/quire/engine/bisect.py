@@ -5,15 +5,15 @@ plan of its own: some of the rows, with what they start with and their block-tab
 that fail are halved until single rows fail. Parts run in the order of the plan's rows: a row may
 use blocks which rows before it compute in the same step.
 
-What a plan does beside its rows (released, forked, truncated, host tokens, swaps to host memory)
+What a plan does besides its rows (released, forked, truncated, host tokens, swaps to host memory)
 goes with every part until the first one succeeds, and with none after that. Until then nothing
 counts and it can be done again. A row forked by the step in which its parent samples goes with its
 parent; loads and copies go with the rows that have their blocks. (The source of a copy may be
 written by the same plan, by the last one who shares the block; that is the slot which the owner of
 the copy writes as well, so to copy it once more does no harm.)
 
-A swap that fails is no row's fault: before the first row is blamed for anything, what is beside the
-rows is carried out alone, and if that fails as well, without its swaps (`lost_swaps`).
+A swap that fails is no row's fault: before the first row is blamed for anything, what the plan does
+besides its rows is carried out alone, and if that fails as well, without its swaps (`lost_swaps`).
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ class _Bisection:
             self.halve(0, num_rows)
 
     def run(self, first: int, last: int) -> None:
-        """The rows first..last-1 of the plan, in halves if they fail."""
+        """Carry out the rows first..last-1 of the plan, in halves if they fail."""
         error = self._try(self._part(self.plan.rows[first:last]))
         if error is None:
             return
@@ -111,8 +111,8 @@ class _Bisection:
         return dataclasses.replace(part, moves=tuple(kept))
 
     def _do_rest_alone(self) -> bool:
-        """Carry out what is beside the rows, if swaps are among it and it was not done or tried
-        yet; whether it is done now."""
+        """Carry out what the plan does besides its rows, if this has swaps and was neither done nor
+        tried yet; returns whether it is done now."""
         if self.done or self._has_tried_rest or not self._has_swaps:
             return False
         self._has_tried_rest = True
@@ -127,14 +127,15 @@ class _Bisection:
 
 
 def _filled(move: Move) -> set[Place]:
-    """The places that a load or a copy fills."""
+    """List the places that a load or a copy fills."""
     if move.kind not in FILLING:
         return set()
     return {(move.kind, move.group, block) for block in move.destination.tolist()}
 
 
 def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Move:
-    """Of a load or copy what fills wanted blocks, by group, and was not done; of a swap all."""
+    """Keep of a load or copy what fills wanted blocks and was not done yet; of a swap all. wanted:
+    cache group and block."""
     if move.kind not in FILLING:
         return move
     kept = [
@@ -147,8 +148,8 @@ def _filling(move: Move, wanted: Set[tuple[int, int]], moved: Set[Place]) -> Mov
 
 
 def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
-    """The plan with only these of its rows, and all that it does beside them: also for rows that
-    start with it, but compute nothing yet. gone: rows whose sequences have ended or went back."""
+    """Keep only these rows of a plan, and all that it does besides, also for rows that start with
+    it but compute nothing yet. gone: rows whose sequences have ended or went back."""
     if len(rows) == len(plan.rows):
         return plan
     kept, samples = np.isin(plan.rows, rows), np.isin(plan.sample_sources, rows)
@@ -177,7 +178,8 @@ def _writes_of(writes: BlockWrites, rows: Set[int]) -> BlockWrites:
 
 
 def _leftover(plan: Plan, released: Set[int]) -> Plan:
-    """What a plan without rows does: for the next one. released: rows that changed hands since.
+    """Return what a plan without rows does, for the next one to do. released: rows that changed
+    hands since.
 
     Copies are left out: they were for rows that the plan has lost.
     """
@@ -196,7 +198,7 @@ def _leftover(plan: Plan, released: Set[int]) -> Plan:
 
 
 def with_leftover(plan: Plan, left: Plan) -> Plan:
-    """A plan that also does, before, what one without rows was to do."""
+    """Return a plan that first does what one without rows was to do."""
     left = _leftover(left, set(plan.released.tolist()))
     first, then = left.block_writes, plan.block_writes
     return dataclasses.replace(
@@ -216,14 +218,15 @@ def with_leftover(plan: Plan, left: Plan) -> Plan:
 
 
 def leave_out(plan: Plan, rows: Set[int]) -> Plan:
-    """The plan without these rows."""
+    """Leave these rows out of a plan."""
     if not rows:
         return plan
     return restrict(plan, plan.rows[~np.isin(plan.rows, list(rows))], rows)
 
 
 def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None) -> StepResult:
-    """The parts' results as one of the whole plan. Rows that no part sampled get token 0."""
+    """Combine the parts' results to one of the whole plan. Rows that no part sampled get token
+    0."""
     width = max((result.token_ids.shape[1] for _, result in parts), default=1)
     token_ids = np.zeros((len(plan.sample_rows), width), np.int32)
     num_accepted = np.ones(len(plan.sample_rows), np.int32)
@@ -244,7 +247,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
 
 
 def _rows_alone(plan: Plan) -> Plan:
-    """The plan without what it does beside its rows."""
+    """Keep of a plan only what it does for its rows."""
     nothing, idle = np.empty(0, np.int32), set(plan.idle_rows)
     written = set(plan.block_writes.row.tolist()) - idle
     return dataclasses.replace(

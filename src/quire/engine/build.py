@@ -110,7 +110,7 @@ def build_core(
 
 
 def _step_budget(built: BuiltRunner) -> StepBudget | None:
-    """What follows the time of steps, on a CPU; a GPU's are short."""
+    """Make what follows the time of steps, on a CPU; a GPU's are short."""
     if built.device.type != "cpu" or built.runner.is_async:
         return None
     return StepBudget(first_budget(built.config, built.spec, num_threads()))
@@ -143,7 +143,7 @@ def _check_record(config: EngineConfig) -> None:
 
 
 def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
-    """The scheduler of a runner, over pools of the size that its memory plan found."""
+    """Make the scheduler of a runner, over pools of the size that its memory plan found."""
     config = built.config
     kv = KVManager(
         built.spec.cache_groups,

@@ -130,7 +130,7 @@ def _stops(redaction: Redaction, token_ids: Any, flown: Sequence[Line]) -> dict[
 def _of_beams(
     redaction: Redaction, candidates: dict[int, Candidates], flown: Sequence[Line], rows: Any
 ) -> dict[int, Candidates]:
-    """What beams have to choose from; other sequences' candidates are only shown."""
+    """Keep what beams choose from; other sequences' candidates are only shown to clients."""
     if not candidates:
         return {}
     owners = dict(zip(rows.tolist(), flown, strict=True))
@@ -142,7 +142,8 @@ def _of_beams(
 
 
 def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
-    """What a plan says, as far as it says anything. Two plans are the same if these are equal."""
+    """Return what a plan says, without fields that are empty. Two plans are the same if these are
+    equal."""
     fields: Fields = {}
     for name in PLAN_FIELDS:
         value = getattr(plan, name)
@@ -161,8 +162,8 @@ def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
 
 
 def order_fields(order: Order, redaction: Redaction | None) -> Fields:
-    """What an order says: of its blocks' names only a digest, since those are recorded elsewhere.
-    Two orders are the same if these are equal."""
+    """Return what an order says; of its blocks' names only a digest, since they are recorded
+    elsewhere. Two orders are the same if these are equal."""
     fields: Fields = {"order": type(order).__name__, "store": order.store, "ticket": order.ticket}
     if isinstance(order, LookUp | Remove):
         names = order.names
@@ -184,14 +185,15 @@ class PlanGuess:
         self._last: Fields = {}
 
     def shorten(self, fields: Fields) -> Fields:
-        """Without what equals the guess. Lists the fields that the guess has and the plan lacks."""
+        """Leave out what equals the guess, and list the fields that the guess has and the plan
+        lacks."""
         guess, self._last = self._next(), fields
         short = {n: value for n, value in fields.items() if n not in guess or guess[n] != value}
         missing = [name for name in guess if name not in fields]
         return short | ({"without": missing} if missing else {})
 
     def complete(self, short: Fields) -> Fields:
-        """The opposite of `shorten`."""
+        """Undo `shorten`."""
         fields = self._next() | short
         for name in fields.pop("without", ()):
             del fields[name]
@@ -210,7 +212,7 @@ class PlanGuess:
 
 
 def calls_of(items: Sequence[Any]) -> Iterator[Call]:
-    """The calls of a segment, each with what it gave. Raises RecordingDamaged.
+    """Yield the calls of a segment, each with what it gave. Raises RecordingDamaged.
 
     The last one of a segment without an end is left out: what it gave may be missing.
     """
@@ -241,7 +243,7 @@ def calls_of(items: Sequence[Any]) -> Iterator[Call]:
 
 
 def end_of(items: Sequence[Any]) -> str | None:
-    """Why a segment ends; None if nobody was left to say so."""
+    """Tell why a segment ends; None if nobody was left to say so."""
     return str(items[-1][1]) if items and items[-1][0] == END else None
 
 

@@ -1,10 +1,10 @@
 """The core: scheduler, KV manager and executor in one plain loop.
 
 Requests and control messages come in through `add` and `control`; each `step` plans as far ahead as
-the pipeline depth allows, takes the oldest result, and returns what it gave each request. Who has
-other things to wait for asks `rest_s` how long nothing is to be done, and calls `advance`. A step
-that raises is repeated in parts (`engine/bisect.py`): the requests whose rows fail alone end with
-an error, all others get what they would have got.
+the pipeline depth allows, takes the oldest result, and returns what it gave each request. A caller
+that has other things to wait for asks `rest_s` how long nothing is to be done, and calls `advance`.
+A step that raises is repeated in parts (`engine/bisect.py`): the requests whose rows fail alone end
+with an error, all others get what they would have got.
 """
 
 import dataclasses
@@ -78,8 +78,8 @@ class EngineCore:
         limits: RequestLimits,
         step_budget: StepBudget | None = None,
     ) -> None:
-        """step_budget: what says how many tokens a step has time for; None: as many as are
-        configured."""
+        """Connect the parts. step_budget: says how many tokens a step has time for; None: as many
+        as are configured."""
         self.scheduler = scheduler
         self.doors: Doors = scheduler
         self.executor = executor
@@ -112,7 +112,7 @@ class EngineCore:
         return self.scheduler.has_work
 
     def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
-        """What is pinned, oldest first; tenant: whose, None is everybody's."""
+        """List what is pinned, oldest first; tenant: whose, None is everybody's."""
         return self.scheduler.prefixes(self._clock.now(), tenant)
 
     def has(self, request_id: str) -> bool:
@@ -150,8 +150,8 @@ class EngineCore:
             raise decisions.refusal
 
     def _check_queue(self) -> None:
-        """What came since the last plan does not queue where rows are free and nobody was left
-        waiting: a burst between two steps may take all free rows."""
+        """Raise EngineBusy if too many wait. A burst between two steps may take all free rows
+        besides: what came since the last plan does not queue if nobody was left waiting by it."""
         scheduler, most = self.scheduler, self.max_num_queued
         if most is None:
             return
@@ -180,13 +180,13 @@ class EngineCore:
         return self._turn(waits=True)
 
     def advance(self) -> StepOutputs:
-        """What is to be done now: plan if it is time for that, take a result if it is there.
+        """Do what is to be done now: plan if it is time for that, take a result if it is there.
         Raises EngineError as `step` does."""
         return self._turn(waits=False)
 
     def rest_s(self) -> float | None:
-        """How long nothing is to be done; None: until a message comes or the bell rings. A request
-        may become late while nothing can be planned, if its prompt is still open."""
+        """Return for how long nothing is to be done; None: until a message comes or the bell rings.
+        A request may become late while nothing can be planned, if its prompt is still open."""
         if not self.has_work:
             return None if self._due_s is None else max(0.0, self._due_s - self._clock.now())
         has_answers = self._stores is not None and self._stores.has_answers
@@ -258,7 +258,7 @@ class EngineCore:
                 self.control(answer)
 
     def _is_due(self) -> bool:
-        """Whether the next step is to be planned now: nothing runs, or not for much longer."""
+        """Tell whether to plan the next step now: nothing runs, or not for much longer."""
         if self._has_nothing_to_plan:
             late_s = self._next_s
             return late_s is not None and late_s <= self._clock.now()
@@ -366,7 +366,7 @@ class EngineCore:
 
     def _submit(self, plan: Plan, left_out: frozenset[int] = frozenset()) -> None:
         """Hand over a plan without some of its rows. One that has lost all rows is not carried out;
-        what it does beside them is for the next one."""
+        what else it does is left to the next one."""
         carried_out = leave_out(plan, left_out)
         if self._carried_over is not None:
             carried_out = with_leftover(carried_out, self._carried_over)
@@ -380,7 +380,7 @@ class EngineCore:
             self._carried_over = carried_out
 
     def _recover(self, failed: Submitted, error: str) -> StepOutputs:
-        """The oldest plan raised: repeat it in parts, then carry out the later ones without the
+        """Repeat the oldest plan, which raised, in parts, then carry out the later ones without the
         rows of sequences that this ended or sent back (their block tables may be out of date)."""
         later, self._submitted = self._submitted, deque()
         for step in later:

@@ -8,9 +8,9 @@ from quire.render.token_stream import TokenStream
 def logprobs_of(
     candidates: Candidates, num_wanted: int, stream: TokenStream | None
 ) -> dict[int, Logprob]:
-    """Token id -> Logprob: the chosen token first, then the most probable ones by rank.
+    """Return Logprobs by token id: the chosen token first, then the most probable ones by rank.
 
-    num_wanted: how many beside the chosen one; -1 is all. stream: stands before this position, so
+    num_wanted: how many besides the chosen one; -1 is all. stream: stands before this position, so
     that a token which completes a character shows it, and one that is a part of it shows nothing;
     None without a tokenizer.
     """
@@ -32,7 +32,8 @@ class PromptLogprobCollector:
     __slots__ = ("_prompt", "_stream", "_wanted", "logprobs")
 
     def __init__(self, prompt: list[int], num_wanted: int, stream: TokenStream | None) -> None:
-        """stream: at the start of the prompt, with special tokens shown; None without text."""
+        """Begin. stream: at the start of the prompt, with special tokens shown; None without
+        text."""
         self._prompt = prompt
         self._wanted = num_wanted
         self._stream = stream

@@ -29,7 +29,7 @@ class Executor(Protocol):
         ...
 
     def copy_bytes_per_s(self) -> float:
-        """How fast blocks are copied to host memory; 0.0 if they cannot be."""
+        """Return how fast blocks are copied to host memory; 0.0 if they cannot be."""
         ...
 
     def submit(self, plan: Plan) -> None:
@@ -39,11 +39,11 @@ class Executor(Protocol):
         ...
 
     def is_ready(self) -> bool:
-        """Whether `next_result` returns at once."""
+        """Tell whether `next_result` returns at once."""
         ...
 
     def next_result(self) -> StepResult:
-        """The result of the oldest plan that has not been answered; waits for it. Raises
+        """Return the result of the oldest plan that was not answered; waits for it. Raises
         EngineError as `submit` does."""
         ...
 
@@ -110,7 +110,7 @@ class InProcessExecutor:
 
 
 def check_usable(device: "torch.device") -> None:
-    """Raises if a device cannot be used any more. An error that poisons it (an illegal access, an
+    """Raise if a device cannot be used any more. An error that poisons it (an illegal access, an
     assertion in a kernel) is raised by every later call; one that does not (out of memory, a wrong
     argument) leaves it usable."""
     if device.type == "cuda":
@@ -120,6 +120,6 @@ def check_usable(device: "torch.device") -> None:
 
 
 def failed_step(plan: Plan, error: str) -> StepResult:
-    """The result of a step that was not carried out."""
+    """Make the result of a step that was not carried out."""
     nothing = np.empty((0, 1), np.int32)
     return StepResult(plan.step_id, nothing, nothing[:, 0], error=error)

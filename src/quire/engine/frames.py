@@ -8,8 +8,8 @@
 
 The chained CRC-32 of a frame is that of the bodies of all frames up to it. So a frame that was
 changed, taken out, put in, put elsewhere or written twice does not fit what comes before it, and a
-length that was changed is not believed. A file without an end frame was cut off. Whoever makes new
-sums for what he changed is not found out: they guard against accidents.
+length that was changed is not believed. A file without an end frame was cut off. The sums guard
+against accidents: a change is not found out if they are made to fit it.
 """
 
 import enum
@@ -31,7 +31,7 @@ FIRST_BYTES = 64  # a first frame that begins in these tells that MAGIC is damag
 
 
 class State(enum.IntEnum):
-    """Of what was read, the worst last. CUT: whoever wrote it was killed, or still writes; or its
+    """How whole a segment is, the worst last. CUT: its writer was killed, or still writes; or its
     end was lost. DAMAGED: something in it was changed."""
 
     WHOLE = 0
@@ -47,7 +47,7 @@ class FrameEncoder:
         self._num_frames = 0
 
     def frame(self, body: bytes) -> bytes:
-        """The frame of some msgpack. Raises EngineError if it is too large."""
+        """Make the frame of some msgpack. Raises EngineError if it is too large."""
         packed = zlib.compress(body, 1)
         if max(len(packed), len(body) // 4) > MAX_FRAME_BYTES:
             raise EngineError(f"{len(body):,} bytes are too much for one frame of a recording.")
@@ -57,7 +57,7 @@ class FrameEncoder:
         return head + packed
 
     def end(self) -> bytes:
-        """The frame that says that nothing comes behind it."""
+        """Make the frame that says that nothing comes behind it."""
         return _head(END, self._num_frames, self.crc)
 
 
@@ -107,7 +107,8 @@ class Frames:
         return after
 
     def _take_rest(self, rest: bytes, end: bytes) -> int:
-        """Less than a head: the beginning of the end, or of one more frame."""
+        """Judge a rest that is shorter than a head: the beginning of the end, or of one more
+        frame."""
         number = end[SUM.size : 2 * SUM.size]
         is_head = number.startswith(rest[SUM.size : 2 * SUM.size])
         is_end = end.startswith(rest)
@@ -122,8 +123,8 @@ class Frames:
 
 
 def read_frames(data: bytes) -> Frames | None:
-    """All frames of a file that begins with MAGIC, or with what is left of it; None for another
-    file."""
+    """Read all frames of a file that begins with MAGIC, or with what is left of it; None for
+    another file."""
     found = Frames()
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data):
@@ -146,7 +147,7 @@ def _head(length: int, number: int, crc: int) -> bytes:
 
 
 def _head_at(data: bytes, at: int) -> tuple[int, int, int] | None:
-    """length, number, crc; None if there is no head that can be believed."""
+    """Read length, number and crc; None if there is no head that can be believed."""
     if at < 0 or at + HEAD_BYTES > len(data):
         return None
     head = data[at : at + HEAD.size]

@@ -1,9 +1,9 @@
 """A sign of life that another process can read while this one is busy, or stuck.
 
-Sixteen bytes in a file of the private directory, mapped by the core, who writes, and by whoever
-watches it: when the present step must be over, or at rest the next look at what has come (seconds
-of the monotonic clock, which all processes of a machine share; 0.0 before the first step), and how
-many steps there were.
+Sixteen bytes in a file of the private directory, mapped by the core, which writes, and by any
+process that watches it: when the present step must be over, or at rest the next look at what has
+come (seconds of the monotonic clock, which all processes of a machine share; 0.0 before the first
+step), and how many steps there were.
 """
 
 import mmap
@@ -33,20 +33,22 @@ class Heartbeat:
         self._began_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """A step begins: it must end within ten times the expected time, at least 10 s."""
+        """Note that a step begins: it must end within ten times the expected time, at least 10
+        s."""
         self._began_s = now_s
         limit_s = max(LEAST_S, TOLERANCE * self._expected_s)
         FIELDS.pack_into(self._memory, 0, now_s + limit_s, self._num_steps)
 
     def end(self, now_s: float) -> None:
-        """The step has ended, and what follows must be over in time as well. The expected time
-        follows the longest step, and slowly forgets it."""
+        """Note that the step has ended: what follows must be over in time as well. The expected
+        time follows the longest step, and slowly forgets it."""
         self._expected_s = max(now_s - self._began_s, FORGET * self._expected_s)
         self._num_steps += 1
         self.begin(now_s)
 
     def wait(self, now_s: float, wait_s: float) -> None:
-        """No step is under way: the core waits for so long at most, then sees to what has come."""
+        """Note that no step is under way: the core waits for so long at most, then looks what has
+        come."""
         FIELDS.pack_into(self._memory, 0, now_s + wait_s + LEAST_S, self._num_steps)
 
 
@@ -93,7 +95,7 @@ class HeartbeatReader:
         self._memory: mmap.mmap | None = None
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether the present step should have been over by now."""
+        """Tell whether the present step should have been over by now."""
         if self._memory is None:
             if not self._path.exists() or self._path.stat().st_size < FIELDS.size:
                 return False
@@ -102,7 +104,7 @@ class HeartbeatReader:
         return bool(0.0 < deadline_s < now_s)
 
     def forget(self) -> None:
-        """The core has ended; another one will write the file anew."""
+        """Forget a core that has ended; the next one writes a new file."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -121,7 +123,7 @@ class StuckWatch:
         self._late_since_s: float | None = None
 
     def is_stuck(self, now_s: float) -> bool:
-        """Whether it was late at this look and at those of the last CONFIRM_S."""
+        """Tell whether it was late at this look and at those of the last CONFIRM_S."""
         if not self._reader.is_stuck(now_s):
             self._late_since_s = None
             return False
@@ -130,7 +132,7 @@ class StuckWatch:
         return now_s - self._late_since_s >= CONFIRM_S
 
     def forget(self) -> None:
-        """The core has ended."""
+        """Forget a core that has ended."""
         self._late_since_s = None
         self._reader.forget()
 

@@ -16,7 +16,8 @@ from quire.runner.build import BuiltRunner, load_format_of
 
 
 def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
-    """The fingerprint of the cache of a runner. Raises OSError for weights that cannot be read."""
+    """Return the fingerprint of a runner's cache. Raises OSError for weights that cannot be
+    read."""
     config, cache = built.config, built.config.cache
     return cache_fingerprint(
         source.name,
@@ -36,7 +37,8 @@ def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
 
 
 def _kernels(built: BuiltRunner) -> str:
-    """The instruction sets whose rounding is in the blocks. Integers have the same bits in all."""
+    """Name the instruction sets whose rounding is in the blocks. Integers have the same bits in
+    all."""
     if built.device.type != "cpu":
         return ""
     dtype = str(built.dtype).removeprefix("torch.")
@@ -44,7 +46,7 @@ def _kernels(built: BuiltRunner) -> str:
 
 
 def weights_identity(config: EngineConfig, source: ModelSource) -> str:
-    """What tells the weights from others of that name, where blocks outlive the engine."""
+    """Return what tells the weights from others of that name, where blocks outlive the engine."""
     if not config.cache.stores:
         return ""
     if load_format_of(config, source) == "dummy":

@@ -1,4 +1,4 @@
-"""An executor for devices that work beside the host: one thread launches, another waits.
+"""An executor for devices that work while the host does: one thread launches, another waits.
 
     caller     | plan N+1 |            update N | messages, text ...
     launching  |          | launch N+1 |        |
@@ -97,7 +97,7 @@ class _Steps:
         self._num_launched = self._num_answered = 0  # each is counted by one thread
 
     def launch(self, plan: Plan) -> Answer:
-        """On the launching thread. Whatever goes wrong is told by the answer."""
+        """Launch a plan, on the launching thread. Whatever goes wrong is told by the answer."""
         self._num_launched += 1
         if self.has_failed:  # the rows are not as this plan takes them to be
             return lambda: failed_step(plan, "a step before it failed")
@@ -111,7 +111,7 @@ class _Steps:
         return pending.result
 
     def answer(self, answer: Answer) -> None:
-        """On the waiting thread, for each plan in its turn."""
+        """Wait for an answer, on the waiting thread, for each plan in its turn."""
         try:
             self.results.put(answer())
         except EngineError as error:
@@ -123,7 +123,8 @@ class _Steps:
         self.on_result()
 
     def idle(self) -> bool:
-        """On the launching thread; what goes wrong there is no request's matter."""
+        """Use an idle moment, on the launching thread; what goes wrong then is no request's
+        matter."""
         try:
             return self._num_launched > self._num_answered or self._runner.idle()
         except Exception:
@@ -131,13 +132,14 @@ class _Steps:
             return False
 
     def settle(self) -> None:
-        """On the launching thread: also what idle moments launched has ended, before its memory is
-        given back."""
+        """Wait, on the launching thread, for what idle moments launched, before its memory is given
+        back."""
         with suppress(Exception):
             self._check_device()
 
     def _failure(self, plan: Plan, message: str) -> Answer:
-        """Whether the device can go on is found out now, before the next plan is launched."""
+        """Make the answer to a failed launch. Whether the device can go on is found out now, before
+        the next plan is launched."""
         try:
             self._check_device()
         except Exception as error:

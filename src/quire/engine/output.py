@@ -266,7 +266,7 @@ class OpenRequest:
         return [sample.completion(delta) for sample in shown]
 
     def _best(self) -> list[CompletionOutput]:
-        """Return the n with the highest cumulative log-probability, numbered anew."""
+        """Return the n with the highest cumulative log-probability, numbered from 0 again."""
         by_rank = sorted(self._samples, key=lambda s: s.cumulative_logprob or 0.0, reverse=True)
         num_wanted = self._params.n
         self._metrics.num_dropped_tokens = sum([len(s.token_ids) for s in by_rank[num_wanted:]])

@@ -22,17 +22,17 @@ class Pacing:
         self._began_s = 0.0
 
     def begin(self, now_s: float) -> None:
-        """The device begins the oldest plan in flight."""
+        """Note that the device begins the oldest plan in flight."""
         self._began_s = now_s
 
     def end(self, plan: Plan, now_s: float) -> None:
-        """It has carried out this plan, and begins the next one, if there is one."""
+        """Note that it has carried out this plan, and begins the next one, if there is one."""
         self._num_tokens = max(1, plan.num_scheduled_tokens)
         self._duration_s = now_s - self._began_s
         self._began_s = now_s
 
     def due_s(self, in_flight: Collection[Plan]) -> float:
-        """When to plan the next step behind those in flight."""
+        """Return when to plan the next step behind those in flight."""
         if SHARE * self._duration_s * len(in_flight) <= LEAD_S:
             return self._began_s
         per_token_s = self._duration_s / self._num_tokens

@@ -54,7 +54,8 @@ def pin_configured(core: EngineCore, config: CacheConfig, text: TextSide) -> Non
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Raises ConfigError for a file that cannot be read, or is not as it should be."""
+    """Read the entries. Raises ConfigError for a file that cannot be read, or is not as it should
+    be."""
     try:
         data = path.read_bytes()
         if path.suffix.lower() != ".json":
@@ -94,7 +95,7 @@ def _request(entry: Entry, text: TextSide, name: str) -> Request:
 
 
 def _compute(core: EngineCore) -> None:
-    """Nothing else is there at the start."""
+    """Compute until all is pinned; nothing else is there at the start."""
     while core.has_work:
         for _, finish in core.step().finished:
             if finish.reason != "pinned":

@@ -1,7 +1,7 @@
 """What was found of a prompt's prefix, for people and for programs.
 
-Why there was no more of it tells of other prompts; to the token even, so that whoever learns it
-could guess them token by token. So an answer gives the reason only if it concerns prompts of the
+Why there was no more of it tells of other prompts; to the token even, so that a client that learns
+it could guess them token by token. So an answer gives the reason only if it concerns prompts of the
 same named tenant. Ids of other requests, and what another salt has, are for records alone.
 """
 
@@ -27,7 +27,8 @@ OF_ITSELF = (OFF, UNREAD)  # reasons that tell nothing of others
 
 
 def shown_to(report: PrefixReport, tenant: str) -> dict[str, Any]:
-    """For the answer to a request of this tenant. The nameless share a name, but may be many."""
+    """Return what the answer to a request of this tenant may show. The nameless share a name, but
+    may be many."""
     data = as_data(report, hides_others=True)
     if not tenant and report.miss not in OF_ITSELF:
         data.pop("cache_miss", None)
@@ -35,7 +36,8 @@ def shown_to(report: PrefixReport, tenant: str) -> dict[str, Any]:
 
 
 def as_data(report: PrefixReport, hides_others: bool = False) -> dict[str, Any]:
-    """For JSON. hides_others: without what tells of other tenants, and ids of other requests."""
+    """Make data for JSON. hides_others: without what tells of other tenants, and ids of other
+    requests."""
     tiers = {tier: num for tier in TIERS if (num := getattr(report, tier)) > 0}
     data: dict[str, Any] = {"cached_tokens_by_tier": tiers}
     if not report.miss or (hides_others and _is_of_others(report)):
@@ -57,7 +59,7 @@ def _is_of_others(report: PrefixReport) -> bool:
 
 
 def in_words(report: PrefixReport, num_prompt: int, hides_others: bool = False) -> str:
-    """One sentence."""
+    """Tell it in one sentence."""
     num = report.num_tokens
     told = "no prefix hit"
     if num:

@@ -177,7 +177,7 @@ class Recorder:
         return decisions
 
     def _is_ready(self, now: float) -> bool:
-        """Whether this call is recorded; begins and ends segments."""
+        """Tell whether this call is recorded; begins and ends segments."""
         writer = self._writer
         if writer.wants_segment:
             self._begin(now)
@@ -204,7 +204,8 @@ class Recorder:
         self._is_on = item[0] == SEGMENT
 
     def _segment(self, now: float) -> tuple[Any, ...]:
-        """With the state as it is before the next call. Raises EngineError."""
+        """Make a segment's first item, with the state as it is before the next call. Raises
+        EngineError."""
         scheduler, is_redacted = self._scheduler, self._redaction is not None
         context = Context.of(scheduler) if is_redacted else None
         snapshot = dump(scheduler, OMITTED, BLANK if is_redacted else ())
@@ -213,8 +214,8 @@ class Recorder:
 
 
 def _parts_of(scheduler: Scheduler, keeps_tokens: bool) -> dict[str, Any]:
-    """What a new scheduler is made of beside settings. The fingerprint is only of use, and only
-    written, with tokens to make digests of."""
+    """Return what a new scheduler is made of besides settings. The fingerprint is only of use, and
+    only written, with tokens to make digests of."""
     memory, stores = scheduler.memory, scheduler.stores
     kv = memory.kv
     return {
@@ -314,7 +315,7 @@ class _Writer:
             self._batch = []
 
     def _finish(self, value: Any) -> Any:
-        """What a snapshot left for later."""
+        """Encode what a snapshot left for later."""
         assert isinstance(value, Deferred), f"{type(value).__name__} in a recording"
         if self._redaction is None:
             return encode(value.value)

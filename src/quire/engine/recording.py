@@ -4,8 +4,8 @@ A segment is a file of frames (`engine/frames.py`): a header, a snapshot, and ca
 segment that goes on where another ends holds the sum of that one, so a segment that is missing
 between two shows. The newest segments are kept, so many that all together stay within a bound.
 
-Whoever reads a recording does so with `read_recording`, which tells whole segments from those that
-are cut off and those that are damaged.
+Recordings are read by `read_recording`, which tells whole segments from those that are cut off and
+those that are damaged.
 """
 
 import contextlib
@@ -88,7 +88,8 @@ class RecordingFiles:
             view = view[done:]
 
     def _remove_old(self) -> None:
-        """The oldest segments, but never the open one, until the rest is within the bound."""
+        """Delete the oldest segments, but never the open one, until the rest is within the
+        bound."""
         paths = segment_paths(self.directory)
         total = sum(path.stat().st_size for path in paths)
         for path in paths:
@@ -127,13 +128,13 @@ class Segment:
 
 
 def segment_paths(directory: Path) -> list[Path]:
-    """Oldest first."""
+    """List the segments of a directory, oldest first."""
     return sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
 
 
 def read_recording(path: Path) -> Iterator[Segment]:
-    """The segments of a directory, or the one in a file, oldest first; also those that are cut off
-    or damaged, which say so. Raises ConfigError if there is none."""
+    """Yield the segments of a directory, or the one in a file, oldest first; also those that are
+    cut off or damaged, which say so. Raises ConfigError if there is none."""
     try:
         if not path.is_dir():
             yield read_segment(path)
@@ -155,7 +156,8 @@ def read_recording(path: Path) -> Iterator[Segment]:
 
 
 def read_segment(path: Path) -> Segment:
-    """Raises ConfigError if the file is no recording, or of another format; OSError."""
+    """Read one segment. Raises ConfigError if the file is no recording, or of another format;
+    OSError."""
     data = path.read_bytes()
     frames = read_frames(data)
     if frames is None:
@@ -177,7 +179,7 @@ def read_segment(path: Path) -> Segment:
 
 
 def _linked(before: Segment, segment: Segment) -> Segment:
-    """The segment, knowing what stands before it."""
+    """Check a segment against the one before it."""
     if not segment.is_readable or not segment.header["follows"]:
         return segment
     if before.state is not State.WHOLE:
@@ -191,7 +193,7 @@ def _linked(before: Segment, segment: Segment) -> Segment:
 
 
 def _followed(segment: Segment, after: Segment | None) -> Segment:
-    """The segment, knowing what stands behind it."""
+    """Check a segment against the one behind it."""
     goes_on = segment.state is State.WHOLE and end_of(segment.items) == GOES_ON
     if not goes_on or (after is not None and (not after.is_readable or after.header["follows"])):
         return segment

@@ -83,13 +83,13 @@ class Redaction:
         self._context = Context(frozenset(), [], {})
 
     def begin(self, context: "Context") -> None:
-        """A snapshot is to be written."""
+        """Prepare for a snapshot that is to be written."""
         self._context = context
         for request in context.requests:
             self.take_stops(request)
 
     def take_stops(self, request: Request) -> None:
-        """A request whose stop ids may be sampled from now on."""
+        """Note the stop ids of a request, which may be sampled from now on."""
         ids = [token_id for token_id in request.stop_token_ids if token_id >= 0]
         if not ids:
             return
@@ -100,7 +100,7 @@ class Redaction:
         self._may_stop[ids] = True
 
     def may_stop(self, token_ids: Any) -> Any:
-        """Which of these ids end some sequence; [N]."""
+        """Tell which of these ids end some sequence; [N]."""
         size = len(self._may_stop)
         if size == 0:
             return np.zeros(len(token_ids), bool)
@@ -108,7 +108,7 @@ class Redaction:
         return known & self._may_stop[np.where(known, token_ids, 0)]
 
     def data(self, value: bytes) -> bytes:
-        """A digest, so that equal ones stay equal and nobody can guess what it is of."""
+        """Digest data with the key: equal values stay equal, and nobody can guess them."""
         if not self._key:
             return value
         return hashlib.blake2b(value, key=self._key, digest_size=DIGEST_BYTES).digest()
@@ -119,18 +119,19 @@ class Redaction:
         return "~" + self.data(value.encode("utf-8", "surrogatepass")).hex()
 
     def error(self, message: str) -> str:
-        """What kind of error it was."""
+        """Return what kind of error it was."""
         found = ERROR_TYPE.match(message)
         return found[0] if found else "failed"
 
     def candidates(self, value: Candidates, stops: Iterable[int]) -> Candidates:
-        """Those of a beam: their order and scores, and which of them end it."""
+        """Keep of a beam's candidates their order and scores, and which of them end it."""
         keeps = np.isin(value.token_ids, list(stops))
         ids = np.where(keeps, value.token_ids, NEUTRAL).astype(np.int32)
         return Candidates(ids, value.logprobs, 0)
 
     def value(self, value: Any, name: str = "") -> Any:
-        """A value of the vocabulary without what must not be written; name: of its attribute."""
+        """Return a value of the vocabulary without what must not be written; name: of its
+        attribute."""
         if type(value) in NUMBERS:
             return value
         if isinstance(value, str):

@@ -136,7 +136,8 @@ async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
 
 
 class RemoteClient:
-    """One connection to the core behind a Unix socket; a new one when the core was started anew."""
+    """One connection to the core behind a Unix socket; a new one when the core was started
+    again."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer | None, clock: Clock | None = None) -> None:
         self._path = path

@@ -66,9 +66,9 @@ class StepBudget:
             self._steps.clear()
 
     def _time_for(self, step: tuple[int, float]) -> float:
-        """How many tokens there is time for, as one of so many tokens took so long: between what it
-        would be if all time came from tokens and if the fixed part came on top of them. Part of it
-        passes at the same time."""
+        """Estimate how many tokens there is time for, if so many took so long: between what it
+        would be if all time came from tokens, and if the fixed part came on top. Part of it passes
+        at the same time."""
         num_tokens, duration_s = step
         fixed_s = min(self._times.fixed_s or 0.0, MOST_FIXED * duration_s)
         in_all = self.target_s / duration_s

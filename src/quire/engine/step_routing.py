@@ -21,7 +21,7 @@ class StepRouter:
         self._owner_of_row = np.full(num_rows, NOBODY, np.int64)
 
     def split(self, outputs: StepOutputs) -> dict[int, StepOutputs]:
-        """Return the outputs by client; those for whom there is nothing are left out."""
+        """Return the outputs by client; clients that get nothing are left out."""
         named = [self._owner(name.request_id) for name in outputs.names]
         for name, owner in zip(outputs.names, named, strict=True):
             self._owner_of_row[name.row] = owner

@@ -49,7 +49,8 @@ class DeviceThread:
         self._jobs.put(_WhenIdle(job))
 
     def call(self, function: Callable[[], T]) -> T:
-        """What the function returns or raises there. Ctrl-C reaches the caller, who waits."""
+        """Call a function there; returns or raises what it does. Ctrl-C reaches the caller, who
+        waits."""
         answers: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
         def answer() -> None:

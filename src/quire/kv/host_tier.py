@@ -74,7 +74,7 @@ class HostTier:
         for block_id, digest in evicted:
             known = host.lookup(digest)
             if known is not None:
-                self.hold(group, known)  # used anew
+                self.hold(group, known)  # used again
                 continue
             found = self.allocate(group)
             if found is None:

@@ -3,7 +3,7 @@
 An admission leaves blocks free for those that run to grow into (`memory.Headroom`). A sequence that
 was preempted `MOST_PREEMPTIONS` times waits until all that run, and itself, could grow to their
 limits. Nobody of its priority or a lower one comes in before it, so it is not preempted again for
-one of them. Nothing is kept free from a sequence beside which no other request runs.
+one of them. If no other request runs, nothing is kept free from a sequence.
 """
 
 from collections import deque

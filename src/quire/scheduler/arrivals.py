@@ -93,7 +93,7 @@ class Arrivals:
             self._lifecycle.unpark(sequence)
 
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:
-        """Tell whether so many sequences of this request fit beside what is pinned."""
+        """Tell whether so many sequences of this request fit into what pins leave."""
         return self._memory.fits_at_all(self._memory.needs_of_all(sequence, limit - 1, num))
 
     def _limit_of(self, num_prompt: int, max_tokens: int | None) -> int:

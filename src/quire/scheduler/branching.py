@@ -3,7 +3,7 @@
 A request for n sequences begins as one, its leader, which holds n rows. The plan that computes the
 last token of the prompt forks it: the others take the reserved rows as copies, share all blocks,
 and sample their first token from the leader's logits, each from noise of its own. From then on each
-is a sequence like any other; whoever first writes into the shared last block copies it.
+is a sequence like any other; the first that writes into the shared last block copies it.
 
 A group that was preempted comes back member by member, in one plan if the budget lasts. The members
 find the blocks of the prompt in the index, where the first one puts them; so a group is indexed
@@ -24,7 +24,7 @@ from quire.scheduler.beams import Beam
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
-from quire.scheduler.outputs import OutputsBuilder
+from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Sequence, SequenceGroup

@@ -1,7 +1,7 @@
 """KV memory as the scheduler sees it: one question, "does this need fit", and who takes what.
 
-A need is a number of blocks for each cache group. It fits now if so many are free, beside a reserve
-for those that run to grow into; it fits at all if the pools have so many beside what is pinned.
+A need is a number of blocks for each cache group. It fits now if so many are free besides a reserve
+for those that run to grow into; it fits at all if the pools have so many besides what is pinned.
 
     free now    needs + reserve <= free blocks      who is admitted, or comes back from the host
     at all      needs + pinned  <= all blocks       who is accepted, and what may be pinned

@@ -1,6 +1,6 @@
 """What was cached once, to tell why a prompt was not found, or not all of it.
 
-The index knows what is there. Beside it, the last prompts are remembered with the digests of their
+The index knows what is there. Besides, the last prompts are remembered with the digests of their
 blocks and their tokens, and when a block of theirs was evicted. The first block of a new prompt
 that is not found then tells the reason:
 

@@ -1,12 +1,12 @@
-"""Pinned prefixes as memory sees them: what they hold, whom they serve, what they reserve.
+"""Pinned prefixes as memory sees them: what they hold, who begins with them, what they reserve.
 
     pinned    | block 0 | block 1 | blo      |        prefix of 2 blocks and 3 tokens
     request   | block 0 | block 1 | blo ck 2 | ...    its own copy of the last one
 
-A request that begins with a pinned prefix forks it: full blocks are shared, and whoever writes into
-a last block that is not full copies it first (copy-on-write). Pinned blocks are referenced, so
-nothing evicts them. Prefixes are told by the digest of all their tokens, from the same root as
-blocks' digests, so that salts keep tenants apart here, too.
+A request that begins with a pinned prefix forks it: full blocks are shared, and the first that
+writes into a last block that is not full copies it first (copy-on-write). Pinned blocks are
+referenced, so nothing evicts them. Prefixes are told by the digest of all their tokens, from the
+same root as blocks' digests, so that salts keep tenants apart here, too.
 """
 
 import math
@@ -55,7 +55,7 @@ class PinnedPrefixes:
 
     @property
     def computing(self) -> list[Pin]:
-        """Those of which a sequence computes the tokens."""
+        """Pins whose tokens a sequence still computes."""
         if len(self.by_id) == len(self.ready):
             return []
         return [pin for pin in self.by_id.values() if pin.sequence is not None]
@@ -135,7 +135,7 @@ class PinnedPrefixes:
         return sequence.pinned_tokens
 
     def hit(self, sequence: Sequence) -> KVBlocks | None:
-        """Return the blocks of that prefix, of which the last one may be full in part."""
+        """Return the blocks of that prefix; the last of them may be partly full."""
         pin = self.find(sequence)
         if pin is None or pin.blocks is None:
             return None

@@ -1,9 +1,9 @@
 """Pinned prefixes: prompts that are computed, never sampled, and kept (P 4.4, shared prefix).
 
 A request to pin is queued like others. With the result of the step that computes its last token it
-has ended, and its block tables belong to the pin, which holds no row (pinned.py tells whom it
-serves). What pins hold, nobody else can get: a request is accepted if it fits beside them, and a
-pin if all open requests then still do. A tenant has a share of what may be pinned, which its
+has ended, and its block tables belong to the pin, which holds no row (pinned.py tells who begins
+with it). What pins hold, nobody else can get: a request is accepted if it fits in what they leave,
+and a pin if all open requests then still do. A tenant has a share of what may be pinned, which its
 request to pin brings (`pin_share`), so that none takes it all.
 """
 
@@ -138,7 +138,7 @@ class Pins:
             if pin.sequence is not None and pin.sequence.row >= 0:
                 self._lifecycle.preempt(pin.sequence, pin.request.request_id, now)
 
-    def begin_anew(self, now: float) -> None:
+    def start_over(self, now: float) -> None:
         """Compute all of them again, under new names; no pin holds a row."""
         for pin in self._pinned.by_id.values():
             self._pinned.name(pin, pin.sequence or self._compute(pin, now))

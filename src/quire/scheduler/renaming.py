@@ -1,4 +1,4 @@
-"""Beginning the cache anew (`ResetPrefixCache`): what was cached before is never used again.
+"""Starting over with an empty cache (`ResetPrefixCache`): what was cached is never used again.
 
 Forgetting names is not enough. Stores keep blocks under them, and what is running goes on to name
 blocks that were computed from old ones. So the names change: an epoch, a word that nobody used

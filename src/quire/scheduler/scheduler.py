@@ -51,7 +51,7 @@ from quire.scheduler.fifo import Fifo
 from quire.scheduler.invariants import check_lives, check_memory, check_rows
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
-from quire.scheduler.outputs import OutputsBuilder
+from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.pins import Pins
 from quire.scheduler.planning import Planner
 from quire.scheduler.policy import MakePolicy
@@ -304,8 +304,8 @@ class Scheduler:
         for sequence in self.lifecycle.sequences.values():
             rename(sequence, self.memory.names, epoch)
         if self.stores is not None:
-            self.stores.begin_anew()
-        self.pins.begin_anew(now)
+            self.stores.start_over()
+        self.pins.start_over(now)
 
     def _flush(self) -> Plan | None:
         """Copy out what is cached, unless plans are in flight or no other engine could use it."""

@@ -46,9 +46,9 @@ class RowTable:
 
     capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
     enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
-    which no stop token counts; epoch: how often the row changed hands, so that a result can tell
-    whom it is for. stop_ids: [rows, NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len],
-    valid up to `known`.
+    which no stop token counts; epoch: how often the row changed hands, so that a result is not
+    taken for another's. stop_ids: [rows, NUM_STOP_IDS], padded with -1. tokens: [rows,
+    max_model_len], valid up to `known`.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -75,8 +75,8 @@ class RowTable:
 class Sequence:
     """One line of tokens of a request. row is -1 while it holds none.
 
-    group, index: with whom it shares the prompt, None for a request for one sequence; and which of
-    them it is.
+    group, index: the sequences that share its prompt, None for a request for one sequence; and
+    which of them it is.
     """
 
     request: Request

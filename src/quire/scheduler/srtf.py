@@ -1,7 +1,7 @@
 """Shortest remaining token first (T algorithm 2): who is nearest to its next token comes first.
 
-Whoever is admitted may put blocks into the index that others hit, so the remaining tokens of all
-that wait are looked up again each time; that costs time in proportion to their number, and long
+A request that is admitted may put blocks into the index that others hit, so the remaining tokens of
+all that wait are looked up again each time; that costs time in proportion to their number, and long
 prompts can starve. `two_level.py` bounds both.
 """
 

@@ -18,7 +18,7 @@ from quire.scheduler.branching import Branching
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
-from quire.scheduler.outputs import OutputsBuilder
+from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.pins import Pins
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Sequence, State

@@ -1,7 +1,7 @@
 """Prefixes in stores outside of this process, as far as the scheduler knows of them (C7).
 
 A request whose prompt is not all on the device or in host memory is looked up in every store when
-it comes, and waits aside meanwhile: outside the queue, in nobody's way. What was found, and takes
+it comes, and is parked meanwhile: outside the queue, in nobody's way. What was found, and takes
 less time to fetch than to compute, is fetched into host blocks; with the answer these are part of
 the host tier, and the request enters the queue.
 
@@ -205,7 +205,7 @@ class Stores:
 
     # ---- what is not to be used --------------------------------------------------------------
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Start over, since all names have changed: those that wait go on without, and what is on
         its way is not taken in. From now on stores only hold what this engine's memory has no room
         for."""

@@ -1,4 +1,4 @@
-"""Whom a failed row takes along: those that share blocks which it was to compute.
+"""Sequences that a failed row takes along: those that share blocks which it was to compute.
 
 A full block of known tokens enters the index when the plan that computes it is made, so later
 requests, also of the same plan, may hold it before it is computed. If its row fails, what it holds

@@ -18,11 +18,11 @@ from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
 from quire.engine.build import BuiltCore, build_core
+from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.exposition import Exposition
 from quire.engine.heartbeat import BeatingExecutor, Heartbeat
 from quire.engine.metrics import EngineMetrics
 from quire.engine.prefix_file import pin_configured
-from quire.engine.process import CoreReports, CoreServer
 from quire.engine.status import StatusLine
 from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines

@@ -49,7 +49,7 @@ class Connections:
             self._workers[order.store].submit(order)
 
     def take(self, now: float, waits: bool = False) -> list[Answer]:
-        """The answers that are there; if there is none, waits for one a little while."""
+        """Take the answers that are there; if there are none, wait a little for one."""
         due_s = self.next_s if self._num_open else None
         if due_s is not None and due_s <= now:
             for worker in self._workers:

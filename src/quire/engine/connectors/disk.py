@@ -42,7 +42,8 @@ advise = getattr(os, "posix_fadvise", None)  # Linux has it
 
 
 class DiskStore:
-    """Blocks in files. max_bytes: of all files of this directory together, whoever wrote them.
+    """Blocks in files. max_bytes: of all files of this directory together, by whatever process they
+    were written.
 
     Raises ConfigError if the directory cannot be made.
     """
@@ -73,7 +74,7 @@ class DiskStore:
         return [is_file(self._path(key)) for key in keys]
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """One file after the other, each read at once; the disk is told of the next ones, so that
+        """Read one file after the other, each at once; the disk is told of the next ones, so that
         it need not wait for us in between."""
         opened: list[int | None] = []
         try:
@@ -116,7 +117,8 @@ class DiskStore:
         return True
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Raises OSError if one of the files cannot be deleted; all others are."""
+        """Delete the files of these keys. Raises OSError if one cannot be deleted; all others
+        are."""
         errors: list[OSError] = []
         for key in keys:
             try:
@@ -139,8 +141,8 @@ class DiskStore:
         return f"{self._top}/{fingerprint.hex()}/{group}/{name[:2]}/{name}{SUFFIX}"
 
     def _make_directory(self) -> None:
-        """Ours may have been removed. What holds it must be there: it may be a mount that is gone.
-        Raises OSError."""
+        """Make our directory again, which may have been removed. What holds it must be there: it
+        may be a mount that is gone. Raises OSError."""
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.directory, 0o700)
 
@@ -157,7 +159,8 @@ class DiskStore:
         return file
 
     def _read(self, file: int) -> memoryview | None:
-        """All of a file, in a buffer that the next one uses, too. None if it cannot be read."""
+        """Read all of a file into a buffer that the next call overwrites. None if it cannot be
+        read."""
         try:
             facts = os.fstat(file)
             if facts.st_size > MOST_BYTES:
@@ -179,7 +182,7 @@ class DiskStore:
     # ---- writing -----------------------------------------------------------------------------
 
     def _check_free(self, num_bytes: int) -> None:
-        """Raises OSError if this would take the disk's last bytes."""
+        """Raise OSError if this would take the disk's last bytes."""
         facts = os.statvfs(self.directory)
         free = facts.f_bavail * facts.f_frsize
         aligned_bytes = -(-num_bytes // facts.f_frsize) * facts.f_frsize
@@ -191,7 +194,7 @@ class DiskStore:
             )  # fmt: skip
 
     def _write(self, path: str, parts: Sequence[Buffer]) -> None:
-        """Raises OSError; then nothing is left behind."""
+        """Write a file. Raises OSError; then nothing is left behind."""
         self._num_written += 1
         name = f"{os.getpid()}-{id(self):x}-{self._num_written}{UNFINISHED}"
         temporary = os.path.join(self._temporary, name)
@@ -208,7 +211,7 @@ class DiskStore:
             raise
 
     def _remove_unfinished(self, now: float) -> None:
-        """What processes that were killed have left. now: by the store's clock."""
+        """Delete what processes that were killed have left. now: by the store's clock."""
         self._cleaned_s = now
         before = time.time() - OLD_S
         try:
@@ -222,8 +225,8 @@ class DiskStore:
 
 
 def _within(folder: str, call: Callable[[], T]) -> T:
-    """What the call returns; if a folder is missing, it is made and the call made again. Raises
-    OSError."""
+    """Make a call and return what it returns; if a folder is missing, make it and call again.
+    Raises OSError."""
     try:
         return call()
     except FileNotFoundError:
@@ -232,7 +235,7 @@ def _within(folder: str, call: Callable[[], T]) -> T:
 
 
 def _write_all(file: int, parts: Sequence[Buffer]) -> None:
-    """Raises OSError."""
+    """Write all of the data. Raises OSError."""
     views = [view for part in parts if (view := memoryview(part).cast("B"))]
     while views:
         num = os.writev(file, views)

@@ -11,8 +11,8 @@ BUILT_IN: dict[str, type[Any]] = {"disk": DiskStore}
 
 
 def make_store(setting: str, max_bytes: int) -> BlockStore:
-    """setting: NAME:ADDRESS; the address is what the store's class makes of it. max_bytes: that it
-    may keep. Raises ConfigError if there is no such store, or it cannot be made."""
+    """Make a store. setting: NAME:ADDRESS, of which the store's class reads the address; max_bytes:
+    that it may keep. Raises ConfigError if there is no such store, or it cannot be made."""
     name, colon, address = setting.partition(":")
     if not (name and colon and address):
         raise ConfigError(

@@ -41,19 +41,19 @@ class BlockStore(Protocol):
     not connect to anything: what raises then keeps the engine from starting.
 
     All methods may raise OSError or StoreError: that is a miss, and storing goes on. They should
-    end within a second: whoever waits is told of a miss after a while, and while a call hangs all
-    else is a miss, too.
+    end within a second: a request that waits is told of a miss after a while, and while a call
+    hangs all else is a miss, too.
     """
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these keys have a value, in their order."""
+        """Tell which of these keys have a value, in their order."""
         ...
 
     def get(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """The values, one for each key in their order; None is a miss.
+        """Yield the values, one for each key in their order; None is a miss.
 
-        A value need only stay as it is until the next one is asked for. Whoever asks may stop
-        early. The caller asks for some megabytes at once, so a network needs one round trip.
+        A value need only stay as it is until the next one is asked for. The caller may stop early.
+        The caller asks for some megabytes at once, so a network needs one round trip.
         """
         ...
 
@@ -61,7 +61,7 @@ class BlockStore(Protocol):
         """Keep the parts, one after the other, as the value, also if there is one already. False
         if they are not kept, for example because there is no room.
 
-        Whoever reads meanwhile must get the old value or the new one. The parts change afterwards.
+        A read meanwhile must get the old value or the new one. The parts change afterwards.
         """
         ...
 
@@ -71,24 +71,24 @@ class BlockStore(Protocol):
         ...
 
     def close(self) -> None:
-        """The last call."""
+        """Close; the last call."""
         ...
 
 
 def block_key(fingerprint: bytes, group: int, digest: bytes) -> bytes:
-    """The key of a block, 68 bytes: the fingerprint, the group (big endian), the digest."""
+    """Return the key of a block, 68 bytes: the fingerprint, the group (big endian), the digest."""
     assert len(fingerprint) == len(digest) == DIGEST_BYTES, "SHA-256 digests have 32 bytes"
     return KEY.pack(fingerprint, group, digest)
 
 
 def split_key(key: bytes) -> tuple[bytes, int, bytes]:
-    """Fingerprint, group and digest."""
+    """Split a key into fingerprint, cache group and digest."""
     fingerprint, group, digest = KEY.unpack(key)
     return fingerprint, group, digest
 
 
 def seal(fingerprint: bytes, group: int, digest: bytes, data: Buffer) -> bytes:
-    """The header that goes before a block's bytes."""
+    """Make the header that goes before a block's bytes."""
     body = BODY.pack(MAGIC, VERSION, group, memoryview(data).nbytes, fingerprint, digest)
     return body + CHECKSUM.pack(zlib.crc32(data, zlib.crc32(body)))
 
@@ -96,7 +96,8 @@ def seal(fingerprint: bytes, group: int, digest: bytes, data: Buffer) -> bytes:
 def unseal(
     value: Buffer, fingerprint: bytes, group: int, digest: bytes, num_bytes: int
 ) -> tuple[memoryview | None, str]:
-    """The bytes of this block (a view of the value), or None and why the value is refused."""
+    """Return the bytes of this block (a view of the value), or None and why the value is
+    refused."""
     view = memoryview(value).cast("B")
     if len(view) < HEADER_BYTES:
         return None, "it ends within its header"
@@ -118,6 +119,6 @@ def unseal(
 
 
 def _fields(body: memoryview) -> tuple[bytes, int, bytes, int, bytes, int]:
-    """magic, version, fingerprint, group, digest, bytes of data."""
+    """Read magic, version, fingerprint, cache group, digest, bytes of data."""
     magic, version, group, length, fingerprint, digest = BODY.unpack(body)
     return magic, version, fingerprint, group, digest, length

@@ -56,7 +56,7 @@ class Trimmer:
         return self._used + num_bytes <= self._max_bytes
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes were written."""
+        """Count bytes that were written."""
         self._new_bytes += num_bytes
         if self._used is not None:
             self._used += num_bytes
@@ -75,7 +75,7 @@ class Trimmer:
         self._sweep = self._look()
 
     def _look(self) -> Iterator[bool]:
-        """A sweep; yields when enough was done for one call."""
+        """Sweep; yields when enough was done for one call."""
         total = cost = 0
         oldest: list[tuple[int, int, str]] = []  # a heap, the youngest of them first
         for folder in _folders(self._top, 3):
@@ -99,7 +99,7 @@ class Trimmer:
                         yield facts.st_mtime_ns, facts.st_size, entry.path
 
     def _delete(self, most_bytes: int) -> None:
-        """The oldest, until no more than so many bytes are left; and a few more, for those that
+        """Delete the oldest, until no more than so many bytes are left; and a few more, for what
         other processes write."""
         assert self._used is not None
         num_more, fewer_bytes = DELETED_PER_CALL, most_bytes - self._max_bytes // SLACK
@@ -118,7 +118,7 @@ class Trimmer:
 
 
 def _folders(top: str, depth: int) -> Iterator[str]:
-    """All folders so deep below."""
+    """Yield all folders so deep below."""
     if depth == 0:
         yield top
         return

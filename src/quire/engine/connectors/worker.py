@@ -69,7 +69,7 @@ class HostMemory(Protocol):
     def block_bytes(self, group: int) -> int: ...
 
     def read(self, group: int, block: int) -> Buffer:
-        """A copy of the block's bytes."""
+        """Return a copy of the block's bytes."""
         ...
 
     def write(self, group: int, block: int, data: memoryview) -> None:
@@ -185,7 +185,7 @@ class _Work:
     # ---- the core's thread -------------------------------------------------------------------
 
     def add(self, job: _Job) -> bool:
-        """False if there is no room, or no thread any more."""
+        """Queue a job; False if there is no room, or no thread any more."""
         waiting = self._jobs[type(job.order)]
         num_bytes = self._bytes_to_keep(job)
         with self._changed:
@@ -293,7 +293,7 @@ class _Work:
                 job.unwanted.update(names)
 
     def _next(self) -> _Job | None:
-        """The most important job, which stays where it is; None at the end."""
+        """Return the most important job, which stays where it is; None at the end."""
         with self._changed:
             while not self._is_abandoned:
                 for jobs in self._jobs.values():
@@ -417,7 +417,7 @@ class _Mover:
                     job.num_bytes += len(data)
 
     def _unsealed(self, key: bytes, item: Item, value: Buffer | None) -> memoryview | None:
-        """The block's bytes, if the value is what was put there."""
+        """Return the block's bytes, if the value is what was put there."""
         if value is not None:
             group, digest, _ = item
             num_bytes = self.memory.block_bytes(group)
@@ -447,7 +447,7 @@ class _Mover:
         return True
 
     def _keep(self, job: _Job) -> bool:
-        """One block; before the first, look which of them the store has."""
+        """Keep one block; before the first, look which of them the store has."""
         assert isinstance(job.order, Keep)
         items = job.order.items
         if job.position == 0:

@@ -51,8 +51,8 @@ class StatusSource(Protocol):
 
 @dataclass(frozen=True)
 class CoreReports:
-    """What the core tells of itself: to Prometheus, to the log (None: nothing), to its watcher, and
-    of one request (by id and tenant) to whom asks."""
+    """What the core tells of itself: to Prometheus, to the log (None: nothing) and to its watcher;
+    and of one request, by id and tenant, to a client that asks."""
 
     metrics_text: Callable[[], str]
     status: StatusSource | None = None
@@ -118,8 +118,8 @@ class CoreServer:
             self._wake_in.send(b"x")
 
     def _wait_s(self) -> float:
-        """How long to wait for the next thing to happen. While a step is under way its deadline
-        stands."""
+        """Return how long to wait for the next thing to happen. While a step is under way its
+        deadline stands."""
         wait_s, heartbeat = bounded_wait_s(self.core.rest_s()), self._reports.heartbeat
         if heartbeat is not None and not self.core.num_in_flight:
             heartbeat.wait(self._clock.now(), wait_s)
@@ -137,7 +137,7 @@ class CoreServer:
     # ---- messages out ------------------------------------------------------------------------
 
     def _send(self, outputs: StepOutputs) -> None:
-        """One message per client for whom there is something."""
+        """Send one message to each client that has something to get."""
         messages = self._router.split(outputs)
         for update, _ in outputs.finished:  # all sequences of a request may have ended in this step
             self._forget(update.request_id)
@@ -148,7 +148,7 @@ class CoreServer:
                 self._watch(client)
 
     def _forget(self, request_id: str) -> None:
-        """Whose request it was, once the last of its sequences has ended."""
+        """Forget whose request it was, once the last of its sequences has ended."""
         if not self.core.has(request_id):
             self._owners.pop(request_id, None)
 
@@ -189,7 +189,7 @@ class CoreServer:
         self._watch(client)
 
     def _rest_from_accepting(self, error: OSError) -> None:
-        """Who wants to connect waits; otherwise `select` would return again and again."""
+        """Let new connections wait; otherwise `select` would return again and again."""
         self._selector.unregister(self._listener)
         self._accept_again_s = self._clock.now() + ACCEPT_PAUSE_S
         logger.error(
@@ -251,7 +251,7 @@ class CoreServer:
             self._owners[request.request_id] = client.client_id
 
     def _drop(self, client: CoreConnection) -> None:
-        """The client is gone: nobody waits for its requests."""
+        """Drop a client that is gone, and end its requests, which nobody waits for."""
         self._selector.unregister(client.socket)
         client.close()
         del self._clients[client.client_id]
