@@ -36,7 +36,6 @@ class BlockPool:
         self._index: dict[bytes, int] = {}
         self.evicted: list[tuple[int, bytes]] | None = None
         self.lost: deque[bytes] = deque(maxlen=MOST_LOST)
-        self.num_evictions = 0
         self.num_index_changes = 0
 
     @property
@@ -72,7 +71,6 @@ class BlockPool:
             self.evicted.append((block_id, digest))
         self.lost.append(digest)
         self.unindex(block_id)
-        self.num_evictions += 1
         return True
 
     def acquire(self, block_id: int) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from quire.base.plan import Plan
 from quire.scheduler.sequence import Int64
 
-Blocks = Seq[Seq[int]]  # by group
+Blocks = Seq[Seq[int]]  # by cache group
 RowLease = tuple[int, int]  # a row and its epoch: one sequence's stay there
 
 

@@ -170,7 +170,7 @@ class Memory:
 
     def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
         """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
-        by group, or None if they are not there."""
+        by cache group, or None if they are not there."""
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
@@ -196,7 +196,8 @@ class Memory:
         self.kv.free(sequence.blocks)
 
     def name_full_blocks(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[list[int]]]:
-        """Enter the first `count` blocks of each in the index; the new ones, by group, of each."""
+        """Enter the first `count` blocks of each in the index; the new ones, by cache group, of
+        each."""
         self.names.extend(sequences, counts)
         index = self.kv.index_blocks
         return [index(s.blocks, s.digests, num) for s, num in zip(sequences, counts, strict=True)]
@@ -204,8 +205,8 @@ class Memory:
     # ---- host memory -------------------------------------------------------------------------
 
     def swap_out(self, members: Seq[Sequence]) -> list[Copies] | None:
-        """Exchange what these hold for host blocks; the copies by group, None if host memory has no
-        room."""
+        """Exchange what these hold for host blocks; the copies by cache group, None if host memory
+        has no room."""
         done = self.kv.swap_out([member.blocks for member in members])
         if done is None:
             return None
@@ -246,7 +247,8 @@ class Memory:
         return [] if self.kv.tier is None else self.kv.tier.settle(step_id)
 
     def copies_out(self) -> list[Copies]:
-        """Find host blocks for what the plan that is being made evicts; the copies, by group."""
+        """Find host blocks for what the plan that is being made evicts; the copies, by cache
+        group."""
         return [] if self.kv.tier is None else self.kv.tier.take_evicted()
 
     def end_plan(self, step_id: int) -> None:
@@ -257,7 +259,7 @@ class Memory:
     # ---- what is not to be used --------------------------------------------------------------
 
     def distrust(self, blocks: Seq[Iterable[int]]) -> None:
-        """Take the names of these blocks, by group, and of all that is being copied out."""
+        """Take the names of these blocks, by cache group, and of all that is being copied out."""
         self.kv.unindex_blocks(blocks)
         if self.kv.tier is not None:
             self.kv.tier.forget_unsettled()

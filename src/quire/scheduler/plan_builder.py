@@ -24,7 +24,9 @@ class PlanBuilder:
     started: list[RowStart] = field(default_factory=list)
     forked: list[RowFork] = field(default_factory=list)
     writes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    copies: list[tuple[int, int, int, int]] = field(default_factory=list)  # group, row, from, to
+    copies: list[tuple[int, int, int, int]] = field(
+        default_factory=list
+    )  # cache group, row, from, to
     swaps: list[Move] = field(default_factory=list)
     shared: list[SharedBlocks] = field(default_factory=list)
     has_preempted: bool = False
@@ -36,11 +38,11 @@ class PlanBuilder:
 
     def add_blocks(self, row: int, appended: tuple[Appended, ...]) -> None:
         """Add the block-table entries and copies that follow from room made for a row."""
-        for group, done in enumerate(appended):
+        for g, done in enumerate(appended):
             for index, block_id in done.writes:
-                self.writes.append((group, row, index, block_id))
+                self.writes.append((g, row, index, block_id))
             for source, destination in done.copies:
-                self.copies.append((group, row, source, destination))
+                self.copies.append((g, row, source, destination))
 
     def add_fork(self, fork: RowFork, blocks: SequenceBlocks) -> None:
         """Add a row that begins as a copy of its parent's: the parent's table on the device may
@@ -53,16 +55,16 @@ class PlanBuilder:
 
     def add_moves(self, kind: MoveKind, copies: Seq[Copies]) -> None:
         """Add copies between the device and the host, by cache group."""
-        for group, (source, destination) in enumerate(copies):
+        for g, (source, destination) in enumerate(copies):
             if source:
                 arrays = np.asarray(source, np.int32), np.asarray(destination, np.int32)
-                self.swaps.append(Move(kind, group, *arrays))
+                self.swaps.append(Move(kind, g, *arrays))
 
-    def add_table(self, sequence: Sequence) -> None:
-        """Add all block-table entries of a row."""
-        for group, table in enumerate(sequence.blocks.tables):
-            for index in range(table.num_dropped, len(table.blocks)):
-                self.writes.append((group, sequence.row, index, table.blocks[index]))
+    def add_table(self, sequence: Sequence, num_blocks: int | None = None) -> None:
+        """Add the block-table entries of a row; num_blocks: of the first of them only."""
+        for g, table in enumerate(sequence.blocks.tables):
+            for index in range(table.num_dropped, len(table.blocks[:num_blocks])):
+                self.writes.append((g, sequence.row, index, table.blocks[index]))
 
     def drop_rows(self, rows: set[int]) -> None:
         """Forget what was planned for rows that are preempted: a copy must not go into a block
@@ -70,12 +72,6 @@ class PlanBuilder:
         self.writes = [write for write in self.writes if write[1] not in rows]
         self.copies = [copy for copy in self.copies if copy[1] not in rows]
         self.shared = [held for held in self.shared if held.row not in rows]
-
-    def add_adopted(self, sequence: Sequence, num_blocks: int) -> None:
-        """Add the block-table entries of a prefix hit."""
-        for group, table in enumerate(sequence.blocks.tables):
-            for index in range(table.num_dropped, num_blocks):
-                self.writes.append((group, sequence.row, index, table.blocks[index]))
 
     def block_writes(self) -> BlockWrites:
         if not self.writes:
@@ -89,10 +85,10 @@ class PlanBuilder:
         swaps = tuple(sorted(self.swaps, key=lambda move: move.kind is not MoveKind.SWAP_OUT))
         if not self.copies:
             return swaps
-        group, _, source, destination = np.asarray(self.copies, np.int32).T.copy()
+        groups, _, source, destination = np.asarray(self.copies, np.int32).T.copy()
         return swaps + tuple(
-            Move(MoveKind.COPY, g, source[group == g], destination[group == g])
-            for g in np.unique(group).tolist()
+            Move(MoveKind.COPY, g, source[groups == g], destination[groups == g])
+            for g in np.unique(groups).tolist()
         )
 
     def all_rows(self) -> tuple[Int32, Int32]:

@@ -98,8 +98,9 @@ def _classes(modules: Iterable[types.ModuleType]) -> dict[str, type]:
 LEAVES = _classes(VOCABULARY)  # frozen vocabulary
 KINDS = LEAVES | _classes(OWNERS)
 
+# Recordings hold these numbers, so that of a kind that is gone stays free.
 (
-    REF, TUPLE, FROZENSET, ENUM, ARRAY, ZEROS, OBJECTS, SCALAR, LEAF, CLASS, METHOD, LIST, DICT,
+    REF, TUPLE, FROZENSET, ENUM, ARRAY, ZEROS, OBJECTS, SCALAR, LEAF, CLASS, _, LIST, DICT,
     SET, DEQUE, ORDERED, INSTANCE, NARROW,
 ) = range(18)  # fmt: skip
 
@@ -188,6 +189,8 @@ def without_modules(data: Any) -> Any:
 
 
 class _Dump:
+    """Walks the objects, and numbers those of the heap as it finds them."""
+
     def __init__(
         self, root: object, omit: Mapping[str, Collection[str]], blank: frozenset[str]
     ) -> None:
@@ -426,8 +429,8 @@ def _name(kind: type) -> str:
 
 
 def _class(name: str, kinds: Mapping[str, type] = KINDS) -> Any:
-    """Return the class of this name; earlier recordings named the module, too."""
-    found = kinds.get(name.rpartition(":")[2])
+    """Return the class of this name."""
+    found = kinds.get(name)
     if found is None:
         raise EngineError(f"a snapshot names {name!r}, which is no class of the scheduler's.")
     return found

@@ -78,10 +78,10 @@ class Stores:
         found, self.orders = self.orders, []
         return found
 
-    def held_blocks(self, group: int) -> list[int]:
+    def held_blocks(self, cache_group: int) -> list[int]:
         """Host blocks that orders on their way name."""
         all_items = [*self._fetching.values(), *self._keeping.values()]
-        return [block for items in all_items for g, _, block in items if g == group]
+        return [block for items in all_items for g, _, block in items if g == cache_group]
 
     # ---- looking up and fetching -------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from quire.scheduler.sequence import Sequence
 @dataclass(slots=True)
 class Tainted:
     """failed: rows that failed by themselves, with the error; dependants: rows that hold what a
-    failed row, or another dependant, was to compute. blocks: by group, which must not be used;
-    host: the same in host memory."""
+    failed row, or another dependant, was to compute. blocks: by cache group, which must not be
+    used; host: the same in host memory."""
 
     blocks: list[set[int]]
     host: list[set[int]]
