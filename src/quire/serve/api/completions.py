@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import fastapi
 from starlette.responses import Response
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
-from quire.serve.api.errors import bad_request, error_in
+from quire.serve.api.errors import bad_request
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
 from quire.serve.api.params import (
@@ -202,8 +202,10 @@ async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> R
     try:
         is_cut = body.truncate_prompt_tokens is not None
         rendered = await render_prompt(api, prompt, add_special_tokens=special, is_cut=is_cut)
+    except EngineBusy:  # no field is to blame
+        raise
     except RequestError as error:
-        raise error_in("prompt", error) from error
+        raise bad_request(str(error), "prompt", error.code) from error
     return truncated(rendered, body, api.client.ready.max_model_len)
 
 
