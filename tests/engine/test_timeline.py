@@ -139,7 +139,7 @@ def test_clients_are_told_nothing_of_others() -> None:
 def test_of_a_real_run(tmp_path: Path, mode: str) -> None:
     """Chunks, hits and preemptions are what the core's plans were; all requests have an end."""
     run = Run(tmp_path, preemption_mode=mode)
-    lines = Timelines.of(run.core.view())
+    lines = Timelines.of(run.core.view(), run.core.requests())
     run.core.subscribe(lines)
     run.ask("chunked", prompt(60, 50), 2)
     run.everything()

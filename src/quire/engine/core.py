@@ -35,7 +35,7 @@ from quire.engine.executor import Executor
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
 from quire.engine.step_budget import StepBudget
-from quire.scheduler.decisions import Decisions, SchedulerView
+from quire.scheduler.decisions import Decisions, RequestView, SchedulerView
 from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
@@ -122,6 +122,10 @@ class EngineCore:
     def view(self) -> SchedulerView:
         """Return the scheduler's state as it is now."""
         return self.scheduler.view()
+
+    def requests(self) -> tuple[RequestView, ...]:
+        """List the requests that have not ended."""
+        return self.scheduler.requests()
 
     @property
     def num_in_flight(self) -> int:
@@ -340,7 +344,7 @@ class EngineCore:
         try:
             while self._death is None and self._submitted:
                 self.take()
-            for found in self.view().requests:
+            for found in self.requests():
                 self.control(Abort(found.request.request_id))
             for prefix in self.prefixes():
                 self.control(Unpin(prefix.id))

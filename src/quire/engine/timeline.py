@@ -7,6 +7,7 @@ number of items.
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ from quire.base.events import (
 )
 from quire.base.prefix import PrefixReport
 from quire.engine import prefix_words
-from quire.scheduler.decisions import SchedulerView
+from quire.scheduler.decisions import RequestView, SchedulerView
 
 MOST_REQUESTS = 1000  # that have ended
 MOST_ITEMS = 32  # preemptions and chunks of one request that are kept one by one
@@ -120,10 +121,12 @@ class Timelines:
         self._tokens = np.zeros(num_rows, np.int32)  # scratch: of a plan, by row
 
     @classmethod
-    def of(cls, view: SchedulerView, most: int = MOST_REQUESTS) -> "Timelines":
+    def of(
+        cls, view: SchedulerView, requests: Iterable[RequestView], most: int = MOST_REQUESTS
+    ) -> "Timelines":
         """Begin with the requests that a scheduler has already, as far as its state tells."""
         lines = cls(view.num_rows, view.block_size, most)
-        for found in view.requests:
+        for found in requests:
             request = found.request
             line = Timeline(
                 request.request_id, found.num_prompt_tokens, request.params.max_tokens,

@@ -96,5 +96,4 @@ class SchedulerView:
     pins: PinsView
     tier: TierView | None
     stores: StoresView | None
-    requests: tuple[RequestView, ...]
     plans: tuple[Plan, ...]

@@ -200,8 +200,12 @@ class Scheduler:
         """List what is pinned, oldest first; tenant: whose, None is everybody's."""
         return self.memory.pinned.listing(now, tenant)
 
+    def requests(self) -> tuple[RequestView, ...]:
+        """List the requests that have not ended, oldest first."""
+        return tuple(_view_of(sequence) for sequence in self.lifecycle.sequences.values())
+
     def view(self) -> SchedulerView:
-        """Return the state as it is now."""
+        """Return the state as it is now. No request is looked at: the core waits meanwhile."""
         kv, pinned, stores = self.memory.kv, self.memory.pinned, self.stores
         return SchedulerView(
             num_rows=self.rows.table.num_rows,
@@ -216,7 +220,6 @@ class Scheduler:
             ),
             tier=None if kv.tier is None else TierView(kv.tier.num_offloaded, kv.tier.num_loaded),
             stores=None if stores is None else StoresView(stores.num_fetched, stores.num_kept),
-            requests=tuple(_view_of(s) for s in self.lifecycle.sequences.values()),
             plans=tuple(step.plan for step in self.planner.in_flight),
         )
 

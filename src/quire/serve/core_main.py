@@ -75,7 +75,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     metrics = EngineMetrics(num_rows, length, cache.enable_prefix_caching)
     exposition = Exposition(metrics, core.view, name, cache)
     built.core.subscribe(metrics)
-    timelines = Timelines.of(core.view())
+    timelines = Timelines.of(core.view(), core.requests())
     built.core.subscribe(timelines)
     status = None
     if not config.disable_log_stats:

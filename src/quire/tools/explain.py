@@ -18,10 +18,11 @@ def timelines_of(segments: Iterable[Segment]) -> tuple[Timelines, Outcome]:
     lines: list[Timelines] = []
     last: list[Segment] = []
 
-    def show(segment: Segment, step: Step, scheduler: SchedulerView) -> None:
+    def show(segment: Segment, step: Step, _: SchedulerView) -> None:
         if not last or last[-1] is not segment:
             if not last or not segment.follows:
-                begun = Timelines.of(restored(segment).view(), MOST_REQUESTS)
+                scheduler = restored(segment)
+                begun = Timelines.of(scheduler.view(), scheduler.requests(), MOST_REQUESTS)
                 if lines:  # after a gap: what ended before it is still known
                     begun.ended = lines[-1].ended
                 lines.append(begun)

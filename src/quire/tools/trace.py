@@ -9,7 +9,7 @@ The recording is replayed to make it. Times are the core's clock, in microsecond
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +18,7 @@ from quire.base.events import Admitted, Event, Finished, Preempted, Queued
 from quire.base.plan import Plan
 from quire.engine.calls import UPDATE
 from quire.engine.recording import Segment, read_recording
-from quire.scheduler.decisions import SchedulerView
+from quire.scheduler.decisions import RequestView, SchedulerView
 from quire.tools.replay import Outcome, Step, replay_all, restored
 
 STEPS, ROWS, WAITING = 1, 2, 3
@@ -41,12 +41,12 @@ class Trace:
         self._busy_until_s = 0.0
         self._last_s = 0.0
 
-    def begin(self, view: SchedulerView, now: float) -> None:
+    def begin(self, plans: Iterable[Plan], requests: Iterable[RequestView], now: float) -> None:
         """Take in who is there when the recording, or what follows a gap, begins."""
         self._holders.clear()
         self._waits.clear()
-        self._flights = deque((plan, now) for plan in view.plans)
-        for found in view.requests:
+        self._flights = deque((plan, now) for plan in plans)
+        for found in requests:
             holder = found.request.request_id, now
             self._holders.update(dict.fromkeys(found.rows, holder))
             if found.is_waiting:
@@ -156,7 +156,8 @@ def trace_of(segments: Iterator[Segment], outcome: Outcome | None = None) -> lis
     def show(segment: Segment, step: Step, view: SchedulerView) -> None:
         if state["path"] != segment.path:
             if state["path"] is None or not segment.follows:
-                trace.begin(restored(segment).view(), segment.header["now_s"])
+                scheduler, now = restored(segment), segment.header["now_s"]
+                trace.begin(scheduler.view().plans, scheduler.requests(), now)
             state["path"] = segment.path
         trace.take(step, view)
 

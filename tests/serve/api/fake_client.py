@@ -36,7 +36,7 @@ class FakeClient:
         self.requests: list[Request] = []  # as they were queued
         self.num_aborted = 0  # of those, whose reader left early
         core = engine.client.core
-        self.timelines = Timelines.of(core.view())
+        self.timelines = Timelines.of(core.view(), core.requests())
         core.subscribe(self.timelines)
         self._alive = True
         self._steps_left: int | None = None  # None: no end
