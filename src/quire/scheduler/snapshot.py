@@ -429,8 +429,8 @@ def _name(kind: type) -> str:
 
 
 def _class(name: str, kinds: Mapping[str, type] = KINDS) -> Any:
-    """Return the class of this name."""
-    found = kinds.get(name)
+    """Return the class of this name; earlier recordings named the module, too."""
+    found = kinds.get(name.rpartition(":")[2])
     if found is None:
         raise EngineError(f"a snapshot names {name!r}, which is no class of the scheduler's.")
     return found

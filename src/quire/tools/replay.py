@@ -298,7 +298,7 @@ def restored(segment: Segment, digester: Digester = digest_blocks) -> Scheduler:
 def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     """Make one that has had no request yet, as this version makes it: a recording from the start of
     an engine can be replayed also where the state is kept in another way than it was."""
-    settings, parts = header["settings"], decode(without_modules(header["new"]))
+    settings, parts = header["settings"], decode(header["new"])
     kv = KVManager(
         parts["groups"],
         parts["num_blocks"],
