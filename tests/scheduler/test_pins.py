@@ -584,3 +584,13 @@ def test_an_id_is_in_use_for_as_long_as_its_prefix() -> None:
 def test_times_that_are_none(pin_s: float) -> None:
     with pytest.raises(RequestError, match="ttl_s must be a number of seconds"):
         Bench().begin_pin("pin", PREFIX, pin_s=pin_s)
+
+
+def test_who_is_dropped_before_a_plan_is_told_with_its_result() -> None:
+    bench = Bench()
+    bench.begin_pin("pin", PREFIX)
+    bench.core.control(Unpin("pin"))
+    assert bench.core.plan() is None
+    bench.add("next", PREFIX)
+    bench.step()
+    assert bench.reason == {"pin": "abort"}

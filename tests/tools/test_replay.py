@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError
+from quire.engine.calls import calls_of
 from quire.engine.recording import read_recording
 from quire.kv.manager import KVManager
 from quire.scheduler import rows
 from quire.scheduler.block_naming import BlockNaming
 from quire.scheduler.decisions import Decisions
+from quire.scheduler.planning import Planner
 from quire.scheduler.scheduler import Scheduler
 from quire.tools import replay_model
 from quire.tools.replay import replay_all
@@ -124,6 +126,26 @@ def test_a_crash_of_the_recorded_scheduler_is_replayed(tmp_path: Path, monkeypat
     monkeypatch.setattr(Scheduler, "update", update)
     found = difference_of(tmp_path)
     assert (found.recorded, found.replayed) == ("KeyError was raised", "nothing was raised")
+
+
+def test_a_call_that_raised_is_recorded_with_the_names_that_it_had_given(
+    tmp_path: Path, monkeypatch
+) -> None:
+    """Without them a replay without tokens would go another way before it comes to the bug."""
+
+    def broken(self, builder, now):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Planner, "_close", broken)
+    run = Run(tmp_path)
+    run.ask("r", prompt(1, 9), 20)
+    with pytest.raises(Exception, match="cannot go on"):
+        run.step()
+    run.core.close()
+    [segment] = read_recording(tmp_path)
+    last = list(calls_of(segment.items))[-1]
+    assert last.raised == "KeyError" and [len(new) for _, new in last.digests] == [2]
+    assert replay_all(read_recording(tmp_path)).difference is None
 
 
 def test_the_scheduler_s_own_attributes_may_change(recording: Path, monkeypatch) -> None:

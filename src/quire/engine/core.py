@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.base.clock import Clock
 from quire.base.errors import EngineBusy, EngineError
 from quire.base.events import Event
@@ -413,6 +415,8 @@ class EngineCore:
         for step, left_out in zip(later, decisions.left_out, strict=True):
             step.left_out = left_out
         outputs = decisions.outputs
+        if dropped := self.take_dropped().details:
+            outputs = msgspec.structs.replace(outputs, details=[*dropped, *outputs.details])
         for update, finish in outputs.finished:
             if finish.reason == "error" and finish.error is not None:
                 logger.error("request %s failed: %s", update.request_id, finish.error.message)

@@ -45,6 +45,7 @@ from quire.engine.calls import (
 from quire.engine.frames import FORMAT
 from quire.engine.recording import RecordingFiles
 from quire.engine.redact import BLANK, Context, Redaction
+from quire.scheduler.block_naming import NewNames
 from quire.scheduler.decisions import Decisions
 from quire.scheduler.scheduler import Scheduler
 from quire.scheduler.snapshot import OMITTED, STATE_VERSION, Deferred, dump, encode
@@ -151,8 +152,8 @@ class Recorder:
         if self._is_on:
             self._put((END, "closed"))
         self._is_on = False
-        self._writer.wants_segment = False
         self._end()
+        self._writer.wants_segment = False  # nor did the writer ask for one meanwhile
 
     def _pass(self, door: Callable[[], Decisions], now: float, call: tuple[Any, ...]) -> Decisions:
         """Pass a call through its door, and write down what it decides."""
@@ -162,12 +163,12 @@ class Recorder:
         try:
             decisions = door()
         except BaseException as error:
+            self._put_names(self._scheduler.memory.names.take_new())
             self._put((RAISED, type(error).__name__))
             raise
         if decisions.refusal is not None:
             self._put((REFUSED,))
-        if decisions.names and self._redaction is not None:  # otherwise made of tokens again
-            self._put((DIGESTS, decisions.names))
+        self._put_names(decisions.names)
         if found := [event for event in decisions.events if type(event) is PrefixFound]:
             self._put((FOUND, found))
         if decisions.plan is not None:
@@ -175,6 +176,10 @@ class Recorder:
         if decisions.orders:
             self._put((ORDERS, decisions.orders))
         return decisions
+
+    def _put_names(self, names: list[NewNames]) -> None:
+        if names and self._redaction is not None:  # otherwise made of tokens again
+            self._put((DIGESTS, names))
 
     def _is_ready(self, now: float) -> bool:
         """Tell whether this call is recorded; begins and ends segments."""
