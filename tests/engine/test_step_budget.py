@@ -25,7 +25,7 @@ from quire.runner.step_size import FEWEST_TOKENS, MOST_TOKENS, STEP_S, bounded_t
 from quire.serve.llm import LLM
 from quire.tools.replay import replay_all
 from tests.ops.figures import keep_figures, own_figures
-from tests.runner.test_memory import shape
+from tests.runner.test_memory_plan import shape
 
 WEIGHTS = 0.44e9  # of Qwen3-0.6B that each token is multiplied with
 THREADS = 2

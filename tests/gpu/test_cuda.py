@@ -9,7 +9,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.ops.attention.host_blocks import HostBlocks
-from quire.runner.memory import GPU_CONTEXT_BYTES
+from quire.runner.memory_plan import GPU_CONTEXT_BYTES
 from tests.serve.checkpoints import ARCHITECTURES, checkpoint
 
 pytestmark = pytest.mark.gpu

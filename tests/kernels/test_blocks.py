@@ -8,9 +8,9 @@ from quire.base.model_spec import CacheGroup
 from quire.ops import gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import blocks as kernels
 from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.memory import lazy_zeros
 
 LAYOUTS = {
     "float32": ((2, 3, 2, 7, 4, 8), torch.float32, 3),

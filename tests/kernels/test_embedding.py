@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quire.ops import embedding as reference
+from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import embedding as kernels
-from quire.ops.memory import lazy_zeros
 
 
 @pytest.mark.parametrize("columns", [1, 64, 1024, 1030])

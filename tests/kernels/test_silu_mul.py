@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from quire.ops import silu_mul as reference
+from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import silu_mul as kernels
-from quire.ops.memory import lazy_zeros
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

@@ -9,9 +9,9 @@ import torch
 
 from quire.base.plan import Plan, RowFork
 from quire.ops import row_state
+from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import step_inputs as kernels
 from quire.ops.kernels.row_deltas import COMPUTED, SlotLayout, receive
-from quire.ops.memory import lazy_zeros
 from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import gather_step_reference
 

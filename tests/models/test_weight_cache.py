@@ -36,7 +36,7 @@ from quire.models.weight_cache import (
     weight_cache,
 )
 from quire.ops.formats import variants
-from quire.ops.memory import aligned
+from quire.ops.host_memory import aligned
 from quire.ops.native import core
 from tests.models.checkpoints import Checkpoint, random_tokens, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert

@@ -43,7 +43,8 @@ SOURCES = (
 TESTS = (
     "tests/golden", "tests/scheduler", "tests/kv", "tests/ops/test_sampling.py",
     "tests/ops/test_sampling_bounds.py",
-    "tests/runner/test_sampler.py", "tests/runner/test_memory.py", "tests/engine/test_beams.py",
+    "tests/runner/test_sampler.py", "tests/runner/test_memory_plan.py",
+    "tests/engine/test_beams.py",
     "tests/engine/test_groups.py", "tests/engine/test_swap.py", "tests/engine/test_sample.py",
     "tests/engine/test_bisect.py", "tests/engine/test_core.py", "tests/engine/test_figure_9.py",
     "tests/engine/test_open_prompts.py", "tests/engine/test_queue_limit.py",

@@ -22,7 +22,7 @@ from quire.ops.native import core
 from quire.runner import build, derive
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
-from quire.runner.memory import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
+from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
 from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import NOT_YET, Alternative, Fit, fit
 from tests.models.checkpoints import VARIANTS, write_checkpoint

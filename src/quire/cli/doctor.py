@@ -155,7 +155,7 @@ def _packages(report: Report) -> bool:
 
 
 def _torch(report: Report, cpu: machine.Cpu, has_gpu: bool) -> None:
-    from quire.runner.memory import available_cpu_bytes
+    from quire.runner.memory_plan import available_cpu_bytes
     from quire.runner.preview import torch_facts
 
     report.facts["memory"]["available bytes"] = available_cpu_bytes()

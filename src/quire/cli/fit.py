@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _device(name: str) -> "Device":
     """Describe this machine, or any other. Raises ConfigError for one that is not known."""
-    from quire.runner.memory import available_cpu_bytes
+    from quire.runner.memory_plan import available_cpu_bytes
     from quire.tools.devices import CPU, GPU, Device, find_gpu
 
     plain = name.strip().lower()

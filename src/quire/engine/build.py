@@ -28,7 +28,7 @@ from quire.ops.threads import num_threads
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
 from quire.runner.derive import default_depth
-from quire.runner.memory import block_bytes_of
+from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import POLICIES, make_policy

@@ -18,7 +18,7 @@ from quire.models.model import Model
 from quire.models.packing import Stored, pack_modules
 from quire.models.registry import model_class
 from quire.ops.formats import Quantization
-from quire.ops.memory import HugeMemory, passing_memory
+from quire.ops.host_memory import HugeMemory, passing_memory
 from quire.ops.packed import BLOCK_BYTES, BLOCK_VALUES
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs

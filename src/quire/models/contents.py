@@ -15,7 +15,7 @@ from quire.base.errors import ModelError
 from quire.models.checkpoint import TensorPlaces
 from quire.models.layers import Embedding, Layer, Source
 from quire.models.model import Model
-from quire.ops.memory import forget_pages
+from quire.ops.host_memory import forget_pages
 
 HEAD = "lm_head.weight"
 COMPARED_ROWS = 1024

@@ -19,9 +19,9 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.embedding import embedding
 from quire.ops.formats import Quantization
 from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.host_memory import HugeMemory
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
-from quire.ops.memory import HugeMemory
 from quire.ops.packed import PackedWeight
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm

@@ -26,8 +26,8 @@ from quire.models.model import Model
 from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import chosen_variants
+from quire.ops.host_memory import forget_pages
 from quire.ops.linear import dtype_name
-from quire.ops.memory import forget_pages
 from quire.ops.packed import can_pack_natively
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)

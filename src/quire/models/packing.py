@@ -11,8 +11,8 @@ from torch import nn
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.layers import Embedding, Linear, LMHead, set_weight
 from quire.ops.formats import Quantization
+from quire.ops.host_memory import HugeMemory
 from quire.ops.linear import packing
-from quire.ops.memory import HugeMemory
 from quire.ops.packed import PackedWeight, pack_blocks
 
 Stored = Mapping[nn.Module, StoredFormat]

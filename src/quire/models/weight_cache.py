@@ -31,7 +31,7 @@ from quire.base.user_cache import user_cache
 from quire.models.assembly import all_weights
 from quire.models.file_identity import file_identity
 from quire.models.layers import Layer
-from quire.ops.memory import ALIGNMENT, aligned, free_disk_bytes, mapped_file
+from quire.ops.host_memory import ALIGNMENT, aligned, free_disk_bytes, mapped_file
 from quire.ops.native import INTERFACE_VERSION
 from quire.ops.packed import PackedWeight, packed_view
 

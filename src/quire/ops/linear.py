@@ -14,7 +14,7 @@ import torch
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
 from quire.ops.gpu import kernels_for
-from quire.ops.memory import HugeMemory
+from quire.ops.host_memory import HugeMemory
 from quire.ops.native import address, needed_core
 from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack
 from quire.ops.registry import op

@@ -19,7 +19,7 @@ from quire.ops.formats import (
     chosen_variant,
     variants,
 )
-from quire.ops.memory import HugeMemory, aligned
+from quire.ops.host_memory import HugeMemory, aligned
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreWeight, WeightLayout
 from quire.ops.threads import num_threads

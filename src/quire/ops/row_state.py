@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.memory import to_device
+from quire.ops.host_memory import to_device
 
 Int32 = npt.NDArray[np.int32]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.ops.memory import to_device
+from quire.ops.host_memory import to_device
 from quire.ops.native import address, core_for
 from quire.ops.native_types import Core
 from quire.ops.row_state import RowTensors

@@ -23,7 +23,7 @@ from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config
-from quire.runner.memory import available_cpu_bytes, block_bytes_of, plan_cpu_memory
+from quire.runner.memory_plan import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length

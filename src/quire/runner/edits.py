@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import RowStart
+from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.logit_edits import LIST_COLUMNS, SPAN, EditTable, RowEdits, make_edit_table
-from quire.ops.memory import lazy_zeros, to_device
 from quire.runner.device import Device
 from quire.runner.sampling_flags import has_least_length
 

@@ -3,7 +3,7 @@ with them."""
 
 from quire.base.config import EngineConfig
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.runner.memory import workspace_bytes
+from quire.runner.memory_plan import workspace_bytes
 
 MIXED_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 MIXED_ROWS = (4, 32, 128)  # and all rows

@@ -17,7 +17,7 @@ from quire.ops.attention.select import make_backend
 from quire.ops.threads import num_threads
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
-from quire.runner.memory import available_cpu_bytes, plan_cpu_memory
+from quire.runner.memory_plan import available_cpu_bytes, plan_cpu_memory
 from quire.runner.step_size import first_budget
 
 

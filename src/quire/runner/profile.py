@@ -14,7 +14,7 @@ from quire.base.model_spec import ModelSpec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan
-from quire.runner.memory import GPU_CONTEXT_BYTES, gpu_pool_budget, make_plan
+from quire.runner.memory_plan import GPU_CONTEXT_BYTES, gpu_pool_budget, make_plan
 from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("quire")

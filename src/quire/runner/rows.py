@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import Plan, RowFork
-from quire.ops.memory import lazy_zeros
+from quire.ops.host_memory import lazy_zeros
 from quire.ops.row_state import RowTensors
 from quire.runner.columns import (
     PROMPT_COLUMN,

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import RowStart
+from quire.ops.host_memory import to_device
 from quire.ops.logprobs import TokenLogprobs, token_logprobs
-from quire.ops.memory import to_device
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.edits import Edits
 from quire.runner.sampling_flags import ALL_LOGPROBS, NO_LOGPROBS, SamplingFlags

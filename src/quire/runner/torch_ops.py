@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from quire.ops import row_state
+from quire.ops.host_memory import to_device
 from quire.ops.logit_edits import EditTable, apply_edits
-from quire.ops.memory import to_device
 from quire.ops.penalties import apply_penalties
 from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams, choose

@@ -1,6 +1,6 @@
 """What of a model fits a device: weights, KV pool and requests, before anything is loaded.
 
-The plan is the engine's own (runner/memory.py, kv/sizing.py, ops/formats.py), computed from the
+The plan is the engine's own (runner/memory_plan.py, kv/sizing.py, ops/formats.py), made of the
 config and the headers of the files. No torch. A GPU's workspace, which the engine measures, is
 taken from the model's shape here.
 """
@@ -32,7 +32,7 @@ from quire.models.source import ModelSource
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.graph_sizes import estimated_graph_bytes
-from quire.runner.memory import (
+from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     block_bytes_of,
     cpu_pool_budget,

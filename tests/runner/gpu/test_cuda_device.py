@@ -18,6 +18,7 @@ from quire.models.source import resolve_model
 from quire.ops.attention import streams
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.attention.streams import CudaStreams, device_ids
+from quire.ops.host_memory import to_device
 from quire.ops.kernels import (
     attention,
     attention_plan,
@@ -29,7 +30,6 @@ from quire.ops.kernels import (
     step_inputs,
 )
 from quire.ops.kernels.launch import INTERPRETED
-from quire.ops.memory import to_device
 from quire.runner import edits, graph_sizes, profile
 from quire.runner.assemble import make_device
 from quire.runner.build import build_runner

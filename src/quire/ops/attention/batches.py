@@ -17,7 +17,7 @@ import torch
 
 from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionStep, KVLayout
-from quire.ops.memory import to_device
+from quire.ops.host_memory import to_device
 
 Ints = npt.NDArray[np.signedinteger[Any]]
 

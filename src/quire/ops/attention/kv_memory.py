@@ -10,7 +10,7 @@ from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import AttentionBackend, Int32, KVLayout
 from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.memory import lazy_zeros
+from quire.ops.host_memory import lazy_zeros
 
 SCALE_BYTES = 4  # behind the H values of an int8 row
 

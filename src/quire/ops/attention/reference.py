@@ -16,7 +16,7 @@ from quire.ops.attention.base import (
     refuse_kv_format,
 )
 from quire.ops.attention.host_blocks import HostBlocks
-from quire.ops.memory import lazy_zeros
+from quire.ops.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 

@@ -15,11 +15,11 @@ from quire.models.loading import load_model, model_bytes
 from quire.models.source import resolve_model
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
-from quire.runner import derive, memory
+from quire.runner import derive, memory_plan
 from quire.runner.assemble import assemble
 from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
-from quire.runner.memory import plan_cpu_memory, workspace_bytes
+from quire.runner.memory_plan import plan_cpu_memory, workspace_bytes
 from quire.runner.profile import plan_gpu_memory, worst_case_plan
 from tests.serve.checkpoints import checkpoint
 
@@ -92,19 +92,19 @@ def test_choose_device() -> None:
 
 def test_limits_of_a_control_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its limit, less what it uses, where that is less than the machine has."""
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
-    system = memory.available_cpu_bytes()
+    monkeypatch.setattr(memory_plan, "CGROUP", tmp_path)
+    system = memory_plan.available_cpu_bytes()
     assert system > 0
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.available_cpu_bytes() > 100_000
+    assert memory_plan.available_cpu_bytes() > 100_000
     (tmp_path / "memory.max").write_text("5000\n")
-    assert memory.available_cpu_bytes() == 4000
+    assert memory_plan.available_cpu_bytes() == 4000
     (tmp_path / "memory.max").unlink()
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("7000\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("8000\n")
-    assert memory.available_cpu_bytes() == 0
+    assert memory_plan.available_cpu_bytes() == 0
 
 
 def test_derived_settings() -> None:
@@ -123,7 +123,7 @@ def test_derived_settings() -> None:
 # ---- the plan on a CPU -----------------------------------------------------------------------
 
 
-def plan_for(spec: ModelSpec, weights: int, free: int, **settings: Any) -> memory.MemoryPlan:
+def plan_for(spec: ModelSpec, weights: int, free: int, **settings: Any) -> memory_plan.MemoryPlan:
     defaults: dict[str, Any] = {"max_num_batched_tokens": 256, "dtype": "float32"}
     config = config_for(spec, **(defaults | settings))
     return plan_cpu_memory(config, spec, weights, free)
@@ -298,7 +298,7 @@ class SharedGPU:
         return plan_gpu_memory(config, spec, torch.device("cuda"), weights, free, make)
 
 
-FIXED = memory.GPU_CONTEXT_BYTES + memory.GPU_RESERVE_BYTES
+FIXED = memory_plan.GPU_CONTEXT_BYTES + memory_plan.GPU_RESERVE_BYTES
 
 
 @pytest.mark.parametrize(("others", "utilization"), [(0, 0.9), (40 * GIB, 0.45), (60 * GIB, 0.2)])
@@ -317,7 +317,7 @@ def test_the_share_of_a_gpu_is_ours_whatever_others_take(
 def test_what_others_have_taken_is_gone(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     gpu = SharedGPU(monkeypatch, 140 * GIB, 100 * GIB)
     found = gpu.plan(15 * GIB, 2 * GIB, 0, gpu_memory_utilization=0.9)
-    wanted = 40 * GIB - 17 * GIB - memory.GPU_RESERVE_BYTES
+    wanted = 40 * GIB - 17 * GIB - memory_plan.GPU_RESERVE_BYTES
     assert wanted - (4 << 20) < found.pool_bytes <= wanted
     assert "more than other processes leave" in caplog.text
 
