@@ -590,7 +590,7 @@ def test_who_is_dropped_before_a_plan_is_told_with_its_result() -> None:
     bench = Bench()
     bench.begin_pin("pin", PREFIX)
     bench.core.control(Unpin("pin"))
-    assert bench.core.plan() is None
+    assert bench.core.plan() is None and bench.core.has_work  # there is something to tell
     bench.add("next", PREFIX)
     bench.step()
     assert bench.reason == {"pin": "abort"}

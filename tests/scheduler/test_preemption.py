@@ -8,7 +8,8 @@ from quire.base.events import Preempted
 from quire.base.messages import Abort, MeasuredRates
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import Preemption
-from tests.scheduler.test_pins import PREFIX, Bench
+from tests.scheduler.device import expected_tokens
+from tests.scheduler.test_pins import MAX_LEN, PREFIX, Bench
 
 
 @pytest.mark.parametrize(
@@ -45,3 +46,17 @@ def test_what_is_not_worth_swapping_is_computed_again() -> None:
         event = bench.scheduler.lifecycle.events[-1]
         assert isinstance(event, Preempted) and not event.swapped and event.num_lost_tokens > 0
         assert sequence.host_blocks is None
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_another_rule_of_who_gives_way(mode: str, place: int, monkeypatch) -> None:
+    """Wherever the victim stands among those that run, all others go on in the same plan."""
+    rule = lambda self: self._rows.sequences()[place % self._rows.num_running]  # noqa: E731
+    monkeypatch.setattr(Preemption, "_victim", rule)
+    bench = Bench(num_blocks=13, preemption_mode=mode)
+    requests = [bench.add(f"r{i}", [i, *PREFIX], 16) for i in range(4)]
+    bench.finish()
+    assert bench.num_preempted > 0
+    for request in requests:
+        assert bench.output[request.request_id][0] == expected_tokens(request, MAX_LEN)

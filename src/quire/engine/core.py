@@ -111,7 +111,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or bool(self._dropped)
 
     def prefixes(self, tenant: str | None = None) -> list[PinnedPrefix]:
         """List what is pinned, oldest first; tenant: whose, None is everybody's."""

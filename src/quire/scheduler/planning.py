@@ -98,12 +98,13 @@ class Planner:
         short = np.flatnonzero(target > table.capacity[rows])
         if len(short) and not self._append_blocks(rows[short], target[short], builder):
             for i in short:
-                if i >= self._rows.num_running:
-                    break  # preempted meanwhile, with all that came after it
                 sequence = table.sequences[rows[i]]
-                self._preemption.ensure_capacity(sequence, int(target[i]), builder, now)
-        alive = self._rows.num_running
-        rows, need, target = rows[:alive], need[:alive], target[:alive]
+                if sequence is not None:  # otherwise it gave way meanwhile
+                    self._preemption.ensure_capacity(sequence, int(target[i]), builder, now)
+        if builder.has_preempted:
+            alive = np.isin(rows, self._rows.running)
+            rows, need, target = rows[alive], need[alive], target[alive]
+            builder.deferred = [prompt for prompt in builder.deferred if prompt.row >= 0]
         if not need.all():
             busy = np.flatnonzero(need)
             rows, need, target = rows[busy], need[busy], target[busy]

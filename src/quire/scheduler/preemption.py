@@ -31,12 +31,15 @@ class Preemption:
         """Make room up to `target` tokens, preempting the last that run if that is needed."""
         num_new = target - sequence.num_computed_tokens
         while (appended := self._memory.grow(sequence, num_new)) is None:
-            victim = self._rows.last_running
-            self.preempt(victim, sequence.request.request_id, builder, now)
+            self.preempt(self._victim(), sequence.request.request_id, builder, now)
             if sequence.row < 0:
                 return
         self._rows.set_capacity(sequence.row, sequence.blocks.capacity)
         builder.add_blocks(sequence.row, appended)
+
+    def _victim(self) -> Sequence:
+        """Choose who gives way next, of all that run: another rule goes here."""
+        return self._rows.last_running
 
     def preempt(
         self, victim: Sequence, for_request_id: str, builder: PlanBuilder, now: float
