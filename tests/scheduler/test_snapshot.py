@@ -183,3 +183,9 @@ class RestoredStoresMachine(Restored, MixedStoresMachine):
 @pytest.mark.parametrize("machine", [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine])
 def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
+
+
+def test_a_class_that_bears_a_name_of_ours_is_not_taken_for_it() -> None:
+    """Such as a plugin's policy: it is refused at once, not when somebody writes it."""
+    with pytest.raises(EngineError, match="cannot be kept"):
+        dump([type("Queued", (), {})()])

@@ -167,7 +167,7 @@ def encode(value: Any) -> Any:
         return [ENUM, _name(kind), value.name]
     if isinstance(value, np.generic):
         return [SCALAR, value.dtype.str, value.tobytes()]
-    if kind.__qualname__ in LEAVES:
+    if LEAVES.get(kind.__qualname__) is kind:
         return [LEAF, _name(kind), {name: encode(item) for name, item in _contents(value, kind)}]
     raise EngineError(f"a {kind.__qualname__} cannot be kept in a snapshot.")
 
@@ -242,7 +242,7 @@ class _Dump:
                 is_blank = name in self.blank
                 return [ZEROS, value.dtype.str, value.shape] if is_blank else _array(value)
             return [OBJECTS, value.shape, *(self.refer(item, name) for item in value.flat)]
-        if kind.__qualname__ in LEAVES:
+        if LEAVES.get(kind.__qualname__) is kind:
             return Deferred(value, name)
         omit = self.omit.get(kind.__qualname__, ())
         state = {
