@@ -6,9 +6,11 @@ for those that run to grow into; it fits at all if the pools have so many beside
     free now    needs + reserve <= free blocks      who is admitted, or comes back from the host
     at all      needs + pinned  <= all blocks       who is accepted, and what may be pinned
 
-This is the only place of the scheduler that sees pools. Another manager can stand in its place by
-changing what a sequence needs and what it takes: one that reserves, as Orca's does (P 6.1), counts
-up to the limit when it admits.
+This is the only place of the scheduler that sees pools. Another manager can stand in its place: a
+class of this one that changes what a sequence needs (`needs_to_start`), what is kept from others
+(`fits`), and what it takes and gives back (`start`, `free`). One that reserves, as Orca's does
+(P 6.1), needs the whole limit when it starts a sequence, and keeps what those that run have not
+used of theirs.
 """
 
 from collections.abc import Iterable
