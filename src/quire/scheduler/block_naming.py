@@ -35,16 +35,18 @@ Digester = Callable[[Seq[Named], int, Seq[int]], None]
 
 def digest_blocks(named: Seq[Named], block_size: int, counts: Seq[int]) -> None:
     """Extend the digests of each to its first `count` blocks."""
-    sequences = [each for each in named if isinstance(each, Sequence) and each.row >= 0]
-    lacks_one = (len(s.digests) == n - 1 for s, n in zip(named, counts, strict=True))
-    if len(named) < 2 or len(sequences) < len(named) or not all(lacks_one):
+    rows = [each.row for each in named]
+    lacks_one = [len(s.digests) == n - 1 for s, n in zip(named, counts, strict=True)]
+    if len(named) < 2 or min(rows) < 0 or not all(lacks_one):
         for each, count in zip(named, counts, strict=True):
             extend_digests(each.digests, each.root, each.known_tokens, block_size, count)
         return
-    rows = np.array([sequence.row for sequence in sequences])
+    first = named[0]
+    assert isinstance(first, Sequence), "only a sequence holds a row"
     starts = (np.array(counts) - 1) * block_size
-    tokens = sequences[0].table.tokens[rows[:, None], starts[:, None] + np.arange(block_size)]
-    extend_by_one([s.digests for s in sequences], [s.root for s in sequences], tokens)
+    places = np.array(rows)[:, None], starts[:, None] + np.arange(block_size)
+    tokens = first.table.tokens[places]
+    extend_by_one([each.digests for each in named], [each.root for each in named], tokens)
 
 
 class BlockNaming:
@@ -80,9 +82,11 @@ class BlockNaming:
     def extend(self, named: Seq[Named], counts: Seq[int], size: int | None = None) -> None:
         """Name the first `count` blocks of each, as far as they have no names. size: tokens of a
         block, if not the cache's."""
-        for each, count in zip(named, counts, strict=True):
-            if count > len(each.digests):
-                self.new.append((each.arrival, each.digests, len(each.digests), count))
+        self.new += [
+            (each.arrival, digests, len(digests), count)
+            for each, count in zip(named, counts, strict=True)
+            if count > len(digests := each.digests)
+        ]
         self.digester(named, size or self.block_size, counts)
 
     def readable(self, sequence: Sequence) -> tuple[Seq[bytes], int]:

@@ -13,6 +13,8 @@ from quire.base.plan import Plan
 from quire.base.step_outputs import StepOutputs
 from quire.scheduler.block_naming import NewNames
 
+NO_OUTPUTS = StepOutputs()
+
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
@@ -27,7 +29,7 @@ class Decisions:
 
     plan: Plan | None = None
     sampling: npt.NDArray[np.object_] | None = None
-    outputs: StepOutputs = field(default_factory=StepOutputs)
+    outputs: StepOutputs = NO_OUTPUTS
     left_out: tuple[frozenset[int], ...] = ()
     refusal: RequestError | None = None
     events: list[Event] = field(default_factory=list)

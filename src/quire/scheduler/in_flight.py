@@ -14,7 +14,7 @@ Blocks = Seq[Seq[int]]  # by cache group
 RowLease = tuple[int, int]  # a row and its epoch: one sequence's stay there
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SharedBlocks:
     """What ties a row to others. found: blocks that it found in the index, or that its parent held,
     or that came back from host memory; named: those that it entered in the index with this plan."""

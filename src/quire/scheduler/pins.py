@@ -122,7 +122,9 @@ class Pins:
     @property
     def next_s(self) -> float | None:
         """When the next one's time is over; None is never."""
-        next_s = min((pin.ends_s for pin in self._pinned.ready), default=math.inf)
+        if not self._pinned.ready:
+            return None
+        next_s = min(pin.ends_s for pin in self._pinned.ready)
         return None if next_s == math.inf else next_s
 
     def compute_again(self, failed: Iterable[Sequence], now: float) -> None:

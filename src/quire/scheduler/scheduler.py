@@ -245,13 +245,14 @@ class Scheduler:
             for sequence, finish in lifecycle.take_dropped():
                 outputs.finish(sequence, finish)
             decided["outputs"] = outputs.build()
-        late_s = self.arrivals.time_limits.next_s(lifecycle.sequences)
-        times = late_s, self.pins.next_s
+        next_s, ends_s = self.arrivals.time_limits.next_s(lifecycle.sequences), self.pins.next_s
+        if next_s is None or (ends_s is not None and ends_s < next_s):
+            next_s = ends_s
         return Decisions(
             events=lifecycle.take_events(),
             orders=[] if stores is None else stores.take_orders(),
             names=self.memory.names.take_new(),
-            next_s=min((time_s for time_s in times if time_s is not None), default=None),
+            next_s=next_s,
             **decided,
         )
 
