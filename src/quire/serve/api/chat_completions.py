@@ -7,7 +7,7 @@ from typing import Any
 import fastapi
 from starlette.responses import Response
 
-from quire.base.errors import EngineBusy, RequestError
+from quire.base.errors import RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import RenderedPrompt
@@ -15,7 +15,7 @@ from quire.render.tools import ToolCall
 from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
-from quire.serve.api.errors import as_api_error
+from quire.serve.api.errors import error_in
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.serve.api.params import (
@@ -187,12 +187,8 @@ async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPromp
         prompt = await render_prompt(api, body.messages, options, body.chat_template, is_cut=is_cut)
         if body.add_special_tokens and prompt.text is not None:
             prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
-    except EngineBusy:  # no field is to blame
-        raise
     except RequestError as error:
-        shown = as_api_error(error)
-        shown.param = shown.param or "messages"
-        raise shown from error
+        raise error_in("messages", error) from error
     return truncated(prompt, body, api.client.ready.max_model_len)
 
 

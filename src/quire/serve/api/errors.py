@@ -113,6 +113,15 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     return ApiError(500, text, "server_error", code="internal_error")
 
 
+def error_in(field: str, error: RequestError) -> ApiError:
+    """Return what a client is told whose field is at fault, unless the error names another one.
+    That the engine is busy has to do with none."""
+    shown = as_api_error(error)
+    if shown.status == 400 and shown.param is None:
+        shown.param = field
+    return shown
+
+
 def _step_failed(error: StepFailed, request_id: str) -> ApiError:
     """Make a 500. The step was repeated already; clients that would try again are told not to."""
     logger.error("request %s: %s", request_id, error)

@@ -17,7 +17,7 @@ from quire.render.renderer import RenderedPrompt
 from quire.serve.api.auth import reader_of, tenant_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.disconnect import unless_disconnected
-from quire.serve.api.errors import ApiError, as_api_error, bad_request
+from quire.serve.api.errors import ApiError, bad_request, error_in
 from quire.serve.api.limits import generating
 from quire.serve.api.protocol import (
     MAX_SALT_CHARS,
@@ -65,7 +65,8 @@ async def pin_prefix(body: PrefixBody, request: fastapi.Request, api: Api) -> di
         await api.client.unpin(made.request_id)
         raise
     except RequestError as error:
-        raise _with_field(error, body) from error
+        whole = "prompt" if body.messages is None else "messages"
+        raise error_in(whole, error) from error
     return _as_json(found)
 
 
@@ -121,14 +122,6 @@ def _check_prompt(body: PrefixBody) -> None:
     for name in ("tools", "chat_template", "chat_template_kwargs"):
         if getattr(body, name):
             raise bad_request(f"{name} is for messages; a prompt has no template.", name)
-
-
-def _with_field(error: RequestError, body: PrefixBody) -> ApiError:
-    """Say what is true of the whole prefix, such as its length, of the field that holds it."""
-    found = as_api_error(error)
-    if found.status == 400 and found.param is None:
-        found.param = "prompt" if body.messages is None else "messages"
-    return found
 
 
 def _unknown(prefix_id: str) -> ApiError:
