@@ -124,9 +124,8 @@ class Admission:
         held = [table.blocks for table in sequence.blocks.tables]
         found = [blocks[: len(mine)] for blocks, mine in zip(held, hit.blocks, strict=True)]
         self._grant(sequence, num_new, builder, found)
-        if (
-            not sequence.num_preemptions and sequence.report is None
-        ):  # also no open one that is back
+        is_back = sequence.num_preemptions > 0 or sequence.report is not None  # or an open one
+        if not is_back:
             memory.pinned.count_hit(sequence)
             lifecycle.report_prefix(sequence, hit, now)
         if hit.num_loads:

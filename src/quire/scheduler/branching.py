@@ -124,10 +124,7 @@ class Branching:
                 placed.append(parent)
                 continue
             child = spare.pop(0) if spare else self._new_beam(group, now)
-            is_new = rows.table.sequences[child.row] is not child
             rows.fork(parent, child)
-            if is_new:
-                rows.run([child.row])
             self._memory.fork(parent, child)
             child.digests = parent.digests.copy()
             rows.changes.forks.append(RowFork(parent.row, child.row, child.index))
@@ -138,4 +135,6 @@ class Branching:
         group.order = placed
 
     def _new_beam(self, group: SequenceGroup, now: float) -> Sequence:
-        return self._lifecycle.branch(group.members[0], group.reserved_rows.pop(0), now)
+        child = self._lifecycle.branch(group.members[0], group.reserved_rows.pop(0), now)
+        self._rows.run([child.row])
+        return child

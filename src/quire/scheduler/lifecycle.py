@@ -112,6 +112,7 @@ class Lifecycle:
             due_at=leader.due_at,
             num_prompt_tokens=leader.num_prompt_tokens,
         )
+        self._rows.hand_to(child)
         group.members.append(child)
         if child.has_long_stop_list:
             self.long_stop_lists.add(child)

@@ -60,6 +60,11 @@ class PinnedPrefixes:
             return []
         return [pin for pin in self.by_id.values() if pin.sequence is not None]
 
+    @property
+    def computing_rows(self) -> list[int]:
+        """The rows in which their tokens are computed."""
+        return [pin.sequence.row for pin in self.computing if pin.sequence is not None]
+
     # ---- changes -----------------------------------------------------------------------------
 
     def add(self, pin: Pin) -> None:

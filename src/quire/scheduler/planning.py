@@ -144,9 +144,8 @@ class Planner:
             return None
         self._memory.end_plan(builder.step_id)
         is_sampling = table.computed[rows] == table.total[rows]
-        for pin in self._memory.pinned.computing:
-            assert pin.sequence is not None, "somebody computes it"
-            is_sampling &= rows != pin.sequence.row
+        if computing := self._memory.pinned.computing_rows:
+            is_sampling &= ~np.isin(rows, computing)
         samples = rows[is_sampling]
         forked, sources = self._branching.fork_leaders(samples, builder, now)
         samples = np.concatenate([samples, forked])

@@ -99,7 +99,7 @@ class Rows:
         table.stop_ids[row] = -1
         stop_ids = request.stop_token_ids[:NUM_STOP_IDS]
         table.stop_ids[row, : len(stop_ids)] = stop_ids
-        self._hand_to(sequence)
+        self.hand_to(sequence)
         others = self.running
         is_before = table.priority[others] < sequence.priority
         is_before |= (table.priority[others] == sequence.priority) & (
@@ -123,19 +123,18 @@ class Rows:
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let the child's row, reserved or its own, begin as a copy of its parent's. It does not
-        run by this, and both look who shares before they write."""
+        """Let the child's row begin as a copy of its parent's. Both look who shares before they
+        write."""
         table = self.table
         for name in FORKED_COLUMNS:
             column = getattr(table, name)
             column[child.row] = column[parent.row]
         known = table.known[parent.row]
         table.tokens[child.row, :known] = table.tokens[parent.row, :known]
-        if table.sequences[child.row] is not child:
-            self._hand_to(child)
         self.share(np.array([parent.row, child.row]))
 
-    def _hand_to(self, sequence: Sequence) -> None:
+    def hand_to(self, sequence: Sequence) -> None:
+        """Note who holds a row, from now on."""
         table, row = self.table, sequence.row
         table.sequences[row] = sequence
         table.arrival[row], table.priority[row] = sequence.arrival, sequence.priority

@@ -70,11 +70,7 @@ from quire.scheduler import (
 
 STATE_VERSION = 2  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
-    {
-        "Memory": ("misses",),
-        "BlockNaming": ("digester", "new"),
-        "Lifecycle": ("events",),
-    }  # fmt: skip
+    {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
 )
 VOCABULARY = (
     events, kv_orders, messages, model_spec, plan, prefix, sampling_params, step_outputs,
