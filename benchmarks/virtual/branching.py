@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor
+from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
@@ -65,7 +66,7 @@ class BranchingExecutor:
     def is_ready(self) -> bool:
         return self._executor.is_ready()
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self._executor.submit(plan)
         self._plans.append(plan)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quire.base.config import SchedulerConfig
+from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
@@ -32,7 +33,7 @@ class RandomExecutor:
     def copy_bytes_per_s(self) -> float:
         return 0.0
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         num = len(plan.sample_rows)
         token_ids = self._rng.integers(0, VOCAB_SIZE, (num, 1), np.int32)
         self._results.append(StepResult(plan.step_id, token_ids, np.ones(num, np.int32)))

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 import numpy as np
 
 from benchmarks.virtual.dry_run import VOCAB_SIZE
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 
 
@@ -50,7 +51,7 @@ class VirtualDevice:
         """Count from now on, at the end of the step that is on its way."""
         self.idle_s = self.busy_s = 0.0
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         now = time.monotonic()
         start_s = max(self._last_end_s, now)
         if self._last_end_s:

@@ -9,6 +9,7 @@ import torch
 
 from quire.base.clock import FakeClock
 from quire.base.config import config_from_flat
+from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
@@ -42,7 +43,7 @@ class Troubled:
         self.num_raised = self.num_calls = 0
         self._tokens: dict[int, list[int]] = {}
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         for start in plan.started:
             self._tokens[start.row] = start.token_ids[: start.num_prompt_tokens].tolist()
         for fork in plan.forked:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.base.masks import MaskPromise
 from quire.base.plan import BlockWrites, Plan, RowStart, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.bisect import bisect_step, combine, leave_out, restrict
@@ -277,7 +278,7 @@ class NotingExecutor:
         self.guilty = guilty
         self.plans: list[Plan] = []
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.plans.append(plan)
 
     def next_result(self) -> StepResult:

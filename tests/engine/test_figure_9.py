@@ -6,6 +6,7 @@ import numpy as np
 
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
+from quire.base.masks import MaskPromise
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.validation import RequestLimits
@@ -52,7 +53,7 @@ class Oracle(FakeDevice):
 
     num_copied = 0  # blocks
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         result = super().run(plan)
         self.num_copied += sum(len(move.source) for move in plan.moves)
         candidates = {}

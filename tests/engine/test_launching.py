@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine import launching, threaded
 from quire.engine.launching import LaunchingExecutor
@@ -49,7 +50,7 @@ class Runner:
         self.idles = 0
         self.was_idle = threading.Event()
 
-    def launch(self, step: Plan) -> Step:
+    def launch(self, step: Plan, masks: MaskPromise | None = None) -> Step:
         if step.step_id in self.refuses:
             raise ValueError(f"no {step.step_id}")
         made = Step(step)
@@ -126,7 +127,7 @@ def test_what_the_device_meets_with_ends_the_engine(
 def test_a_launch_that_cannot_be_repeated_ends_the_engine(
     executor: LaunchingExecutor, runner: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def launch(step: Plan) -> Step:
+    def launch(step: Plan, masks: MaskPromise | None = None) -> Step:
         raise EngineError("half of it was launched")
 
     monkeypatch.setattr(runner, "launch", launch)

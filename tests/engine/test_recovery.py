@@ -20,6 +20,7 @@ import pytest
 
 from quire.base.clock import FakeClock
 from quire.base.config import config_from_flat
+from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, Append, Request, Unpin
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import SamplingParams
@@ -109,11 +110,11 @@ class Faults:
 
         return carry_out
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         result: StepResult = self._do(self.runner.run, plan)
         return result
 
-    def launch(self, plan: Plan) -> Any:
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Any:
         return self._do(self.runner.launch, plan)
 
     def idle(self) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_request, dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig, config_from_flat
+from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, MeasuredRates
 from quire.base.plan import Plan, StepResult
 from quire.base.validation import RequestLimits
@@ -55,7 +56,7 @@ class Cpu:
     def copy_bytes_per_s(self) -> float:
         return 0.0
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.plans.append(plan)
 
     def is_ready(self) -> bool:

@@ -14,6 +14,7 @@ from benchmarks.virtual.dry_run import RandomExecutor, dry_request, dry_run
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
 from quire.base.messages import Abort
 from quire.base.plan import Int32, Plan, StepResult
 from quire.base.validation import RequestLimits
@@ -45,14 +46,14 @@ class Gated(RandomExecutor):
         self.threads: set[str] = set()
         self.failure: StepResult | None = None
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.began.set()
         assert self.gate.acquire(timeout=WAIT_S)
         self.ran.append(plan.step_id)
         self.threads.add(threading.current_thread().name)
         if self.fails(plan):
             self.failure = failed_step(plan, "made to fail")
-        super().submit(plan)
+        super().submit(plan, masks)
 
     def next_result(self) -> StepResult:
         result = super().next_result()
@@ -135,7 +136,7 @@ def test_what_breaks_the_executor_stops_the_core() -> None:
     config = SchedulerConfig(4, 16, pipeline_depth=2)
     scheduler, inner = dry_run(8, 4, config, 32, False)
 
-    def break_down(plan: Plan) -> None:
+    def break_down(plan: Plan, masks: MaskPromise | None = None) -> None:
         raise EngineError("the device is lost")
 
     inner.submit = break_down  # type: ignore[method-assign]

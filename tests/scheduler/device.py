@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
@@ -81,7 +82,7 @@ class FakeDevice:
         self.num_raised = 0
         self.lost: tuple[int, list[set[int]]] = -1, []  # in a step: slots of rows that failed alone
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         self._apply(plan)
         spans = [
             (row, self.computed[row], self.computed[row] + count)
@@ -222,7 +223,7 @@ class FakeExecutor:
     def copy_bytes_per_s(self) -> float:
         return 1e9
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.has_failed &= len(self._queue) > 0
         self._queue.append(plan if self.is_lazy else self._run(plan))
 

@@ -8,6 +8,7 @@ import pytest
 
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
+from quire.base.masks import MaskPromise
 from quire.base.messages import Append, Request
 from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
@@ -38,7 +39,7 @@ class Unlucky(FakeDevice):
     last = -1
     num_failed = 0
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         idle = {start.row for start in plan.started} - set(plan.rows.tolist())
         if idle and len(plan.rows) > 1 and plan.step_id != self.last:
             self.last = plan.step_id

@@ -10,6 +10,7 @@ import pytest
 from quire import LLM, QuireError, RequestOutput, SamplingParams
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelNotFound, RequestError
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor
 from tests.render.templates import QWEN
@@ -235,11 +236,11 @@ class InterruptedRunner:
         self.runner = runner
         self.countdown = countdown
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         self.countdown -= 1
         if self.countdown == 0:
             raise KeyboardInterrupt
-        result: StepResult = self.runner.run(plan)
+        result: StepResult = self.runner.run(plan, masks)
         return result
 
 
@@ -250,8 +251,8 @@ class InterruptedExecutor:
         self.executor = executor
         self.countdown = countdown
 
-    def submit(self, plan: Plan) -> None:
-        self.executor.submit(plan)
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
+        self.executor.submit(plan, masks)
 
     def next_result(self) -> StepResult:
         self.countdown -= 1

@@ -29,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     hides_logprobs: they are there for the order of best_of, the caller wants none.
     tenant: whom it is for; tenants share the engine evenly. timeout_s: seconds after it was
     received when it is of no use any more, and ends with finish_reason `timeout`; 0.0 is never.
+    grammar: what its answer must be, as llguidance reads it (`render/lark.py`); empty: anything.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     pin_s: float | None = None
     pin_share: float = 1.0
     core_id: int = 0
+    grammar: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +102,17 @@ class KeepCached(msgspec.Struct, frozen=True, tag=True):
     """Control: the engine ends; plans to come copy out what is cached, for stores to keep."""
 
 
-Control = Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | KeepCached | Answer
+class GrammarReady(msgspec.Struct, frozen=True, tag=True):
+    """Control: a request's grammar is compiled, so it may run. error: why it cannot be; then the
+    request ends with it."""
+
+    request_id: str
+    error: str | None = None
+
+
+Control = (
+    Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | KeepCached | GrammarReady | Answer
+)
 
 
 class AskMetrics(msgspec.Struct, frozen=True, tag=True):

@@ -106,7 +106,7 @@ class Plan:
     sample_rows: Int32 = field(default_factory=_no_ints)  # [N]
     num_candidates: Int32 = field(default_factory=_no_ints)  # [N] -1 none, 0.. logprobs wanted
     sources: Int32 = field(default_factory=_no_ints)  # [N] whose logits; empty: each its own
-    needs_mask: bool = False
+    masked_rows: Int32 = field(default_factory=_no_ints)  # [M] those of sample_rows with a grammar
     started: tuple[RowStart, ...] = ()
     forked: tuple[RowFork, ...] = ()
     truncated: tuple[tuple[int, int], ...] = ()  # (row, tokens that remain)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import msgspec
 
 from quire.base.errors import RequestError
+from quire.base.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
@@ -60,6 +61,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     use_beam_search: the n most probable of beam_width (default n) beams, best first; their order is
     by cumulative log-probability over length ** length_penalty. early_stopping: True, False or
     "never", as in transformers.
+    structured_outputs: the form that the answer must have. thinking_token_budget: tokens of
+    reasoning before the answer, at most. shown_special_token_ids: special tokens whose text is
+    shown although skip_special_tokens skips the others.
     """
 
     n: int = 1
@@ -92,6 +96,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     skip_reading_prefix_cache: bool | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    shown_special_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 
 if TYPE_CHECKING:  # clients of a core elsewhere import this file, and no torch
@@ -32,10 +33,12 @@ class Executor(Protocol):
         """Return how fast blocks are copied to host memory; 0.0 if they cannot be."""
         ...
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         """Hand over a plan. What goes wrong with it comes back as the result's error; plans behind
         it are answered without being carried out, until all were answered. Raises EngineError if
-        no plan can be carried out any more."""
+        no plan can be carried out any more.
+
+        masks: which tokens its masked rows may choose; waited for before they do."""
         ...
 
     def is_ready(self) -> bool:
@@ -71,14 +74,14 @@ class InProcessExecutor:
         assert self._built is not None, "the executor is closed"
         return self._built.copy_bytes_per_s
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         assert self._built is not None, "the executor is closed"
         if self._results and self._results[-1].error is not None:
             # Built on a plan that failed: the rows are not as this one takes them to be.
             self._results.append(failed_step(plan, "a step before it failed"))
             return
         try:
-            self._results.append(self._built.runner.run(plan))
+            self._results.append(self._built.runner.run(plan, masks))
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
             self._results.append(failed_step(plan, message))

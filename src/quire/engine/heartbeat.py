@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire.base.clock import Clock
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor
 
@@ -68,11 +69,11 @@ class BeatingExecutor:
     def copy_bytes_per_s(self) -> float:
         return self._executor.copy_bytes_per_s()
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         if self._num_unanswered == 0:
             self._heartbeat.begin(self._clock.now())
         self._num_unanswered += 1
-        self._executor.submit(plan)
+        self._executor.submit(plan, masks)
 
     def is_ready(self) -> bool:
         return self._executor.is_ready()

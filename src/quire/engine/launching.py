@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import check_usable, failed_step
 from quire.engine.threaded import DeviceThread
@@ -48,7 +49,7 @@ class LaunchingExecutor:
     def copy_bytes_per_s(self) -> float:
         return self._copy_bytes_per_s
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         assert not self._is_closed, "the executor is closed"
         steps, waiting, launching = self._steps, self._waiting, self._launching
         if self._num_unanswered == 0:
@@ -56,7 +57,7 @@ class LaunchingExecutor:
         self._num_unanswered += 1
 
         def launch() -> None:
-            answer = steps.launch(plan)
+            answer = steps.launch(plan, masks)
             waiting.do(lambda: steps.answer(answer))
 
         launching.do(launch)
@@ -96,13 +97,13 @@ class _Steps:
         self.has_failed = False
         self._num_launched = self._num_answered = 0  # each is counted by one thread
 
-    def launch(self, plan: Plan) -> Answer:
+    def launch(self, plan: Plan, masks: MaskPromise | None) -> Answer:
         """Launch a plan, on the launching thread. Whatever goes wrong is told by the answer."""
         self._num_launched += 1
         if self.has_failed:  # the rows are not as this plan takes them to be
             return lambda: failed_step(plan, "a step before it failed")
         try:
-            pending = self._runner.launch(plan)
+            pending = self._runner.launch(plan, masks)
         except EngineError as error:
             return _raises(error)
         except BaseException as error:

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from quire.base.errors import EngineError
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor, failed_step
 
@@ -125,13 +126,13 @@ class ThreadedExecutor:
     def copy_bytes_per_s(self) -> float:
         return self._inner.copy_bytes_per_s()
 
-    def submit(self, plan: Plan) -> None:
+    def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         assert not self._is_closed, "the executor is closed"
         steps = self._steps
         if self._num_unanswered == 0:
             steps.has_failed = False  # nothing is built on it; the thread has nothing to do
         self._num_unanswered += 1
-        self._thread.do(lambda: steps.carry_out(plan))
+        self._thread.do(lambda: steps.carry_out(plan, masks))
 
     def is_ready(self) -> bool:
         return not self._steps.results.empty()
@@ -159,15 +160,15 @@ class _Steps:
         self.on_result: Callable[[], None] = lambda: None
         self.has_failed = False
 
-    def carry_out(self, plan: Plan) -> None:
-        self.results.put(self._result(plan))
+    def carry_out(self, plan: Plan, masks: MaskPromise | None) -> None:
+        self.results.put(self._result(plan, masks))
         self.on_result()
 
-    def _result(self, plan: Plan) -> StepResult | EngineError:
+    def _result(self, plan: Plan, masks: MaskPromise | None) -> StepResult | EngineError:
         if self.has_failed:  # the rows are not as this plan takes them to be
             return failed_step(plan, "a step before it failed")
         try:
-            self.inner.submit(plan)
+            self.inner.submit(plan, masks)
             result = self.inner.next_result()
         except EngineError as error:
             return error

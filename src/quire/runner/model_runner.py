@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.logprobs import token_logprobs
@@ -105,13 +106,14 @@ class ModelRunner:
         tensors = int(torch.cuda.max_memory_allocated(device) - before)
         return all_graphs_bytes(num_rows, tensors)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         """Carry out a plan and wait for it."""
-        return self.launch(plan).result()
+        return self.launch(plan, masks).result()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Launched:
-        """Put a plan's work behind all before it."""
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Launched:
+        """Put a plan's work behind all before it. masks: which tokens its masked rows may
+        choose."""
         self._start_and_release(plan)
         rows, sampler = self.rows, self.sampler
         asked = sampler.asked(plan.sample_rows)

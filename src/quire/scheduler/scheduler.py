@@ -22,6 +22,7 @@ from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.kv_orders import Answer
 from quire.base.messages import (
+    Abort,
     Append,
     Control,
     KeepCached,
@@ -149,7 +150,7 @@ class Scheduler:
             computing = self.pins.remove(message.request_id, message.tenant)
             if computing is not None:  # somebody waits for it
                 self.lifecycle.drop(computing, Finish("abort"), now)
-        else:
+        elif isinstance(message, Abort):
             self._end(message.request_id, message.index, message.finish_reason, now)
         return self._decisions()
 
