@@ -19,10 +19,10 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long mutate check format bench bench-all bench-cpu gpu-check gpu-site clean
+.PHONY: help install serve chat doctor run test test-long test-clients mutate check format bench bench-all bench-cpu gpu-check gpu-site clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo '  MODEL=...         what `make serve`, `chat` and `doctor` use: a directory, GGUF file or Hugging Face id'
 	@echo '  ARGS="..."        their other flags, such as ARGS="--port 8123"'
@@ -50,6 +50,9 @@ test: $(VENV)/.installed-test ## the tests; minutes at most, no GPU needed
 
 test-long: $(VENV)/.installed-test ## the tests, with those that take minutes each
 	$(BIN)/python -m pytest -q -n auto -m "not gpu"
+
+test-clients: $(VENV)/.installed ## openai, langchain and others against `quire serve`; first makes an environment for each
+	$(BIN)/python -m tests.clients $(ARGS)
 
 mutate: $(VENV)/.installed-test ## do the tests see small mistakes in scheduler, KV room and sampler? ten minutes
 	$(BIN)/python -m tests.mutation.run $(ARGS)
@@ -92,7 +95,7 @@ gpu-site: $(VENV)/.installed ## packages to carry to a GPU on which nothing can 
 	.ci/gpu-site $(ARGS)
 
 clean: ## remove .venv, build outputs and caches
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-clients build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

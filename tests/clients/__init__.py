@@ -1,0 +1,1 @@
+"""Other people's software against `quire serve`: `make test-clients`."""

@@ -1,0 +1,127 @@
+"""Run each client's cases in its own environment, against one server of each model.
+
+    python -m tests.clients                     # all
+    python -m tests.clients openai litellm      # these
+    python -m tests.clients -k "tools"          # of all, the cases that pytest's -k takes
+
+Exit status: 0 if all passed. The table at the end has a line a case and a column a model.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.clients.environments import CLIENTS, HERE, ROOT, python_of, variables, version_of
+from tests.clients.random_model import write_random_model
+from tests.serve.processes import Server
+
+MODELS = ("demo", "random")
+LIMIT_S = 600.0  # of one client's cases
+NOTE_CHARS = 110
+
+# case -> model -> "pass", "skip", or what went wrong
+Results = dict[str, dict[str, str]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients")
+    parser.add_argument("clients", nargs="*", choices=[*CLIENTS, []], help="all if absent")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="as of pytest")
+    arguments = parser.parse_args()
+    clients = arguments.clients or CLIENTS
+    for client in clients:
+        python_of(client)
+    found: dict[str, Results] = {}
+    with running_servers() as urls:
+        for client in clients:
+            print(f"\n{version_of(client)}", flush=True)
+            found[client] = run_cases(client, urls, arguments.k)
+    for client, results in found.items():
+        print_table(client, results)
+    passed, total = (sum(counted(r)[at] for r in found.values()) for at in (0, 1))
+    print(f"\n{passed} of {total} cases pass")
+    return int(passed < total or not total)
+
+
+@contextmanager
+def running_servers() -> Iterator[dict[str, str]]:
+    """Yield the URL of each model's server, with /v1."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_random_model(folder)
+        given = {
+            "demo": ["demo"],
+            "random": [str(folder), "--load-format", "dummy", "--served-model-name", "random"],
+        }
+        urls = {}
+        for model in MODELS:
+            server = Server(*given[model])
+            stack.callback(server.stop)
+            urls[model] = f"{server.url}/v1"
+        yield urls
+
+
+def run_cases(client: str, urls: dict[str, str], keyword: str) -> Results:
+    """Run a client's cases in its environment. One that does not end in time has one failure."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        how = ["-q", "--tb=short", "--no-header", "-c", HERE / "clients.ini", "--junit-xml", report]
+        command = [python_of(client), "-m", "pytest", *how, "-k", keyword]
+        command.append(HERE / f"{client}_cases.py")
+        try:
+            subprocess.run(command, env=variables(urls), cwd=ROOT, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return {"(all)": {"": f"did not end in {LIMIT_S:.0f} s"}}
+        if not report.exists():
+            return {"(all)": {"": "pytest did not run"}}
+        results = read_report(report)
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+    return results
+
+
+def read_report(report: Path) -> Results:
+    """Return what pytest wrote down: by case, by model (`` for cases with one model alone)."""
+    results: Results = {}
+    for case in ET.parse(report).iter("testcase"):
+        name, _, inside = case.get("name", "").removeprefix("test_").partition("[")
+        values = inside.rstrip("]").split("-")
+        model = next((value for value in values if value in MODELS), "")
+        rest = [value for value in values if value and value != model]
+        wrong = case.find("failure") if case.find("failure") is not None else case.find("error")
+        outcome = "pass" if wrong is None else " ".join((wrong.get("message") or "").split())
+        outcome = "skip" if case.find("skipped") is not None else outcome
+        results.setdefault(" ".join([name, *rest]), {})[model] = outcome
+    return results
+
+
+def counted(results: Results) -> tuple[int, int]:
+    """Return how many cases passed, and how many there are; each model counts."""
+    outcomes = [outcome for by_model in results.values() for outcome in by_model.values()]
+    return outcomes.count("pass"), len(outcomes) - outcomes.count("skip")
+
+
+def print_table(client: str, results: Results) -> None:
+    passed, total = counted(results)
+    print(f"\n{version_of(client)}: {passed} of {total}")
+    for case, by_model in results.items():
+        shown = {
+            model: outcome if outcome in ("pass", "skip") else "FAIL"
+            for model, outcome in by_model.items()
+        }
+        cells = [
+            shown.get(model, shown.get("", "") if model == MODELS[0] else "") for model in MODELS
+        ]
+        print(f"  {case:<36} {cells[0]:<5} {cells[1]:<5}".rstrip())
+        for message in {text for text in by_model.values() if text not in ("pass", "skip")}:
+            print(f"      {message[:NOTE_CHARS]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

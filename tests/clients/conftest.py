@@ -1,0 +1,16 @@
+"""The servers that a client's cases run against: of the demo model, and of random numbers."""
+
+import pytest
+
+from tests.clients.given import Served, served
+
+
+@pytest.fixture(params=["demo", "random"])
+def server(request: pytest.FixtureRequest) -> Served:
+    return served(request.param)
+
+
+@pytest.fixture
+def thinker() -> Served:
+    """The model of random numbers, which reasons if `enable_thinking` asks for it."""
+    return served("random")

@@ -1,0 +1,160 @@
+"""What all clients are given: where the servers are, the forms that they ask for, and tools.
+
+All texts and lists have bounds, so that any model that is held to a form comes to an end: the
+weak one that comes with quire, and one of random numbers.
+"""
+
+import json
+import os
+import urllib.request
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+SEED = 7
+ASK = "Name a fox."
+MESSAGES: list[Any] = [{"role": "user", "content": ASK}]
+KEY = "none"  # clients insist on one
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model of a running server. url: with /v1."""
+
+    model: str
+    url: str
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """Return the answer to a request that is made without a client's help."""
+        data = json.dumps({"model": self.model} | body).encode()
+        kind = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url.removesuffix("/v1") + path, data, kind)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+
+def served(model: str) -> Served:
+    return Served(model, os.environ[f"QUIRE_{model.upper()}_URL"])
+
+
+def brief(server: Served) -> dict[str, int]:
+    """Return a logit_bias with which any JSON ends soon: texts and objects close where they may."""
+    found: dict[str, int] = {}
+    for text, bias in (('"', 100), ("]", 95), ("}", 90)):
+        tokens = server.post("/tokenize", {"prompt": text})["tokens"]
+        assert len(tokens) == 1
+        found[str(tokens[0])] = bias
+    return found
+
+
+class Fox(BaseModel):
+    """A fox."""
+
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=20)
+
+
+class Color(StrEnum):
+    RED = "red"
+    GREY = "grey"
+
+
+class Den(BaseModel):
+    street: str = Field(max_length=10)
+    owner: Fox
+
+
+class Owned(BaseModel):
+    """One object in another."""
+
+    fox: Fox
+    den: Den
+
+
+class Coat(BaseModel):
+    color: Color
+    length: Literal["short", "long"]
+
+
+class Maybe(BaseModel):
+    name: str = Field(max_length=8)
+    nickname: str | None = Field(default=None, max_length=8)
+    den: Fox | None = None
+
+
+class Cash(BaseModel):
+    kind: Literal["cash"]
+    amount: int = Field(ge=1, le=99)
+
+
+class Card(BaseModel):
+    kind: Literal["card"]
+    number: str = Field(max_length=6)
+
+
+class Payment(BaseModel):
+    """One of two objects."""
+
+    how: Cash | Card
+
+
+class Foxes(BaseModel):
+    foxes: list[Fox] = Field(min_length=1, max_length=3)
+
+
+class Chain(BaseModel):
+    """An object that has another of its kind, or none."""
+
+    name: str = Field(max_length=4)
+    next: "Chain | None"
+
+
+FORMS: dict[str, type[BaseModel]] = {
+    "flat": Fox,
+    "nested": Owned,
+    "enum": Coat,
+    "optional": Maybe,
+    "union": Payment,
+    "list": Foxes,
+    "recursive": Chain,
+}
+
+
+class GetWeather(BaseModel):
+    """The weather of a city."""
+
+    city: str = Field(max_length=12)
+    unit: Literal["C", "F"]
+
+
+class Add(BaseModel):
+    """Add two numbers."""
+
+    a: int = Field(ge=0, le=99)
+    b: int = Field(ge=0, le=99)
+
+
+ARGUMENTS: dict[str, type[BaseModel]] = {"get_weather": GetWeather, "add": Add}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": kind.__doc__,
+            "parameters": kind.model_json_schema(),
+        },
+    }
+    for name, kind in ARGUMENTS.items()
+]
+
+
+def named(name: str) -> dict[str, Any]:
+    """Return the tool_choice that forces this tool."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def check_call(name: str, arguments: str) -> None:
+    """Check a call: of a tool that was given, with arguments that its schema allows."""
+    ARGUMENTS[name].model_validate_json(arguments)
