@@ -25,12 +25,17 @@ from quire.base.plugins import (
     KINDS,
     MODELS,
     POLICIES,
+    TOOL_FORMATS,
     PluginKind,
 )
 from quire.engine.connectors.store import BlockStore
 from quire.models.registry import model_class
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
+from quire.render.answers.detect import check_names
+from quire.render.answers.format import AskedAnswer, detect_format
+from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Reasoning
+from quire.render.answers.syntax import Tool
 from quire.scheduler.policies import make_policy
 from quire.scheduler.policy import Policy
 from tests.cli.commands import run
@@ -161,6 +166,33 @@ def test_a_model_serves(site: Site, tmp_path: Path, expected: list[list[int]]) -
     config |= {"model_type": "fable", "fable_biases": False}
     (folder / "config.json").write_text(json.dumps(config))
     assert served(str(folder)) == expected
+
+
+def test_formats_of_answers_are_read(site: Site) -> None:
+    site.install_example("quire_arrows")
+    site.install_example("quire_musing")
+    found = detect_format(None, None, "arrows", "musing")
+    parser = AskedAnswer(found, (Tool("weather"),)).parser()
+    parts = parser.push('<musing>Rain?</musing>Look:\n>>weather({"city": "Oslo"})<<')
+    assert [part for part in parts if not isinstance(part, CallBegun)] == [
+        Reasoning("Rain?"),
+        Content("Look:"),
+        CallArguments(0, '{"city": "Oslo"}'),
+        CallEnded(0),
+    ]
+    with pytest.raises(
+        ConfigError, match=r"no format of tool calls 'bows'; .*arrows \(of quire-ar"
+    ):
+        check_names("bows", "musing")
+    with pytest.raises(ConfigError, match=r"no format of reasoning 'm'; .*musing \(of quire-mus"):
+        check_names("arrows", "m")
+
+
+def test_a_format_of_another_kind(site: Site) -> None:
+    source = "class Odd:\n    def format(self): return 5\n"
+    site.install("odd-format", TOOL_FORMATS, "odd", "odd_format:Odd", source)
+    with pytest.raises(ConfigError, match="'odd' gives a int; it must be a CallFormat"):
+        detect_format(None, None, "odd")
 
 
 def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(site: Site) -> None:

@@ -43,7 +43,9 @@ ATTENTION_BACKENDS = PluginKind(
 )
 MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelError)
 CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "remove", "close"))
-KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS)
+TOOL_FORMATS = PluginKind("quire.tool_formats", "format of tool calls", ("format",))
+REASONING_FORMATS = PluginKind("quire.reasoning_formats", "format of reasoning", ("format",))
+KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS, TOOL_FORMATS, REASONING_FORMATS)
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:

@@ -1,0 +1,92 @@
+"""Arguments that a model writes between marks of their own, made into the text of a JSON object.
+
+    <parameter=city>
+    Oslo
+    </parameter>            ->  {"city": "Oslo", "days": 3}
+    <parameter=days>
+    3
+    </parameter>
+
+Strings are handed on as they come; of other values the type is known when they are complete.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quire.render.answers.feed import Feed, Marks, Reading
+from quire.render.answers.schema_types import property_schema, typed, types_of
+from quire.render.answers.syntax import ParametersBody
+from quire.render.answers.writer import Writer
+
+MAX_KEY = 1024
+_KEY = re.compile(r"[^<>\n]*")
+
+
+class ParametersReader:
+    """Reads the arguments of one call, which has begun. schema: of its parameters."""
+
+    def __init__(
+        self, feed: Feed, writer: Writer, body: ParametersBody, schema: Mapping[str, Any] | None
+    ) -> None:
+        self._feed = feed
+        self._writer = writer
+        self._body = body
+        self._schema = schema or {}
+        close = body.close.strip()
+        self._marks = Marks((_newline_before(body.close) + close, close))
+
+    def read(self, key: str | None) -> Reading[bool]:
+        """Consume the arguments from behind this first key; what cannot be read as one is held.
+
+        False: the text ended within one.
+        """
+        feed, writer = self._feed, self._writer
+        before = "{"
+        while key is not None:
+            feed.release()
+            writer.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+            before = ", "
+            if not (yield from self._read_value(key)):
+                return False
+            feed.hold()
+            key = None
+            if (yield from feed.spaced(self._body.open)):
+                key = yield from self.read_key()
+        feed.rewind()
+        feed.hold()
+        writer.arguments("}")
+        return True
+
+    def read_key(self) -> Reading[str | None]:
+        """Consume a key and what stands before its value; None if it cannot be read."""
+        key = yield from self._feed.run(_KEY, MAX_KEY)
+        return key.strip() if (yield from self._feed.spaced(self._body.after_key)) else None
+
+    def _read_value(self, key: str) -> Reading[bool]:
+        feed, writer = self._feed, self._writer
+        types = types_of(property_schema(self._schema, key), self._schema)
+        if self._body.after_key.endswith("\n"):
+            yield from feed.literal("\n")
+        if types is not None and types == frozenset(("string",)):
+            writer.arguments('"')
+            feed.sink = self._escape
+            mark = yield from feed.until(self._marks)
+            feed.sink = None
+            writer.arguments('"' if mark is not None else "")
+            return mark is not None
+        pieces: list[str] = []
+        feed.sink = pieces.append
+        mark = yield from feed.until(self._marks)
+        feed.sink = None
+        text = "".join(pieces)
+        writer.arguments(text if mark is None else typed(text, types))
+        return mark is not None
+
+    def _escape(self, text: str) -> None:
+        self._writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def _newline_before(close: str) -> str:
+    return "\n" if close.startswith("\n") else ""

@@ -1,0 +1,126 @@
+"""`AnswerParser`: the text of an answer goes in as it comes, parts that are certain come out.
+
+Where the text is cut does not matter: the joined parts are the same. Nothing that the model wrote
+is lost but marks, and white space between parts: what cannot be read as a call is content. Every
+character is looked at a few times at most, whatever the model writes.
+"""
+
+from collections.abc import Collection
+
+from quire.render.answers.calls import CallReader
+from quire.render.answers.feed import Feed, Marks, Reading
+from quire.render.answers.parts import Part
+from quire.render.answers.syntax import CallFormat, CallSyntax, ReasoningFormat, Tool
+from quire.render.answers.writer import Writer
+
+
+class AnswerParser:
+    """calls: None, where none are to be read. begins_in_reasoning: the prompt holds the opening
+    mark already."""
+
+    def __init__(
+        self,
+        calls: CallFormat | None,
+        reasoning: ReasoningFormat | None,
+        tools: Collection[Tool] = (),
+        begins_in_reasoning: bool = False,
+    ) -> None:
+        self._feed = Feed()
+        self._writer = Writer(calls.id_chars if calls else 0)
+        self._answer = _Answer(self._feed, self._writer, calls, reasoning, tools)
+        self._reading = self._answer.read(begins_in_reasoning)
+        next(self._reading)
+
+    def push(self, text: str) -> list[Part]:
+        if text:
+            self._feed.give(text)
+            next(self._reading)
+        return self._writer.taken()
+
+    def flush(self) -> list[Part]:
+        """Return the rest, when nothing follows. What was begun ends here."""
+        self._feed.ended = True
+        for _ in self._reading:
+            pass
+        return self._writer.taken()
+
+
+class _Answer:
+    """The order of an answer: content, in which reasoning and calls are looked for."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        writer: Writer,
+        calls: CallFormat | None,
+        reasoning: ReasoningFormat | None,
+        tools: Collection[Tool],
+    ) -> None:
+        self._feed = feed
+        self._writer = writer
+        self._reasoning = reasoning
+        self._calls = CallReader(feed, writer, tools)
+        syntaxes = calls.syntaxes if calls else ()
+        self._bare = [syntax for syntax in syntaxes if syntax.is_bare]
+        self._openers = _openers(syntaxes)
+        marks = tuple(self._openers)
+        if reasoning is not None:
+            marks += (reasoning.open, reasoning.close, *reasoning.silent)
+            marks += (reasoning.content_open,) if reasoning.content_open else ()
+            self._close = Marks((reasoning.close,))
+        self._marks = Marks(marks)
+
+    def read(self, begins_in_reasoning: bool) -> Reading[None]:
+        feed, writer = self._feed, self._writer
+        if begins_in_reasoning:
+            yield from self._read_reasoning()
+        while (yield from feed.peek()):
+            if self._bare and not writer.has_content:
+                yield from self._read_bare()
+            feed.sink = writer.content
+            mark = yield from feed.until(self._marks)
+            feed.sink = None
+            if mark is None:
+                break
+            if mark in self._openers:
+                yield from self._read_calls(mark)
+            elif self._reasoning is not None and mark == self._reasoning.open:
+                yield from self._read_reasoning()
+        writer.end()
+
+    def _read_reasoning(self) -> Reading[None]:
+        assert self._reasoning is not None
+        self._writer.begin_reasoning()
+        yield from self._feed.space()
+        yield from self._feed.literal(self._reasoning.open)  # once more, as some models do
+        self._feed.sink = self._writer.reasoning
+        yield from self._feed.until(self._close)
+        self._feed.sink = None
+
+    def _read_bare(self) -> Reading[None]:
+        """Read calls that nothing opens, where an answer begins."""
+        for syntax in self._bare:
+            self._feed.hold()
+            if not (yield from self._calls.read(syntax, "")):
+                self._feed.rewind()
+                continue
+            self._feed.rewind()
+            return
+
+    def _read_calls(self, opener: str) -> Reading[None]:
+        for syntax in self._openers[opener]:
+            self._feed.hold()
+            found = yield from self._calls.read(syntax, opener)
+            self._feed.rewind()
+            if found:
+                return
+        self._writer.content(opener)
+
+
+def _openers(syntaxes: tuple[CallSyntax, ...]) -> dict[str, list[CallSyntax]]:
+    """Return the words that open calls, and what each may open, in order."""
+    found: dict[str, list[CallSyntax]] = {}
+    for syntax in syntaxes:
+        for word in {*(syntax.begin + syntax.open).split()[:1], *syntax.open.split()[:1]}:
+            found.setdefault(word, []).append(syntax)
+    return found

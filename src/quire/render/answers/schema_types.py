@@ -1,0 +1,88 @@
+"""Which types a JSON schema allows, as far as its outline tells."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+MAX_REFERENCES = 32
+_NUMBERS = frozenset(("integer", "number"))
+
+
+def property_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
+    """Return the schema of one property; True where the parameters say nothing of it."""
+    properties = (parameters or {}).get("properties")
+    return properties.get(name, True) if isinstance(properties, Mapping) else True
+
+
+def types_of(schema: object, root: Mapping[str, Any], hops: int = 0) -> frozenset[str] | None:
+    """Return the names of the types that a value may have; None: any."""
+    if not isinstance(schema, Mapping) or hops > MAX_REFERENCES:
+        return None
+    if isinstance(schema.get("$ref"), str):
+        return types_of(_target(schema["$ref"], root), root, hops + 1)
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset((named,))
+    if isinstance(named, list):
+        return frozenset(filter(lambda one: isinstance(one, str), named))
+    if "const" in schema:
+        return frozenset((type_of(schema["const"]),))
+    if isinstance(schema.get("enum"), list):
+        return frozenset(map(type_of, schema["enum"]))
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            each = [types_of(one, root, hops + 1) for one in schema[key]]
+            known = [one for one in each if one is not None]
+            return frozenset().union(*known) if len(known) == len(each) else None
+    return None
+
+
+def type_of(value: object) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+    return "object"
+
+
+def typed(text: str, types: frozenset[str] | None) -> str:
+    """Return a value that a model wrote without quotes, as JSON of one of the types.
+
+    What is none of them is a string: nothing is lost.
+    """
+    solid = text.strip()
+    word = solid.lower()
+    if types is not None:
+        if "boolean" in types and word in ("true", "false"):
+            return word
+        if "null" in types and word in ("null", "none"):
+            return "null"
+    try:
+        found = type_of(json.loads(solid))
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    if types is None or found in types or (found in _NUMBERS and types & _NUMBERS):
+        return solid
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    """Return what a reference within the schema points to; None if that is nothing."""
+    found: object = root
+    path, *steps = reference.split("/")
+    if path != "#":
+        return None
+    for step in steps:
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(step.replace("~1", "/").replace("~0", "~"))
+    return found

@@ -1,0 +1,98 @@
+"""How a model writes reasoning and calls, as data: detection, parser and grammar all read it.
+
+White space in these texts is what the model was trained to write, and what grammars demand;
+the parser takes any white space there, or none.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that an answer may call. parameters: the JSON schema of its arguments; None: it
+    takes none. strict: calls must follow the schema also where they are not forced."""
+
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class ObjectBody:
+    """A call is one JSON object. The grammar writes `arguments_keys[0]`; the parser reads all."""
+
+    arguments_keys: tuple[str, ...] = ("arguments", "parameters")
+    name_key: str = "name"
+
+
+@dataclass(frozen=True)
+class NamedBody:
+    """The name stands in the text, the arguments behind it as a JSON object."""
+
+    after_name: str = ""
+
+
+@dataclass(frozen=True)
+class ParametersBody:
+    """The name stands in the text, and behind it each argument between marks of its own.
+
+    Arguments that the schema calls strings stand there as they are, others as JSON. after_key:
+    between an argument's name and its value.
+    """
+
+    after_name: str
+    open: str
+    after_key: str
+    close: str
+
+
+Body = ObjectBody | NamedBody | ParametersBody
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """The calls of an answer: begin open BODY close (between open BODY close)* end.
+
+    Without `begin` and `open` the answer must begin with a call of a known tool.
+    """
+
+    body: Body
+    begin: str = ""
+    open: str = ""
+    close: str = ""
+    between: str = ""
+    end: str = ""
+
+    @property
+    def is_bare(self) -> bool:
+        return not (self.begin or self.open)
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """names: vLLM's names of the parser. marks: what tells a chat template's text: all of one of
+    these groups. syntaxes: the first is what grammars write, the parser reads all. id_chars: length
+    of a call's id, where the template insists on one. several: whether an answer can have more
+    than one call."""
+
+    names: tuple[str, ...]
+    marks: tuple[tuple[str, ...], ...]
+    syntaxes: tuple[CallSyntax, ...]
+    id_chars: int = 0
+    several: bool = True
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """names, marks: as of calls. content_open: what stands before the content. silent: marks that
+    structure an answer and belong to no part of it. space: what models write behind `close`."""
+
+    names: tuple[str, ...]
+    marks: tuple[tuple[str, ...], ...]
+    open: str
+    close: str
+    space: str = "\n\n"
+    content_open: str = ""
+    silent: tuple[str, ...] = field(default=())
