@@ -1,6 +1,7 @@
 """Answers cut anywhere give the parts of the whole; nothing that a model wrote is lost.
 
-Covers `calls.py`, `feed.py`, `writer.py`, `json_reader.py` of `render/answers` with the parser.
+With the parser it covers `render/answers/calls.py`, `render/answers/feed.py` and
+`render/answers/json_reader.py`.
 """
 
 import json
