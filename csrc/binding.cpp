@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 8;
+constexpr int kInterfaceVersion = 9;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -87,6 +87,12 @@ void choose(Address ids, Address logits, Address temperatures, Address top_k, Ad
                   as<ConstInts>(top_k), as<ConstFloats>(top_p), as<ConstFloats>(min_p), rows, vocab,
                   as<ConstInts>(seeds), as<ConstInts>(sample_index), as<ConstInts>(positions),
                   num_threads);
+}
+
+void apply_masks(Address logits, Address places, Address words, int64_t count, int64_t vocab,
+                 int64_t num_words, int num_threads) {
+    quire::apply_masks(as<Floats>(logits), as<const int32_t*>(places), as<const int32_t*>(words),
+                       count, vocab, num_words, num_threads);
 }
 
 void plan_prepare(quire::AttentionPlan& plan, Address tables, int64_t table_stride,
@@ -253,6 +259,7 @@ NB_MODULE(_core, m) {
     m.def("log_sum_exp", &log_sum_exp, Unlocked());
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
+    m.def("apply_masks", &apply_masks, Unlocked());
     m.def("gather_step", &gather_step, nb::kw_only(), "wide"_a, "narrow"_a, "tokens"_a,
           "token_stride"_a, "computed"_a, "rows"_a, "num_tokens"_a, "num_rows"_a, "tables"_a,
           "block_size"_a, "total"_a, "longest"_a);

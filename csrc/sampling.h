@@ -30,4 +30,9 @@ void choose(int64_t* ids, const float* logits, const float* temperatures, const 
             const int64_t* seeds, const int64_t* sample_index, const int64_t* positions,
             int num_threads);
 
+// Row places[i] of the logits, i < count: -infinity for tokens that words[i] does not allow. Bit
+// t % 32 of its word t / 32 stands for token t; without a word a token is forbidden. Places differ.
+void apply_masks(float* logits, const int32_t* places, const int32_t* words, int64_t count,
+                 int64_t vocab, int64_t num_words, int num_threads);
+
 }  // namespace quire

@@ -64,9 +64,9 @@ def points_of(runner: Any) -> list[Point]:
         (runner.backend, "swap_out", "swap_out", True),
         (runner.backend, "load", "load", True),
         (runner.backend, "copy_blocks", "copy", True),
-        (runner, "_end", "after forward", False),
-        (runner.sampler, "choose", "sampling", True),
-        (runner.sampler, "logprobs", "result", True),
+        (runner, "end", "after forward", False),
+        (runner.rows.ops, "choose", "sampling", True),
+        (runner.sampler, "sample", "result", True),
         *last,
     ]
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
+from quire.ops import native
 from quire.ops.logprobs import token_logprobs
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.assemble import make_device, make_ops
@@ -17,6 +19,7 @@ from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler, logprob_tensors
 from quire.runner.step_ops import StepShape
 from tests.ops import sampling_oracle as oracle
+from tests.ops.test_mask import words_of
 
 VOCAB = 97
 MAX_ROWS = 8
@@ -45,6 +48,7 @@ class Bench:
         stop_token_ids: tuple[int, ...] = (),
         bad_words: tuple[tuple[int, ...], ...] = (),
         sample_index: int = 0,
+        is_beam: bool = False,
         **params,
     ) -> None:
         prompt = [1, 2, 3] if prompt is None else prompt
@@ -61,6 +65,7 @@ class Bench:
             stop_token_ids,
             bad_words,
         )
+        start.params.use_beam_search = is_beam
         self.sampler.start_row(start)
         self.apply(Plan(0, started=(start,)))
 
@@ -75,7 +80,13 @@ class Bench:
         self.rows.run_with(update, list)
         return slot
 
-    def sample(self, logits_NV: torch.Tensor, *rows: int, moved: int = 0) -> "Sampled":
+    def sample(
+        self,
+        logits_NV: torch.Tensor,
+        *rows: int,
+        moved: int = 0,
+        masks: TokenMasks | None = None,
+    ) -> "Sampled":
         """By a step of these rows; `moved`: as if they had so many tokens more."""
         which, ones = np.array(rows, np.int32), np.ones(len(rows), np.int32)
         sampler = self.sampler
@@ -83,22 +94,26 @@ class Bench:
             self.device.device
         )
         plan = Plan(0, which, ones, (self.lengths[which] - 1).astype(np.int32), sample_rows=which)
-        slot, asked = self.apply(plan), sampler.asked(which)
+        slot = self.apply(plan)
+        asked = sampler.asked(which, None if masks is None else masks.rows)
         needs, wanted = sampler.needs(asked), sampler.wanted(asked)
+        if masks is not None:
+            places, words = asked.masked, masks.of(which[asked.masked])[:, 0]
+            self.rows.ops.prepare_masks(places.astype(np.int32), words).take()
 
         def work() -> list[torch.Tensor]:
             shape = StepShape(ones, self.lengths[which].astype(np.int32), len(rows))
             gathered = self.rows.ops.gather(shape)
             old = gathered.samples
             samples = SampleInputs(old.rows, old.last, old.lengths + moved, old.prompt_lens)
-            ids_N, is_valid_N = sampler.choose(logits_NV, samples, needs)
-            found = sampler.logprobs(logits_NV, ids_N, needs, wanted)
+            ids_N, is_valid_N, found = sampler.sample(logits_NV, samples, needs, wanted)
             self.rows.advance(gathered, ids_N, is_valid_N)
             return [self.rows.result(slot, len(rows)), *found]
 
-        result = Launched(plan, self.device.run(work), asked, wanted, [], False).result()
+        arrival = self.device.run(work)
+        result = Launched(plan, arrival, asked, wanted, [], False, masks=masks).result()
         tokens = torch.from_numpy(result.token_ids[:, 0].astype(np.int64))
-        return Sampled(tokens, result.candidates, result.row_errors)
+        return Sampled(tokens, result.candidates, result.row_errors, result.unservable_rows)
 
 
 @dataclass
@@ -106,6 +121,7 @@ class Sampled:
     token_ids_N: torch.Tensor
     candidates: dict[int, Candidates]
     row_errors: dict[int, str]
+    unservable_rows: tuple[int, ...] = ()
 
 
 def random_logits(num_rows: int, vocab_size: int = VOCAB, seed: int = 0) -> torch.Tensor:
@@ -346,6 +362,100 @@ def test_copied_row_samples_as_its_parent_with_its_own_noise():
     assert texts[0] == texts[1] != texts[2]
     assert set(texts[2]) <= set(range(1, 9))
     assert set(steps[0].candidates) == {0, 1, 2}
+
+
+def masks_of(allowed: dict[int, set[int]], errors: dict[int, str] | None = None) -> TokenMasks:
+    """Of rows, in another order than theirs."""
+    rows = sorted(allowed, reverse=True)
+    words = words_of([allowed[row] for row in rows], 4).numpy()[:, None]
+    return TokenMasks(np.array(rows, np.int32), words, errors or {})
+
+
+@pytest.fixture(params=["core", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What masks and chooses on a CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "core_for", lambda *tensors: None)
+    return request.param
+
+
+def test_masked_rows_choose_what_is_allowed_and_others_as_they_do_alone(path: str) -> None:
+    bench = Bench()
+    for row, settings in ROWS.items():
+        bench.start(row, seed=row, **settings)
+    logits = random_logits(MAX_ROWS)
+    alone = [bench.sample(logits[row : row + 1].clone(), row) for row in range(MAX_ROWS)]
+    allowed = {0: {5, 6}, 1: {*range(40, 60)}, 3: {90, 91, 96}, 4: {4, 5, 7}, 7: {*range(VOCAB)}}
+    together = bench.sample(logits.clone(), *range(MAX_ROWS), masks=masks_of(allowed))
+    found = together.token_ids_N.tolist()
+    assert not together.row_errors
+    assert all(found[row] in tokens for row, tokens in allowed.items())
+    for row, each in enumerate(alone):
+        if row not in allowed or row == 7:
+            assert found[row] == int(each.token_ids_N)
+        if row in each.candidates:  # raw, whatever is allowed
+            raw, mine = each.candidates[row], together.candidates[row]
+            assert raw.token_ids[1:].tolist() == mine.token_ids[1:].tolist()
+            assert raw.logprobs[1:].tobytes() == mine.logprobs[1:].tobytes()
+    expected = torch.log_softmax(logits.double(), dim=-1)
+    assert together.candidates[3].logprobs[0] == pytest.approx(float(expected[3, found[3]]))
+    greedy = max(allowed[0], key=lambda token: float(logits[0, token]))
+    assert found[0] == greedy
+
+
+def test_filters_work_on_what_is_allowed(path: str) -> None:
+    bench = Bench()
+    bench.start(0, temperature=2.0, top_k=2)
+    bench.start(1, temperature=2.0, top_k=2, allowed_token_ids=[3, 8, 20, 21, 22])
+    logits = random_logits(2)
+    allowed = {0: {3, 4, 50, 70, 80}, 1: {8, 20, 22, 60}}
+    masks = masks_of(allowed)
+    steps = [bench.sample(logits.clone(), 0, 1, moved=m, masks=masks) for m in range(40)]
+    chosen = torch.stack([step.token_ids_N for step in steps]).T.tolist()
+    best = sorted(allowed[0], key=lambda token: -float(logits[0, token]))
+    assert set(chosen[0]) == set(best[:2])
+    assert set(chosen[1]) < {8, 20, 22} and len(set(chosen[1])) == 2
+
+
+def test_a_mask_that_leaves_nothing_is_the_fault_of_its_request(path: str) -> None:
+    bench = Bench()
+    bench.start(0, **GREEDY, logprobs=2)
+    bench.start(1, **GREEDY)
+    bench.start(2, **GREEDY, allowed_token_ids=[4])
+    bench.start(3, **GREEDY)
+    masks = masks_of({0: set(), 1: set(), 2: {5}}, {1: "the grammar is stuck"})
+    sampled = bench.sample(random_logits(4), 0, 1, 2, 3, masks=masks)
+    assert sampled.row_errors.keys() == {0, 1, 2} and sampled.unservable_rows == (0, 1, 2)
+    assert sampled.row_errors[1] == "the grammar is stuck"
+    assert all("grammar" in sampled.row_errors[row] for row in (0, 2))
+    assert sampled.candidates == {}
+
+
+def test_masked_beams_have_allowed_candidates_with_raw_logprobs(path: str) -> None:
+    bench = Bench()
+    bench.start(0, **GREEDY, logprobs=4, is_beam=True)
+    bench.start(1, **GREEDY, logprobs=4)
+    bench.start(2, **GREEDY, logprobs=3, is_beam=True)
+    logits = random_logits(3)
+    allowed = {0: {10, 20, 30, 40, 50, 60}, 1: {10, 20}, 2: {7, 9}}
+    found = bench.sample(logits.clone(), 0, 1, 2, masks=masks_of(allowed)).candidates
+    raw = torch.log_softmax(logits.double(), dim=-1).numpy()
+    order = sorted(allowed[0], key=lambda token: -raw[0, token])
+    assert found[0].token_ids.tolist() == [order[0], *order[:4]]
+    np.testing.assert_allclose(found[0].logprobs, raw[0, found[0].token_ids], atol=2e-6)
+    assert found[1].token_ids[1:].tolist() == oracle.falling_order(logits[1].numpy())[:4]
+    order = sorted(allowed[2], key=lambda token: -raw[2, token])
+    assert found[2].token_ids[1:3].tolist() == order
+    np.testing.assert_allclose(found[2].logprobs[1:3], raw[2, order], atol=2e-6)
+    assert found[2].logprobs[3:].tolist() == [-np.inf]
+
+
+def test_logits_are_copied_for_masks_only_where_they_are_wanted_raw() -> None:
+    bench = Bench()
+    bench.start(0, **GREEDY)
+    logits = random_logits(1)
+    bench.sample(logits, 0, masks=masks_of({0: {3}}))
+    assert logits.isfinite().sum() == 1, "they were masked where they stand"
 
 
 @pytest.mark.gpu

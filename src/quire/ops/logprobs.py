@@ -53,10 +53,17 @@ def token_rank(logits_RV: torch.Tensor, ids_R: torch.Tensor) -> torch.Tensor:
 
 
 def token_logprobs(
-    logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
+    logits_RV: torch.Tensor,
+    chosen_R: torch.Tensor,
+    num_candidates: int,
+    raw_RV: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """Log-softmax, in float32, of logits of any float dtype at the chosen tokens and at the
-    num_candidates best ones."""
+    num_candidates best ones. raw: the same logits before some were masked; masked ones then count
+    in the softmax, and have themselves -infinity."""
+    if raw_RV is not None:
+        masked_RV, raw_RV = logits_RV.float().contiguous(), raw_RV.float().contiguous()
+        return token_logprobs_reference(masked_RV, chosen_R, num_candidates, raw_RV)
     if kernels := kernels_for(logits_RV, "logprobs"):
         found: TokenLogprobs = kernels.token_logprobs(logits_RV, chosen_R, num_candidates)
         return found
@@ -64,9 +71,13 @@ def token_logprobs(
 
 
 def token_logprobs_reference(
-    logits_RV: torch.Tensor, chosen_R: torch.Tensor, num_candidates: int
+    logits_RV: torch.Tensor,
+    chosen_R: torch.Tensor,
+    num_candidates: int,
+    raw_RV: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """The same by torch's operations, on any device, and by the C++ core's."""
+    totals_R = log_sum_exp(logits_RV if raw_RV is None else raw_RV)
     num_candidates = min(num_candidates, logits_RV.shape[-1])
     values_R1 = logits_RV.gather(-1, chosen_R[:, None])
     ids_RC, values_RC = chosen_R[:, None], values_R1
@@ -74,5 +85,5 @@ def token_logprobs_reference(
         best_values_RC, best_ids_RC = top_k(logits_RV, num_candidates)
         ids_RC = torch.cat((ids_RC, best_ids_RC), dim=-1)
         values_RC = torch.cat((values_R1, best_values_RC), dim=-1)
-    logprobs_RC = (values_RC.double() - log_sum_exp(logits_RV)[:, None]).float()
+    logprobs_RC = (values_RC.double() - totals_R[:, None]).float()
     return TokenLogprobs(ids_RC, logprobs_RC, token_rank(logits_RV, chosen_R))

@@ -107,6 +107,10 @@ class Core(Protocol):
         self, ids: int, logits: int, temperatures: int, top_k: int, top_p: int, min_p: int,
         rows: int, vocab: int, seeds: int, index: int, at: int, num_threads: int, /,
     ) -> None: ...  # fmt: skip
+    def apply_masks(
+        self, logits: int, places: int, words: int, count: int, vocab: int, num_words: int,
+        num_threads: int, /,
+    ) -> None: ...  # fmt: skip
 
     # --- rows of a step ---
     def gather_step(

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.runner.device import Arrival
 from quire.runner.plan_parts import Scored
@@ -17,6 +18,11 @@ _NOTHING_LEFT = (
     "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
     " min_tokens and logit_bias together leave no token."
 )
+_NOTHING_ALLOWED = (
+    "No token can be chosen: the model's logits are not finite, or the grammar of"
+    " structured_outputs (with allowed_token_ids, bad_words, min_tokens and logit_bias, if they are"
+    " set) leaves no token."
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Launched:
     """A step on its way. tokens come first of what arrives, then candidates, then scores.
 
     wanted: which rows asked for candidates; these came for all rows if the step was recorded.
+    forward, masks: of a step that waited for masks, what came before, and what it got.
     """
 
     plan: Plan
@@ -32,6 +39,8 @@ class Launched:
     wanted: list[WantedLogprobs]
     scores: list[Scored]
     is_recorded: bool
+    forward: Arrival | None = None
+    masks: TokenMasks | None = None
 
     def is_done(self) -> bool:
         return self.arrival.is_done()
@@ -40,8 +49,7 @@ class Launched:
         """Wait for it. Raises what the device has met with meanwhile; then it cannot go on."""
         tokens_N, *rest = self.arrival.wait()
         tokens = tokens_N.numpy()[: len(self.plan.sample_rows)].reshape(-1, 1).copy()
-        rows = self.plan.sample_rows
-        failed, edited = rows[tokens[:, 0] < 0].tolist(), {int(rows[n]) for n in self.asked.spans}
+        reasons = self._reasons(tokens[:, 0])
         num_scores = 3 * len(self.scores)
         candidates, scores = rest[: len(rest) - num_scores], rest[len(rest) - num_scores :]
         return StepResult(
@@ -49,13 +57,27 @@ class Launched:
             token_ids=np.maximum(tokens, 0),
             num_accepted=np.ones(len(tokens), np.int32),
             candidates={
-                row: item for row, item in self._candidates(candidates).items() if row not in failed
+                row: item
+                for row, item in self._candidates(candidates).items()
+                if row not in reasons
             },
             prompt_candidates=self._prompt_candidates(scores),
-            row_errors={row: _NOTHING_LEFT if row in edited else _NOT_FINITE for row in failed},
-            unservable_rows=tuple(row for row in failed if row in edited),
-            duration_s=self.arrival.duration_s(),
+            row_errors=reasons,
+            unservable_rows=tuple(row for row, why in reasons.items() if why != _NOT_FINITE),
+            duration_s=self.arrival.duration_s()
+            + (0.0 if self.forward is None else self.forward.duration_s()),
         )
+
+    def _reasons(self, tokens_N: npt.NDArray[np.int32]) -> dict[int, str]:
+        """Say of rows without a token why there is none."""
+        rows, asked = self.plan.sample_rows, self.asked
+        told = {} if self.masks is None else self.masks.errors
+        failed = rows[tokens_N < 0].tolist() + [row for row in rows.tolist() if row in told]
+        if not failed:
+            return {}
+        reasons = {int(rows[n]): _NOTHING_LEFT for n in asked.spans}
+        reasons |= {int(rows[n]): _NOTHING_ALLOWED for n in asked.masked}
+        return {row: told.get(row) or reasons.get(row, _NOT_FINITE) for row in failed}
 
     def _candidates(self, arrived: list[torch.Tensor]) -> dict[int, Candidates]:
         found: dict[int, Candidates] = {}

@@ -8,21 +8,23 @@ On a GPU, which works beside the host:
 
 A CPU does each piece of work at once, so that a result is there when `launch` returns. A step's
 inputs are gathered on the device from the rows' state, its tokens stay there for the next one, and
-cross to the host in one place, the device's. Counters change last in a step, so one that could not
-be launched to its end can be launched again.
+cross to the host in one place, the device's. A step with token masks is launched in two halves,
+between which the host waits for them; the device is busy with the first meanwhile. Counters change
+last in a step, so one that could not be launched to its end can be launched again.
 
 Shape legend: T tokens of the step, S scheduled rows (and places for sampling rows), N sampling
 rows, D model dim, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.masks import MaskPromise
+from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.logprobs import token_logprobs
@@ -36,7 +38,7 @@ from quire.runner.launched import Launched
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs, logprob_tensors
-from quire.runner.step_ops import Gathered, Needs, StepShape
+from quire.runner.step_ops import Asked, Gathered, Needs, StepShape, Update
 
 
 class DecoderModel(Protocol):
@@ -116,7 +118,7 @@ class ModelRunner:
         choose."""
         self._start_and_release(plan)
         rows, sampler = self.rows, self.sampler
-        asked = sampler.asked(plan.sample_rows)
+        asked = sampler.asked(plan.sample_rows, plan.masked_rows)
         needs, wanted = sampler.needs(asked), sampler.wanted(asked)
         recorded = self._recorded(plan, needs)  # perhaps now, before the lists are this plan's
         update, slot = rows.apply(plan, sampler.flags.has_edits, asked)
@@ -125,20 +127,34 @@ class ModelRunner:
         scores = self._scores.of(plan, rows.prompt_lens)
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
+        step = _Step(self, needs, wanted, scores) if recorded is None else recorded
 
-        def work() -> list[torch.Tensor]:
+        def begin() -> list[torch.Tensor]:
             self._moves.carry_out(plan)
-            if recorded is not None:
-                return [tokens_N, *recorded.replay(shape)]
-            if len(plan.rows) == 0:
-                return [tokens_N]
-            inputs = self.gather(shape)
-            return [tokens_N, *self.carry_out(inputs, shape, needs, self.backend, wanted, scores)]
+            if len(plan.rows):
+                step.begin(shape)
+            return []
 
-        arrival = rows.run_with(update, work)
+        def end() -> list[torch.Tensor]:
+            return [tokens_N, *(step.end() if len(plan.rows) else [])]
+
+        forward, found = None, None
+        if needs.has_masks:
+            assert masks is not None, "a plan with masked rows comes with a promise"
+            forward, found = rows.run_with(update, begin), masks.wait()
+            arrival = rows.run_with(self._prepared(found, asked), end)
+        else:
+            arrival = rows.run_with(update, lambda: [*begin(), *end()])
         if not arrival.is_done():
             self._unread[slot] = arrival
-        return Launched(plan, arrival, asked, wanted, scores, recorded is not None)
+        is_recorded = recorded is not None
+        return Launched(plan, arrival, asked, wanted, scores, is_recorded, forward, found)
+
+    def _prepared(self, masks: TokenMasks, asked: Asked) -> Update:
+        """Get a step's masks ready: of its rows, whatever others there are."""
+        words = masks.of(asked.rows[asked.masked])[:, 0]
+        places = asked.masked.astype(np.int32)
+        return self.rows.ops.prepare_masks(places, np.ascontiguousarray(words))
 
     def _start_and_release(self, plan: Plan) -> None:
         self._scores.start_and_release(plan)
@@ -206,16 +222,43 @@ class ModelRunner:
         shape: StepShape,
         needs: Needs,
         backend: AttentionBackend,
-        wanted: list[WantedLogprobs] | None = None,
-        scores: Sequence[Scored] = (),
+        between: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
-        """Do the work of a step, from gathered inputs to counters; returns the log-probabilities
-        that rows wanted (those of all rows, if the step is recorded: None), then the scores."""
-        inputs = gathered.inputs
+        """Do the work of a step, from gathered inputs to counters, for a graph; returns the
+        log-probabilities of all rows, where some want any. between: called where masks come in."""
+        begun = self.begin(gathered, shape, backend)
+        if needs.has_masks:
+            between()
+        return self.end(begun, needs, None)
+
+    def begin(
+        self,
+        gathered: Gathered,
+        shape: StepShape,
+        backend: AttentionBackend,
+        scores: Sequence[Scored] = (),
+    ) -> "Begun":
+        """Do the first half of a step's work, up to logits and scores."""
+        inputs, samples = gathered.inputs, gathered.samples
         backend.prepare(self.attention_step(inputs, shape))
         hidden_TD = self.model(inputs.ids_T, inputs.positions_T, backend)
         scored = [tensor for part in scores for tensor in self._score(hidden_TD, part)]
-        return self._end(gathered, hidden_TD, shape, needs, wanted) + scored
+        if not shape.num_samples:
+            return Begun(gathered, None, scored)
+        logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
+        return Begun(gathered, logits_NV, scored)
+
+    def end(
+        self, begun: "Begun", needs: Needs, wanted: list[WantedLogprobs] | None
+    ) -> list[torch.Tensor]:
+        """Choose tokens and, last of all, move the counters; returns the log-probabilities that
+        rows wanted, then the scores."""
+        samples, found = begun.gathered.samples, list[torch.Tensor]()
+        ids_N, is_valid_N = samples.rows, samples.rows
+        if begun.logits_NV is not None:
+            ids_N, is_valid_N, found = self.sampler.sample(begun.logits_NV, samples, needs, wanted)
+        self.rows.advance(begun.gathered, ids_N, is_valid_N)
+        return found + begun.scored
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
         """Tell log-probabilities of the prompt tokens that follow some positions of the step."""
@@ -223,23 +266,32 @@ class ModelRunner:
         targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
         return logprob_tensors(token_logprobs(logits, targets, part.num))
 
-    def _end(
-        self,
-        gathered: Gathered,
-        hidden_TD: torch.Tensor,
-        shape: StepShape,
-        needs: Needs,
-        wanted: list[WantedLogprobs] | None,
-    ) -> list[torch.Tensor]:
-        """Choose tokens and, last of all, move the counters."""
-        samples, found = gathered.samples, list[torch.Tensor]()
-        ids_N, is_valid_N = samples.rows, samples.rows
-        if shape.num_samples:
-            logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
-            ids_N, is_valid_N = self.sampler.choose(logits_NV, samples, needs)
-            found = self.sampler.logprobs(logits_NV, ids_N, needs, wanted)
-        self.rows.advance(gathered, ids_N, is_valid_N)
-        return found
+
+@dataclass(frozen=True)
+class Begun:
+    """The first half of a step. logits: None if no row samples; scored: tensors of the scores."""
+
+    gathered: Gathered
+    logits_NV: torch.Tensor | None
+    scored: list[torch.Tensor]
+
+
+@dataclass
+class _Step:
+    """A step that is launched as it is, in the two halves of `Recorded`."""
+
+    runner: ModelRunner
+    needs: Needs
+    wanted: list[WantedLogprobs]
+    scores: Sequence[Scored]
+    begun: list[Begun] = field(default_factory=list)
+
+    def begin(self, shape: StepShape) -> None:
+        runner = self.runner
+        self.begun = [runner.begin(runner.gather(shape), shape, runner.backend, self.scores)]
+
+    def end(self) -> list[torch.Tensor]:
+        return self.runner.end(self.begun.pop(), self.needs, self.wanted)
 
 
 def shape_of(plan: Plan, num_places: int = 0) -> StepShape:

@@ -1,8 +1,8 @@
 """From logits to tokens: what each row asked for, with as little work as the rows of a step need.
 
-Order, as in vLLM: log-probabilities from the raw logits; masks, biases, penalties; the greedy
-choice, or temperature, min-p, top-k, top-p and a random choice. A row's token never depends on
-which other rows are in the step. A step of greedy rows is one arg max.
+Order, as in vLLM: log-probabilities from the raw logits; lists, biases, penalties, the mask of a
+grammar; the greedy choice, or temperature, min-p, top-k, top-p and a random choice. A row's token
+never depends on which other rows are in the step. A step of greedy rows is one arg max.
 
 Shape legend: N sampling rows of the step (or places for them), V vocabulary, C candidates.
 """
@@ -27,11 +27,12 @@ Rows = npt.NDArray[np.int32]
 @dataclass(frozen=True)
 class WantedLogprobs:
     """Log-probabilities that rows asked for: how many candidates each, and at which places among
-    the step's sampling rows they are."""
+    the step's sampling rows they are. is_masked: the candidates are those that masks allow."""
 
     rows: Rows
     counts: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
+    is_masked: bool = False
 
 
 class Sampler:
@@ -61,11 +62,15 @@ class Sampler:
         self.flags.copy(parent, child)
         self._edits.copy(parent, child)
 
-    def asked(self, rows: Rows) -> Asked:
-        """Return what these rows asked for."""
+    def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
+        """Return what these rows asked for. masked_rows: those with a mask; others may be among
+        them."""
         flags = self.flags.at(rows)
         places = np.flatnonzero(flags.has_edits).tolist() if flags.has_edits.any() else []
-        return Asked(rows, flags, {n: self._edits.span(int(rows[n])) for n in places})
+        spans = {n: self._edits.span(int(rows[n])) for n in places}
+        if masked_rows is None or len(masked_rows) == 0:
+            return Asked(rows, flags, spans)
+        return Asked(rows, flags, spans, np.flatnonzero(np.isin(rows, masked_rows)))
 
     def needs(self, asked: Asked) -> Needs:
         """Say what a step does in which rows sample that asked for this."""
@@ -80,51 +85,69 @@ class Sampler:
             bool(asked.flags.has_penalties.any()),
             self._edits.generation if asked.spans else None,
             min(wanted, self.vocab_size),
+            len(asked.masked) > 0,
+            bool(asked.masked_beams.any()),
         )
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:
         """Say which rows asked for log-probabilities: those with few candidates share one pass,
-        those that want the vocabulary another one."""
+        those that want the vocabulary another one, as do masked beams."""
         nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
         if (nums == NO_LOGPROBS).all():
             return found
-        for is_in_part in nums >= 0, nums == ALL_LOGPROBS:
+        masked = asked.masked_beams
+        for is_in_part in (nums >= 0) & ~masked, nums == ALL_LOGPROBS, (nums >= 0) & masked:
             places = np.flatnonzero(is_in_part)
             if len(places):
                 counts = np.where(nums == ALL_LOGPROBS, self.vocab_size, nums)[places]
-                found.append(WantedLogprobs(asked.rows[places], counts, places))
+                is_masked = bool(masked[places[0]])
+                found.append(WantedLogprobs(asked.rows[places], counts, places, is_masked))
         return found
 
-    def choose(
-        self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token per row, int64 [N], and whether there was one to choose, bool [N].
-
-        logits: of any float dtype, the raw output of the model; they are not changed.
-        """
-        edited_NV = self._ops.edit(logits_NV, samples, needs, self._edits.table)
-        # What else forbids tokens, such as a grammar, has its place here.
-        return self._ops.choose(edited_NV, samples, needs)
-
-    def logprobs(
+    def sample(
         self,
         logits_NV: torch.Tensor,
-        ids_N: torch.Tensor,
+        samples: SampleInputs,
         needs: Needs,
         wanted: list[WantedLogprobs] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Choose a token per row, int64 [N]; tell whether there was one to choose, bool [N]; and
+        log-probabilities, three tensors for each of `wanted`, or for all rows where that is
+        recorded (None).
+
+        logits: of any float dtype, the raw output of the model; masks may be written into them.
+        """
+        raw = self._raw(logits_NV, needs, wanted)
+        edited_NV = self._ops.edit(logits_NV, samples, needs, self._edits.table)
+        ids_N, is_valid_N = self._ops.choose(edited_NV, samples, needs)
+        if not raw:
+            return ids_N, is_valid_N, []
+        if wanted is None:
+            found = token_logprobs(raw[0], ids_N, needs.num_candidates)
+            return ids_N, is_valid_N, logprob_tensors(found)
+        tensors = []
+        for part, some_NV in zip(wanted, raw, strict=True):
+            index = to_device(part.places, ids_N.device)
+            count, ids = int(part.counts.max()), ids_N.index_select(0, index)
+            if part.is_masked:
+                masked_NV = edited_NV.index_select(0, index)
+                tensors += logprob_tensors(token_logprobs(masked_NV, ids, count, some_NV))
+            else:
+                tensors += logprob_tensors(token_logprobs(some_NV, ids, count))
+        return ids_N, is_valid_N, tensors
+
+    def _raw(
+        self, logits_NV: torch.Tensor, needs: Needs, wanted: list[WantedLogprobs] | None
     ) -> list[torch.Tensor]:
-        """Tell log-probabilities of the chosen tokens and of the best ones: for all rows, where
-        that is recorded, else for those that want them. Three tensors for each of `wanted`."""
+        """Return the logits whose log-probabilities will be told, which no mask changes: a tensor
+        for each of `wanted`, or one of all rows."""
         if needs.num_candidates == NO_LOGPROBS:
             return []
         if wanted is None:
-            return logprob_tensors(token_logprobs(logits_NV, ids_N, needs.num_candidates))
-        found = []
-        for part in wanted:
-            index = to_device(part.places, logits_NV.device)
-            some_NV, ids = logits_NV.index_select(0, index), ids_N.index_select(0, index)
-            found += logprob_tensors(token_logprobs(some_NV, ids, int(part.counts.max())))
-        return found
+            is_changed = needs.has_masks and not needs.makes_copy
+            return [logits_NV.clone() if is_changed else logits_NV]
+        places = (to_device(part.places, logits_NV.device) for part in wanted)
+        return [logits_NV.index_select(0, index) for index in places]
 
 
 def logprob_tensors(found: TokenLogprobs) -> list[torch.Tensor]:

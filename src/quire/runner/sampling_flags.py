@@ -20,14 +20,15 @@ ALL_LOGPROBS = -1
 class SamplingFlags:
     """Arrays indexed by row, meaningful between `start` and `release`.
 
-    has_edits: masks or biases. top_k: 0 is off. num_logprobs: candidates, NO_LOGPROBS or
-    ALL_LOGPROBS.
+    has_edits: lists of tokens or biases. is_beam: its candidates are for a beam search. top_k: 0 is
+    off. num_logprobs: candidates, NO_LOGPROBS or ALL_LOGPROBS.
     """
 
     is_greedy: Flags
     has_filter: Flags
     has_penalties: Flags
     has_edits: Flags
+    is_beam: Flags
     top_k: Int64
     num_logprobs: Int64
 
@@ -39,6 +40,7 @@ class SamplingFlags:
             has_filter=np.zeros(max_num_rows, bool),
             has_penalties=np.zeros(max_num_rows, bool),
             has_edits=np.zeros(max_num_rows, bool),
+            is_beam=np.zeros(max_num_rows, bool),
             top_k=np.zeros(max_num_rows, np.int64),
             num_logprobs=np.full(max_num_rows, NO_LOGPROBS, np.int64),
         )
@@ -50,6 +52,7 @@ class SamplingFlags:
         has_limits = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         self.has_filter[row] = has_limits and not params.is_greedy
         self.has_penalties[row] = params.has_penalties
+        self.is_beam[row] = params.use_beam_search
         self.top_k[row] = max(params.top_k, 0)
         self.num_logprobs[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self.has_edits[row] = asks_for_edits(start)

@@ -4,14 +4,14 @@ A step is
 
     take an update  ->  gather  ->  forward pass  ->  edit  ->  choose  ->  advance
 
-Each part may be carried out long after it was asked for, so it reads nothing of the host that may
-change until then.
+and before `edit` the step's masks are taken, if it has any. Each part may be carried out long after
+it was asked for, so it reads nothing of the host that may change until then.
 
 Shape legend: S scheduled rows, N sampling rows, T tokens of the step, V vocabulary, F forks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -46,11 +46,20 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a step's sampling rows asked for. spans: of their edits, by their place."""
+    """What a step's sampling rows asked for. spans: of their edits, by their place. masked: the
+    places of those with a token mask."""
 
     rows: Int32
     flags: SamplingFlags
     spans: dict[int, Int32]
+    masked: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+
+    @property
+    def masked_beams(self) -> npt.NDArray[np.bool_]:
+        """[N] which of them choose the candidates of a beam search among allowed tokens."""
+        found = np.zeros(len(self.rows), bool)
+        found[self.masked] = self.flags.is_beam[self.masked]
+        return found
 
 
 @dataclass(frozen=True)
@@ -70,16 +79,24 @@ class StepLists:
 @dataclass(frozen=True)
 class Needs:
     """What a step's sampling does, beside choosing: part of a graph's key. edits: the generation of
-    the table, None without. num_candidates: NO_LOGPROBS, or how many for each row."""
+    the table, None without. num_candidates: NO_LOGPROBS, or how many for each row. has_beams: masks
+    are for the candidates of beam searches, too."""
 
     has_filters: bool = False
     has_penalties: bool = False
     edits: int | None = None
     num_candidates: int = NO_LOGPROBS
+    has_masks: bool = False
+    has_beams: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
-        return self.num_candidates <= RECORDED_CANDIDATES[-1]
+        return self.num_candidates <= RECORDED_CANDIDATES[-1] and not self.has_beams
+
+    @property
+    def makes_copy(self) -> bool:
+        """Tell whether `edit` changes a copy of the logits."""
+        return self.edits is not None or self.has_penalties
 
 
 @dataclass(frozen=True)
@@ -115,6 +132,11 @@ class StepOps(Protocol):
         """Get changes ready; with a step's lists, that step comes next."""
         ...
 
+    def prepare_masks(self, places: Int32, words: Int32) -> Update:
+        """Get token masks ready, [M] places among the step's sampling rows and [M, W] words
+        (`quire.ops.mask`), for `edit` to apply."""
+        ...
+
     def gather(self, shape: StepShape) -> Gathered:
         """Gather the inputs of the step whose lists were taken last."""
         ...
@@ -122,8 +144,8 @@ class StepOps(Protocol):
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
     ) -> torch.Tensor:
-        """Return the logits with masks, biases and penalties; those that are given are not
-        changed."""
+        """Return the logits with lists, biases, penalties and masks. Those that are given are
+        changed by masks alone."""
         ...
 
     def choose(

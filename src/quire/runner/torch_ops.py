@@ -14,6 +14,7 @@ import torch
 from quire.ops import row_state
 from quire.ops.host_memory import to_device
 from quire.ops.logit_edits import EditTable, apply_edits
+from quire.ops.mask import RowMasks, apply_masks
 from quire.ops.penalties import apply_penalties
 from quire.ops.row_state import RowTensors
 from quire.ops.sampling import Filters, Streams, choose
@@ -36,6 +37,7 @@ class TorchOps:
     def __init__(self, device: Device, state: RowTensors) -> None:
         self._device, self._state = device, state
         self._lists: StepLists | None = None
+        self._masks: RowMasks | None = None
         self._context_lens = np.empty(0, np.int32)  # of the scheduled rows, upper bounds
 
     def fork(self, pairs_F2: Int32) -> None:
@@ -61,6 +63,15 @@ class TorchOps:
 
         return Update(take, lambda arrival: None)
 
+    def prepare_masks(self, places: Int32, words: Int32) -> Update:
+        """Keep them as they are; on a CPU they are read where they stand."""
+
+        def take() -> None:
+            device = self._state.device
+            self._masks = RowMasks(to_device(places, device), to_device(words, device))
+
+        return Update(take, lambda arrival: None)
+
     def gather(self, shape: StepShape) -> Gathered:
         """Gather as many tokens and rows as there are."""
         lists, state = self._now, self._state
@@ -80,13 +91,19 @@ class TorchOps:
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
     ) -> torch.Tensor:
-        """Apply masks, biases and penalties to a copy in float32; returns the logits if no row has
-        any."""
-        raw_NV = logits_NV.float().contiguous()
-        if needs.edits is None and not needs.has_penalties:
-            return raw_NV
+        """Apply lists, biases and penalties to a copy in float32, where a row has any; masks where
+        the logits stand."""
+        logits_NV = logits_NV.float().contiguous()
+        if needs.makes_copy:
+            logits_NV = logits_NV.clone()
+            self._edit(logits_NV, samples, table)
+        if needs.has_masks:
+            assert self._masks is not None, "a step's masks are taken first"
+            apply_masks(logits_NV, self._masks)
+        return logits_NV
+
+    def _edit(self, logits_NV: torch.Tensor, samples: SampleInputs, table: EditTable) -> None:
         lists, tokens_RM = self._now, self._state.tokens_RM
-        logits_NV = raw_NV.clone()
         lengths = self._context_lens[lists.sample_places]
         for n, span in lists.sampling.spans.items():
             tokens_M = tokens_RM[lists.sampling.rows[n]]
@@ -104,7 +121,6 @@ class TorchOps:
                 samples.prompt_lens[which_P],
                 penalties_of(self._state, rows_P),
             )
-        return logits_NV
 
     def choose(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs

@@ -234,6 +234,8 @@ class SequenceGroup:
             group.row_params = SamplingParams(
                 temperature=0.0, max_tokens=None, logprobs=group.search.num_kept
             )
+            # A mask keeps out of its candidates what it forbids, but not of a user's logprobs.
+            group.row_params.use_beam_search = bool(leader.request.grammar)
         return group
 
     @property

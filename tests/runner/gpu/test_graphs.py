@@ -171,7 +171,7 @@ def test_a_recording_that_fails_ends_its_graph() -> None:
     begin = device.begin_capture
     device.begin_capture = lambda: began.append(begin()) or began[-1]  # type: ignore[method-assign]
 
-    def fails(backend: Any) -> list[torch.Tensor]:
+    def fails(backend: Any, between: Any) -> list[torch.Tensor]:
         raise ValueError("in the middle")
 
     backend: Any = None

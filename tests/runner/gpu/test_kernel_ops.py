@@ -170,13 +170,13 @@ def test_with_attention_by_torch(
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How often mixed steps were replayed, and others. Mixed ones are recorded at once."""
     counted: Counter[bool] = Counter()
-    replay = graphs.Recorded.replay
+    begin = graphs.Recorded.begin
 
-    def count(recorded: graphs.Recorded, shape: StepShape) -> list[torch.Tensor]:
+    def count(recorded: graphs.Recorded, shape: StepShape) -> None:
         counted[recorded.size.is_mixed] += 1
-        return replay(recorded, shape)
+        begin(recorded, shape)
 
-    monkeypatch.setattr(graphs.Recorded, "replay", count)
+    monkeypatch.setattr(graphs.Recorded, "begin", count)
     monkeypatch.setattr(graphs, "FIRST_TIMES_MIXED", 0)
     return counted
 

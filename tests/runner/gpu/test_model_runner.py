@@ -4,8 +4,9 @@ Plans are launched as far ahead as the scheduler allows, and nothing is done bef
 asked for: pinned slots, rows and results are reused while all of that is still to come.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Set
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,8 +22,10 @@ from quire.models.source import resolve_model
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.gpu import slots
+from quire.runner.gpu.pieces import Pieces
 from tests.runner.gpu.late_device import LateDevice, on_the_host
-from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices, slow_but  # noqa: F401 (a fixture)
+from tests.runner.masked import allowed, with_masks
 from tests.serve.checkpoints import checkpoint
 from tests.updates import read
 
@@ -46,13 +49,14 @@ def build(backend: str, **settings: Any) -> BuiltRunner:
     return build_runner(config, resolve_model(path, None))
 
 
-def requests() -> list[Request]:
+def requests(num_more: int = 0) -> list[Request]:
+    """num_more: tokens that each makes beyond a few."""
     found = []
     for i in range(6):
         params = SamplingParams(
             temperature=0.0 if i % 2 else 0.9,
             presence_penalty=0.5 * (i % 3),
-            max_tokens=4 + i,
+            max_tokens=4 + i + num_more,
             n=2 if i == 4 else 1,
             ignore_eos=True,
         )
@@ -61,17 +65,25 @@ def requests() -> list[Request]:
     return found
 
 
-def drive(built: BuiltRunner, device: LateDevice | None = None) -> dict[tuple[str, int], list[int]]:
-    """The tokens of all sequences. Plans are launched as far ahead as possible."""
+def drive(
+    built: BuiltRunner,
+    device: LateDevice | None = None,
+    masked: Set[str] = frozenset(),
+    make: Callable[[], list[Request]] = requests,
+) -> dict[tuple[str, int], list[int]]:
+    """The tokens of all sequences. Plans are launched as far ahead as possible. masked: requests
+    whose rows have masks."""
     scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
-    for request in requests():
+    for request in make():
         scheduler.add(request, 0.0)
     in_flight: deque[Any] = deque()
     tokens: dict[tuple[str, int], list[int]] = {}
     reader = StepReader()
     while scheduler.has_work:
         while (plan := scheduler.schedule(0.0).plan) is not None:
-            in_flight.append((plan, built.runner.launch(plan)))
+            vocab_size = built.runner.sampler.vocab_size
+            plan, promise = with_masks(scheduler, plan, masked, vocab_size)
+            in_flight.append((plan, built.runner.launch(plan, promise)))
         if device is not None and len(in_flight) > 1:
             assert not in_flight[-1][1].is_done(), "nothing is done before it must be"
         plan, pending = in_flight.popleft()
@@ -102,6 +114,52 @@ def test_everything_is_told_long_before_it_is_done(
     with on_the_host():
         assert found == drive(build("torch"))
     assert sum(len(tokens) for tokens in found.values()) == sum(4 + i for i in range(6)) + 8
+
+
+MASKED = {"r0", "r3", "r4"}
+WAYS: dict[str, dict[str, Any]] = {
+    "as they are": {"enforce_eager": True},
+    "recorded whole": {"compilation": "full"},
+    "recorded in pieces": {"compilation": "piecewise"},
+    "torch": {"backend": "torch"},
+}
+
+
+@pytest.mark.parametrize("way", slow_but(WAYS, "recorded whole", "torch"))
+def test_masked_steps_are_told_long_before_they_are_done(
+    way: str,
+    devices: list[LateDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots of masks are reused while copies from them are still to come; sequences without masks
+    get the tokens that they get without such company."""
+    num_cuts: Counter[int] = Counter()
+    begin = Pieces.begin
+
+    def count(pieces: Pieces) -> None:
+        num_cuts[pieces.num_before] += 1
+        begin(pieces)
+
+    monkeypatch.setattr(Pieces, "begin", count)
+    settings = {"backend": "triton", "max_model_len": 60} | WAYS[way]
+    built = build(**settings)
+    requests_of = partial(requests, num_more=6)
+    found = drive(built, devices[-1], MASKED, requests_of)
+    with on_the_host():
+        assert found == drive(build("torch", max_model_len=60), None, MASKED, requests_of)
+        plain = drive(build("torch", max_model_len=60), None, frozenset(), requests_of)
+    vocab_size = built.runner.sampler.vocab_size
+    prompts = {request.request_id: len(request.prompt_token_ids) for request in requests()}
+    for (name, index), tokens in found.items():
+        if name not in MASKED:
+            assert tokens == plain[name, index]
+            continue
+        assert tokens != plain[name, index]
+        for i, token in enumerate(tokens):
+            assert allowed(name, index, prompts[name] + i, vocab_size)[token]
+    is_recorded = "recorded" in way
+    assert any(num > 0 for num in num_cuts) == is_recorded
+    assert (1 in num_cuts) == (way == "recorded whole")
 
 
 READS: list[Callable[[torch.Tensor], Any]] = [

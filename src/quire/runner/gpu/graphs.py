@@ -15,6 +15,7 @@ what is wrong with a device, or a step, the step as it is will tell.
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,7 +59,12 @@ class Decoder(Protocol):
     def attention_step(self, inputs: StepInputs, shape: StepShape) -> AttentionStep: ...
 
     def carry_out(
-        self, gathered: Gathered, shape: StepShape, needs: Needs, backend: AttentionBackend
+        self,
+        gathered: Gathered,
+        shape: StepShape,
+        needs: Needs,
+        backend: AttentionBackend,
+        between: Callable[[], None],
     ) -> list[torch.Tensor]: ...
 
     def expect_nothing(self) -> None:
@@ -77,13 +83,18 @@ class Recorded:
     inputs: StepInputs | None = None
     pieces: Pieces = field(default_factory=Pieces)
 
-    def replay(self, shape: StepShape) -> list[torch.Tensor]:
-        """Carry it out for a step of this shape, which has as many places; returns copies of what
-        rows wanted: the next replay writes over it."""
+    def begin(self, shape: StepShape) -> None:
+        """Carry it out for a step of this shape, which has as many places, up to where it needs
+        masks."""
         if self.in_pieces:
             assert self.inputs is not None, "it is recorded first"
             self.decoder.backend.prepare(self.decoder.attention_step(self.inputs, shape))
-        self.pieces.replay()
+        self.pieces.begin()
+
+    def end(self) -> list[torch.Tensor]:
+        """Carry out the rest; returns copies of what rows wanted: the next replay writes over
+        it."""
+        self.pieces.end()
         return [tensor.clone() for tensor in self.pieces.outputs]
 
 
@@ -144,10 +155,10 @@ class Graphs:
         if not self._times:
             return False
         while self._expected and not self._is_full:
-            rows, tokens, filters, penalties, edits, num = self._expected.pop(0)
+            rows, tokens, filters, penalties, edits, num, masks = self._expected.pop(0)
             if edits:  # which table they will be in is not known yet
                 continue
-            size, needs = Size(rows, tokens), Needs(filters, penalties, None, num)
+            size, needs = Size(rows, tokens), Needs(filters, penalties, None, num, masks)
             if self._size(rows, tokens) == size and (size, needs) not in self._recorded:
                 return self._try(size, needs) is not None
         for size in reversed(self.sizes):
@@ -197,12 +208,12 @@ class Graphs:
         def work() -> list[torch.Tensor]:
             made: list[StepInputs] = []
 
-            def step(backend: AttentionBackend) -> list[torch.Tensor]:
+            def step(backend: AttentionBackend, between: Callable[[], None]) -> list[torch.Tensor]:
                 gathered = decoder.gather(shape)
                 made.append(gathered.inputs)
-                return decoder.carry_out(gathered, shape, needs, backend)
+                return decoder.carry_out(gathered, shape, needs, backend, between)
 
-            step(decoder.backend)
+            step(decoder.backend, lambda: None)
             made.clear()
             recorded.pieces = record(self._device, decoder.backend, step, in_pieces=in_pieces)
             if in_pieces:
@@ -226,4 +237,6 @@ def _borrowed(device: Device, inputs: StepInputs) -> StepInputs:
 def _kind(size: Size, needs: Needs) -> Kind:
     edits = needs.edits is not None
     filters, penalties = needs.has_filters, needs.has_penalties
-    return size.rows, size.tokens, filters, penalties, edits, needs.num_candidates
+    return (
+        size.rows, size.tokens, filters, penalties, edits, needs.num_candidates, needs.has_masks
+    )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.gpu import DTYPES
-from quire.ops.kernels import row_deltas, step_inputs
+from quire.ops.kernels import mask, row_deltas, step_inputs
 from quire.ops.kernels.penalties import apply_penalties
 from quire.ops.kernels.sampling import SamplingColumns, sample
 from quire.ops.kernels.sampling_edits import edit_logits
@@ -21,6 +21,7 @@ from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import SampleInputs, StepInputs
 from quire.runner.columns import narrow, penalties_of, wide
 from quire.runner.device import Arrival, Device
+from quire.runner.gpu.mask_slots import MaskSlots
 from quire.runner.gpu.slots import SlotContents, SlotRing
 from quire.runner.row_updates import RowUpdates
 from quire.runner.step_ops import Gathered, Needs, StepLists, StepShape, Update
@@ -40,6 +41,7 @@ class KernelOps:
         self._ring = SlotRing(device, max_num_rows)
         self._columns = sampling_columns(state)
         self._counts_RV: torch.Tensor | None = None
+        self._mask_slots: MaskSlots | None = None
 
     def fork(self, pairs_F2: Int32) -> None:
         """Copy rows, in one launch."""
@@ -75,6 +77,10 @@ class KernelOps:
 
         return Update(lambda: self._receive(contents, lists is not None), hold)
 
+    def prepare_masks(self, places: Int32, words: Int32) -> Update:
+        """Write them into a slot, from which they are copied to where recorded steps read."""
+        return self._masks.prepare(places, words)
+
     def gather(self, shape: StepShape) -> Gathered:
         """Gather into buffers with places for all rows that are scheduled, and all that sample."""
         state, num_rows = self._state, len(shape.query_lens)
@@ -107,6 +113,8 @@ class KernelOps:
             if needs.edits is None:
                 x_NV = x_NV.to(torch.float32, copy=True)
             self._penalise(x_NV, samples)
+        if needs.has_masks:
+            mask.apply_masks(x_NV, self._masks.of(len(x_NV)))
         return x_NV
 
     def choose(
@@ -128,6 +136,14 @@ class KernelOps:
         step_inputs.advance(
             self._state, self._inbox, gathered.contexts, ids_N, is_valid_N, results_QS
         )
+
+    @property
+    def _masks(self) -> MaskSlots:
+        """Make it when the first masks come, or are recorded."""
+        if self._mask_slots is None:
+            num_rows = len(self._state.computed_R)
+            self._mask_slots = MaskSlots(self._device, num_rows, self._vocab_size)
+        return self._mask_slots
 
     def _receive(self, contents: SlotContents, has_lists: bool) -> None:
         counts = contents.num_deltas, contents.num_runs

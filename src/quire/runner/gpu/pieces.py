@@ -2,7 +2,8 @@
 
 Attention does most of the work of a long context and chooses how to cut it by the step's lengths;
 left out of the graphs it is launched anew each time, and all else is replayed (T 4.6). The pieces
-are found by running the model once: its attention calls end one graph and begin the next.
+are found by running the model once: its attention calls end one graph and begin the next. A step
+with token masks is cut between logits and sampling, too: there the host waits for them.
 """
 
 import gc
@@ -15,18 +16,24 @@ import torch
 from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32
 from quire.runner.device import Device, Graph
 
-Step = Callable[[AttentionBackend], list[torch.Tensor]]
+Step = Callable[[AttentionBackend, Callable[[], None]], list[torch.Tensor]]
 
 
 @dataclass
 class Pieces:
-    """Launches, in their order, and what the work returned: memory that each replay fills anew."""
+    """Launches, in their order, and what the work returned: memory that each replay fills anew.
+    num_before: how many come before the step's masks."""
 
     launches: list[Callable[[], None]] = field(default_factory=list)
     outputs: Sequence[torch.Tensor] = ()
+    num_before: int = 0
 
-    def replay(self) -> None:
-        for launch in self.launches:
+    def begin(self) -> None:
+        for launch in self.launches[: self.num_before]:
+            launch()
+
+    def end(self) -> None:
+        for launch in self.launches[self.num_before :]:
             launch()
 
 
@@ -48,6 +55,12 @@ class CutAtAttention(AttentionBackend):
         if graph is not None:
             self._device.end_capture(graph)
             self._pieces.launches.append(graph.replay)
+
+    def cut_for_masks(self) -> None:
+        """End a graph, and begin the one that comes after the step's masks."""
+        self.end()
+        self._pieces.num_before = len(self._pieces.launches)
+        self.begin()
 
     def prepare(self, step: AttentionStep) -> None:
         self._inner.prepare(step)
@@ -94,8 +107,8 @@ class CutAtAttention(AttentionBackend):
 
 
 def record(device: Device, backend: AttentionBackend, step: Step, *, in_pieces: bool) -> Pieces:
-    """Record what `step` launches with this backend; nothing of it is done. Raises what the step
-    raises, and OutOfMemoryError."""
+    """Record what `step` launches with this backend; nothing of it is done. The step calls its
+    second argument where masks come in. Raises what the step raises, and OutOfMemoryError."""
     pieces = Pieces()
     cutting = CutAtAttention(backend, device, pieces)
     collects = gc.isenabled()
@@ -103,7 +116,7 @@ def record(device: Device, backend: AttentionBackend, step: Step, *, in_pieces: 
     try:
         cutting.begin()
         try:
-            pieces.outputs = step(cutting if in_pieces else backend)
+            pieces.outputs = step(cutting if in_pieces else backend, cutting.cut_for_masks)
         finally:
             cutting.end()
     finally:

@@ -64,12 +64,11 @@ class Chunk:
         self.places.setdefault(row, []).append((start, start + len(tokens)))
 
 
-class SlotRing:
-    """Slots, taken in turn."""
+class Ring:
+    """Slots of pinned memory, taken in turn."""
 
-    def __init__(self, device: Device, max_rows: int, *, num_slots: int = NUM_SLOTS) -> None:
-        self.layout = SlotLayout(max_rows, MOST_DELTAS, MOST_RUNS, MOST_TOKENS)
-        words = [device.pinned(self.layout.num_words) for _ in range(num_slots)]
+    def __init__(self, device: Device, num_words: int, num_slots: int) -> None:
+        words = [device.pinned(num_words) for _ in range(num_slots)]
         self._slots = [Slot(memory, memory.numpy()) for memory in words]
         self._next = 0
 
@@ -81,6 +80,14 @@ class SlotRing:
             slot.used.wait()
             slot.used = None
         return slot
+
+
+class SlotRing(Ring):
+    """Slots for what plans change."""
+
+    def __init__(self, device: Device, max_rows: int, *, num_slots: int = NUM_SLOTS) -> None:
+        self.layout = SlotLayout(max_rows, MOST_DELTAS, MOST_RUNS, MOST_TOKENS)
+        super().__init__(device, self.layout.num_words, num_slots)
 
     def cut(self, updates: RowUpdates) -> list[Chunk]:
         """Cut into what fits into one slot each; at least one chunk."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 logger = logging.getLogger("quire")
 
-# Places for rows and for tokens, whether there are filters, penalties, edits; candidates.
-Kind = tuple[int, int, bool, bool, bool, int]
+# Places for rows and for tokens, whether there are filters, penalties, edits; candidates; masks.
+Kind = tuple[int, int, bool, bool, bool, int, bool]
 
 
 class UsedSizes:
@@ -29,8 +29,8 @@ class UsedSizes:
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             return [
-                (int(rows), int(tokens), bool(filters), bool(penalties), bool(edits), int(num))
-                for rows, tokens, filters, penalties, edits, num in found["graphs"]
+                (int(rows), int(tokens), bool(a), bool(b), bool(c), int(num), bool(masks))
+                for rows, tokens, a, b, c, num, masks in found["graphs"]
             ]
         except FileNotFoundError:
             return []

@@ -1,0 +1,160 @@
+"""A runner on a CPU whose plans have masked rows: it waits for their masks between logits and
+sampling, and rows without one have the same bits beside them."""
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Iterator, Set
+from typing import Any
+
+import pytest
+
+from quire.base.config import config_from_flat
+from quire.base.masks import MaskPromise
+from quire.base.messages import Request
+from quire.base.plan import Plan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.engine.bisect import combine, restrict
+from quire.engine.build import make_scheduler
+from quire.models.source import resolve_model
+from quire.ops import native
+from quire.runner.build import BuiltRunner, build_runner
+from quire.scheduler.scheduler import Scheduler
+from tests.runner.masked import allowed, with_masks
+from tests.serve.checkpoints import checkpoint
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32", "device": "cpu", "max_num_seqs": 6, "max_num_batched_tokens": 16,
+    "block_size": 4, "kv_cache_memory_bytes": 1 << 19, "max_model_len": 40,
+}  # fmt: skip
+MASKED = {"m0", "m1", "m2"}
+Found = dict[str, list[tuple[int, bytes]]]
+
+
+def build(backend: str, depth: int) -> BuiltRunner:
+    path = str(checkpoint("llama"))
+    config = config_from_flat(
+        model=path, attention_backend=backend, pipeline_depth=depth, **SETTINGS
+    )
+    return build_runner(config, resolve_model(path, None))
+
+
+def scheduler_of(built: BuiltRunner, names: Set[str] = frozenset()) -> Scheduler:
+    """With requests: three that are masked by some tests, three that ask for this and that."""
+    scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
+    kinds = [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9}, {"presence_penalty": 1.0}]
+    for kind in "mp":
+        for i, more in enumerate(kinds):
+            params = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=4, **more)
+            prompt = [(13 * i + 5 * j) % 97 for j in range(4 + 7 * i)]
+            if not names or f"{kind}{i}" in names:
+                scheduler.add(Request(f"{kind}{i}", prompt, params, seed=i), 0.0)
+    return scheduler
+
+
+def drive(built: BuiltRunner, depth: int, masked: Set[str], names: Set[str] = frozenset()) -> Found:
+    """Tokens and the bits of their candidates."""
+    scheduler, in_flight, found = scheduler_of(built, names), deque[Any](), Found()
+    vocab_size = built.runner.sampler.vocab_size
+    while scheduler.has_work:
+        while len(in_flight) < depth and (plan := scheduler.schedule(0.0).plan) is not None:
+            plan, promise = with_masks(scheduler, plan, masked, vocab_size)
+            owners = [scheduler.rows.table.sequences[row] for row in plan.sample_rows.tolist()]
+            in_flight.append((owners, plan, built.runner.launch(plan, promise)))
+        owners, plan, launched = in_flight.popleft()
+        result = launched.result()
+        assert not result.row_errors
+        for owner, row, token in zip(
+            owners, plan.sample_rows.tolist(), result.token_ids[:, 0].tolist(), strict=True
+        ):
+            bits = result.candidates[row].logprobs.tobytes()
+            found.setdefault(owner.request.request_id, []).append((token, bits))
+        scheduler.update(result, 0.0)
+    return found
+
+
+@pytest.fixture(params=["core", "torch"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The C++ core, or torch's operations alone."""
+    if request.param == "core" and native.core() is None:
+        pytest.skip("the C++ core was not built")
+    if request.param == "torch":
+        monkeypatch.setattr(native, "core_for", lambda *tensors: None)
+    yield "auto" if request.param == "core" else "torch"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_without_a_mask_have_the_same_bits_beside_rows_with_one(
+    backend: str, depth: int
+) -> None:
+    built = build(backend, depth)
+    plain = drive(built, depth, frozenset())
+    found = drive(built, depth, MASKED)
+    vocab_size = built.runner.sampler.vocab_size
+    for name, tokens in found.items():
+        if name not in MASKED:
+            assert tokens == plain[name]
+            continue
+        assert tokens != plain[name] and len(tokens) == 9
+        first = 4 + 7 * int(name[1])
+        for i, (token, _) in enumerate(tokens):
+            assert allowed(name, 0, first + i, vocab_size)[token]
+    if backend == "auto":  # whose bits do not depend on the batch
+        alone = drive(built, depth, frozenset(), {"p0", "p1", "p2"})
+        assert alone == {name: found[name] for name in alone}
+
+
+def test_the_runner_waits_between_logits_and_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = build("auto", 1)
+    scheduler = scheduler_of(built, {"m0"})
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None
+    plan, kept = with_masks(scheduler, plan, MASKED, built.runner.sampler.vocab_size)
+    assert kept is not None
+    expected = built.runner.run(plan, kept)
+    promise, has_logits = MaskPromise(), threading.Event()
+    logits = built.runner.model.logits
+    monkeypatch.setattr(
+        built.runner.model, "logits", lambda hidden: has_logits.set() or logits(hidden)
+    )
+    results: list[StepResult] = []
+    thread = threading.Thread(target=lambda: results.append(built.runner.run(plan, promise)))
+    thread.start()
+    assert has_logits.wait(10)
+    thread.join(0.1)
+    assert thread.is_alive() and not results
+    promise.put(kept.wait())
+    thread.join(10)
+    assert results[0].token_ids.tolist() == expected.token_ids.tolist()
+    assert results[0].duration_s > 0
+
+
+def before_a_mixed_plan() -> tuple[BuiltRunner, Plan, MaskPromise]:
+    """A runner that has carried out all plans before one that samples rows of both kinds."""
+    built = build("auto", 1)
+    scheduler = scheduler_of(built)
+    while True:
+        plan = scheduler.schedule(0.0).plan
+        assert plan is not None
+        plan, promise = with_masks(scheduler, plan, MASKED, built.runner.sampler.vocab_size)
+        if 1 < len(plan.masked_rows) < len(plan.sample_rows):
+            assert promise is not None
+            return built, plan, promise
+        scheduler.update(built.runner.run(plan, promise), 0.0)
+
+
+def test_a_plan_in_parts_takes_its_rows_masks_from_the_same_promise() -> None:
+    built, plan, promise = before_a_mixed_plan()
+    whole = built.runner.run(plan, promise)
+    built, plan, promise = before_a_mixed_plan()
+    parts = []
+    for i, rows in enumerate((plan.rows[:1], plan.rows[1:3], plan.rows[3:])):
+        part = restrict(plan, rows)
+        if i == 1:  # also if nobody has told which of the masked rows are left
+            part = dataclasses.replace(part, masked_rows=plan.masked_rows)
+        parts.append((part, built.runner.run(part, promise)))
+    combined = combine(plan, parts)
+    assert combined.token_ids.tolist() == whole.token_ids.tolist()
+    assert combined.candidates.keys() == whole.candidates.keys()
+    for row, each in whole.candidates.items():
+        assert combined.candidates[row].logprobs.tobytes() == each.logprobs.tobytes()
