@@ -54,7 +54,7 @@ Point = tuple[Any, str, str, bool]  # an object, its method, the place, whether 
 
 
 def points_of(runner: Any) -> list[Point]:
-    """Behind `logprobs` come the counters, and nothing after these. A step that chooses no token
+    """Behind `sample` come the counters, and nothing after these. A step that chooses no token
     fails before them."""
     last = [(runner.rows, "advance", place, False) for place in PLACES[4:]]
     return [
