@@ -8,6 +8,9 @@ the table. So a block that was freed, shared or overwritten wrongly is noticed, 
 Requests can be cursed: a step raises that computes their token at a position, or one after it; or,
 if it samples, all that it computes is garbage, as is what is computed from that (as with NaN).
 Sampling from garbage is an error of the row. Rows are told apart by their request's seed.
+
+What a row with a grammar may choose is a function of the grammar's text and the output so far
+(`allowed_tokens`); a stand-in (`FakeGrammars`) makes the masks, and so compiles nothing.
 """
 
 import zlib
@@ -17,12 +20,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.base.masks import MaskPromise
-from quire.base.messages import Request
+from quire.base.events import Event
+from quire.base.masks import MaskPromise, TokenMasks
+from quire.base.messages import GrammarReady, Request
 from quire.base.model_spec import CacheGroup
-from quire.base.plan import Plan, StepResult
+from quire.base.plan import Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executor import failed_step
+from quire.scheduler.sequence import Sequence, State
+
+Work = tuple[Plan, MaskPromise | None]
 
 VOCAB = 50
 GARBAGE = -2
@@ -40,8 +47,16 @@ class CursedStep(Exception):
     """A step with a cursed row in it."""
 
 
-def next_token(context: list[int]) -> int:
-    return zlib.crc32(np.asarray(context, np.int32).tobytes()) % VOCAB
+def next_token(context: list[int], allowed: list[int] | None = None) -> int:
+    number = zlib.crc32(np.asarray(context, np.int32).tobytes())
+    return number % VOCAB if allowed is None else allowed[number % len(allowed)]
+
+
+def allowed_tokens(grammar: str, output: list[int]) -> list[int]:
+    """About a third of all; whatever a grammar might say."""
+    state = zlib.crc32(repr((grammar, output)).encode())
+    found = [t for t in range(VOCAB) if zlib.crc32(b"%d %d" % (state, t)) % 3 == 0]
+    return found or [state % VOCAB]
 
 
 def expected_tokens(request: Request, max_model_len: int) -> list[int]:
@@ -51,7 +66,8 @@ def expected_tokens(request: Request, max_model_len: int) -> list[int]:
     params = request.params
     most = min(params.max_tokens or max_model_len, max_model_len - len(tokens))
     while len(output) < most:
-        token = next_token(tokens)
+        allowed = allowed_tokens(request.grammar, output) if request.grammar else None
+        token = next_token(tokens, allowed)
         tokens.append(token)
         output.append(token)
         if token in request.stop_token_ids and len(output) >= params.min_tokens:
@@ -80,6 +96,7 @@ class FakeDevice:
         self.seeds: dict[int, int] = {}
         self.curses: dict[int, Curse] = {}  # by seed
         self.num_raised = 0
+        self.waits_for_masks = False  # on a thread of its own
         self.lost: tuple[int, list[set[int]]] = -1, []  # in a step: slots of rows that failed alone
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
@@ -94,14 +111,19 @@ class FakeDevice:
         garbled = {row for row, start, end in spans if self._is_garbled(row, start, end)}
         self._raise_if_cursed(plan.step_id, spans)
         sources = dict(zip(plan.sample_rows.tolist(), plan.sample_sources.tolist(), strict=True))
-        sampled, errors = self._sample(sources, garbled, {row: end for row, _, end in spans})
+        ends = {row: end for row, _, end in spans}
+        allowed, unservable = self._allowed(plan, masks)
+        sampled, errors = self._sample(sources, garbled, ends, allowed)
+        errors |= unservable
         for row, _, end in spans:
             self.computed[row] = end
         for fork in plan.new_forks:
             self.computed[fork.child] = self.computed[fork.parent]
         token_ids = np.asarray(sampled, np.int32).reshape(-1, 1)
         accepted = np.ones(len(sampled), np.int32)
-        return StepResult(plan.step_id, token_ids, accepted, row_errors=errors)
+        return StepResult(
+            plan.step_id, token_ids, accepted, row_errors=errors, unservable_rows=tuple(unservable)
+        )
 
     def _apply(self, plan: Plan) -> None:
         for start in plan.started:
@@ -194,16 +216,81 @@ class FakeDevice:
         self.lost = step_id, before
 
     def _sample(
-        self, sources: dict[int, int], garbled: set[int], ends: dict[int, int]
+        self,
+        sources: dict[int, int],
+        garbled: set[int],
+        ends: dict[int, int],
+        allowed: dict[int, list[int]],
     ) -> tuple[list[int], dict[int, str]]:
         sampled = []
         for row, source in sources.items():
             known = self.tokens[row][: ends[source]]
-            token = 0 if source in garbled else next_token(known)
+            token = 0 if source in garbled else next_token(known, allowed.get(row))
             sampled.append(token)
             self.tokens[row] = [*known, token]
         bad = {row: "garbage" for row, source in sources.items() if source in garbled}
         return sampled, bad
+
+    def _allowed(
+        self, plan: Plan, masks: MaskPromise | None
+    ) -> tuple[dict[int, list[int]], dict[int, str]]:
+        """By row, what the masks allow, and what is wrong with a row's grammar. On the core's own
+        thread they must be there, since nobody else could make them."""
+        assert (masks is None) == (len(plan.masked_rows) == 0), "masks for nobody, or none"
+        if masks is None:
+            return {}, {}
+        assert self.waits_for_masks or masks.is_there, "masks that will never come"
+        found, rows = masks.wait(), plan.masked_rows.tolist()
+        words = np.ascontiguousarray(found.of(plan.masked_rows)[:, 0])
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
+        allowed = {row: np.flatnonzero(b).tolist() for row, b in zip(rows, bits, strict=True)}
+        errors = {row: "nothing is allowed" for row in rows if not allowed[row]}
+        errors |= {row: found.errors[row] for row in rows if row in found.errors}
+        return {row: allowed[row] or [0] for row in rows}, errors
+
+
+class FakeGrammars:
+    """Stands in for `engine/grammars.py`: a grammar is compiled when somebody says so."""
+
+    has_answers = False
+    num_open = 0
+
+    def __init__(self) -> None:
+        self.pending: list[Request] = []
+
+    def take(self) -> list[GrammarReady]:
+        return []
+
+    def hear(self, events: list[Event]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def begin(self, request: Request) -> None:
+        self.pending.append(request)
+
+    def compile(self, pick: int, fails: bool = False) -> GrammarReady | None:
+        if not self.pending:
+            return None
+        request = self.pending.pop(pick % len(self.pending))
+        return GrammarReady(request.request_id, "a bad grammar" if fails else None)
+
+    def fill(self, promise: MaskPromise, rows: Int32, sequences: list[Sequence]) -> None:
+        """A mask for each row, after what its sequence is known to have now."""
+        assert not promise.is_there, "masks made twice"
+        bits = np.ones((len(rows), 64), bool)
+        for row, sequence in zip(bits, sequences, strict=True):
+            if sequence.state is not State.ENDED:
+                output = sequence.known_tokens[sequence.num_prompt_tokens :].tolist()
+                row[:] = False
+                row[allowed_tokens(sequence.request.grammar, output)] = True
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        promise.put(TokenMasks(rows, words[:, None]))
+
+    def forgo(self, promise: MaskPromise, rows: Int32) -> None:
+        assert not promise.is_there, "masks were made before it was their turn"
+        promise.put(TokenMasks(rows, np.full((len(rows), 1, 2), -1, np.int32)))
 
 
 class FakeExecutor:
@@ -211,7 +298,7 @@ class FakeExecutor:
 
     def __init__(self, device: FakeDevice, is_lazy: bool) -> None:
         self.device, self.is_lazy = device, is_lazy
-        self._queue: deque[Plan | StepResult] = deque()
+        self._queue: deque[Work | StepResult] = deque()
         self.has_failed = False
 
     def start(self, on_result: Callable[[], None]) -> None:
@@ -225,21 +312,21 @@ class FakeExecutor:
 
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.has_failed &= len(self._queue) > 0
-        self._queue.append(plan if self.is_lazy else self._run(plan))
+        self._queue.append((plan, masks) if self.is_lazy else self._run(plan, masks))
 
     def next_result(self) -> StepResult:
         oldest = self._queue.popleft()
-        return self._run(oldest) if isinstance(oldest, Plan) else oldest
+        return self._run(*oldest) if isinstance(oldest, tuple) else oldest
 
     def close(self) -> None:
         pass
 
-    def _run(self, plan: Plan) -> StepResult:
+    def _run(self, plan: Plan, masks: MaskPromise | None) -> StepResult:
         """Plans behind one that failed are answered without being carried out."""
         if self.has_failed:
             return failed_step(plan, "a step before it failed")
         try:
-            return self.device.run(plan)
+            return self.device.run(plan, masks)
         except CursedStep as error:
             self.has_failed = True
             return failed_step(plan, str(error))
@@ -252,6 +339,7 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
     tenant = str(params.pop("tenant", ""))
     timeout_s = float(params.pop("timeout_s", 0.0))  # type: ignore[arg-type]
     seed = int(params.pop("seed", 0))  # type: ignore[call-overload]
+    grammar = str(params.pop("grammar", ""))
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
@@ -262,4 +350,5 @@ def make_request(name: str, prompt: list[int], **params: object) -> Request:
         priority=priority,
         tenant=tenant,
         timeout_s=timeout_s,
+        grammar=grammar,
     )

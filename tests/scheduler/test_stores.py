@@ -278,11 +278,11 @@ def test_what_is_on_its_way_when_a_request_fails_is_not_taken_in() -> None:
 class EarlyCurse(FakeDevice):
     """Raises before it has carried out anything of a plan."""
 
-    def run(self, plan: Plan):  # type: ignore[no-untyped-def]
+    def run(self, plan: Plan, masks=None):  # type: ignore[no-untyped-def]
         seeds = {**self.seeds, **{start.row: start.seed for start in plan.started}}
         if any(seeds[row] in self.curses for row in plan.rows.tolist()):
             raise CursedStep("at once")
-        return super().run(plan)
+        return super().run(plan, masks)
 
 
 def test_a_step_that_failed_as_a_whole_may_have_copied_nothing_out() -> None:

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "torch", "safetensors", "huggingface_hub"},
     "runner": {"numpy", "torch"},
-    "engine": {"numpy", "msgspec", "prometheus_client", "torch"},
+    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "torch"},
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "rich", "starlette",
         "uvicorn",

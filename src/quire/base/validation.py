@@ -116,6 +116,8 @@ def check_pin(request: Request) -> None:
         raise RequestError(f"a share of what may be pinned is in (0, 1], got {request.pin_share}.")
     if request.is_open or params.num_samples > 1 or params.use_beam_search:
         raise RequestError("a prefix to pin is one whole prompt; leave out n, best_of, beams.")
+    if request.grammar:
+        raise RequestError("a prefix to pin has no answer, so no grammar; leave it out.")
     if params.prompt_logprobs is not None:
         raise RequestError("a prefix to pin gives no prompt_logprobs; leave them out.")
 

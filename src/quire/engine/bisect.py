@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from quire.base.masks import MaskPromise
 from quire.base.plan import BlockWrites, Int32, Move, Plan, StepResult
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ Place = tuple[str, int, int]  # the kind of a move, cache group, block
 FILLING = ("load", "copy")
 
 
-def bisect_step(executor: "Executor", plan: Plan) -> StepResult:
-    """Repeat a plan that failed; the executor has answered all plans that it was given.
+def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+    """Repeat a plan that failed; the executor has answered all plans that it was given. masks: of
+    the plan.
 
     Rows that fail alone are in the result's row_errors, also those that do not sample. Halves come
     first: a step that fails by chance, or only as a whole, does not fail again and costs nobody.
     """
-    bisection = _Bisection(executor, plan)
+    bisection = _Bisection(executor, plan, masks)
     bisection.begin()
     result = combine(plan, bisection.done, bisection.errors)
     return dataclasses.replace(result, lost_swaps=bisection.has_lost_swaps)
@@ -47,9 +49,10 @@ def bisect_step(executor: "Executor", plan: Plan) -> StepResult:
 class _Bisection:
     """done: parts that succeeded, with their results. errors: of rows that failed alone."""
 
-    def __init__(self, executor: "Executor", plan: Plan) -> None:
+    def __init__(self, executor: "Executor", plan: Plan, masks: MaskPromise | None) -> None:
         self.executor = executor
         self.plan = plan
+        self.masks = masks
         self.done: list[Part] = []
         self.errors: dict[int, str] = {}
         self._moved: set[Place] = set()  # what loads and copies have filled
@@ -90,7 +93,7 @@ class _Bisection:
 
     def _try(self, part: Plan) -> str | None:
         """Carry out a part; what went wrong."""
-        self.executor.submit(part)
+        self.executor.submit(part, self.masks if len(part.masked_rows) else None)
         result = self.executor.next_result()
         if result.error is None:
             self.done.append((part, result))
@@ -164,6 +167,7 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
         sample_rows=plan.sample_rows[samples],
         num_candidates=plan.num_candidates[samples],
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,
+        masked_rows=plan.masked_rows[np.isin(plan.masked_rows, plan.sample_rows[samples])],
         forked=forked,
         started=tuple(start for start in plan.started if start.row in row_set),
         block_writes=_writes_of(plan.block_writes, row_set | {fork.child for fork in forked}),

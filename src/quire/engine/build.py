@@ -13,13 +13,14 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.grammars import Grammars
 from quire.engine.identity import fingerprint_of
 from quire.engine.launching import LaunchingExecutor
 from quire.engine.prefix_file import pin_configured
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
-from quire.engine.text import build_text_side
+from quire.engine.text import build_text_side, read_vocabulary
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
@@ -36,6 +37,7 @@ from quire.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("quire")
 
+MOST_MASK_THREADS = 8  # beside a GPU
 STORE_SETTINGS = ("kv_disk_dir", "kv_store")  # where blocks are kept
 
 
@@ -98,6 +100,7 @@ def build_core(
         None if is_asked_for else _step_budget(built),
     )
     connect_stores(core, built)
+    core.constrain(_make_grammars(core, built, source))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
@@ -114,6 +117,15 @@ def _step_budget(built: BuiltRunner) -> StepBudget | None:
     if built.device.type != "cpu" or built.runner.is_async:
         return None
     return StepBudget(first_budget(built.config, built.spec, num_threads()))
+
+
+def _make_grammars(core: EngineCore, built: BuiltRunner, source: ModelSource) -> Grammars:
+    """Make what follows grammars. On a CPU the step needs the cores; it has the time."""
+    model, vocab_size, num_cores = built.config.model, built.spec.vocab_size, num_threads()
+    num = num_cores // 4 if built.device.type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
+    return Grammars(
+        lambda: read_vocabulary(model, source, vocab_size), vocab_size, max(1, num), core.bell.ring
+    )
 
 
 def _build_executor(

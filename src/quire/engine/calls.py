@@ -31,7 +31,9 @@ from quire.scheduler.snapshot import decode, encode
 ) = range(11)  # fmt: skip
 CALLS = {ADD: "add", CONTROL: "control", SCHEDULE: "schedule", UPDATE: "update"}
 GOES_ON = "goes on"  # why a segment ends, if another one begins where it does
-STICKY = ("rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates")
+STICKY = (
+    "rows", "num_tokens", "computed_bound", "sample_rows", "num_candidates", "masked_rows",
+)  # fmt: skip
 PLAN_FIELDS = tuple(item.name for item in dataclasses.fields(Plan))
 
 Fields = dict[str, Any]

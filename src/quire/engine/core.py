@@ -9,16 +9,20 @@ with an error, all others get what they would have got.
 
 import dataclasses
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire.base.clock import Clock
-from quire.base.errors import EngineBusy, EngineError
+from quire.base.errors import EngineBusy, EngineError, RequestError
 from quire.base.events import Event
 from quire.base.kv_orders import KEEP_AT_END_S
+from quire.base.masks import MaskPromise
 from quire.base.messages import (
     Abort,
     Control,
@@ -32,8 +36,9 @@ from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
-from quire.engine.connectors.connections import Connections
+from quire.engine.connectors.connections import MOST_WAIT_S, Connections
 from quire.engine.executor import Executor
+from quire.engine.grammars import Grammars
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
 from quire.engine.step_budget import StepBudget
@@ -46,27 +51,43 @@ PREFILL_TOKENS = 32  # a step of fewer says little of how fast a prompt is compu
 RATE_CHANGE = 0.2
 
 Subscriber = Callable[[Event], None]
+Sampling = npt.NDArray[np.object_]
+NOBODY: Sampling = np.empty(0, object)
 
 
 @dataclass(slots=True)
 class Submitted:
-    """A plan in flight. carried_out: as the executor got it, without rows that had been left out
-    and with what a plan before it was to do; left_out: rows whose results are void."""
+    """A plan in flight. sampling: the sequences of its sample_rows. carried_out: as the executor
+    got it, without rows that had been left out and with what a plan before it was to do; masks: of
+    its masked rows. left_out: rows whose results are void."""
 
     plan: Plan
+    sampling: Sampling
     carried_out: Plan
+    masks: MaskPromise | None
     left_out: frozenset[int] = frozenset()
 
 
 class Bell:
-    """Rung by an executor, from any thread, when a result is ready. It holds no part of the core:
-    a core that nobody holds is gone, with its executor's thread."""
+    """Rung from any thread when something has come that the core waits for: a result, a store's
+    answer, a grammar. It holds no part of the core: a core that nobody holds is gone, with its
+    executor's thread."""
 
     def __init__(self) -> None:
         self.wake_up: Callable[[], None] = lambda: None
+        self._is_rung = threading.Event()
 
     def ring(self) -> None:
+        self._is_rung.set()
         self.wake_up()
+
+    def forget(self) -> None:
+        """Wait only for what comes from now on."""
+        self._is_rung.clear()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until it was rung."""
+        self._is_rung.wait(timeout_s)
 
 
 class EngineCore:
@@ -95,6 +116,7 @@ class EngineCore:
         self._carried_over: Plan | None = None  # of a plan that was not carried out: for the next
         self._death: str | None = None
         self._stores: Connections | None = None
+        self._grammars: Grammars | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
         self._events: list[Event] = []  # that subscribers have not heard of
@@ -142,6 +164,10 @@ class EngineCore:
         """Let these carry out what the scheduler orders of its stores."""
         self._stores = stores
 
+    def constrain(self, grammars: Grammars) -> None:
+        """Let these say which tokens the requests with a grammar may choose."""
+        self._grammars = grammars
+
     def record(self, recorder: Recorder) -> None:
         """Let the recorder see every call of the scheduler from now on."""
         self.doors = self._recorder = recorder
@@ -150,10 +176,14 @@ class EngineCore:
         """Queue a request. Raises RequestError if it can never be served, and EngineBusy if too
         many wait already."""
         self.limits.check(request)
+        if request.grammar and self._grammars is None:
+            raise RequestError("this engine takes no grammars; leave the form of the answer out.")
         self._check_queue()
         decisions = self._pass(self.doors.add(request, self._clock.now()))
         if decisions.refusal is not None:
             raise decisions.refusal
+        if request.grammar and self._grammars is not None:
+            self._grammars.begin(request)
 
     def _check_queue(self) -> None:
         """Raise EngineBusy if too many wait. A burst between two steps may take all free rows
@@ -178,6 +208,8 @@ class EngineCore:
         self._due_s = decisions.next_s
         if self._stores is not None:
             self._stores.submit(decisions.orders)
+        if self._grammars is not None:
+            self._grammars.hear(decisions.events)
         return decisions
 
     def step(self) -> StepOutputs:
@@ -195,7 +227,8 @@ class EngineCore:
         A request may become late while nothing can be planned, if its prompt is still open."""
         if not self.has_work:
             return None if self._due_s is None else max(0.0, self._due_s - self._clock.now())
-        has_answers = self._stores is not None and self._stores.has_answers
+        helpers = self._stores, self._grammars
+        has_answers = any(helper is not None and helper.has_answers for helper in helpers)
         if self._is_answered or has_answers or self._death is not None:
             return 0.0
         if self._has_nothing_to_plan:
@@ -230,7 +263,7 @@ class EngineCore:
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
-            self._take_answers(waits=False)
+            self._take_answers()
             while waits or self._is_due():
                 if self.plan() is None and not self._is_fetching(waits):
                     break
@@ -251,17 +284,34 @@ class EngineCore:
         return outputs
 
     def _is_fetching(self, waits: bool) -> bool:
-        """Wait for a store, if nothing else is to be done and the caller has the time."""
+        """Wait for a store or a grammar, if nothing else is to be done and the caller has the
+        time."""
         is_idle = not self._submitted and not self._dropped and self.has_work
-        if not (waits and is_idle and self._stores is not None and self._stores.num_open):
+        helpers = self._stores, self._grammars
+        if not (waits and is_idle and any(h is not None and h.num_open for h in helpers)):
             return False
-        self._take_answers(waits=True)
+        self._wait_for_answer()
         return True
 
-    def _take_answers(self, waits: bool) -> None:
+    def _wait_for_answer(self) -> None:
+        """Take what stores answer and which grammars are ready; if there is nothing, wait a little
+        for it."""
+        self.bell.forget()
+        if not self._take_answers():
+            self.bell.wait(MOST_WAIT_S)
+            self._take_answers()
+
+    def _take_answers(self) -> bool:
+        """Take what stores have answered and which grammars are ready; whether there was
+        something."""
+        answers: list[Control] = []
         if self._stores is not None:
-            for answer in self._stores.take(self._clock.now(), waits):
-                self.control(answer)
+            answers += self._stores.take(self._clock.now())
+        if self._grammars is not None:
+            answers += self._grammars.take()
+        for answer in answers:
+            self.control(answer)
+        return bool(answers)
 
     def _is_due(self) -> bool:
         """Tell whether to plan the next step now: nothing runs, or not for much longer."""
@@ -282,7 +332,7 @@ class EngineCore:
             details = [*self._dropped.details, *decisions.outputs.details]
             self._dropped = StepOutputs(details=details)
         if plan is not None:
-            self._submit(plan)
+            self._submit(plan, NOBODY if decisions.sampling is None else decisions.sampling)
         return plan
 
     def take(self) -> StepOutputs:
@@ -299,7 +349,10 @@ class EngineCore:
         self._measure(carried_out, result)
         if carried_out is not step.plan:
             result = combine(step.plan, [(carried_out, result)])
-        return self._update(result, self._submitted)
+        outputs = self._update(result, self._submitted)
+        if self._submitted:
+            self._fill_masks(self._submitted[0])
+        return outputs
 
     def take_dropped(self) -> StepOutputs:
         """Hand out what clients are told whose requests ended while no plan was in flight."""
@@ -338,7 +391,10 @@ class EngineCore:
             if is_quiet:
                 self._flush(self._stores, until_s)
             self._stores.close(until_s, self._clock)
+        self._forgo_masks(list(self._submitted)[1:])
         self.executor.close()
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _end_requests(self) -> bool:
         """Take what is in flight and end who is still there, and what is pinned, so that nobody
@@ -360,7 +416,7 @@ class EngineCore:
         self.control(KeepCached())
         while True:
             while stores.num_open and self._clock.now() < until_s:
-                self._take_answers(waits=True)
+                self._wait_for_answer()
             plan = self._pass(self.doors.schedule(self._clock.now())).plan
             if plan is None or stores.num_open:
                 return
@@ -370,7 +426,9 @@ class EngineCore:
                 return
             self._pass(self.doors.update(result, self._clock.now()))
 
-    def _submit(self, plan: Plan, left_out: frozenset[int] = frozenset()) -> None:
+    def _submit(
+        self, plan: Plan, sampling: Sampling, left_out: frozenset[int] = frozenset()
+    ) -> None:
         """Hand over a plan without some of its rows. One that has lost all rows is not carried out;
         what else it does is left to the next one."""
         carried_out = leave_out(plan, left_out)
@@ -378,17 +436,37 @@ class EngineCore:
             carried_out = with_leftover(carried_out, self._carried_over)
         if not self._submitted:
             self._pacing.begin(self._clock.now())
-        self._submitted.append(Submitted(plan, carried_out, left_out))
+        masks = MaskPromise() if len(carried_out.masked_rows) else None
+        self._submitted.append(Submitted(plan, sampling, carried_out, masks, left_out))
+        if len(self._submitted) == 1:  # before the executor, which may carry it out at once
+            self._fill_masks(self._submitted[0])
         if len(carried_out.rows):
             self._carried_over = None
-            self.executor.submit(carried_out)
+            self.executor.submit(carried_out, masks)
         else:
             self._carried_over = carried_out
+
+    def _fill_masks(self, step: Submitted) -> None:
+        """Have the masks of the oldest plan in flight made: all results before it are in."""
+        if step.masks is None:
+            return
+        assert self._grammars is not None, "who has a grammar is refused without them"
+        sequences = dict(zip(step.plan.sample_rows.tolist(), step.sampling, strict=True))
+        rows = step.carried_out.masked_rows
+        self._grammars.fill(step.masks, rows, [sequences[row] for row in rows.tolist()])
+
+    def _forgo_masks(self, steps: Iterable[Submitted]) -> None:
+        """Promise nothing any more to plans that no masks are made for yet: the executor may wait
+        for them."""
+        for step in steps:
+            if step.masks is not None and self._grammars is not None:
+                self._grammars.forgo(step.masks, step.carried_out.masked_rows)
 
     def _recover(self, failed: Submitted, error: str) -> StepOutputs:
         """Repeat the oldest plan, which raised, in parts, then carry out the later ones without the
         rows of sequences that this ended or sent back (their block tables may be out of date)."""
         later, self._submitted = self._submitted, deque()
+        self._forgo_masks(later)
         for step in later:
             if len(step.carried_out.rows):
                 self.executor.next_result()
@@ -397,7 +475,7 @@ class EngineCore:
         plan = failed.plan
         logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
         part = leave_out(failed.carried_out, failed.left_out)
-        result = bisect_step(self.executor, part)
+        result = bisect_step(self.executor, part, failed.masks)
         if len(result.row_errors) == len(part.rows):
             # Perhaps no part of the plan was carried out. All but its moves may be done again; of
             # those the result tells whether they are lost.
@@ -405,7 +483,7 @@ class EngineCore:
             self._carried_over = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(plan, [(part, result)]), later)
         for step in later:
-            self._submit(step.plan, step.left_out)
+            self._submit(step.plan, step.sampling, step.left_out)
         self._death = None
         return outputs
 

@@ -32,7 +32,10 @@ NUMBERS = frozenset({type(None), bool, int, float})
 BLANK = ("tokens", "saved_tokens", "token_ids", "prompt_token_ids")  # of the scheduler's state
 PLAIN = {"request_id", "for_request_id", "near_id", "finish_reason", "kind", "miss"}
 KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
-DROPPED = {"stop", "bad_words", "bad_words_token_ids", "logit_bias", "allowed_token_ids"}
+DROPPED = {
+    "stop", "bad_words", "bad_words_token_ids", "logit_bias", "allowed_token_ids",
+    "structured_outputs",
+}  # fmt: skip
 WORDS = frozenset(
     {"full", "window", "copy", "load", "swap_out", "stop", "length", "abort", "error", "timeout"}
     | {"never", "auto", "pinned"}

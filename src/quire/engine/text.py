@@ -5,6 +5,7 @@ from pathlib import Path
 
 from quire.base.config import ModelConfig
 from quire.engine.requests import RequestMaker
+from quire.engine.vocabulary import Vocabulary, make_vocabulary
 from quire.models.source import TEXT_FILES, ModelSource, resolve_model
 from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
@@ -27,10 +28,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
 
     maker_id: tells the front ends of one engine apart, so that their seeds differ.
     """
-    directory: Path = source.directory
-    if config.tokenizer is not None:
-        directory = resolve_model(config.tokenizer, progress=False, files=TEXT_FILES).directory
-    tokenizer = Tokenizer.from_directory(directory) if has_tokenizer(directory) else None
+    tokenizer = _read_tokenizer(config, source)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     use_sampling = config.generation_config == "auto"
     defaults = read_generation_defaults(source.directory, eos, use_sampling)
@@ -39,3 +37,19 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
         tokenizer,
         RequestMaker(tokenizer, defaults, config.seed, maker_id),
     )
+
+
+def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -> Vocabulary:
+    """Read what grammars need of a model. vocab_size: of its logits. Raises ModelError,
+    ConfigError, MissingDependency."""
+    tokenizer = _read_tokenizer(config, source)
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    defaults = read_generation_defaults(source.directory, eos, use_sampling=False)
+    return make_vocabulary(tokenizer, vocab_size, defaults.eos_token_ids)
+
+
+def _read_tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
+    directory: Path = source.directory
+    if config.tokenizer is not None:
+        directory = resolve_model(config.tokenizer, progress=False, files=TEXT_FILES).directory
+    return Tokenizer.from_directory(directory) if has_tokenizer(directory) else None

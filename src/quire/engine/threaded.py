@@ -31,11 +31,11 @@ class DeviceThread:
     """A thread that carries out one function after the other. It ends with `close`, or when nobody
     holds this object any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "device") -> None:
         self._jobs: Jobs = SimpleQueue()
         # A daemon, because nothing could tell another thread that the process is to end.
         self._thread = threading.Thread(
-            target=_carry_out, args=(self._jobs,), name="quire-device", daemon=True
+            target=_carry_out, args=(self._jobs,), name=f"quire-{name}", daemon=True
         )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._jobs, self._thread)

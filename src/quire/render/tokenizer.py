@@ -120,6 +120,10 @@ class Tokenizer:
         """Return the id of a token as the vocabulary writes it."""
         return self._backend.token_to_id(token)
 
+    def to_json(self) -> str:
+        """Return what tokenizer.json would hold, with all that other files have added."""
+        return self._backend.to_str()
+
     @cached_property
     def vocab_size(self) -> int:
         """Tokens, with the added ones. The model's own table may be padded beyond this."""

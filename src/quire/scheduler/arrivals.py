@@ -3,14 +3,15 @@
     total += length of the piece
 
 While a prompt is open (T 4.4.4) its last token stays uncomputed, since computing it would sample;
-the last piece closes it. An open prompt without anything to compute is parked, in nobody's way.
+the last piece closes it. An open prompt without anything to compute is parked, in nobody's way; so
+is a request whose grammar is not compiled yet.
 """
 
 import numpy as np
 
 from quire.base.errors import REQUEST_FAILED
 from quire.base.events import Appended
-from quire.base.messages import Append, Request
+from quire.base.messages import Append, GrammarReady, Request
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
@@ -55,6 +56,7 @@ class Arrivals:
             saved_tokens=np.asarray(request.prompt_token_ids, np.int32),
             num_prompt_tokens=num_prompt,
             is_open=request.is_open,
+            lacks_grammar=bool(request.grammar),
         )
         if num > 1 or request.params.use_beam_search:
             sequence.group = SequenceGroup.of(sequence, num)
@@ -66,7 +68,7 @@ class Arrivals:
         is_parked = not sequence.has_something_to_compute
         if self._stores is not None and not is_parked:
             is_parked = self._stores.begin(sequence)
-        self._lifecycle.enter(sequence, is_parked, now)
+        self._lifecycle.enter(sequence, is_parked or sequence.lacks_grammar, now)
         self.time_limits.add(sequence)
 
     def append(self, message: Append, now: float) -> None:
@@ -90,6 +92,21 @@ class Arrivals:
         self._rows.extend_prompt(sequence, np.asarray(message.token_ids, np.int32))
         self._lifecycle.tell(Appended(now, message.request_id, len(message.token_ids)))
         if sequence.state is State.PARKED and sequence.has_something_to_compute:
+            self._lifecycle.unpark(sequence)
+
+    def take_grammar(self, message: GrammarReady, now: float) -> None:
+        """Let a request in whose grammar is ready, unless it lacks something else. If the grammar
+        cannot be had, the request ends with an error."""
+        sequence = self._lifecycle.sequences.get(message.request_id)
+        if sequence is None or not sequence.lacks_grammar:
+            return  # it has ended
+        if message.error is not None:
+            error = Failure(REQUEST_FAILED, message.error)
+            self._lifecycle.drop(sequence, Finish("error", error=error), now)
+            return
+        sequence.lacks_grammar = False
+        is_asked_for = self._stores is not None and self._stores.is_asked_for(sequence)
+        if sequence.has_something_to_compute and not is_asked_for:
             self._lifecycle.unpark(sequence)
 
     def fits_at_all(self, sequence: Sequence, limit: int, num: int) -> bool:

@@ -8,17 +8,21 @@ stopping conditions are those of transformers' `generate(num_beams=...)`:
   score is the accumulated log-probability over length ** length_penalty. The first `width` of the
   others live on. There are always as many: `RequestLimits` refuses a search that is wider than the
   tokens that do not stop, so after its first step it has `width` beams until it is over.
+- A candidate of log-probability -inf is none: a grammar does not allow it. Beams that cannot be
+  filled go on as copies of the best one with the score -inf, which never comes before another.
 - `early_stopping` True: over as soon as `width` sequences are finished. False: over when the best
   living beam, at its present length, would be worse than all finished ones. "never": the same with
   the length that would favour it most.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from quire.base.plan import Candidates
+
+NEVER_CHOSEN = np.float32(-np.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +81,17 @@ class BeamSearch:
         ended: list[Beam] = []
         alive: list[Beam] = []
         for place, beam in enumerate(self._ranked(candidates)):
+            if beam.score == NEVER_CHOSEN:
+                break
             if place >= self.width and (is_last or len(alive) == self.width):
                 break
             if is_last or beam.token_id in self.stop_token_ids:
                 ended += [beam] if place < self.width else []
             elif len(alive) < self.width:
                 alive.append(beam)
+        alive += [replace(beam, score=NEVER_CHOSEN) for beam in alive[:1]] * (
+            self.width - len(alive)
+        )
         self._finish(ended, outputs, length)
         self.scores = [beam.score for beam in alive]
         self._look_for_the_end(length)

@@ -19,7 +19,9 @@ and the tokens.
 import numpy as np
 import numpy.typing as npt
 
+from quire.base.errors import REQUEST_FAILED
 from quire.base.plan import RowFork, StepResult
+from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.beams import Beam
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
@@ -28,6 +30,15 @@ from quire.scheduler.outputs_builder import OutputsBuilder
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Int32, Sequence, SequenceGroup
+
+NOTHING_ALLOWED = Finish(
+    "error",
+    error=Failure(
+        REQUEST_FAILED,
+        "the grammar and the other parameters of the request leave a beam search no token to go on"
+        " with before any of its beams has ended; ask for another form, or for no beam search.",
+    ),
+)
 
 
 class Branching:
@@ -103,9 +114,13 @@ class Branching:
             self._place(group, alive, now)
             return
         results = group.results
-        outputs.finish_search(order[0], results)
+        if results:
+            outputs.finish_search(order[0], results)
+        else:
+            outputs.finish(order[0], NOTHING_ALLOWED)
+        reason = results[0].finish_reason if results else NOTHING_ALLOWED.reason
         for member in group.unfinished:
-            self._lifecycle.end(member, results[0].finish_reason, now)
+            self._lifecycle.end(member, reason, now)
 
     def _place(self, group: SequenceGroup, alive: list[Beam], now: float) -> None:
         order, rows = group.order, self._rows

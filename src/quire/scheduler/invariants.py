@@ -53,6 +53,7 @@ def check_lives(rows: Rows, lifecycle: Lifecycle) -> None:
         is_queued = member.state in (State.WAITING, State.SWAPPED)
         is_swapped = member.host_blocks is not None
         assert not is_queued or is_swapped == (member.state is State.SWAPPED), "swapped out"
+        assert not member.lacks_grammar or member.state is State.PARKED, "runs without its grammar"
         num_queued += is_queued
     assert num_queued == len(lifecycle.queue), "a sequence was lost, or one that ended waits"
     assert running <= set(alive), "one that has ended runs"

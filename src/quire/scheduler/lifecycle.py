@@ -150,7 +150,10 @@ class Lifecycle:
         self._tell_preempted(sequence, for_request_id, num_lost, False, now)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Let a sequence into the queue: what it lacked has come."""
+        """Let a sequence into the queue: what it lacked has come. Without its grammar it waits
+        on."""
+        if sequence.lacks_grammar:
+            return
         sequence.state = State.WAITING if sequence.host_blocks is None else State.SWAPPED
         if sequence.num_preemptions:
             self.queue.requeue(sequence)
@@ -259,5 +262,6 @@ class Lifecycle:
         num_tokens, num_told = sum(member.num_output_tokens for member in members), len(members)
         if sequence.group is not None and sequence.group.search is not None:
             results = sequence.group.results
-            num_tokens, num_told = sum(len(found.token_ids) for found in results), request.params.n
+            num_tokens = sum(len(found.token_ids) for found in results)
+            num_told = len(results) or request.params.n
         self.events.append(Finished(now, request_id, reason, num_tokens, num_told, is_search))

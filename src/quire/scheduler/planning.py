@@ -162,6 +162,7 @@ class Planner:
             sample_rows=samples,
             num_candidates=table.num_candidates[samples],
             sources=sources,
+            masked_rows=samples[table.has_grammar[samples]],
             forked=(*changes.forks, *builder.forked),
             host_tokens=tuple(changes.host_tokens),
             started=tuple(builder.started),

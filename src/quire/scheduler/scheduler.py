@@ -25,6 +25,7 @@ from quire.base.messages import (
     Abort,
     Append,
     Control,
+    GrammarReady,
     KeepCached,
     MeasuredRates,
     PinnedPrefix,
@@ -139,6 +140,8 @@ class Scheduler:
             self._reset_cache(message.epoch, now)
         elif isinstance(message, Append):
             self.arrivals.append(message, now)
+        elif isinstance(message, GrammarReady):
+            self.arrivals.take_grammar(message, now)
         elif isinstance(message, MeasuredRates):
             self.memory.rates = message
         elif isinstance(message, Answer):

@@ -46,9 +46,9 @@ class RowTable:
 
     capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
     enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
-    which no stop token counts; epoch: how often the row changed hands, so that a result is not
-    taken for another's. stop_ids: [rows, NUM_STOP_IDS], padded with -1. tokens: [rows,
-    max_model_len], valid up to `known`.
+    which no stop token counts; has_grammar: a grammar says which tokens it may choose; epoch: how
+    often the row changed hands, so that a result is not taken for another's. stop_ids: [rows,
+    NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid up to `known`.
     """
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
@@ -64,6 +64,7 @@ class RowTable:
         self.arrival = np.zeros(num_rows, np.int64)
         self.priority = np.zeros(num_rows, np.int64)
         self.tenant = np.zeros(num_rows, np.int64)
+        self.has_grammar = np.zeros(num_rows, bool)
         self.epoch = np.zeros(num_rows, np.int64)
         self.num_candidates = np.full(num_rows, -1, np.int32)
         self.stop_ids = np.full((num_rows, NUM_STOP_IDS), -1, np.int32)
@@ -94,6 +95,7 @@ class Sequence:
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
     is_open: bool = False  # more of the prompt is to come
+    lacks_grammar: bool = False  # it is not compiled yet
     due_at: int = 0  # planned tokens at which its turn has come (two_level.py)
     tenant: int = 0  # its slot among the tenants' counters
     report: PrefixReport | None = None  # of its first admission

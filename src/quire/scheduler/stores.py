@@ -109,6 +109,10 @@ class Stores:
             self.orders.append(LookUp(store, request_id, names, ticket))
         return True
 
+    def is_asked_for(self, sequence: Sequence) -> bool:
+        """Tell whether something may still come for a request."""
+        return sequence.request.request_id in self.waiting
+
     def take(self, answer: Answer) -> None:
         """Take in what a store has answered. Nothing waits for the answer to a `Remove`."""
         if isinstance(answer, LookedUp):

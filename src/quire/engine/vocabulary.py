@@ -1,0 +1,95 @@
+"""A model's tokens as llguidance sees them: made once, when the first grammar comes.
+
+Where a grammar leaves one text only, masks allow its canonical token alone, so llguidance tokenises
+while it makes them. It reads the whole tokenizer for that, and needs no Python then. Added tokens,
+special or not, are tokens that a grammar names (`<[151657]>`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from quire.base.errors import ConfigError, MissingDependency
+from quire.base.plan import Int32
+from quire.render.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """size: of the model's table, so of the logits; num_tokens: of these the tokenizer has, the
+    rest is padding. end_token_ids: with which an answer may end."""
+
+    size: int
+    num_tokens: int
+    end_token_ids: tuple[int, ...]
+    tokens: "LLTokenizer"
+
+    @cached_property
+    def ends(self) -> Int32:
+        """[W] the bits of the end tokens."""
+        return self._words(list(self.end_token_ids))
+
+    @cached_property
+    def padding(self) -> Int32:
+        """[P] the bits of the last words, from the first that is not all tokens: ones for tokens.
+        At least one word."""
+        words = self._words(slice(0, self.num_tokens))
+        return words[min(self.num_tokens // 32, len(words) - 1) :]
+
+    def _words(self, token_ids: list[int] | slice) -> Int32:
+        bits = np.zeros(num_words(self.size) * 32, bool)
+        bits[token_ids] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def num_words(vocab_size: int) -> int:
+    """Return how many words of 32 bits have one bit for each token."""
+    return (vocab_size + 31) // 32
+
+
+def make_vocabulary(
+    tokenizer: Tokenizer | None, vocab_size: int, end_token_ids: Sequence[int]
+) -> Vocabulary:
+    """Make it of a tokenizer. vocab_size: rows of the model's table, some of which may be no
+    tokens. Takes about a second for 150,000 tokens.
+
+    Raises ConfigError for a model that no grammar can be used with; MissingDependency.
+    """
+    if tokenizer is None:
+        raise ConfigError(
+            "this model has no tokenizer, so no grammar can say what its answer is to be; give the"
+            " engine one (tokenizer), or leave the grammar out."
+        )
+    ends = tuple(token_id for token_id in end_token_ids if 0 <= token_id < vocab_size)
+    if not ends:
+        raise ConfigError(
+            "this model names no token that ends an answer (eos_token_id in generation_config.json"
+            " or config.json), so an answer with a grammar would never end; name one there."
+        )
+    try:
+        from llguidance import LLTokenizer
+    except ImportError as error:
+        raise MissingDependency(
+            "grammars need llguidance, which is not installed: pip install llguidance"
+        ) from error
+    num_tokens = tokenizer.vocab_size
+    try:
+        plain = LLTokenizer(tokenizer.to_json(), vocab_size, list(ends), slices=[])
+        # Masks of texts in JSON take a third of the time with these. In two calls: each holds
+        # Python's lock, so that the engine's loop waits.
+        tokens = plain.with_slices(LLTokenizer.general_slices())
+    except Exception as error:
+        raise ConfigError(
+            f"no grammar can be used with this model's tokenizer: llguidance does not know what its"
+            f" tokens are ({error}); leave the grammar out."
+        ) from error
+    return Vocabulary(vocab_size, num_tokens, ends, tokens)
+
+
+MakeVocabulary = Callable[[], Vocabulary]
