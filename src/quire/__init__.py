@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from quire.base.outputs import RequestOutput as RequestOutput
     from quire.base.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.base.sampling_params import SamplingParams as SamplingParams
+    from quire.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from quire.serve.async_llm import AsyncEngineArgs as AsyncEngineArgs
     from quire.serve.async_llm import AsyncLLM as AsyncLLM
     from quire.serve.async_llm import AsyncLLMEngine as AsyncLLMEngine
@@ -28,6 +29,7 @@ _HOMES = {
     "AsyncLLMEngine": "quire.serve.async_llm",
     "AsyncEngineArgs": "quire.serve.async_llm",
     "SamplingParams": "quire.base.sampling_params",
+    "StructuredOutputsParams": "quire.base.structured_outputs",
     "BeamSearchParams": "quire.serve.beam_search",
     "RequestOutputKind": "quire.base.sampling_params",
     "RequestOutput": "quire.base.outputs",

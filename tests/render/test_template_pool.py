@@ -1,6 +1,7 @@
 """Templates that loop for ever or fill the memory end with an error, and others go on.
 
-The processes are real, and so are their limits; nothing here depends on how fast they are.
+The processes are real, and so are their limits; nothing here depends on how fast they are. The
+pool is that of all jobs: this covers `render/job_pool.py`.
 """
 
 import asyncio
@@ -8,15 +9,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from quire.base.errors import EngineBusy, RequestError
-from quire.render import template_pool
+from quire.render import job_pool
 from quire.render.chat_template import ChatOptions
+from quire.render.job_process import JobProcess
 from quire.render.template_job import InThisProcess, TemplateJob, unpack
-from quire.render.template_pool import TemplatePool, TemplateProcess
+from quire.render.template_pool import TEMPLATES, TemplatePool
 
 USER = {"role": "user", "content": "Hello <s> \ud800 🙂"}
 PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -153,7 +156,7 @@ def test_a_cancelled_conversation_answers_nobody_else() -> None:
 
 
 def test_too_many_that_wait_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_pool, "MAX_WAITING", 2)
+    monkeypatch.setattr(job_pool, "MAX_WAITING", 2)
     pool = TemplatePool(max_processes=1)
 
     async def go() -> None:
@@ -166,7 +169,7 @@ def test_too_many_that_wait_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_process_that_dies_is_replaced() -> None:
-    process = TemplateProcess()
+    process = JobProcess(TEMPLATES)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(OSError):
         process.exchange(job(PLAIN).pack())
@@ -178,7 +181,7 @@ def test_a_process_that_died_at_rest_fails_no_conversation() -> None:
     pool = TemplatePool(max_processes=1)
 
     def end_it() -> None:
-        [process] = pool._idle
+        [process] = pool._jobs._idle
         os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
@@ -193,10 +196,10 @@ def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
     """It uses no processor time, so the kernel does not end it."""
     pool = TemplatePool(max_processes=1)
     assert pool.render(job(PLAIN, "Hi")) == "<|user|>Hi"
-    monkeypatch.setattr(template_pool, "ANSWER_S", 0.1)
+    [process] = pool._jobs._idle
+    monkeypatch.setattr(process, "_kind", replace(TEMPLATES, answer_s=0.1))
 
     async def go() -> None:
-        [process] = pool._idle
         os.kill(process.pid, signal.SIGSTOP)
         async with asyncio.timeout(30):
             with pytest.raises(RequestError, match=r"did not answer for 0\.1 s"):
@@ -208,7 +211,7 @@ def test_a_process_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_no_process_outlives_its_pool() -> None:
-    process = TemplateProcess()
+    process = JobProcess(TEMPLATES)
     pid = process.pid
     process.exchange(job(PLAIN, "Hi").pack())
     process.kill()
@@ -218,7 +221,7 @@ def test_no_process_outlives_its_pool() -> None:
 
 def test_a_process_ends_when_its_parent_has_gone() -> None:
     """kill -9 of a server must leave nothing behind: its end of the socket closes."""
-    process = TemplateProcess()
+    process = JobProcess(TEMPLATES)
     process.exchange(job(PLAIN, "Hi").pack())
     process._socket.close()
     assert process._process.wait(30) == 0

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "base": {"numpy", "msgspec"},
     "kv": PURE,
     "scheduler": PURE,
-    "render": {"tokenizers", "jinja2"},
+    "render": {"tokenizers", "jinja2", "llguidance"},
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "torch", "safetensors", "huggingface_hub"},
     "runner": {"numpy", "torch"},

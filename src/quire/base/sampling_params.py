@@ -235,6 +235,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     def _check_kinds(self) -> None:
         """Check kinds: lists must be lists and the bias a dictionary, before anything looks into
         them."""
+        form = self.structured_outputs
+        known = form is None or isinstance(form, StructuredOutputsParams)
+        _require(known, "structured_outputs", form, "StructuredOutputsParams")
         for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")

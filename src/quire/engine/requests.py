@@ -8,9 +8,11 @@ import msgspec
 from quire.base.errors import RequestError
 from quire.base.messages import Request
 from quire.base.sampling_params import SamplingParams
+from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.bad_words import bad_words_token_ids
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
+from quire.render.structured import grammar_of, no_tokenizer
 from quire.render.tokenizer import Tokenizer
 
 MAKER_STRIDE = 1 << 40  # requests of one maker
@@ -43,18 +45,25 @@ class RequestMaker:
         priority: int = 0,
         tenant: str = "",
         timeout_s: float = 0.0,
+        grammar: str = "",
     ) -> Request:
         """Make a request. best_of needs logprobs, asked for or not. request_id: unique; a running
-        number if absent. Raise RequestError for parameters that mean text where there is no
-        tokenizer."""
+        number if absent. grammar: what the answer must be, checked; without one it follows from
+        structured_outputs, unchecked. An end token ends an answer with a grammar in any case: where
+        it is all that the grammar allows there is nothing to go on with. Raise RequestError for
+        parameters that mean text where there is no tokenizer."""
         number, self._count = self._count, self._count + 1
-        eos = () if params.ignore_eos else self.defaults.eos_token_ids
         own = tuple(params.stop_token_ids or ())
         bad: tuple[tuple[int, ...], ...] = ()
         if self.tokenizer is None:
-            _check_textless(params)
+            _check_textless(params, grammar)
         elif params.bad_words:
             bad = bad_words_token_ids(params.bad_words, self.tokenizer)
+        if params.structured_outputs is not None:
+            grammar = grammar or self._grammar_of(params.structured_outputs)
+            params = params.clone()
+            params.structured_outputs = None
+        eos = () if params.ignore_eos and not grammar else self.defaults.eos_token_ids
         needs_logprobs = params.is_ranked and not params.use_beam_search
         hides_logprobs = needs_logprobs and params.logprobs is None
         if hides_logprobs:
@@ -73,7 +82,12 @@ class RequestMaker:
             hides_logprobs=hides_logprobs,
             tenant=tenant,
             timeout_s=timeout_s,
+            grammar=grammar,
         )
+
+    def _grammar_of(self, wanted: StructuredOutputsParams) -> str:
+        assert self.tokenizer is not None
+        return grammar_of(wanted, self.tokenizer.added_ids)
 
     def make_pin(
         self,
@@ -92,7 +106,9 @@ class RequestMaker:
         return msgspec.structs.replace(request, pin_s=ttl_s, pin_share=share)
 
 
-def _check_textless(params: SamplingParams) -> None:
+def _check_textless(params: SamplingParams, grammar: str) -> None:
+    if params.structured_outputs is not None or grammar:
+        raise no_tokenizer(FIELD)
     for name, value in (("stop", params.stop), ("bad_words", params.bad_words)):
         if value:
             raise RequestError(

@@ -10,11 +10,26 @@ part adds rules here and returns the name of its first one; `text` puts a start 
 An added token must be named as a token, wherever it stands: its text, written as text, never
 matches it, and where a text could only end so llguidance forces the token and then rejects it.
 `literal` is the one place that does this.
+
+A grammar that somebody else wrote has names, a start and white space of its own: it becomes a
+grammar beside this one, and all of them together are JSON, which llguidance reads as well.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+_UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
+ANY_TEXT = "/(?s:.*)/"  # no added token is in it
+GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_check.py`)
+
+# What may hold a name in angle brackets without naming a token, or is one that does.
+_NAMES = re.compile(
+    r"""
+    "(?:\\.|[^"\\\n])*" | //[^\n]* | /(?:\\.|[^/\\\n])+/ | \#[^\n]* | (?P<name><[^<>\s\[\]]+>)
+""",
+    re.VERBOSE,
+)
 
 
 class Lark:
@@ -26,6 +41,7 @@ class Lark:
         names = sorted(self._ids, key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, names))) if names else None
         self._lines: list[str] = []
+        self._nested: list[dict[str, str]] = []
         self._num_rules = 0
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -51,13 +67,54 @@ class Lark:
         parts += _quoted(text[done:])
         return " ".join(parts) or '""'
 
+    def until(self, ends: Sequence[str], free: str = ANY_TEXT) -> str:
+        """Add rules for any text up to the first of these ends, and that end. free: the terminal's
+        expression of the text before it. Return the first rule's name."""
+        parts, plain = [], []
+        for end in ends:
+            found = None if self._added is None else self._added.search(end)
+            if found is None:
+                plain += _quoted(end)
+                continue
+            before = self.terminal(" ".join([free, *_quoted(end[: found.start()])]))
+            parts.append(f"{before} {self.literal(end[found.start() :])}")
+        if plain:
+            parts.append(self.rule(self.terminal(f"{free} ({' | '.join(plain)})"), "lazy"))
+        return self.rule(" | ".join(parts))
+
+    def nested(self, text: str) -> str:
+        """Add a whole grammar, in llguidance's dialect of Lark or as GBNF; returns the expression
+        for what it describes."""
+        name = f"grammar_{len(self._nested) + 1}"
+        if is_gbnf(text):
+            self._nested.append({"name": name, GBNF: text})
+        else:
+            self._nested.append({"name": name, "lark_grammar": self._with_ids(text)})
+        return f"@{name}"
+
     def is_token(self, text: str) -> bool:
         """Tell whether this text is one added token."""
         return text in self._ids
 
+    def has_tokens(self, text: str) -> bool:
+        """Tell whether there are added tokens in this text."""
+        return self._added is not None and self._added.search(text) is not None
+
     def text(self, start: str) -> str:
         """Return the grammar whose start is this expression."""
-        return "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
+        text = "\n".join(["%llguidance {}", f"start: {start}", *self._lines, ""])
+        if not self._nested:
+            return text
+        return json.dumps({"grammars": [{"lark_grammar": text}, *self._nested]})
+
+    def _with_ids(self, text: str) -> str:
+        """Return a grammar with the names of added tokens, as in `<|im_end|>`, as their ids."""
+
+        def token(found: re.Match[str]) -> str:
+            token_id = self._ids.get(found["name"] or "")
+            return found.group() if token_id is None else f"<[{token_id}]>"
+
+        return _NAMES.sub(token, text)
 
     def _add(self, kind: str, body: str, attributes: str) -> str:
         self._num_rules += 1
@@ -65,6 +122,29 @@ class Lark:
         shown = f"[{attributes}]" if attributes else ""
         self._lines.append(f"{name}{shown}: {body}")
         return name
+
+
+def regex(pattern: str) -> str:
+    """Return the terminal's expression of a regular expression, in the syntax of Rust's. Raise
+    ValueError for one that ends in the middle of an escape."""
+
+    def safe(found: re.Match[str]) -> str:
+        match found.group():
+            case "/":
+                return r"\/"
+            case "\n" | "\\\n":
+                return r"\n"
+            case "\\":
+                raise ValueError("it ends with half an escape sequence, a backslash")
+            case escape:
+                return escape
+
+    return f"/{re.sub(_UNSAFE, safe, pattern)}/" if pattern else '""'
+
+
+def is_gbnf(text: str) -> bool:
+    """Tell a grammar in the notation of llama.cpp from one in Lark's."""
+    return "::=" in text and not re.search(r"(?m)^\s*(%llguidance\b|[?!]?start\s*:[^:])", text)
 
 
 def _quoted(text: str) -> list[str]:

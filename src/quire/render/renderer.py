@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.chat_template import ChatOptions, load_template
+from quire.render.grammars import Grammars
+from quire.render.structured import grammar_of, no_tokenizer
 from quire.render.template_job import InThisProcess, TemplateJob, TemplateRunner
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
@@ -35,7 +38,7 @@ class Renderer:
 
     template: used for every conversation in place of the model's own templates. templates: who runs
     them; without it they run here, unbounded, which is for templates that are trusted. now: the
-    clock of those.
+    clock of those. grammars: who checks grammars.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Renderer:
         templates: TemplateRunner | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.grammars = Grammars()
         self._template = None if template is None else load_template(template)
         self._templates = templates or InThisProcess(now)
 
@@ -62,6 +66,13 @@ class Renderer:
             self.tokenizer.bound  # noqa: B018  (kept from now on)
         if self._template is not None or (self.tokenizer and self.tokenizer.chat_templates):
             self._templates.prepare()
+
+    def grammar_of(
+        self, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD
+    ) -> str:
+        """Return the grammar, not checked yet, of an answer that is only this. Raises RequestError,
+        also for a model without a tokenizer."""
+        return grammar_of(wanted, self._added_ids(field), strict=strict, field=field)
 
     def render_prompt(
         self, prompt: object, options: ChatOptions | None = None, template: str | None = None
@@ -108,6 +119,11 @@ class Renderer:
     ) -> str:
         """Do the same without holding up an event loop."""
         return await self._templates.render_async(self._job(messages, options, template))
+
+    def _added_ids(self, field: str) -> dict[str, int]:
+        if self.tokenizer is None:
+            raise no_tokenizer(field)
+        return self.tokenizer.added_ids
 
     def _job(
         self, messages: object, options: ChatOptions | None, template: str | None

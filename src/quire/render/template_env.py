@@ -1,7 +1,7 @@
 """The jinja2 environment of chat templates: sandboxed, with the names that models' templates use.
 
 A template comes with a model's files or with a request, so it is foreign code: it sees plain data
-only and cannot change it. It can still burn time and memory: `template_worker.py` bounds these.
+only and cannot change it. It can still burn time and memory: `job_worker.py` bounds these.
 """
 
 import json

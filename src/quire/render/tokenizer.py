@@ -37,6 +37,11 @@ class Tokenizer:
         self.added_tokens: dict[int, str] = {i: token.content for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
 
+    @property
+    def added_ids(self) -> dict[str, int]:
+        """Return the ids of the added tokens by their texts."""
+        return {text: token_id for token_id, text in self.added_tokens.items()}
+
     @classmethod
     def from_directory(cls, path: str | Path) -> "Tokenizer":
         """Load tokenizer.json, or vocab.json with merges.txt, or what a GGUF file holds. Raises

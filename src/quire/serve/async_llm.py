@@ -155,9 +155,11 @@ class AsyncLLM:
         text = self._text
         params = sampling_params or self.get_default_sampling_params()
 
+        grammar = await self._grammar(params)
+
         def make(rendered: RenderedPrompt, salt: str) -> Request:
             return text.requests.make(
-                rendered, params, request_id, salt, priority, tenant, timeout_s
+                rendered, params, request_id, salt, priority, tenant, timeout_s, grammar
             )
 
         if isinstance(prompt, AsyncIterable):
@@ -209,6 +211,14 @@ class AsyncLLM:
         if self._link is not None and self._loop is asyncio.get_running_loop():
             for name in names:
                 self._link.abort(name)
+
+    async def _grammar(self, params: SamplingParams) -> str:
+        """Return the grammar of an answer's form, checked."""
+        if params.structured_outputs is None:
+            return ""
+        renderer = self._text.renderer
+        grammar = renderer.grammar_of(params.structured_outputs)
+        return (await renderer.grammars.check_async(grammar)).text
 
     async def _render(
         self, prompt: Prompt | Messages, options: ChatOptions | None = None

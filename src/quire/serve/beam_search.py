@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
+from quire.base.structured_outputs import StructuredOutputsParams
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """beam_width: beams, all of which are returned. early_stopping: True, False or "never"."""
+    """beam_width: beams, all of which are returned. early_stopping: True, False or "never".
+    structured_outputs: the form that each of them must have."""
 
     beam_width: int
     max_tokens: int
@@ -17,6 +19,7 @@ class BeamSearchParams:
     early_stopping: bool | str = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def sampling_params(self) -> SamplingParams:
         """Return the same search as parameters of `generate`."""
@@ -29,6 +32,7 @@ class BeamSearchParams:
             early_stopping=self.early_stopping,
             include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
+            structured_outputs=self.structured_outputs,
         )
 
 

@@ -113,7 +113,7 @@ class LLM:
         params = (sampling_params or self.get_default_sampling_params()).clone()
         params.output_kind = RequestOutputKind.DELTA
         rendered = engine.renderer.render(prompt, options)
-        request = engine.requests.make(rendered, params)
+        request = engine.requests.make(rendered, params, grammar=self._grammar(params))
         engine.client.check(request)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
@@ -224,11 +224,21 @@ class LLM:
         for prompt, params, salt, number in zip(
             prompts, self._params(sampling_params, len(prompts)), salts, priorities, strict=True
         ):
-            requests.append(engine.requests.make(prompt, params, None, salt, number))
+            grammar = self._grammar(params)
+            made = engine.requests.make(prompt, params, None, salt, number, grammar=grammar)
+            requests.append(made)
             engine.client.check(requests[-1])
         bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
         done = self._finished(requests, prompts, bar)
         return [done[request.request_id] for request in requests]
+
+    def _grammar(self, params: SamplingParams) -> str:
+        """Return the grammar of an answer's form, checked. Raise RequestError for one that makes no
+        sense."""
+        if params.structured_outputs is None:
+            return ""
+        renderer = self._alive.renderer
+        return renderer.grammars.check(renderer.grammar_of(params.structured_outputs)).text
 
     def _finished(
         self, requests: list[Request], prompts: list[RenderedPrompt], bar: RequestBar

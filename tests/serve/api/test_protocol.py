@@ -15,8 +15,12 @@ TEXT = {"prompt": "Hi"}
 # Field, value: refused by both endpoints.
 BOTH: list[tuple[str, Any]] = [
     ("n", 0), ("n", 9), ("n", 129),
-    ("response_format", {"type": "json_object"}),
-    ("structured_outputs", {"regex": "a"}), ("logits_processors", ["x"]), ("n", "many"),
+    ("response_format", {"type": "xml"}), ("response_format", "json"), ("response_format", {}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
+    ("structured_outputs", {"regex": "("}), ("structured_outputs", {"regex": "a", "json": {}}),
+    ("structured_outputs", {"regexp": "a"}), ("structured_outputs", {"json_object": False}),
+    ("guided_choice", []), ("guided_regex", 5), ("guided_json", "{"), ("guided_grammar", ""),
+    ("logits_processors", ["x"]), ("n", "many"),
     ("vllm_xargs", {"a": 1}), ("stop", ["x"] * 17), ("stop", "x" * 513), ("stop", [""]),
     ("stop", 5), ("stop", ["\ud800"]), ("logit_bias", {str(i): 1 for i in range(1025)}),
     ("logit_bias", {"x": 1}), ("logit_bias", {"1536": 1}), ("logit_bias", [1]),

@@ -28,6 +28,7 @@ from quire.serve.api.params import (
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.structured import checked_grammar
 from quire.serve.api.tool_stream import ToolCallStream, parse_answer
 from quire.serve.api.unsupported_fields import check_neutral
 
@@ -46,11 +47,12 @@ async def create_chat_completion(
     check_stream_options(body)
     check_top_logprobs(body, api.client.ready)
     answer_id = new_id("chatcmpl")
+    grammar = await checked_grammar(api, body)
     prompt = await _render(api, body)
     room = room_beside(prompt, api.client.ready.max_model_len, "messages")
     params = chat_params(body, api.requests.defaults, room)
     tenant = tenant_asking(request.scope, api.config, body)
-    job = make_job(api, body, prompt, params, answer_id, tenant)
+    job = make_job(api, body, prompt, params, answer_id, tenant, grammar)
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}

@@ -31,6 +31,7 @@ from quire.serve.api.protocol import (
 )
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, decode, render_prompt
+from quire.serve.api.structured import checked_grammar
 from quire.serve.api.unsupported_fields import check_neutral
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
@@ -47,10 +48,11 @@ async def create_completion(
     answer_id = new_id("cmpl")
     given = split_prompts(body.prompt)
     check_shared(body, len(given))
+    grammar = await checked_grammar(api, body)
     prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)
     jobs = [
-        _job(api, body, prompt, f"{answer_id}-{index}", tenant)
+        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar)
         for index, prompt in enumerate(prompts)
     ]
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
@@ -210,11 +212,16 @@ async def _render(api: ApiContext, body: CompletionRequest, prompt: object) -> R
 
 
 def _job(
-    api: ApiContext, body: CompletionRequest, prompt: RenderedPrompt, job_id: str, tenant: str
+    api: ApiContext,
+    body: CompletionRequest,
+    prompt: RenderedPrompt,
+    job_id: str,
+    tenant: str,
+    grammar: str,
 ) -> PromptJob:
     room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
-    return make_job(api, body, prompt, params, job_id, tenant)
+    return make_job(api, body, prompt, params, job_id, tenant, grammar)
 
 
 async def _choices(

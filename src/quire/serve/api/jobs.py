@@ -43,8 +43,10 @@ def make_job(
     params: SamplingParams,
     request_id: str,
     tenant: str,
+    grammar: str = "",
 ) -> PromptJob:
-    """Make the job of a prompt. Raise RequestError for what the engine can never serve."""
+    """Make the job of a prompt. Raise RequestError for what the engine can never serve. grammar:
+    what its answer must be, checked; empty: anything."""
     request = api.requests.make(
         prompt,
         params,
@@ -53,6 +55,7 @@ def make_job(
         body.priority or 0,
         tenant,
         body.timeout_s or 0.0,
+        grammar,
     )
     api.client.check(request)
     return PromptJob(prompt, request)

@@ -35,9 +35,10 @@ MAX_LABEL_CHARS = 256
 MAX_STOP_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 1 << 19
 MAX_NAME_CHARS = 256  # of an object's fields
+MAX_CHOICES = 1 << 14
+MAX_FORMAT_FIELDS = 16
 INT32 = 2**31
 NOT_HERE = "is not supported; leave it out"
-GRAMMAR = "structured output is not supported; ask for the format in the prompt"
 TEXT_ONLY = "this model takes text only; leave it out"
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -135,6 +136,72 @@ Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
 
 
+_SCHEMA = {"type": "object", "additionalProperties": True}
+_RESPONSE_FORMAT_SCHEMA = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+            "required": ["type"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string", "minLength": 1},
+                        "schema": _SCHEMA,
+                        "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                        "description": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                    },
+                    "required": ["name", "schema"],
+                },
+            },
+            "required": ["type", "json_schema"],
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "structural_tag"},
+                "format": _SCHEMA,
+                "structures": {"type": "array", "items": _SCHEMA},
+                "triggers": {"type": "array", "items": {"type": "string", "minLength": 1}},
+            },
+            "required": ["type"],
+        },
+    ]
+}
+_TEXT_OR_OBJECT = {"anyOf": [{"type": "string"}, _SCHEMA]}
+_STRUCTURED_SCHEMA = {
+    "type": "object",
+    "description": "exactly one of the first six, or an empty object",
+    "properties": {
+        "json": _TEXT_OR_OBJECT,
+        "regex": {"type": "string"},
+        "choice": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MAX_CHOICES},
+        "grammar": {"type": "string"},
+        "json_object": {"type": "boolean"},
+        "structural_tag": _TEXT_OR_OBJECT,
+        "disable_any_whitespace": {"type": "boolean"},
+        "disable_additional_properties": {"type": "boolean"},
+        "whitespace_pattern": {"type": "string"},
+    },
+    "additionalProperties": False,
+}
+Format = Annotated[
+    dict[str, Any], at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_RESPONSE_FORMAT_SCHEMA)
+]
+StructuredOutputs = Annotated[
+    dict[str, Any], at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_STRUCTURED_SCHEMA)
+]
+Choice = Annotated[str, Field(min_length=1)]
+Choices = Annotated[
+    list[Choice], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True), at_most(MAX_CHOICES)
+]
+
+
 class StreamOptions(BaseModel):
     """include_usage: a last chunk with the usage. continuous_usage_stats: in every chunk."""
 
@@ -206,8 +273,16 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: Ignored
     prompt_cache_retention: Ignored
 
-    response_format: Any = unsupported(GRAMMAR, {"type": "text"})
-    structured_outputs: Any = unsupported(GRAMMAR, {})
+    # What the answer must be (`structured.py`)
+    response_format: Format | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: Ignored
+
     logits_processors: Any = unsupported(
         "use logit_bias, bad_words or allowed_token_ids instead", []
     )

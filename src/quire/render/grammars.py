@@ -1,0 +1,117 @@
+"""`Grammars`: whether a grammar makes sense, said before the request goes to the engine.
+
+It is compiled in a process of its own, since one that explodes takes seconds and gigabytes: the
+kernel ends it. The first check starts the process. What has passed is remembered for a while.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from quire.base.errors import EngineBusy, RequestError
+from quire.base.structured_outputs import FIELD
+from quire.render.job_pool import JobPool
+from quire.render.job_process import JobKind
+
+MAX_CHARS = 1 << 20
+HEAVY_BYTES = 1 << 14
+MAX_KEPT = 512
+MAX_KEPT_CHARS = 1 << 24
+CHECKS = JobKind(
+    module="quire.render.grammar_worker",
+    cpu_s=1.5,
+    memory_bytes=512 << 20,
+    answer_s=2.0,
+    subject="the grammar",
+    work="",
+    advice="ask for less, or for fewer and shorter repetitions",
+    waiting="grammars wait for their check",
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """text: as the core takes it. warnings: what it asks for and is not kept to."""
+
+    text: str
+    warnings: tuple[str, ...] = ()
+
+
+class Grammars:
+    """May be used from any thread and any event loop."""
+
+    def __init__(self, kind: JobKind = CHECKS) -> None:
+        self._jobs = JobPool(kind)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[bytes, Checked] = OrderedDict()
+        self._num_kept_chars = 0
+
+    def check(self, grammar: str, field: str = FIELD) -> Checked:
+        """Return a grammar as the core takes it. Raises RequestError, which names the field, for
+        one that is wrong or takes too much, and EngineBusy where too many wait."""
+        key = _key(grammar, field)
+        found = self._known(key)
+        if found is not None:
+            return found
+        data = json.dumps(grammar).encode()
+        try:
+            answer = self._jobs.run(data, len(data) > HEAVY_BYTES)
+        except RequestError as error:
+            raise _named(error, field) from None
+        return self._keep(key, grammar, answer)
+
+    async def check_async(self, grammar: str, field: str = FIELD) -> Checked:
+        """Do the same without holding up an event loop."""
+        key = _key(grammar, field)
+        found = self._known(key)
+        if found is not None:
+            return found
+        data = json.dumps(grammar).encode()
+        try:
+            answer = await self._jobs.run_async(data, len(data) > HEAVY_BYTES)
+        except RequestError as error:
+            raise _named(error, field) from None
+        return self._keep(key, grammar, answer)
+
+    def _known(self, key: bytes) -> Checked | None:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self._kept.move_to_end(key)
+            return found
+
+    def _keep(self, key: bytes, grammar: str, answer: str) -> Checked:
+        text, warnings = json.loads(answer)
+        found = Checked(text, tuple(warnings))
+        for warning in warnings:
+            logger.warning("a grammar is not kept to as a whole: %s", warning)
+        with self._lock:
+            if key not in self._kept:
+                self._num_kept_chars += len(text)
+            self._kept[key] = found
+            while len(self._kept) > MAX_KEPT or self._num_kept_chars > MAX_KEPT_CHARS:
+                _, left = self._kept.popitem(last=False)
+                self._num_kept_chars -= len(left.text)
+        return found
+
+
+def _key(grammar: str, field: str) -> bytes:
+    """Return the name of a grammar in memory. Raise RequestError for one that is too long."""
+    if len(grammar) > MAX_CHARS:
+        raise RequestError(
+            f"{field} makes a grammar of {len(grammar)} characters; at most {MAX_CHARS} are"
+            " possible.",
+            field,
+        )
+    return hashlib.sha256(grammar.encode("utf-8", "surrogatepass")).digest()
+
+
+def _named(error: RequestError, field: str) -> RequestError:
+    if isinstance(error, EngineBusy):
+        return error
+    return RequestError(f"{field}: {str(error).removesuffix('.')}.", field)

@@ -1,0 +1,179 @@
+"""A few processes for jobs that must be bounded, started when they are needed.
+
+Usual jobs go to whichever process is free; heavy ones never take the last one.
+"""
+
+import asyncio
+import json
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+from quire.base.errors import EngineBusy, RequestError
+from quire.render.job_process import JobKind, JobProcess
+from quire.render.job_worker import REFUSED, TEXT, TOO_MUCH
+
+MAX_PROCESSES = 4
+MAX_WAITING = 1024
+GROW_S = 0.02  # a usual job takes far less: who waits longer waits for an unusual one
+
+Place = Future["JobProcess | None"]
+
+
+class JobPool:
+    """May be used from any thread and any event loop."""
+
+    def __init__(self, kind: JobKind, max_processes: int = MAX_PROCESSES) -> None:
+        self._kind = kind
+        self._max = max_processes
+        self._lock = threading.Lock()
+        self._idle: list[JobProcess] = []
+        self._num_places = 1  # processes that there may be by now
+        self._num_busy = 0
+        self._num_heavy = 0  # of the busy ones
+        self._waiting: tuple[deque[Place], deque[Place]] = deque(), deque()  # usual, heavy
+
+    def prepare(self) -> None:
+        """Start the first process, which the first job would have to wait for; once."""
+        with self._lock:
+            self._idle.append(JobProcess(self._kind))
+
+    def run(self, data: bytes, heavy: bool = False) -> str:
+        """Return what a job makes. heavy: it leaves a process to the others. Raises RequestError
+        for one that is wrong or takes too much, EngineBusy where too many wait."""
+        place = self._ask(heavy)
+        if not place.done():
+            self._grow_after(place)
+        process = _living(place.result())
+        try:
+            process = process or JobProcess(self._kind)
+        except BaseException:
+            self._give_back(None, heavy)
+            raise
+        try:
+            kind, text = process.exchange(data)
+        except OSError:
+            raise self._ended(process, heavy) from None
+        except BaseException:
+            process.kill()
+            self._give_back(None, heavy)
+            raise
+        return self._taken(process, heavy, kind, text)
+
+    async def run_async(self, data: bytes, heavy: bool = False) -> str:
+        """Do the same without holding up an event loop."""
+        place = self._ask(heavy)
+        living = _living(place.result() if place.done() else await self._wait(place, heavy))
+        try:
+            process = living
+            if process is None:
+                process = await asyncio.to_thread(JobProcess, self._kind)
+        except BaseException:
+            self._give_back(None, heavy)
+            raise
+        try:
+            kind, text = await process.exchange_async(data)
+        except OSError:
+            raise await asyncio.to_thread(self._ended, process, heavy) from None
+        except BaseException:  # cancelled: what it answers is not for the next
+            process.kill()
+            self._give_back(None, heavy)
+            raise
+        return self._taken(process, heavy, kind, text)
+
+    # ---- who gets a process ------------------------------------------------------------------
+
+    def _ask(self, heavy: bool) -> Place:
+        """Take a place in the order of asking: a process, or None where one may be started."""
+        place = Place()
+        with self._lock:
+            if sum(map(len, self._waiting)) >= MAX_WAITING:
+                raise EngineBusy(f"{MAX_WAITING} {self._kind.waiting}; try again later.")
+            self._waiting[heavy].append(place)
+            self._serve()
+        return place
+
+    def _serve(self) -> None:
+        """Give out what is free. Under the lock."""
+        for heavy, waiting in enumerate(self._waiting):
+            while waiting and self._num_busy < self._num_places:
+                if heavy and self._num_heavy >= max(1, self._max - 1):
+                    break
+                place = waiting.popleft()
+                if not place.set_running_or_notify_cancel():
+                    continue
+                self._num_busy += 1
+                self._num_heavy += heavy
+                place.set_result(self._idle.pop() if self._idle else None)
+
+    def _give_back(self, process: JobProcess | None, heavy: bool) -> None:
+        with self._lock:
+            self._num_busy -= 1
+            self._num_heavy -= heavy
+            if process is not None:
+                self._idle.append(process)
+            self._serve()
+
+    def _grow(self) -> None:
+        """Somebody has waited for long: one more process may be started."""
+        with self._lock:
+            if any(self._waiting) and self._num_places < self._max:
+                self._num_places += 1
+                self._serve()
+
+    def _grow_after(self, place: Place) -> None:
+        for _ in range(self._max):
+            try:
+                place.result(GROW_S)
+                return
+            except TimeoutError:
+                self._grow()
+
+    async def _wait(self, place: Place, heavy: bool) -> JobProcess | None:
+        loop = asyncio.get_running_loop()
+        handles = [loop.call_later(GROW_S * n, self._grow) for n in range(1, self._max + 1)]
+        try:
+            return await asyncio.wrap_future(place)
+        except asyncio.CancelledError:
+            with self._lock:  # which is held while a place is given out
+                is_given = place.done() and not place.cancelled()
+            if is_given:
+                self._give_back(place.result(), heavy)
+            raise
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    # ---- what came of it ---------------------------------------------------------------------
+
+    def _taken(self, process: JobProcess, heavy: bool, kind: bytes, text: str) -> str:
+        if kind == TOO_MUCH:
+            process.kill()
+            self._give_back(None, heavy)
+            raise self._refused(
+                f"takes more than {self._kind.memory_bytes >> 20} MiB of memory{self._kind.work}"
+            )
+        self._give_back(process, heavy)
+        if kind == TEXT:
+            return text
+        assert kind == REFUSED
+        message, field = json.loads(text)
+        raise RequestError(message, field)
+
+    def _ended(self, process: JobProcess, heavy: bool) -> RequestError:
+        why = process.why()
+        process.kill()
+        self._give_back(None, heavy)
+        return self._refused(why)
+
+    def _refused(self, why: str) -> RequestError:
+        return RequestError(f"{self._kind.subject} {why}; {self._kind.advice}.")
+
+
+def _living(process: JobProcess | None) -> JobProcess | None:
+    """Return a process that lives; None for one that was ended from outside while it waited:
+    another is to be started."""
+    if process is not None and process.has_ended:
+        process.kill()
+        return None
+    return process

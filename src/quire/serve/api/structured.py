@@ -1,0 +1,122 @@
+"""What a body asks its answer to be: `response_format`, `structured_outputs`, or `guided_*`, to
+StructuredOutputsParams, and to a grammar that was checked."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.protocol import GenerationRequest
+from quire.serve.api.validation_errors import shown
+
+Json = dict[str, Any]
+
+RESPONSE_FORMAT = "response_format"
+STRUCTURED = "structured_outputs"
+FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
+# vLLM's older names.
+GUIDED = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}  # fmt: skip
+KNOWN = frozenset(StructuredOutputsParams.__struct_fields__)
+
+Asked = tuple[StructuredOutputsParams | None, bool, str]
+
+
+def structured_outputs_of(body: GenerationRequest) -> Asked:
+    """Return the form that the answer must have, None for any; whether what a schema asks for and
+    cannot be had is an error; and the field that says so. Raises ApiError."""
+    asked = [
+        found
+        for found in (_of_response_format(body), _of_structured_outputs(body), _of_guided(body))
+        if found is not None
+    ]
+    if not asked:
+        return None, False, STRUCTURED
+    if len(asked) > 1:
+        names = " and ".join(field for _, _, field in asked)
+        raise bad_request(f"{names} exclude each other; leave one out.", asked[-1][2])
+    return asked[0]
+
+
+async def checked_grammar(api: ApiContext, body: GenerationRequest) -> str:
+    """Return the grammar of answers that are only what the body asks for; empty where it asks for
+    nothing. Raises ApiError, RequestError and EngineBusy."""
+    wanted, strict, field = structured_outputs_of(body)
+    if wanted is None:
+        return ""
+    grammar = api.renderer.grammar_of(wanted, strict=strict, field=field)
+    return (await api.renderer.grammars.check_async(grammar, field)).text
+
+
+def _of_response_format(body: GenerationRequest) -> Asked | None:
+    given = body.response_format
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True), False, RESPONSE_FORMAT
+    if kind == "json_schema":
+        return _of_json_schema(given.get("json_schema"))
+    if kind == "structural_tag":
+        tag = json.dumps(given)
+        return StructuredOutputsParams(structural_tag=tag), False, RESPONSE_FORMAT
+    names = ", ".join(FORMAT_TYPES)
+    raise _wrong(f".type must be one of {names}, got {shown(kind)}")
+
+
+def _of_json_schema(given: object) -> Asked:
+    if not isinstance(given, Mapping):
+        raise _wrong(".json_schema is required: an object with name and schema")
+    name, strict, schema = given.get("name"), given.get("strict"), given.get("schema")
+    if not isinstance(name, str) or not name:
+        raise _wrong(".json_schema.name is required, a text")
+    if not isinstance(strict, bool | None):
+        raise _wrong(f".json_schema.strict must be true or false, got {shown(strict)}")
+    if not isinstance(schema, dict):
+        raise _wrong(".json_schema.schema is required, an object")
+    return StructuredOutputsParams(json=schema), bool(strict), RESPONSE_FORMAT
+
+
+def _of_structured_outputs(body: GenerationRequest) -> Asked | None:
+    given = {name: value for name, value in (body.structured_outputs or {}).items()
+             if value is not None}  # fmt: skip
+    if not given:
+        return None
+    for name in given.keys() - KNOWN:
+        known = ", ".join(StructuredOutputsParams.__struct_fields__)
+        raise bad_request(
+            f"{STRUCTURED}.{shown(name)} is unknown; it may have {known}.", STRUCTURED
+        )
+    if isinstance(given.get("structural_tag"), dict):
+        given["structural_tag"] = json.dumps(given["structural_tag"])
+    return _made(given, STRUCTURED), False, STRUCTURED
+
+
+def _of_guided(body: GenerationRequest) -> Asked | None:
+    given = {
+        new: getattr(body, old) for old, new in GUIDED.items() if getattr(body, old) is not None
+    }
+    if not given:
+        return None
+    field = next(old for old in GUIDED if getattr(body, old) is not None)
+    if body.guided_whitespace_pattern is not None:
+        given["whitespace_pattern"] = body.guided_whitespace_pattern
+    return _made(given, field), False, field
+
+
+def _made(fields: Json, field: str) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams(**fields)
+    except RequestError as error:
+        raise bad_request(str(error), field) from error
+
+
+def _wrong(rule: str) -> ApiError:
+    return bad_request(f"{RESPONSE_FORMAT}{rule}.", RESPONSE_FORMAT)

@@ -1,0 +1,130 @@
+"""Grammars are checked in a process of their own: what is wrong is said, what explodes is ended.
+
+The processes are real, and so are their limits: this covers `render/grammar_worker.py`.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.grammars import Grammars
+from quire.render.structured import grammar_of
+from tests.render.matching import takes
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    yield Grammars()
+
+
+def grammar(strict: bool = False, **form: Any) -> str:
+    return grammar_of(StructuredOutputsParams(**form), {}, strict=strict)
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"json": {"not": {}}}, r'Unimplemented keys: \["not"\]'),
+        ({"json": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}, "oneOf"),
+        ({"json": {"type": "string", "format": "cron"}}, "Unknown format: cron"),
+        ({"json": {"type": "text"}}, "Invalid type: text"),
+        ({"json": {"$ref": "http://example.com/x"}}, "http://example.com/x"),
+        ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "no answer"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": r"a(?=b)"}, "look-ahead"),
+        ({"grammar": "begin: /a/"}, "no start rule"),
+        ({"grammar": "start: thing"}, "thing"),
+        ({"grammar": "start: <|nothing|>"}, r"unknown special token"),
+        ({"grammar": "root ::= thing"}, "'thing' not found"),
+        ({"grammar": "root ::= " + "(" * 5000}, "too deep"),
+    ],
+)
+def test_what_is_wrong_is_said(grammars: Grammars, form: dict[str, Any], says: str) -> None:
+    for check in (grammars.check, lambda *asked: asyncio.run(grammars.check_async(*asked))):
+        with pytest.raises(RequestError, match=says) as raised:
+            check(grammar(strict=True, **form), "response_format")
+        assert raised.value.field == "response_format"
+        assert "%llguidance" not in str(raised.value)
+
+
+def test_what_is_not_kept_to_is_said(grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
+    found = grammars.check(grammar(json={"type": "array", "uniqueItems": True, "contains": {}}))
+    assert "uniqueItems" in found.warnings[0] and "contains" in found.warnings[0]
+    assert "uniqueItems" in caplog.text
+    coerced = grammars.check(grammar(json={"oneOf": [{"type": "string"}, {"minLength": 2}]}))
+    assert "oneOf" in coerced.warnings[0]
+    assert not grammars.check(grammar(json={"type": "array"})).warnings
+
+
+@pytest.mark.parametrize(
+    ("text", "good", "bad"),
+    [
+        ('root ::= "a" [b-d]+ ("x" | "y")? # end\n', ["ab", "abcx"], ["a", "abxy"]),
+        (r'root ::= "\u0041" [\u00e9-\u00ea] "\U0001F642" "\\u"', ["Aé🙂\\u"], ["é"]),
+        ('root ::= a-b{2,3}\na-b ::= [^"\\\\\\n] | "\\n"', ["xx", "\n\n\n"], ["x", '""']),
+        ('root ::= e\ne ::= t ("+" t)*\nt ::= [0-9]+ | "(" e ")"', ["1+(2+3)"], ["1+"]),
+    ],
+)
+def test_gbnf(grammars: Grammars, text: str, good: list[str], bad: list[str]) -> None:
+    found = grammars.check(grammar(grammar=text)).text
+    assert all(takes(found, one) for one in good)
+    assert not any(takes(found, one) for one in bad)
+
+
+def test_tokens_are_named_by_any_id(grammars: Grammars) -> None:
+    wanted = StructuredOutputsParams(choice=["a<|x|>"])
+    assert grammars.check(grammar_of(wanted, {"<|x|>": 151_667})).text
+    with pytest.raises(RequestError, match="no token"):
+        grammars.check("start: <[99999999]>")
+
+
+EXPLODING = {
+    "multiples": {"json": {"type": "integer", "multipleOf": 999_983}},
+    "chain": {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(9000))
+              + 'r9000 ::= "a"'},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(EXPLODING))
+def test_what_explodes_is_ended_and_others_go_on(name: str) -> None:
+    grammars = Grammars()
+    grammars.check(grammar(regex="warm"))
+
+    async def both() -> None:
+        began = time.perf_counter()
+        endless = asyncio.create_task(grammars.check_async(grammar(**EXPLODING[name])))
+        await asyncio.sleep(0)
+        await grammars.check_async(grammar(regex=name))
+        with pytest.raises(RequestError, match=r"processor time|memory|did not answer"):
+            await endless
+        assert time.perf_counter() - began < 5.0  # 2.5 s on an idle machine
+
+    asyncio.run(both())
+
+
+def test_what_passed_is_remembered(grammars: Grammars) -> None:
+    text = grammar(json={"enum": [f"value {i}" for i in range(1000)]})
+    first = grammars.check(text)
+    assert grammars.check(text) is first
+    assert json.loads(json.dumps(first.text)) == text
+
+
+def test_a_cancelled_check_answers_nobody_else() -> None:
+    grammars = Grammars()
+
+    async def go() -> None:
+        for turns in range(4):
+            task = asyncio.create_task(grammars.check_async(grammar(regex="mine" * 100 + "[")))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert not (await grammars.check_async(grammar(regex=f"yours {turns}"))).warnings
+
+    asyncio.run(go())

@@ -1,0 +1,43 @@
+"""The grammar in the making: texts, tokens, texts up to an end, grammars of others."""
+
+import pytest
+
+from quire.render.lark import Lark, is_gbnf, regex
+from tests.render.matching import ADDED, takes, with_tokens
+
+
+def test_literals_are_split_at_added_tokens() -> None:
+    lark = Lark(ADDED)
+    found = lark.text(lark.literal('a "b"\n<|tool|><|/tool|>c'))
+    assert takes(found, with_tokens('a "b"\n', "<|tool|>", "<|/tool|>", "c"))
+    assert not takes(found, 'a "b"\n<|tool|><|/tool|>c')
+    assert Lark(ADDED).literal("") == '""'
+    assert Lark().literal("<|tool|>") == '"<|tool|>"'
+
+
+def test_until_ends_at_the_first_end() -> None:
+    lark = Lark(ADDED)
+    found = lark.text(lark.until(["</a>", "\n<|/tool|>."]) + ' "x"')
+    assert takes(found, "some <a></a>x")
+    assert not takes(found, "</a></a>x")
+    assert takes(found, with_tokens("some\n", "<|/tool|>", ".x"))
+    assert not takes(found, with_tokens("some", "<|/tool|>", ".x"))
+    assert not takes(found, "some")
+
+
+@pytest.mark.parametrize(
+    ("text", "gbnf"),
+    [
+        ('root ::= "a"', True), ('start: "::="', False), ('?start : a\na: "b"', False),
+        ('begin: "a"', False), ('root::=start\nstart ::= "a"', True),
+        ('%llguidance {}\nstart: "::="', False),
+    ],
+)  # fmt: skip
+def test_notations_are_told_apart(text: str, gbnf: bool) -> None:
+    assert is_gbnf(text) is gbnf
+
+
+def test_a_regular_expression_ends_where_it_ends() -> None:
+    assert regex(r"a\\") == r"/a\\/"
+    with pytest.raises(ValueError, match="backslash"):
+        regex("a\\\\\\")

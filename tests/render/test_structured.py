@@ -1,0 +1,144 @@
+"""Each form of an answer as a grammar: what it takes and what it does not, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire.base.errors import RequestError
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.lark import Lark
+from quire.render.structured import MAX_CHARS, content_rule, grammar_of
+from tests.render.matching import ADDED, takes, with_tokens
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+}
+
+
+def grammar(**form: Any) -> str:
+    return grammar_of(StructuredOutputsParams(**form), ADDED)
+
+
+@pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)], ids=["object", "text"])
+def test_json(schema: Any) -> None:
+    found = grammar(json=schema)
+    for text in (
+        '{"name":"A","age":3}', json.dumps({"name": "A", "age": 3}), '{"name":"A","age":3,"x":[]}',
+        json.dumps({"name": "A", "age": 3}, indent=4),
+    ):  # fmt: skip
+        assert takes(found, text)
+    for text in (
+        '{"age":3,"name":"A"}', '{"name":"A"}', '{"name":"A","age":"3"}', ' {"name":"A","age":3}',
+        '{"name":"A","age":3} ', '{"name":"A",\n\n"age":3}', '{"name":"A",' + 17 * " " + '"age":3}',
+    ):  # fmt: skip
+        assert not takes(found, text)
+
+
+def test_white_space_of_json() -> None:
+    compact = grammar(json=PERSON, disable_any_whitespace=True)
+    assert takes(compact, '{"name":"A","age":3}')
+    assert not takes(compact, '{"name": "A","age":3}')
+    own = grammar(json=PERSON, whitespace_pattern=r"\t{0,2}")
+    assert takes(own, '{"name":\t\t"A","age":3}')
+    assert not takes(own, '{"name":\t\t\t"A","age":3}')
+    assert not takes(own, '{"name": "A","age":3}')
+
+
+def test_no_properties_but_those_named() -> None:
+    schema = {"$defs": {"p": PERSON}, "anyOf": [{"$ref": "#/$defs/p"}, {"type": "array"}]}
+    found = grammar(json=schema, disable_additional_properties=True)
+    assert takes(found, '{"name":"A","age":3}')
+    assert not takes(found, '{"name":"A","age":3,"x":1}')
+    assert takes(grammar(json=schema), '{"name":"A","age":3,"x":1}')
+    assert "additionalProperties" not in PERSON  # the caller's own is as it was
+
+
+def test_json_object() -> None:
+    found = grammar(json_object=True)
+    assert takes(found, '{"a": [1, {"b": null}]}')
+    assert not takes(found, "[1]")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"a/b\d+", ["a/b12"], ["a/b", "xa/b1", "a/b1x"]),
+        (r"^abc$", ["abc"], ["xabc"]),
+        (r"\/", ["/"], [""]),
+        (r"\\/", ["\\/"], ["/"]),
+        ("a\nb", ["a\nb"], ["anb"]),
+        ("", [""], ["a"]),
+        ("//x", ["//x"], [""]),
+        (r"[/\]]+", ["/]/"], ["a"]),
+        ("é|\u2028", ["é", "\u2028"], ["e"]),
+    ],
+)
+def test_regex(pattern: str, good: list[str], bad: list[str]) -> None:
+    found = grammar(regex=pattern)
+    assert all(takes(found, text) for text in good)
+    assert not any(takes(found, text) for text in bad)
+
+
+def test_choice() -> None:
+    words = ["a", "ab", 'say "hi"\n', "é\0", "c <|tool|>!"]
+    found = grammar(choice=words)
+    assert all(takes(found, text) for text in words[:-1])
+    assert takes(found, with_tokens("c ", "<|tool|>", "!"))
+    assert not any(takes(found, text) for text in ("", "b", "aba", words[-1]))
+
+
+def test_lark_of_the_user() -> None:
+    """It has a start, names and white space of its own, which are not those around it."""
+    text = """
+        start: rule_1 ("," rule_1)* <|tool|>  // <|tool|> said in passing
+        rule_1: "<|tool|>" | /[0-9]+/
+        %ignore / +/
+    """
+    wanted = StructuredOutputsParams(grammar=text)
+    assert takes(grammar_of(wanted, ADDED), with_tokens("1, 22 ,3", "<|tool|>"))
+    lark = Lark(ADDED)
+    rule = content_rule(lark, wanted)
+    found = lark.text(f'{lark.rule(lark.literal("<"))} {rule} ">"')
+    assert takes(found, with_tokens("<1, 2", "<|tool|>", ">"))
+    assert not takes(found, with_tokens(" <1, 2", "<|tool|>", ">"))
+    assert not takes(found, with_tokens("<1, 2<|tool|>>"))
+
+
+def test_sizes_and_depths_are_bounded() -> None:
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(70):
+        deep = {"items": deep}
+    for form in (
+        {"json": deep}, {"json": json.dumps(deep)}, {"json": "[" * 100_000},
+        {"json": {"enum": ["x" * MAX_CHARS]}}, {"json": json.dumps({"enum": ["x" * MAX_CHARS]})},
+        {"json": {"enum": list(range(MAX_CHARS))}}, {"regex": "x" * MAX_CHARS + "y"},
+        {"choice": ["x" * 1000] * 300}, {"choice": ["x"] * 20_000},
+        {"grammar": "start: " + '"x"' * MAX_CHARS}, {"structural_tag": "[" * MAX_CHARS},
+        {"json": {}, "whitespace_pattern": " " * MAX_CHARS + " "},
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=r"more than|at most|too deep") as raised:
+            grammar(**form)
+        assert raised.value.field == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"json": "{"}, "no JSON"),
+        ({"json": "[1]"}, "must be an object, got list"),
+        ({"json": {"enum": {1, 2}}}, "no JSON"),
+        ({"regex": "a\0"}, "NUL"),
+        ({"regex": "a\\"}, "half an escape"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"choice": ["\ud800"]}, "surrogate"),
+        ({"grammar": " \n"}, "empty"),
+    ],
+)
+def test_what_cannot_be_a_form(form: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says) as raised:
+        grammar_of(StructuredOutputsParams(**form), ADDED, field="response_format")
+    assert raised.value.field == "response_format"
+    assert str(raised.value).startswith("response_format")
