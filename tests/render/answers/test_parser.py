@@ -178,3 +178,25 @@ def test_the_time_is_linear(unit: str, together: bool) -> None:
     start = time.perf_counter()
     parsed([unit * 20_000] if together else [unit] * 20_000)
     assert time.perf_counter() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("text", "begins", "end"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, len("<think>\nhm\n</think>")),
+        ("hm</think>yes", True, len("hm</think>")),
+        ("yes <think>no</think>", False, 0),
+        ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', False, 0),
+        ("<think>hm", False, None),
+        ("  ", False, 0),
+        ("<think>a</think><think>b</think>c", False, len("<think>a</think><think>b</think>")),
+    ],
+)
+def test_where_reasoning_ends(text: str, begins: bool, end: int | None) -> None:
+    """It is told as soon as it is known, wherever the text is cut."""
+    for cut in range(len(text) + 1):
+        parser = AnswerParser(HERMES, THINK, begins_in_reasoning=begins)
+        parser.push(text[:cut])
+        parser.push(text[cut:])
+        parser.flush()
+        assert parser.reasoning_end == end

@@ -23,8 +23,14 @@ class Feed:
         self.sink: Callable[[str], None] | None = None
         self._text = ""
         self._at = 0
+        self._before = 0  # characters that were in front of _text
         self._held: list[str] | None = None
         self._held_from: int | None = None  # where the held text begins, while it is all in _text
+
+    @property
+    def position(self) -> int:
+        """Return how many characters are consumed."""
+        return self._before + self._at
 
     def give(self, text: str) -> None:
         """Add a piece; the reader must be resumed before the next one."""
@@ -33,6 +39,7 @@ class Feed:
                 self._held.append(self._text[self._held_from : self._at])
                 self._held_from = None
             self._text = self._text[self._at :]
+            self._before += self._at
             self._at = 0
         self._text = self._text + text if self._text else text
 
@@ -70,7 +77,9 @@ class Feed:
         if self._held_from is not None:
             self._at = self._held_from
         elif self._held is not None:
-            self._text = "".join(self._held) + self._text[self._at :]
+            held = "".join(self._held)
+            self._text = held + self._text[self._at :]
+            self._before += self._at - len(held)
             self._at = 0
         self.release()
 

@@ -31,6 +31,13 @@ class AnswerParser:
         self._reading = self._answer.read(begins_in_reasoning)
         next(self._reading)
 
+    @property
+    def reasoning_end(self) -> int | None:
+        """Return at which character reasoning has ended, with its closing mark; 0 if there is none.
+        None: it goes on, or may still begin. What comes behind content or a call is not looked
+        at."""
+        return self._answer.reasoning_end
+
     def push(self, text: str) -> list[Part]:
         if text:
             self._feed.give(text)
@@ -59,6 +66,8 @@ class _Answer:
         self._feed = feed
         self._writer = writer
         self._reasoning = reasoning
+        self._reasoning_end: int | None = None
+        self._is_reasoning = False
         self._calls = CallReader(feed, writer, tools)
         syntaxes = calls.syntaxes if calls else ()
         self._bare = [syntax for syntax in syntaxes if syntax.is_bare]
@@ -69,6 +78,19 @@ class _Answer:
             marks += (reasoning.content_open,) if reasoning.content_open else ()
             self._close = Marks((reasoning.close,))
         self._marks = Marks(marks)
+
+    @property
+    def reasoning_end(self) -> int | None:
+        if self._is_reasoning:
+            return None
+        if self._reasoning_end is not None:
+            return self._reasoning_end
+        return 0 if self._is_settled or self._feed.ended else None
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether something else than reasoning has begun."""
+        return self._writer.has_content or self._writer.num_calls > 0
 
     def read(self, begins_in_reasoning: bool) -> Reading[None]:
         feed, writer = self._feed, self._writer
@@ -90,12 +112,15 @@ class _Answer:
 
     def _read_reasoning(self) -> Reading[None]:
         assert self._reasoning is not None
+        self._is_reasoning = not self._is_settled
         self._writer.begin_reasoning()
         yield from self._feed.space()
         yield from self._feed.literal(self._reasoning.open)  # once more, as some models do
         self._feed.sink = self._writer.reasoning
-        yield from self._feed.until(self._close)
+        mark = yield from self._feed.until(self._close)
         self._feed.sink = None
+        if self._is_reasoning and mark is not None:
+            self._reasoning_end, self._is_reasoning = self._feed.position, False
 
     def _read_bare(self) -> Reading[None]:
         """Read calls that nothing opens, where an answer begins."""

@@ -1,0 +1,32 @@
+"""The tools of a request, as OpenAI's clients describe them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.base.errors import RequestError
+from quire.render.answers.syntax import Tool
+
+
+def tools_of(described: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Return what {"type": "function", "function": {name, parameters, strict}} describes, or what
+    stands in `function` alone. Raises RequestError for what is no function, and for two of one
+    name."""
+    found: dict[str, Tool] = {}
+    for index, tool in enumerate(described):
+        where = f"tools[{index}]"
+        kind = tool.get("type", "function")
+        if kind != "function":
+            raise RequestError(f"{where} is of type {kind!r}; only function is possible.", where)
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"{where} needs a function with a name.", where)
+        if name in found:
+            message = f"{where}: another tool is called {name!r}, too; give each its own name."
+            raise RequestError(message, where)
+        schema = function.get("parameters")
+        if schema is not None and not isinstance(schema, Mapping):
+            message = f"{where}: parameters must be a JSON schema, got {type(schema).__name__}."
+            raise RequestError(message, where)
+        found[name] = Tool(name, schema, bool(function.get("strict")))
+    return tuple(found.values())
