@@ -118,7 +118,7 @@ def print_table(client: str, results: Results) -> None:
         cells = [
             shown.get(model, shown.get("", "") if model == MODELS[0] else "") for model in MODELS
         ]
-        print(f"  {case:<36} {cells[0]:<5} {cells[1]:<5}".rstrip())
+        print(f"  {case:<40} {cells[0]:<5} {cells[1]:<5}".rstrip())
         for message in {text for text in by_model.values() if text not in ("pass", "skip")}:
             print(f"      {message[:NOTE_CHARS]}")
 

@@ -1,5 +1,9 @@
 """The servers that a client's cases run against: of the demo model, and of random numbers."""
 
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.clients.given import Served, served
@@ -14,3 +18,10 @@ def server(request: pytest.FixtureRequest) -> Served:
 def thinker() -> Served:
     """The model of random numbers, which reasons if `enable_thinking` asks for it."""
     return served("random")
+
+
+@pytest.fixture(scope="session")
+def run() -> Iterator[Any]:
+    """Runs coroutines in one loop, because clients keep their connections."""
+    with asyncio.Runner() as runner:
+        yield runner.run

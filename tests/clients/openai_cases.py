@@ -100,14 +100,14 @@ def test_chat_stream(client: Client) -> None:
     assert usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_chat_async(server: Served) -> None:
+def test_chat_async(server: Served, run: Any) -> None:
     async def ask() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as client:
             more = {"model": server.model, "messages": MESSAGES, "max_tokens": 8}
             chat = client.chat.completions
             return await asyncio.gather(*(chat.create(seed=seed, **more) for seed in range(4)))
 
-    assert len(asyncio.run(ask())) == 4
+    assert len(run(ask())) == 4
 
 
 def test_completions(client: Client) -> None:
@@ -194,13 +194,13 @@ def test_parse(client: Client, form: str) -> None:
     assert isinstance(answer.choices[0].message.parsed, FORMS[form])
 
 
-def test_parse_async(server: Served) -> None:
+def test_parse_async(server: Served, run: Any) -> None:
     async def ask() -> Any:
         async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as client:
             more = {"model": server.model, "messages": MESSAGES, "seed": SEED, "max_tokens": 400}
             return await client.chat.completions.parse(response_format=Fox, **more)
 
-    assert isinstance(asyncio.run(ask()).choices[0].message.parsed, Fox)
+    assert isinstance(run(ask()).choices[0].message.parsed, Fox)
 
 
 def test_parse_cut(client: Client) -> None:

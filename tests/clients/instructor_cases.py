@@ -1,0 +1,136 @@
+"""instructor: its modes for servers that speak OpenAI's API; whole objects, in parts, and many."""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import instructor
+import openai
+import pytest
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
+
+from tests.clients import given
+from tests.clients.given import FORMS, KEY, MESSAGES, SEED, Fox, Served
+
+Mode = instructor.Mode
+BOUND = (Mode.TOOLS, Mode.JSON_SCHEMA)  # by these the server knows the form
+
+
+class Hint(BaseModel):
+    """What any JSON object can be read as."""
+
+    name: str = ""
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: str = Field(max_length=12)
+
+
+def asking(server: Served, mode: Any) -> Any:
+    plain = openai.OpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
+    return instructor.from_openai(plain, mode=mode)
+
+
+def fields(server: Served, **more: Any) -> dict[str, Any]:
+    given_fields = {"model": server.model, "messages": MESSAGES, "seed": SEED, "max_tokens": 500}
+    return given_fields | {"max_retries": 0} | more
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
+def test_create(server: Served, mode: Any, form: str) -> None:
+    found = asking(server, mode).create(response_model=FORMS[form], **fields(server))
+    assert isinstance(found, FORMS[form])
+
+
+def test_tools_strict(server: Served) -> None:
+    found = asking(server, Mode.TOOLS_STRICT).create(response_model=Fox, **fields(server))
+    assert isinstance(found, Fox)
+
+
+def test_json(server: Served) -> None:
+    """The server is told only that it is to be an object."""
+    more = fields(server, logit_bias=given.brief(server))
+    assert isinstance(asking(server, Mode.JSON).create(response_model=Hint, **more), Hint)
+
+
+def test_md_json(server: Served) -> None:
+    """The server is told nothing; the fence and what is in it come of vLLM's field."""
+    form = {
+        "structured_outputs": {"regex": '```json\n\\{"name": "[a-z]{3,8}", "age": 1?[0-9]\\}\n```'}
+    }
+    more = fields(server, extra_body=form)
+    assert isinstance(asking(server, Mode.MD_JSON).create(response_model=Fox, **more), Fox)
+
+
+def test_parallel_tools(server: Served) -> None:
+    """instructor leaves it to the model whether to call; here a hook insists."""
+
+    def insist(request: Any) -> None:
+        body = request.content.replace(b'"tool_choice":"auto"', b'"tool_choice":"required"')
+        assert body != request.content
+        request.headers["Content-Length"] = str(len(body))
+        request.stream = type(request.stream)(body)
+
+    hooks = {"request": [insist]}
+    http = openai.DefaultHttpxClient(event_hooks=hooks)
+    plain = openai.OpenAI(base_url=server.url, api_key=KEY, http_client=http, max_retries=0)
+    client = instructor.from_openai(plain, mode=Mode.PARALLEL_TOOLS)
+    found = list(client.create(response_model=Iterable[Fox | Weather], **fields(server)))
+    assert found and all(isinstance(each, Fox | Weather) for each in found)
+
+
+@pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
+def test_partial(server: Served, mode: Any) -> None:
+    client = asking(server, mode)
+    found = list(client.create_partial(response_model=given.Owned, **fields(server)))
+    assert len(found) > 1 and found[-1].den.owner.age is not None
+    given.Owned.model_validate(found[-1].model_dump())
+
+
+@pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
+def test_iterable(server: Served, mode: Any) -> None:
+    client = asking(server, mode)
+    found = list(client.create_iterable(response_model=Fox, **fields(server, max_tokens=1500)))
+    assert all(isinstance(each, Fox) for each in found)
+
+
+def test_simple_types(server: Served) -> None:
+    client = asking(server, Mode.TOOLS)
+    found = client.create(response_model=Literal["red", "blue"], **fields(server))
+    assert found in ("red", "blue")
+
+
+def test_with_completion(server: Served) -> None:
+    client = asking(server, Mode.TOOLS)
+    found, raw = client.create_with_completion(response_model=Fox, **fields(server))
+    assert isinstance(found, Fox) and raw.usage.completion_tokens > 0
+
+
+def test_async(server: Served, run: Any) -> None:
+    async def ask() -> Any:
+        async with openai.AsyncOpenAI(base_url=server.url, api_key=KEY, timeout=60) as plain:
+            client = instructor.from_openai(plain, mode=Mode.JSON_SCHEMA)
+            return await client.create(response_model=Fox, **fields(server))
+
+    assert isinstance(run(ask()), Fox)
+
+
+@pytest.mark.parametrize("mode", BOUND, ids=lambda mode: mode.name)
+def test_asks_again(server: Served, mode: Any) -> None:
+    """What is refused goes back with the reason, and another answer comes."""
+    seen: list[str] = []
+
+    class Picky(BaseModel):
+        name: str = Field(max_length=8)
+
+        @field_validator("name")
+        @classmethod
+        def second(cls, value: str, info: ValidationInfo) -> str:
+            seen.append(value)
+            assert len(seen) > 1, "try another"
+            return value
+
+    found = asking(server, mode).create(response_model=Picky, **fields(server, max_retries=2))
+    assert isinstance(found, Picky) and len(seen) == 2

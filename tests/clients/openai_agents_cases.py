@@ -1,0 +1,125 @@
+"""openai-agents over chat completions: texts, output types, tools, handoffs, streams."""
+
+from typing import Any
+
+import pytest
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+from openai import AsyncOpenAI
+
+from tests.clients import given
+from tests.clients.given import ASK, FORMS, KEY, SEED, Fox, Served
+
+set_tracing_disabled(True)
+
+
+def agent_of(server: Served, *, settings: dict[str, Any] | None = None, **more: Any) -> Any:
+    client = AsyncOpenAI(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
+    model = OpenAIChatCompletionsModel(model=server.model, openai_client=client)
+    how = {"max_tokens": 400, "extra_args": {"seed": SEED}} | (settings or {})
+    return Agent(**({"name": "Fox", "model": model, "model_settings": ModelSettings(**how)} | more))
+
+
+def test_text(server: Served, run: Any) -> None:
+    agent = agent_of(server, settings={"max_tokens": 8}, instructions="Be brief.")
+    result = run(Runner.run(agent, ASK))
+    assert result.final_output and result.context_wrapper.usage.output_tokens <= 8
+
+
+def test_text_stream(server: Served, run: Any) -> None:
+    async def read() -> tuple[list[str], Any]:
+        result = Runner.run_streamed(agent_of(server, settings={"max_tokens": 8}), ASK)
+        events = [event async for event in result.stream_events()]
+        raw = [event.data for event in events if event.type == "raw_response_event"]
+        texts = [data.delta for data in raw if data.type == "response.output_text.delta"]
+        return texts, result.final_output
+
+    texts, whole = run(read())
+    assert "".join(texts) == whole
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_output(server: Served, run: Any, form: str) -> None:
+    agent = agent_of(server, output_type=FORMS[form])
+    assert isinstance(run(Runner.run(agent, ASK)).final_output, FORMS[form])
+
+
+def test_output_stream(server: Served, run: Any) -> None:
+    async def read() -> Any:
+        result = Runner.run_streamed(agent_of(server, output_type=Fox), ASK)
+        async for _ in result.stream_events():
+            pass
+        return result.final_output
+
+    assert isinstance(run(read()), Fox)
+
+
+def tools() -> tuple[list[Any], list[str]]:
+    """Return two tools, and the calls that they get."""
+    called: list[str] = []
+
+    @function_tool
+    def add(numbers: given.Add) -> int:
+        """Add two numbers."""
+        called.append("add")
+        return numbers.a + numbers.b
+
+    @function_tool
+    def get_weather(where: given.GetWeather) -> str:
+        """The weather of a city."""
+        called.append("get_weather")
+        return f"22 {where.unit}"
+
+    return [add, get_weather], called
+
+
+@pytest.mark.parametrize("choice", ["required", "add", "get_weather"])
+def test_tools(server: Served, run: Any, choice: str) -> None:
+    """A tool runs with what the model wrote, and its result is the run's."""
+    functions, called = tools()
+    how = {"tool_choice": choice, "parallel_tool_calls": False}
+    more = {"tools": functions, "tool_use_behavior": "stop_on_first_tool"}
+    result = run(Runner.run(agent_of(server, settings=how, **more), ASK))
+    assert len(called) == 1 and choice in ("required", called[0])
+    assert result.final_output is not None
+
+
+def test_tools_stream(server: Served, run: Any) -> None:
+    functions, called = tools()
+    more = {"tools": functions, "tool_use_behavior": "stop_on_first_tool"}
+    agent = agent_of(server, settings={"tool_choice": "required"}, **more)
+
+    async def read() -> set[str]:
+        result = Runner.run_streamed(agent, ASK)
+        events = [event async for event in result.stream_events()]
+        return {event.item.type for event in events if event.type == "run_item_stream_event"}
+
+    assert {"tool_call_item", "tool_call_output_item"} <= run(read()) and called
+
+
+def test_tools_then_text(server: Served, run: Any) -> None:
+    """The result goes back; what the model makes of it is a text, or calls until the turns end."""
+    functions, called = tools()
+    agent = agent_of(server, settings={"tool_choice": "add", "max_tokens": 60}, tools=functions)
+    result = run(Runner.run(agent, ASK, max_turns=4))
+    assert called[0] == "add" and isinstance(result.final_output, str)
+
+
+def test_handoff(server: Served, run: Any) -> None:
+    """A handoff is a call that has no arguments; the other agent ends with a form."""
+    other = agent_of(server, name="Den", output_type=Fox)
+    first = agent_of(server, settings={"tool_choice": "required"}, handoffs=[other])
+    result = run(Runner.run(first, ASK))
+    assert result.last_agent is other and isinstance(result.final_output, Fox)
+
+
+def test_extra_body(server: Served, run: Any) -> None:
+    extra = {"extra_body": {"structured_outputs": {"choice": ["red", "blue"]}}}
+    result = run(Runner.run(agent_of(server, settings=extra), ASK))
+    assert result.final_output in ("red", "blue")
