@@ -17,7 +17,7 @@ grammar beside this one, and all of them together are JSON, which llguidance rea
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
 ANY_TEXT = "/(?s:.*)/"  # no added token is in it
@@ -81,6 +81,18 @@ class Lark:
         if plain:
             parts.append(self.rule(self.terminal(f"{free} ({' | '.join(plain)})"), "lazy"))
         return self.rule(" | ".join(parts))
+
+    def tokens(self, but: Iterable[str] | None = None, at_most: int | None = None) -> str:
+        """Return the expression for any number of tokens.
+
+        but: added tokens that are not among them; None: no added token is. at_most: the number.
+        """
+        if at_most == 0:
+            return '""'
+        names = self._ids if but is None else [name for name in but if name in self._ids]
+        ids = ",".join(str(self._ids[name]) for name in names)
+        one = f"<[^{ids}]>" if ids else "<[*]>"
+        return f"{one}*" if at_most is None else f"{one}{{0,{at_most}}}"
 
     def nested(self, text: str) -> str:
         """Add a whole grammar, in llguidance's dialect of Lark or as GBNF; returns the expression

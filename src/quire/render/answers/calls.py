@@ -11,9 +11,16 @@ import re
 from collections.abc import Collection
 
 from quire.render.answers.feed import Feed, Marks, Reading
-from quire.render.answers.json_reader import read_text, read_value, sendable
+from quire.render.answers.json_reader import escaped, read_text, read_value, sendable
 from quire.render.answers.parameters import ParametersReader
-from quire.render.answers.syntax import CallSyntax, NamedBody, ObjectBody, ParametersBody, Tool
+from quire.render.answers.syntax import (
+    CallSyntax,
+    CodeBody,
+    NamedBody,
+    ObjectBody,
+    ParametersBody,
+    Tool,
+)
 from quire.render.answers.writer import Writer
 
 MAX_NAME = 256
@@ -62,11 +69,31 @@ class CallReader:
         body = syntax.body
         if isinstance(body, ObjectBody):
             return (yield from self._read_object(syntax, body))
+        if isinstance(body, CodeBody):
+            return (yield from self._read_code(body))
         if not (yield from self._read_name(body.after_name)):
             return False
         if isinstance(body, NamedBody):
             return (yield from self._read_arguments(syntax))
         return (yield from self._read_parameters(syntax, body))
+
+    def _read_code(self, body: CodeBody) -> Reading[bool]:
+        """Hand on the rest of the answer as the code for an interpreter, if there is one."""
+        name = next((name for name in body.tools if name in self._schemas), None)
+        if name is None:
+            return False
+        feed, writer = self._feed, self._writer
+        properties = (self._schemas[name] or {}).get("properties") or {"code": {}}
+        feed.release()
+        writer.begin_call(name)
+        writer.arguments(f'{{{json.dumps(next(iter(properties)), ensure_ascii=False)}: "')
+        feed.sink = lambda text: writer.arguments(escaped(text))
+        yield from feed.until(Marks(()))
+        feed.sink = None
+        writer.arguments('"}')
+        writer.end_call()
+        feed.hold()
+        return True
 
     def _read_name(self, after: str) -> Reading[bool]:
         """Consume a name and what the syntax demands behind it."""

@@ -13,7 +13,7 @@ from quire.base.plugins import (
     load_plugin,
 )
 from quire.render.answers.syntax import CallFormat, ReasoningFormat
-from quire.render.answers.table import CALLS, REASONING
+from quire.render.answers.table import CALLS, HERMES, REASONING
 
 AUTO, NONE = "auto", "none"
 
@@ -22,12 +22,13 @@ Format = TypeVar("Format", CallFormat, ReasoningFormat)
 
 def call_format(name: str, template: str, tokens: Collection[str]) -> CallFormat | None:
     """Return the format of calls of this name; `auto`: as the template shows. tokens: the added
-    ones, which decide where the template speaks of tools, but shows no format."""
+    ones, which decide where the template speaks of tools, but shows no format; else it is the
+    most usual one."""
     if name != AUTO:
         return _named(name, CALLS, TOOL_FORMATS, CallFormat)
     if "tool" not in template:
         return None
-    return _shown(template, CALLS) or _shown("\n".join(tokens), CALLS)
+    return _shown(template, CALLS) or _shown("\n".join(tokens), CALLS) or HERMES
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:

@@ -1,14 +1,23 @@
 """How a model answers (`AnswerFormat`), and what a request asks of one answer (`AskedAnswer`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.answers.detect import call_format, reasoning_format
+from quire.render.answers.grammar import calls_rule, free_rule, reasoning_rule, spaced
 from quire.render.answers.parser import AnswerParser
 from quire.render.answers.syntax import CallFormat, ParametersBody, ReasoningFormat, Tool
+from quire.render.lark import ANY_TEXT, Lark
+from quire.render.structured import content_rule
 from quire.render.tokenizer import Tokenizer
+
+NO_CALLS = (
+    "a tool cannot be forced: this model's chat template shows no format of tool calls; start the"
+    " server with --tool-call-parser, or leave tool_choice out."
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,65 @@ class AskedAnswer:
     def calls(self) -> CallFormat | None:
         """How the calls of this answer are written; None if it must have none."""
         return self.format.calls if self.tools and self.choice != "none" else None
+
+    def grammar(self, added_tokens: Mapping[str, int]) -> str:
+        """Return the grammar of the whole answer; an empty text if nothing is constrained.
+
+        added_tokens: as `Lark` takes them. Raises RequestError.
+        """
+        lark = Lark(added_tokens)
+        reasoning = self.format.reasoning
+        rest = self._behind_reasoning(lark)
+        budget = self.thinking_token_budget
+        if rest is None and (reasoning is None or budget is None):
+            return ""
+        if reasoning is None:
+            return lark.text(rest or "")
+        first = reasoning_rule(lark, reasoning, self.begins_in_reasoning, budget)
+        return lark.text(f"{first} {rest or self._anything(lark, reasoning)}")
+
+    def _behind_reasoning(self, lark: Lark) -> str | None:
+        """Return the expression for what is no reasoning; None: nothing is asked of it."""
+        content = None
+        if self.content is not None:
+            content = content_rule(lark, self.content, strict=self.strict)
+            content = f"{spaced(lark, self._content_open)} {content}"
+        calls = self.calls
+        if calls is None:
+            if self.choice not in ("auto", "none"):
+                raise RequestError(NO_CALLS, "tool_choice")
+            return content
+        if self.choice != "auto":
+            return calls_rule(lark, calls, self._choosable(), self.parallel)
+        if content is not None:
+            return f"({calls_rule(lark, calls, self.tools, self.parallel)} | {content})"
+        if any(tool.strict for tool in self.tools):
+            return free_rule(lark, calls, self.tools, self.parallel, self._content_open)
+        return None
+
+    def _anything(self, lark: Lark, reasoning: ReasoningFormat) -> str:
+        """Return the expression for all that may follow the reasoning, but for more of it."""
+        if not reasoning.content_open:
+            return lark.tokens(but=[reasoning.open])
+        if self.calls is not None:
+            return free_rule(lark, self.calls, self.tools, self.parallel, self._content_open)
+        return f"{spaced(lark, reasoning.content_open)} {ANY_TEXT}"
+
+    @property
+    def _content_open(self) -> str:
+        return self.format.reasoning.content_open if self.format.reasoning is not None else ""
+
+    def _choosable(self) -> tuple[Tool, ...]:
+        """Return the tools of which one must be called."""
+        if not isinstance(self.choice, NamedTool):
+            return self.tools
+        name = self.choice.name
+        found = tuple(tool for tool in self.tools if tool.name == name)
+        if not found:
+            raise RequestError(
+                f"tool_choice names {name!r}, which is none of tools.", "tool_choice"
+            )
+        return found
 
     def parser(self) -> AnswerParser:
         """Return a parser for one answer (of n)."""

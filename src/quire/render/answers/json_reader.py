@@ -56,6 +56,11 @@ def read_text(feed: Feed) -> Reading[str | None]:
     return str(json.loads("".join(pieces))) if is_string else None
 
 
+def escaped(text: str) -> str:
+    """Return a text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def sendable(text: str) -> str:
     r"""Return a text of JSON that UTF-8 can hold: halves of surrogate pairs become escapes."""
     try:

@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.render.answers.feed import Feed, Marks, Reading
-from quire.render.answers.schema_types import property_schema, typed, types_of
+from quire.render.answers.json_reader import escaped
+from quire.render.answers.schema_types import is_text, property_schema, typed, types_of
 from quire.render.answers.syntax import ParametersBody
 from quire.render.answers.writer import Writer
 
 MAX_KEY = 1024
-_KEY = re.compile(r"[^<>\n]*")
+_KEY = re.compile(r'[^<>"\n]*')
 
 
 class ParametersReader:
@@ -66,10 +67,10 @@ class ParametersReader:
 
     def _read_value(self, key: str) -> Reading[bool]:
         feed, writer = self._feed, self._writer
-        types = types_of(property_schema(self._schema, key), self._schema)
+        schema = property_schema(self._schema, key)
         if self._body.after_key.endswith("\n"):
             yield from feed.literal("\n")
-        if types is not None and types == frozenset(("string",)):
+        if is_text(schema, self._schema):
             writer.arguments('"')
             feed.sink = self._escape
             mark = yield from feed.until(self._marks)
@@ -81,11 +82,11 @@ class ParametersReader:
         mark = yield from feed.until(self._marks)
         feed.sink = None
         text = "".join(pieces)
-        writer.arguments(text if mark is None else typed(text, types))
+        writer.arguments(text if mark is None else typed(text, types_of(schema, self._schema)))
         return mark is not None
 
     def _escape(self, text: str) -> None:
-        self._writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._writer.arguments(escaped(text))
 
 
 def _newline_before(close: str) -> str:

@@ -14,12 +14,26 @@ def property_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
     return properties.get(name, True) if isinstance(properties, Mapping) else True
 
 
+def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a schema, or what it refers to."""
+    for _ in range(MAX_REFERENCES):
+        if not (isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str)):
+            break
+        schema = _target(schema["$ref"], root)
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def is_text(schema: object, root: Mapping[str, Any]) -> bool:
+    """Tell whether only strings are allowed."""
+    types = types_of(schema, root)
+    return types is not None and types == frozenset(("string",))
+
+
 def types_of(schema: object, root: Mapping[str, Any], hops: int = 0) -> frozenset[str] | None:
     """Return the names of the types that a value may have; None: any."""
     if not isinstance(schema, Mapping) or hops > MAX_REFERENCES:
         return None
-    if isinstance(schema.get("$ref"), str):
-        return types_of(_target(schema["$ref"], root), root, hops + 1)
+    schema = resolved(schema, root)
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset((named,))

@@ -48,7 +48,17 @@ class ParametersBody:
     close: str
 
 
-Body = ObjectBody | NamedBody | ParametersBody
+@dataclass(frozen=True)
+class CodeBody:
+    """What follows is the code for a tool of one of these names, up to the end of the answer.
+
+    It is the tool's first parameter. Grammars do not write it.
+    """
+
+    tools: tuple[str, ...]
+
+
+Body = ObjectBody | NamedBody | ParametersBody | CodeBody
 
 
 @dataclass(frozen=True)
@@ -75,24 +85,25 @@ class CallFormat:
     """names: vLLM's names of the parser. marks: what tells a chat template's text: all of one of
     these groups. syntaxes: the first is what grammars write, the parser reads all. id_chars: length
     of a call's id, where the template insists on one. several: whether an answer can have more
-    than one call."""
+    than one call. ends_the_answer: the closing mark of a call is an end token, too."""
 
     names: tuple[str, ...]
     marks: tuple[tuple[str, ...], ...]
     syntaxes: tuple[CallSyntax, ...]
     id_chars: int = 0
     several: bool = True
+    ends_the_answer: bool = False
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
     """names, marks: as of calls. content_open: what stands before the content. silent: marks that
-    structure an answer and belong to no part of it. space: what models write behind `close`."""
+    structure an answer and belong to no part of it. after: what models write behind `close`."""
 
     names: tuple[str, ...]
     marks: tuple[tuple[str, ...], ...]
     open: str
     close: str
-    space: str = "\n\n"
+    after: str = "\n\n"
     content_open: str = ""
     silent: tuple[str, ...] = field(default=())

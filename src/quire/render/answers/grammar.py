@@ -1,0 +1,129 @@
+"""The grammar of a whole answer, from the same table that the parser reads by.
+
+    reasoning?  (calls | content)        calls forced, or a content of some form
+    reasoning?  text  calls?             tools to choose from, some of them strict
+
+White space in the marks of a format may be left out; words may not. There are no added tokens in
+free text but those that belong to the format.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.answers.parameters_grammar import parameters_rule
+from quire.render.answers.syntax import (
+    CallFormat,
+    CallSyntax,
+    NamedBody,
+    ObjectBody,
+    ParametersBody,
+    ReasoningFormat,
+    Tool,
+)
+from quire.render.lark import ANY_TEXT, Lark
+from quire.render.structured import content_rule
+
+TOOLS_FIELD = "tools"
+_FREE_BUT_OBJECTS = r"/(\s*[^\s{](?s:.*))?/"
+_SPACES = re.compile(r"(\s+)")
+
+
+def spaced(lark: Lark, text: str) -> str:
+    """Return the expression that is this text, of which white space may be left out."""
+    parts = [
+        f"({lark.literal(part)})?" if part.isspace() else lark.literal(part)
+        for part in _SPACES.split(text)
+        if part
+    ]
+    return " ".join(parts)
+
+
+def calls_rule(lark: Lark, form: CallFormat, tools: Sequence[Tool], several: bool) -> str:
+    """Add rules for one or more calls; return the name of the first. several: not just one."""
+    syntax = form.syntaxes[0]
+    return lark.rule(_section(lark, form, syntax, tools, several, syntax.begin + syntax.open))
+
+
+def free_rule(
+    lark: Lark, form: CallFormat, tools: Sequence[Tool], several: bool, content_open: str = ""
+) -> str:
+    """Add rules for any text, in which calls may follow: whatever opens some is one, or more.
+
+    content_open: what stands before a text; then there is either text or calls.
+    """
+    syntax = form.syntaxes[0]
+    if syntax.is_bare or content_open:
+        calls = calls_rule(lark, form, tools, several)
+        text = _FREE_BUT_OBJECTS if syntax.is_bare else ANY_TEXT
+        return lark.rule(f"{spaced(lark, content_open)} {text} | {calls}")
+    head = syntax.begin + syntax.open
+    opener = head.split()[0]
+    rest = _section(lark, form, syntax, tools, several, head.removeprefix(opener))
+    return lark.rule(f"{ANY_TEXT} | {lark.until([opener])} {rest}")
+
+
+def reasoning_rule(lark: Lark, form: ReasoningFormat, begun: bool, budget: int | None) -> str:
+    """Add rules for the reasoning and what follows it; return the first one's name. begun: its
+    opening is in the prompt; else all of it may be left out. budget: its tokens at most."""
+    close = spaced(lark, form.close)
+    if budget is None:
+        body = lark.until([form.close])
+    elif lark.is_token(form.close):
+        body = f"{lark.tokens(at_most=budget)} {close}"
+    else:  # no token ends it: characters are counted in the place of tokens
+        body = lark.until([form.close], f"/(?s:.{{0,{budget}}})/")
+    body += f" ({spaced(lark, form.after)})" if form.after else ""
+    if begun:
+        return lark.rule(body)
+    return lark.rule(f"({spaced(lark, form.open)} {body})?")
+
+
+def _section(
+    lark: Lark,
+    form: CallFormat,
+    syntax: CallSyntax,
+    tools: Sequence[Tool],
+    several: bool,
+    head: str,
+) -> str:
+    """Return the expression for calls, of which `head` stands before the first one's body."""
+    bodies = [_body(lark, syntax, tool) for tool in tools]
+    close = spaced(lark, syntax.close)
+    close = f"({close})?" if form.ends_the_answer else close
+    one = lark.rule(f"({' | '.join(bodies)}) {close}")
+    parts = [spaced(lark, head), one]
+    if several and form.several:
+        parts.append(f"({spaced(lark, syntax.between + syntax.open)} {one})*")
+    parts.append(spaced(lark, syntax.end))
+    return " ".join(filter(None, parts))
+
+
+def _body(lark: Lark, syntax: CallSyntax, tool: Tool) -> str:
+    """Return the expression for a call of a tool."""
+    body = syntax.body
+    if isinstance(body, ObjectBody):
+        name = json.dumps(tool.name, ensure_ascii=False)
+        before = f'{{"{body.name_key}": {name}, "{body.arguments_keys[0]}": '
+        return f"{lark.literal(before)} {_arguments(lark, tool)} {lark.literal('}')}"
+    if isinstance(body, NamedBody):
+        before = spaced(lark, tool.name + body.after_name)
+        return f"{before} {_arguments(lark, tool)}"
+    assert isinstance(body, ParametersBody)
+    before = spaced(lark, tool.name + body.after_name)
+    return f"{before} {parameters_rule(lark, body, tool, TOOLS_FIELD)}"
+
+
+def _arguments(lark: Lark, tool: Tool) -> str:
+    """Return the name of a rule for the arguments as a JSON object."""
+    wanted = StructuredOutputsParams(
+        json=object_schema(tool.parameters), disable_additional_properties=True
+    )
+    return content_rule(lark, wanted, strict=tool.strict, field=TOOLS_FIELD)
+
+
+def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the schema of a tool's arguments: an object; without parameters an empty one."""
+    return {"type": "object"} | dict(parameters or {"properties": {}})

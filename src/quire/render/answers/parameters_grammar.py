@@ -1,0 +1,74 @@
+"""Rules for arguments between marks of their own; how they are read says `parameters.py`."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.answers.schema_types import is_text, property_schema, resolved
+from quire.render.answers.syntax import ParametersBody, Tool
+from quire.render.lark import ANY_TEXT, Lark, regex
+from quire.render.structured import content_rule
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def parameters_rule(lark: Lark, body: ParametersBody, tool: Tool, field: str) -> str:
+    """Add rules for a tool's arguments, each once and in the schema's order; return the first
+    one's name."""
+    schema = tool.parameters or {}
+    required = schema.get("required", ())
+    properties = schema.get("properties", {})
+    parts = []
+    for name in dict.fromkeys((*properties, *required)):
+        one = _parameter(lark, body, name, schema, field)
+        parts.append(one if name in required else f"({one})?")
+    return lark.rule(" ".join(parts) or '""')
+
+
+def _parameter(
+    lark: Lark, body: ParametersBody, name: str, root: Mapping[str, Any], field: str
+) -> str:
+    """Return the expression for one argument."""
+    schema = property_schema(root, name)
+    before = lark.literal(body.open + name + body.after_key)
+    close = body.close.rstrip()
+    space = body.close[len(close) :]
+    behind = f" ({lark.literal(space)})?" if space else ""
+    if is_text(schema, root):
+        return f"{before} {_text(lark, close, resolved(schema, root), field)}{behind}"
+    wanted = StructuredOutputsParams(
+        json=_with_definitions(schema, root), disable_additional_properties=True
+    )
+    return f"{before} {content_rule(lark, wanted, field=field)} {lark.literal(close)}{behind}"
+
+
+def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
+    """Return the expression for a string as it is, and the mark behind it."""
+    choice = [schema["const"]] if "const" in schema else schema.get("enum")
+    if choice:
+        one = " | ".join(lark.literal(text) for text in choice)
+        return f"({one}) {lark.literal(close)}"
+    parts = [ANY_TEXT]
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if least or most != "":
+        parts.append(f"/(?s:.{{{least},{most}}})/")
+    if isinstance(schema.get("pattern"), str):
+        parts.append(_searched(schema["pattern"]))
+    if not lark.has_tokens(close):
+        parts.append("~" + regex(f"(?s:.*){re.escape(close.strip())}(?s:.*)"))
+    return lark.until([close], lark.terminal(" & ".join(parts)))
+
+
+def _searched(pattern: str) -> str:
+    """Return the terminal of texts in which a pattern of JSON Schema is found."""
+    begins = "" if pattern.startswith("^") else "(?s:.*)"
+    ends = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
+    return regex(f"{begins}({pattern.removeprefix('^')[: None if ends else -1]}){ends}")
+
+
+def _with_definitions(schema: object, root: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema of a part with what it may refer to in the whole."""
+    if not isinstance(schema, Mapping):
+        return {}
+    return {key: root[key] for key in _DEFINITIONS if key in root} | dict(schema)

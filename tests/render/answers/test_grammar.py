@@ -1,0 +1,71 @@
+"""What grammars of answers let a model write; the parser reads it as it was asked for.
+
+Covers `render/answers/table.py` and `render/answers/schema_types.py` with them.
+"""
+
+from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
+from quire.render.answers.syntax import Tool
+from quire.render.answers.table import HERMES, THINK
+from tests.render.answers.vocabulary import Vocabulary, accepts
+
+F = Tool("f", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, True)
+G = Tool("g")
+QWEN = AnswerFormat(HERMES, THINK)
+VOCABULARY = Vocabulary(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+CALL_F = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+CALL_G = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+
+
+def fault(asked: AskedAnswer, text: str) -> str:
+    grammar = asked.grammar(VOCABULARY.added)
+    return accepts(VOCABULARY, grammar, VOCABULARY.split(text))
+
+
+def test_required_is_one_call_or_more() -> None:
+    asked = AskedAnswer(QWEN, (F, G), "required")
+    for text in (CALL_F, CALL_G, CALL_F + CALL_G, f"<think>hm</think>\n\n{CALL_G}\n{CALL_F}"):
+        assert fault(asked, text) == ""
+    for text in ("", "hello", CALL_F + "x", "<think>a</think>", CALL_F.replace("1", '"1"'), "{}"):
+        assert fault(asked, text)
+    assert fault(AskedAnswer(QWEN, (F, G), "required", parallel=False), CALL_F) == ""
+    assert fault(AskedAnswer(QWEN, (F, G), "required", parallel=False), CALL_F + CALL_G)
+
+
+def test_a_named_tool_is_that_one() -> None:
+    asked = AskedAnswer(QWEN, (F, G), NamedTool("g"))
+    assert fault(asked, CALL_G) == ""
+    assert fault(asked, CALL_F)
+
+
+def test_auto_is_free_but_for_calls() -> None:
+    asked = AskedAnswer(QWEN, (F, G))
+    for text in ("", "hello {", f"Look:\n{CALL_F}", CALL_F + CALL_G, f"<think>a</think>b{CALL_F}"):
+        assert fault(asked, text) == ""
+    for text in ("a<tool_call>b", CALL_F.replace('"x"', '"y"'), "a</tool_call>"):
+        assert fault(asked, text)
+    assert AskedAnswer(QWEN, (G,)).grammar(VOCABULARY.added) == ""
+    assert AskedAnswer(QWEN, (F,), "none").grammar(VOCABULARY.added) == ""
+
+
+def test_a_content_of_some_form_beside_tools() -> None:
+    content = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
+    asked = AskedAnswer(QWEN, (F, G), content=content)
+    for text in ('{"a": 1}', CALL_F, '<think>x</think>\n\n{"a": 1}', "<think></think>" + CALL_G):
+        assert fault(asked, text) == ""
+    for text in ("hello", "<think>x", CALL_F + '{"a": 1}'):
+        assert fault(asked, text)
+    assert fault(AskedAnswer(QWEN, (F,), "none", content=content), CALL_F)
+
+
+def test_budgets_are_kept() -> None:
+    for tools, rest in (((), "anything <tool_call>"), ((F,), CALL_F)):
+        choice = "required" if tools else "auto"
+        asked = AskedAnswer(QWEN, tools, choice, begins_in_reasoning=True, thinking_token_budget=3)
+        for text in ("abc</think>", "</think>"):
+            assert fault(asked, text + rest) == ""
+        assert "'d' is refused" in fault(asked, "cbd" + "d</think>" + rest)
+        assert fault(asked, f"a</think>{rest}<think>b</think>")
+    asked = AskedAnswer(QWEN, thinking_token_budget=0)
+    assert fault(asked, "<think></think>hi") == ""
+    assert fault(asked, "<think>a</think>hi")

@@ -1,0 +1,96 @@
+"""A vocabulary of bytes, some words and a format's marks, as llguidance sees it."""
+
+import random
+import re
+from collections.abc import Iterable
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+
+from quire.render.answers.format import AnswerFormat
+
+WORDS = (
+    '{"', '": ', '"name', '": "', '"}', "}}", ', "', '", "arg', "arguments", "\n{", "}\n", ">\n",
+    "\n<", "</", "<tool", "_call>", "parameter", "=", "json\n", "```", "to=", " [{", "}]", "ab",
+)  # fmt: skip
+_MARK = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
+
+
+class Vocabulary:
+    """added: texts of added tokens. The last token ends an answer."""
+
+    def __init__(self, added: Iterable[str], words: Iterable[str] = WORDS) -> None:
+        self.tokens = [bytes([value]) for value in range(256)]
+        self.tokens += [word.encode() for word in words]
+        self.added = {text: len(self.tokens) + i for i, text in enumerate(dict.fromkeys(added))}
+        self.tokens += [b"\xff" + text.encode() for text in self.added]
+        self.end = len(self.tokens)
+        self.tokens.append(b"\xff<|end of answer|>")
+        self.eos_token_id = self.end
+        self.bos_token_id = None
+        self.special_token_ids = [*self.added.values(), self.end]
+        wrapper = llguidance.TokenizerWrapper(self)
+        self.tokenizer = llguidance.LLTokenizer(wrapper, slices=[])
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokens of an ordinary text: what llguidance takes for its canonical tokens."""
+        return self._split(text.encode() if isinstance(text, str) else text, None)
+
+    def matcher(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self.tokenizer, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def allowed(self, matcher: llguidance.LLMatcher) -> list[int]:
+        mask = llguidance.numpy.allocate_token_bitmask(1, len(self.tokens))
+        llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
+        assert not matcher.is_error(), matcher.get_error()
+        bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
+        return [int(i) for i in np.flatnonzero(bits[: len(self.tokens)])]
+
+    def text(self, token_ids: list[int]) -> str:
+        texts = {i: text.encode() for text, i in self.added.items()}
+        whole = b"".join(texts.get(i, self.tokens[i]) for i in token_ids)
+        return whole.decode("utf-8", "replace")
+
+    def split(self, text: str, chance: random.Random | None = None) -> list[int]:
+        """Tokens of a text: the longest, or any by chance. Added tokens are never taken apart."""
+        names = sorted(self.added, key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+        found: list[int] = []
+        for part in parts:
+            is_added = part in self.added
+            found += [self.added[part]] if is_added else self._split(part.encode(), chance)
+        return found
+
+    def _split(self, rest: bytes, chance: random.Random | None) -> list[int]:
+        found = []
+        while rest:
+            fits = [i for i in range(256, self.end) if self._is_word(i, rest)] + [rest[0]]
+            token = chance.choice(fits) if chance else max(fits, key=self._length)
+            found.append(token)
+            rest = rest[len(self.tokens[token]) :]
+        return found
+
+    def _is_word(self, token: int, rest: bytes) -> bool:
+        return token not in self.added.values() and rest.startswith(self.tokens[token])
+
+    def _length(self, token: int) -> int:
+        return len(self.tokens[token])
+
+
+def accepts(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> str:
+    """Return an empty text if the grammar takes these tokens and may end then; else where not."""
+    matcher = vocabulary.matcher(grammar)
+    for number, token_id in enumerate(token_ids):
+        if token_id not in vocabulary.allowed(matcher):
+            done = vocabulary.text(token_ids[:number])
+            return f"after {done!r}: {vocabulary.text([token_id])!r} is refused"
+        assert matcher.consume_token(token_id), matcher.get_error()
+    return "" if matcher.is_accepting() else "it cannot end"
+
+
+def marks_of(form: AnswerFormat) -> list[str]:
+    """The texts of a format that models have as added tokens."""
+    return sorted({mark for text in form.marks() for mark in _MARK.findall(text)})
