@@ -10,7 +10,14 @@ from typing import Any
 
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
-from quire.base.plugins import ATTENTION_BACKENDS, POLICIES, PluginKind, all_names, is_installed
+from quire.base.plugins import (
+    ATTENTION_BACKENDS,
+    HOOKS,
+    POLICIES,
+    PluginKind,
+    all_names,
+    is_installed,
+)
 
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
@@ -284,6 +291,14 @@ class ServerConfig:
     trust_request_chat_template: bool = setting(
         False, "let requests bring a chat template of their own"
     )
+    hooks: tuple[str, ...] = setting(
+        (),
+        "names of hooks that other packages bring, such as safety filters: what comes in and goes"
+        " out passes through them in this order",
+    )
+    hook_timeout: float = setting(
+        5.0, "how long one call of a hook may take; then its request ends", unit="seconds"
+    )
     ssl_keyfile: str | None = setting(None, "private key for HTTPS")
     ssl_certfile: str | None = setting(None, "certificate for HTTPS")
 
@@ -300,6 +315,12 @@ class ServerConfig:
                 f"urgent_api_key names {len(unknown)} of {len(set(self.urgent_api_key))} keys that"
                 " api_key does not; give them there, too."
             )
+        limit = self.hook_timeout
+        _check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
+        for name in self.hooks:
+            if not is_installed(HOOKS, name, ()):
+                known = all_names(HOOKS, ()) or "none"
+                raise ConfigError(f"there is no hook {name!r}; installed packages bring: {known}.")
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
         _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
 

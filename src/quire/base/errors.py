@@ -8,6 +8,7 @@ QuireError
  |    +-- ModelNotFound   no such directory, and the hub did not answer or has no such model
  +-- OutOfMemory          weights, workspace or KV pool do not fit
  +-- MissingDependency    an optional package is needed; the message holds the pip command
+ +-- HookFailed           a hook of the operator's failed on a request; others go on
  +-- EngineError          the engine failed while it worked on requests
       +-- StepFailed      a step failed on one request; others go on
       +-- EngineDead      the core's process has ended or does not answer
@@ -20,6 +21,10 @@ Every message says what was wrong, the value, and what to do.
 STEP_FAILED = "step_failed"  # a step of the engine failed on it
 REQUEST_FAILED = "request_failed"  # what it asks for cannot be done
 TIMED_OUT = "timed_out"  # it took longer than its timeout_s
+# What went wrong with a hook (`HookFailed.code`, also of a `Failure`).
+HOOK_FAILED = "hook_failed"  # it raised, or returned what makes no sense
+HOOK_TIMED_OUT = "hook_timed_out"
+HOOK_UNAVAILABLE = "hook_unavailable"  # too many of its calls hang
 # Why a request was not taken (`RequestError.code`).
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # the prompt leaves no room for an answer
 
@@ -62,6 +67,14 @@ class OutOfMemory(QuireError):
 
 class MissingDependency(QuireError, ImportError):
     """An optional package is needed."""
+
+
+class HookFailed(QuireError):
+    """A hook failed on a request. The message is for clients: the log has what was raised."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class EngineError(QuireError):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import ConfigError, ModelError, QuireError
+from quire.base.hooks import METHODS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -22,13 +23,15 @@ class PluginKind:
     """Something that a package may bring.
 
     group: of the entry points, each of which names a class. noun: what messages call it. methods:
-    what the class must have. error: what is raised if it cannot be had.
+    what the class must have: all of it, or with any_of at least one. error: what is raised if it
+    cannot be had.
     """
 
     group: str
     noun: str
     methods: tuple[str, ...]
     error: type[QuireError] = ConfigError
+    any_of: bool = False
 
 
 POLICIES = PluginKind(
@@ -45,7 +48,16 @@ MODELS = PluginKind("quire.models", "model type", ("forward", "logits"), ModelEr
 CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "remove", "close"))
 TOOL_FORMATS = PluginKind("quire.tool_formats", "format of tool calls", ("format",))
 REASONING_FORMATS = PluginKind("quire.reasoning_formats", "format of reasoning", ("format",))
-KINDS = (POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS, TOOL_FORMATS, REASONING_FORMATS)
+HOOKS = PluginKind("quire.hooks", "hook", METHODS, any_of=True)
+KINDS = (
+    POLICIES,
+    ATTENTION_BACKENDS,
+    MODELS,
+    CONNECTORS,
+    TOOL_FORMATS,
+    REASONING_FORMATS,
+    HOOKS,
+)
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:
@@ -104,6 +116,8 @@ def _why_not(kind: PluginKind, loaded: Any) -> str | None:
     if not isinstance(loaded, type):
         return f"it must be a class, and is a {type(loaded).__name__}"
     missing = [name for name in kind.methods if not callable(getattr(loaded, name, None))]
+    if kind.any_of and len(missing) < len(kind.methods):
+        return None
     return f"it has no {', '.join(missing)}" if missing else None
 
 

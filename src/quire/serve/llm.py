@@ -15,6 +15,8 @@ from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt
 from quire.render.tokenizer import Tokenizer
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
+from quire.serve.hooks import TIMEOUT_S, Hooks
+from quire.serve.local_hooks import LocalHooks, LocalRequest
 from quire.serve.progress import LoadBar, RequestBar
 from quire.serve.vllm_compat import drop_vllm_settings
 
@@ -28,15 +30,25 @@ class LLM:
 
     model: directory, Hugging Face id, `demo`, or a named shape with random weights
     (`shape:qwen3-0.6b`). settings: the fields of the dataclasses in `quire.base.config`.
-    Not thread-safe.
+    hooks: names or objects, which prompts and outputs pass through in this order (base/hooks.py).
+    hook_timeout: seconds for one call of them. Not thread-safe.
     """
 
-    def __init__(self, model: str = "demo", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str = "demo",
+        *,
+        hooks: Sequence[Any] = (),
+        hook_timeout: float = TIMEOUT_S,
+        **settings: Any,
+    ) -> None:
+        made = Hooks(hooks, hook_timeout) if hooks else None
         drop_vllm_settings(settings)
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:
             self._engine: Engine | None = build_engine(config, bar.update)
+        self._hooks = None if made is None else LocalHooks(made, self._engine)
 
     def generate(
         self,
@@ -53,10 +65,10 @@ class LLM:
         before anything runs if one cannot be served.
         """
         renderer = self._alive.renderer
-        listed = _as_list(prompts)
+        listed, hooked = self._admitted(_as_list(prompts), sampling_params)
         rendered = [renderer.render(prompt) for prompt in listed]
         salts = [p.get("cache_salt") or "" if isinstance(p, Mapping) else "" for p in listed]
-        return self._run(rendered, sampling_params, salts, priority, use_tqdm)
+        return self._run(rendered, sampling_params, salts, priority, use_tqdm, hooked)
 
     def chat(
         self,
@@ -82,9 +94,11 @@ class LLM:
             raise RequestError("messages is empty; give at least one message.", "messages")
         single = isinstance(messages[0], Mapping)
         conversations = [messages] if single else list(messages)
+        conversations, hooked = self._admitted(conversations, sampling_params, options)
         renderer = self._alive.renderer
         rendered = [renderer.render(c, options, chat_template) for c in conversations]
-        return self._run(rendered, sampling_params, [""] * len(rendered), None, use_tqdm)
+        salts = [""] * len(rendered)
+        return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked)
 
     def beam_search(
         self,
@@ -112,8 +126,10 @@ class LLM:
         engine = self._alive
         params = (sampling_params or self.get_default_sampling_params()).clone()
         params.output_kind = RequestOutputKind.DELTA
+        [prompt], hooked = self._admitted([prompt], params, options)
         rendered = engine.renderer.render(prompt, options)
-        request = engine.requests.make(rendered, params, grammar=self._grammar(params))
+        name = hooked[0].request_id if hooked else None
+        request = engine.requests.make(rendered, params, name, grammar=self._grammar(params))
         engine.client.check(request)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
@@ -123,6 +139,10 @@ class LLM:
                 while not mine:
                     self._step()
                 output = mine.popleft()
+                if hooked:
+                    output = hooked[0].take(output)
+                    if hooked[0].has_ended:
+                        engine.client.abort([request.request_id])
                 finished = output.finished
                 yield output
         finally:
@@ -186,6 +206,8 @@ class LLM:
         if self._engine is not None:
             self._engine.client.close()
             self._engine = None
+            if self._hooks is not None:
+                self._hooks.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -209,6 +231,17 @@ class LLM:
             raise ConfigError("this LLM is closed; make a new one.")
         return self._engine
 
+    def _admitted(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: ChatOptions | None = None,
+    ) -> tuple[list[Any], list[LocalRequest]]:
+        """Return prompts as hooks leave them, and what they are to hooks; nothing without hooks."""
+        if self._hooks is None:
+            return prompts, []
+        return self._hooks.admit(prompts, self._params(sampling_params, len(prompts)), options)
+
     def _run(
         self,
         prompts: list[RenderedPrompt],
@@ -216,21 +249,27 @@ class LLM:
         salts: list[str],
         priority: Sequence[int] | None,
         show_progress: bool,
+        hooked: list[LocalRequest],
     ) -> list[RequestOutput]:
         """Check all requests, then add all, then step until they are done."""
         engine = self._alive
         priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
+        names: list[str | None] = [each.request_id for each in hooked] or [None] * len(prompts)
         requests = []
-        for prompt, params, salt, number in zip(
-            prompts, self._params(sampling_params, len(prompts)), salts, priorities, strict=True
-        ):
+        for prompt, params, name, salt, number in zip(
+            prompts, self._params(sampling_params, len(prompts)), names, salts, priorities,
+            strict=True,
+        ):  # fmt: skip
             grammar = self._grammar(params)
-            made = engine.requests.make(prompt, params, None, salt, number, grammar=grammar)
+            made = engine.requests.make(prompt, params, name, salt, number, grammar=grammar)
             requests.append(made)
             engine.client.check(requests[-1])
         bar = RequestBar(sum(r.params.n for r in requests), enabled=show_progress)
         done = self._finished(requests, prompts, bar)
-        return [done[request.request_id] for request in requests]
+        outputs = [done[request.request_id] for request in requests]
+        if hooked:
+            return [each.finish(output) for each, output in zip(hooked, outputs, strict=True)]
+        return outputs
 
     def _grammar(self, params: SamplingParams) -> str:
         """Return the grammar of an answer's form, checked. Raise RequestError for one that makes no

@@ -15,11 +15,14 @@ from quire.base.prefix import PrefixReport
 from quire.engine.prefix_words import shown_to
 from quire.engine.remote import AsyncClient
 from quire.serve.api.disconnect import unless_disconnected
+from quire.serve.api.hooked_answer import HookedAnswer
 from quire.serve.api.jobs import PromptJob, collect, run
 from quire.serve.api.protocol import GenerationRequest
 from quire.serve.api.sse import DONE, encode, event, start_stream
+from quire.serve.hooks import RequestHooks
 
 Json = dict[str, Any]
+OUTPUT_METHODS = ("on_output", "on_tool_call")
 
 
 @dataclass
@@ -66,7 +69,7 @@ class Choice(Protocol):
 class Answer:
     """head: the fields of every object that is sent: id, object, created and model.
 
-    choices: for each job its n.
+    choices: for each job its n. hooks: for each job its own; None where there are none.
     """
 
     client: AsyncClient
@@ -74,6 +77,7 @@ class Answer:
     head: Json
     jobs: list[PromptJob]
     choices: Sequence[Sequence[Choice]]
+    hooks: Sequence[RequestHooks] | None = None
 
     async def respond(self, request: fastapi.Request) -> Response:
         """Answer. Raise ApiError or QuireError as long as nothing was sent."""
@@ -90,6 +94,8 @@ class Answer:
             for choice, completion in zip(mine, output.outputs, strict=True):
                 found |= choice.whole(output, completion)
                 choices += found["choices"]
+        if (hooked := self._hooked()) is not None:
+            choices = [await hooked.whole(choice) for choice in choices]
         return found | {"choices": choices, "usage": usage_json(self.choices)}
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -102,6 +108,7 @@ class Answer:
     async def chunks(self) -> AsyncGenerator[list[Json], None]:
         """Yield what a stream sends: the chunks of each output that has something to show, then
         usage."""
+        hooked = self._hooked()
         running = self.body.wants_running_usage
         beside: Json = {"usage": None} if self.body.wants_usage_chunk else {}
         head = self.head | beside
@@ -111,12 +118,21 @@ class Answer:
                 mine, chunks = self.choices[index], list[Json]()
                 for completion in output.outputs:
                     chunks += mine[completion.index].chunks(output, completion)
+                if hooked is not None:
+                    chunks = await hooked.chunks(chunks)
+                    if hooked.has_ended:
+                        await outputs.aclose()  # before a slow client has read the end
                 if running:
                     head["usage"] = usage_json(self.choices)
                 if chunks:
                     yield [head | chunk for chunk in chunks]
         if self.body.wants_usage_chunk:
             yield [self.head | {"choices": [], "usage": usage_json(self.choices)}]
+
+    def _hooked(self) -> HookedAnswer | None:
+        if self.hooks is None or not any(self.hooks[0].see(name) for name in OUTPUT_METHODS):
+            return None
+        return HookedAnswer(self.hooks, [len(mine) for mine in self.choices])
 
 
 def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:

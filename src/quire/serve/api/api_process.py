@@ -31,6 +31,7 @@ from quire.serve.api.listener import Listener, report
 from quire.serve.api.reading import MAX_WIDE_BYTES
 from quire.serve.child import NO_START, begin_child, collecting_rarely
 from quire.serve.children import READY
+from quire.serve.hooks import Hooks
 
 logger = logging.getLogger("quire")
 
@@ -83,6 +84,8 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     context = ApiContext(
         client, text.renderer, text.requests, names, config.server, started_s=int(time.time())
     )
+    if config.server.hooks:
+        context.hooks = Hooks(config.server.hooks, config.server.hook_timeout)
     server = ApiServer(uvicorn_config(context, options.log_level))
     ready = asyncio.create_task(client.wait_until_ready())
     ending = asyncio.create_task(asked.wait())

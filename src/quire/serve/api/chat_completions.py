@@ -16,6 +16,7 @@ from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import error_in
+from quire.serve.api.hooked_prompt import admitted_chat
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
 from quire.serve.api.params import (
@@ -48,6 +49,7 @@ async def create_chat_completion(
     check_top_logprobs(body, api.client.ready)
     answer_id = new_id("chatcmpl")
     grammar = await checked_grammar(api, body)
+    body, hooks = await admitted_chat(api, body, request.scope, answer_id)
     prompt = await _render(api, body)
     room = room_beside(prompt, api.client.ready.max_model_len, "messages")
     params = chat_params(body, api.requests.defaults, room)
@@ -58,7 +60,7 @@ async def create_chat_completion(
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
     usage = UsageCounter(len(job.token_ids), tenant=job.request.tenant)
     choices = [ChatChoice(index, body, job, names, usage) for index in range(params.n)]
-    answer = Answer(api.client, body, head, [job], [choices])
+    answer = Answer(api.client, body, head, [job], [choices], hooks)
     return await answer.respond(request)
 
 

@@ -14,6 +14,7 @@ from quire.serve.lanes import Lanes
 
 if TYPE_CHECKING:
     from quire.engine.remote import AsyncClient
+    from quire.serve.hooks import Hooks
 
 
 @dataclass
@@ -22,7 +23,7 @@ class ApiContext:
 
     draining: set when the process is asked to end: new work is refused, open work goes on.
     num_open: HTTP requests that generate and are being answered; the drain ends when it is 0.
-    lanes: threads for long texts.
+    lanes: threads for long texts. hooks: what requests and answers pass through, if anything.
     """
 
     client: "AsyncClient"
@@ -34,6 +35,7 @@ class ApiContext:
     draining: bool = False
     num_open: int = 0
     lanes: Lanes = field(default_factory=Lanes)
+    hooks: "Hooks | None" = None
 
     @property
     def async_renderer(self) -> AsyncRenderer:

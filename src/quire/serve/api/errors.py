@@ -13,10 +13,12 @@ import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import (
+    HOOK_UNAVAILABLE,
     STEP_FAILED,
     EngineBusy,
     EngineDead,
     EngineError,
+    HookFailed,
     RequestError,
     StepFailed,
 )
@@ -99,6 +101,8 @@ def as_api_error(error: BaseException, request_id: str = "") -> ApiError:
     if isinstance(error, EngineDead):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
         return ApiError(503, str(error), "server_error", code="engine_dead", headers=headers)
+    if isinstance(error, HookFailed):
+        return _hook_failed(error)
     if isinstance(error, RecursionError):
         return bad_request("the request is nested too deeply.")
     if isinstance(error, StepFailed):
@@ -131,6 +135,16 @@ def _step_failed(error: StepFailed, request_id: str) -> ApiError:
     )
     headers = {"x-should-retry": "false"}
     return ApiError(500, text, "server_error", code=STEP_FAILED, headers=headers)
+
+
+def _hook_failed(error: HookFailed) -> ApiError:
+    """Make a 503 where hooks hang, and else a 500, after which clients are told not to try
+    again."""
+    if error.code == HOOK_UNAVAILABLE:
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(503, str(error), "server_error", code=error.code, headers=headers)
+    headers = {"x-should-retry": "false"}
+    return ApiError(500, str(error), "server_error", code=error.code, headers=headers)
 
 
 def error_body(error: BaseException, request_id: str = "") -> tuple[int, dict[str, Any]]:

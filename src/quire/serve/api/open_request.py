@@ -16,6 +16,7 @@ from quire.serve.api.answers import Answer, Json, UsageCounter
 from quire.serve.api.completions import CompletionChoice
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.hooked_prompt import admitted_ids
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import completion_params, room_beside
@@ -23,6 +24,7 @@ from quire.serve.api.protocol import CompletionRequest, StreamOptions
 from quire.serve.api.rendering import check_model, tokenizer_of
 from quire.serve.api.unsupported_fields import Rule, check_neutral
 from quire.serve.api.validation_errors import invalid_fields, shown
+from quire.serve.hooks import RequestHooks
 
 MAX_HELD_CHARS = 1 << 24  # of a text without blanks, which is tokenised as a whole
 ONE = "a prompt in pieces has one continuation; leave it out"
@@ -60,12 +62,19 @@ class OpenRequest:
         self._usage = UsageCounter(0)
         self._text: OpenText | None = None
         self._at_least = 0  # tokens of all text so far
+        self._hooks: RequestHooks | None = None
+        self._held: list[int] = []  # what hooks have to see first, when it is whole
 
     async def take(self, prompt: object, is_last: bool, tenant: str) -> None:
         """Take the next piece: a text, a list of token ids, or None. Raise ApiError or QuireError;
         then the request is of no use any more."""
         token_ids = await self._token_ids(prompt, is_last)
         num_prompt = self._usage.num_prompt + len(token_ids)
+        if self._api.hooks is not None and self._hooks is None:
+            self._hooks = self._api.hooks.open(self._job_id, tenant, self.model)
+        if self._hooks is not None and self._hooks.see("before_admission"):
+            token_ids = await self._admitted(self._hooks, token_ids, is_last)
+            num_prompt = len(token_ids) if is_last else num_prompt
         if is_last:
             self._check_length(num_prompt)
         if self.answer is None and token_ids:
@@ -75,6 +84,18 @@ class OpenRequest:
             self._api.client.append(self._job_id, token_ids, is_last)
         self._usage.num_prompt = num_prompt
         self.is_complete = is_last
+
+    async def _admitted(
+        self, hooks: RequestHooks, token_ids: list[int], is_last: bool
+    ) -> list[int]:
+        """Return the tokens that may go to the engine: hooks see the whole prompt first, so none
+        before the last piece, and then all."""
+        self._held += token_ids
+        if self._held:
+            room_beside(RenderedPrompt(self._held), self._max_model_len, "prompt")
+        if not is_last or not self._held:
+            return []
+        return await admitted_ids(self._api, self.body, hooks, self._held)
 
     @property
     def _job_id(self) -> str:
@@ -102,7 +123,10 @@ class OpenRequest:
         if not is_last:
             opened = msgspec.structs.replace(job.request, is_open=True)
             job = dataclasses.replace(job, request=opened)
-        self.answer = Answer(api.client, self.body, self._head(), [job], [[self._choice(job)]])
+        hooks = None if self._hooks is None else [self._hooks]
+        self.answer = Answer(
+            api.client, self.body, self._head(), [job], [[self._choice(job)]], hooks
+        )
 
     def _choice(self, job: PromptJob) -> CompletionChoice:
         as_ids = bool(self.body.return_tokens_as_token_ids)

@@ -14,7 +14,7 @@ from fastapi import WebSocket, WebSocketDisconnect
 from starlette.types import Message, Scope
 
 from quire.base.config import ServerConfig
-from quire.base.errors import RequestError, StepFailed
+from quire.base.errors import HookFailed, RequestError, StepFailed
 from quire.serve.api.answers import Answer, Json
 from quire.serve.api.auth import has_key, tenant_asking, wrong_key
 from quire.serve.api.context import ApiContext, new_id
@@ -166,7 +166,7 @@ class Session:
             raise
         except Exception as error:
             told = as_api_error(error, request_id)
-            if told.status == 500 and not isinstance(error, StepFailed):
+            if told.status == 500 and not isinstance(error, StepFailed | HookFailed):
                 raise Broken(INTERNAL, told) from error
             await self._connection.send_error(told)
             return False
