@@ -2,8 +2,9 @@
 
 Plain methods run on threads, async ones on an event loop of their own, so that nothing that they do
 holds up the loop that awaits them. A call that takes too long is left to itself: its thread is no
-longer counted, and a loop that it blocks is replaced. How many such calls there may be of one hook
-is bounded; while they hang, whoever needs that hook fails at once.
+longer counted, and a loop that it blocks is replaced (async calls that are on it may be late, too).
+How many such calls there may be of one hook is bounded; while they hang, whoever needs that hook
+fails at once.
 """
 
 import asyncio

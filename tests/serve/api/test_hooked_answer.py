@@ -1,0 +1,297 @@
+"""An answer's JSON through hooks: what is changed, kept back, and told at an end."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quire.base.hooks import EndRequest, HookCall, HookPiece
+from quire.serve.api.hooked_answer import HookedAnswer, Json
+from quire.serve.hooks import Hooks
+
+SECRET = "swordfish"
+
+
+class Filtering:
+    """Ends requests at the secret, writes other words in capitals, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str, str, bool]] = []
+
+    def on_output(self, piece: HookPiece) -> HookPiece:
+        self.seen.append((piece.choice, piece.kind, piece.text, piece.is_last))
+        if SECRET in piece.text:
+            raise EndRequest("no fish here")
+        return replace(piece, text=piece.text.upper())
+
+
+class Watching(Filtering):
+    def on_output(self, piece: HookPiece) -> None:  # type: ignore[override]
+        super().on_output(piece)
+
+
+class Calls:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str, str]] = []
+
+    def on_tool_call(self, call: HookCall) -> HookCall | None:
+        self.seen.append((call.call_id, call.name, call.arguments))
+        if call.name == "delete":
+            raise EndRequest("nothing is deleted here")
+        return replace(call, arguments="{}") if call.name == "spy" else None
+
+
+class Sentences:
+    """Holds text back until a full stop."""
+
+    def on_output(self, piece: HookPiece) -> HookPiece:
+        state = piece.context.state
+        text = state.pop(piece.kind, "") + piece.text
+        at = len(text) if piece.is_last else text.rfind(".") + 1
+        state[piece.kind] = text[at:]
+        return replace(piece, text=text[:at])
+
+
+def hooked(*hooks: Any, n: int = 1) -> HookedAnswer:
+    return HookedAnswer([Hooks(hooks).open("id", "", "m")], [n])
+
+
+def delta(index: int = 0, finish: str | None = None, beside: Json | None = None, **it: Any) -> Json:
+    choice = {"index": index, "delta": it, "logprobs": None, "finish_reason": finish}
+    return {"choices": [choice | (beside or {})]}
+
+
+def text(text: str, finish: str | None = None, index: int = 0, **beside: Any) -> Json:
+    choice = {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
+    return {"choices": [choice | {"stop_reason": None} | beside]}
+
+
+def call_delta(index: int, arguments: str, name: str = "", call_id: str = "") -> Json:
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    begins = {"id": call_id, "type": "function"} if call_id else {}
+    return {"index": index, "function": function, **begins}
+
+
+def streamed(answer: HookedAnswer, *steps: Json) -> list[Json]:
+    """The choices that are sent, each step's chunks by themselves."""
+
+    async def main() -> list[Json]:
+        sent: list[Json] = []
+        for step in steps:
+            if answer.has_ended:
+                break
+            sent += await answer.chunks([step])
+        return [choice for chunk in sent for choice in chunk["choices"]]
+
+    return asyncio.run(main())
+
+
+# ---- texts in a stream -------------------------------------------------------------------------
+
+
+def test_each_piece_of_content_and_reasoning() -> None:
+    hook = Filtering()
+    sent = streamed(
+        hooked(hook),
+        delta(role="assistant", content=""),
+        delta(reasoning="hm", reasoning_content="hm"),
+        delta(content="yes"),
+        delta(finish="stop"),
+    )
+    assert [choice["delta"] for choice in sent] == [
+        {"role": "assistant", "content": ""},
+        {"reasoning": "HM", "reasoning_content": "HM"},
+        {"content": "YES"},
+        {},
+    ]
+    assert hook.seen == [
+        (0, "reasoning", "hm", False),
+        (0, "content", "yes", False),
+        (0, "reasoning", "", True),
+        (0, "content", "", True),
+    ]
+
+
+def test_pieces_of_completions() -> None:
+    hook = Filtering()
+    answer = hooked(hook, n=2)
+    sent = streamed(answer, text("a"), text("b", index=1), text("c", "length"))
+    assert [(each["index"], each["text"]) for each in sent] == [(0, "A"), (1, "B"), (0, "C")]
+    assert hook.seen[-1] == (0, "content", "c", True)
+
+
+def test_a_hook_may_hold_text_back() -> None:
+    parts = ["One. T", "wo", ".", " Three"]
+    pieces = [delta(content=part) for part in parts] + [delta(finish="stop")]
+    sent = streamed(hooked(Sentences()), *pieces)
+    shown = [choice["delta"].get("content") for choice in sent]
+    assert shown == ["One.", " Two.", " Three"], "chunks with nothing are not sent"
+    assert sent[-1]["finish_reason"] == "stop"
+    sent = streamed(hooked(Sentences()), text("One. T"), text("wo"), text("", "stop"))
+    assert [choice["text"] for choice in sent] == ["One.", " Two"]
+
+
+def test_an_end_ends_all_choices_and_says_why() -> None:
+    answer = hooked(Filtering(), n=3)
+    sent = streamed(
+        answer,
+        delta(0, role="assistant", content=""),
+        delta(0, content="fine"),
+        delta(1, "stop", role="assistant", content="done"),
+        delta(0, content=f"the {SECRET} is"),
+        delta(0, content="never"),
+    )
+    end = {"logprobs": None, "finish_reason": "content_filter", "stop_reason": "no fish here"}
+    assert sent[-2:] == [
+        {"index": 0, "delta": {}} | end,
+        {"index": 2, "delta": {"role": "assistant", "content": ""}} | end,
+    ]
+    assert answer.has_ended and SECRET not in json.dumps(sent) and "NEVER" not in json.dumps(sent)
+    sent = streamed(hooked(Filtering()), text("a"), text(SECRET))
+    assert sent[-1] == {"index": 0, "text": ""} | end
+
+
+# ---- what stands beside the text ---------------------------------------------------------------
+
+
+def logprobs_of(token: str) -> Json:
+    return {"content": [{"token": token}], "refusal": None}
+
+
+def test_logprobs_and_ids_wait_for_the_end() -> None:
+    """They may come before their text, which a hook can still refuse."""
+    steps = [
+        delta(beside={"logprobs": logprobs_of("a"), "token_ids": [1]}),
+        delta(content="ab", beside={"logprobs": logprobs_of("b"), "token_ids": [2]}),
+        delta(finish="stop", beside={"logprobs": logprobs_of("c"), "token_ids": [3]}),
+    ]
+    sent = streamed(hooked(Watching()), *steps)
+    assert len(sent) == 2
+    assert (sent[0]["logprobs"], list(sent[0]["token_ids"])) == (None, [])
+    assert sent[1]["token_ids"] == [1, 2, 3]
+    assert [each["token"] for each in sent[1]["logprobs"]["content"]] == ["a", "b", "c"]
+    assert sent[1]["logprobs"]["refusal"] is None
+
+
+def test_logprobs_of_completions_wait_too() -> None:
+    beside = [{"tokens": [token], "text_offset": [i]} for i, token in enumerate("ab")]
+    steps = [text("a", logprobs=beside[0]), text("b", "stop", logprobs=beside[1])]
+    sent = streamed(hooked(Watching()), *steps)
+    assert sent[1]["logprobs"] == {"tokens": ["a", "b"], "text_offset": [0, 1]}
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_those_of_a_changed_choice_are_dropped(place: int) -> None:
+    class Changing:
+        def on_output(self, piece: HookPiece) -> HookPiece | None:
+            return replace(piece, text="x") if piece.text == str(place) else None
+
+    steps = [
+        delta(
+            finish="stop" if i == 2 else None, content=str(i),
+            beside={"logprobs": logprobs_of(str(i)), "token_ids": [i]},
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    sent = streamed(hooked(Changing()), *steps)
+    assert [choice["delta"]["content"] for choice in sent][place] == "x"
+    assert all(choice["logprobs"] is None and not choice["token_ids"] for choice in sent)
+
+
+# ---- calls of tools ----------------------------------------------------------------------------
+
+
+def test_calls_are_kept_until_they_are_whole() -> None:
+    hook = Calls()
+    sent = streamed(
+        hooked(hook),
+        delta(role="assistant", content=""),
+        delta(content="Let me see."),
+        delta(tool_calls=[call_delta(0, "", "look", "call_1")], beside={"token_ids": [1]}),
+        delta(tool_calls=[call_delta(0, '{"a"')]),
+        delta(tool_calls=[call_delta(0, ": 1}"), call_delta(1, "{", "spy", "call_2")]),
+        delta(tool_calls=[call_delta(1, '"b": 2}')]),
+        delta(finish="tool_calls"),
+    )
+    calls = [call for choice in sent for call in choice["delta"].get("tool_calls", [])]
+    assert calls == [
+        {"index": 0, "id": "call_1", "type": "function",
+         "function": {"name": "look", "arguments": '{"a": 1}'}},
+        {"index": 1, "id": "call_2", "type": "function",
+         "function": {"name": "spy", "arguments": "{}"}},
+    ]  # fmt: skip
+    assert hook.seen == [("call_1", "look", '{"a": 1}'), ("call_2", "spy", '{"b": 2}')]
+    assert len(sent) == 4 and sent[-1]["finish_reason"] == "tool_calls"
+    assert sent[1]["delta"] == {"content": "Let me see."}
+
+
+def test_a_call_that_ends_the_request() -> None:
+    sent = streamed(
+        hooked(Calls()),
+        delta(role="assistant", content=""),
+        delta(tool_calls=[call_delta(0, "{}", "look", "call_1")]),
+        delta(tool_calls=[call_delta(1, '{"every": tr', "delete", "call_2")]),
+        delta(tool_calls=[call_delta(1, "ue}")], finish="tool_calls"),
+    )
+    assert sent[-1]["finish_reason"] == "content_filter"
+    assert sent[-1]["stop_reason"] == "nothing is deleted here"
+    assert "look" in json.dumps(sent) and "every" not in json.dumps(sent)
+
+
+def test_without_a_hook_for_calls_they_pass_as_they_come() -> None:
+    step = delta(tool_calls=[call_delta(0, '{"a"', "look", "call_1")])
+    expected = json.dumps(step["choices"][0])
+    assert json.dumps(streamed(hooked(Filtering()), step)[0]) == expected
+
+
+# ---- answers in one piece ----------------------------------------------------------------------
+
+
+def message(index: int, finish: str = "stop", **fields: Any) -> Json:
+    it = {"role": "assistant", "refusal": None} | fields
+    return {"index": index, "message": it, "logprobs": None, "finish_reason": finish}
+
+
+def whole(answer: HookedAnswer, *choices: Json) -> list[Json]:
+    async def main() -> list[Json]:
+        return [await answer.whole(choice) for choice in choices]
+
+    return asyncio.run(main())
+
+
+def test_whole_messages() -> None:
+    hook = Filtering()
+    call = {"id": "c", "type": "function", "function": {"name": "spy", "arguments": '{"a": 1}'}}
+    sent = whole(
+        hooked(hook, Calls(), n=2),
+        message(0, content="yes", reasoning="hm", reasoning_content="hm") | {"token_ids": [1]},
+        message(1, "tool_calls", content=None, tool_calls=[call]) | {"logprobs": logprobs_of("x")},
+    )
+    assert sent[0]["message"]["content"] == "YES" and not sent[0]["token_ids"]
+    assert sent[0]["message"]["reasoning"] == sent[0]["message"]["reasoning_content"] == "HM"
+    assert sent[1]["message"]["tool_calls"][0]["function"] == {"name": "spy", "arguments": "{}"}
+    assert sent[1]["message"]["content"] is None and sent[1]["logprobs"] is None
+    assert hook.seen == [(0, "reasoning", "hm", True), (0, "content", "yes", True),
+                         (1, "content", "", True)]  # fmt: skip
+
+
+def test_what_no_hook_changes_keeps_what_stands_beside_it() -> None:
+    given = message(0, content="yes") | {"token_ids": [1], "logprobs": logprobs_of("yes")}
+    expected = json.dumps(given)
+    assert json.dumps(whole(hooked(Watching()), given)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    "make", [lambda i, s: message(i, content=s), lambda i, s: text(s, "stop", i)["choices"][0]]
+)
+def test_the_end_of_a_whole_answer(make: Callable[[int, str], Json]) -> None:
+    choices = [make(0, "fine"), make(1, f"a {SECRET}") | {"logprobs": logprobs_of(SECRET)},
+               make(2, "good")]  # fmt: skip
+    sent = whole(hooked(Filtering(), n=3), *choices)
+    assert [choice["finish_reason"] for choice in sent] == ["stop"] + ["content_filter"] * 2
+    assert [choice["stop_reason"] for choice in sent[1:]] == ["no fish here"] * 2
+    assert "FINE" in json.dumps(sent[0])
+    assert SECRET not in json.dumps(sent).lower() and "good" not in json.dumps(sent).lower()
