@@ -1,7 +1,8 @@
-"""Policies, attention backends and models of other packages: the examples of docs/extending.md are
-installed as they stand there, and served with."""
+"""Policies, attention backends, models and hooks of other packages: the examples of
+docs/extending.md are installed as they stand there, and served with."""
 
 import asyncio
+import http.client
 import importlib
 import json
 import logging
@@ -17,11 +18,12 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, RequestOutput, SamplingParams
-from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError, ModelError
+from quire.base.config import ServerConfig, config_from_flat
+from quire.base.errors import ConfigError, ModelError, RequestError
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
     CONNECTORS,
+    HOOKS,
     KINDS,
     MODELS,
     POLICIES,
@@ -38,8 +40,10 @@ from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Cont
 from quire.render.answers.syntax import Tool
 from quire.scheduler.policies import make_policy
 from quire.scheduler.policy import Policy
+from quire.serve.hooks import Hooks
 from tests.cli.commands import run
 from tests.serve.checkpoints import checkpoint
+from tests.serve.processes import Server
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -193,6 +197,53 @@ def test_a_format_of_another_kind(site: Site) -> None:
     site.install("odd-format", TOOL_FORMATS, "odd", "odd_format:Odd", source)
     with pytest.raises(ConfigError, match="'odd' gives a int; it must be a CallFormat"):
         detect_format(None, None, "odd")
+
+
+def test_hooks_of_a_package(site: Site) -> None:
+    site.install_example("quire_manners")
+    with LLM("demo", disable_log_stats=True, hooks=["manners"]) as llm:
+        question = [{"role": "user", "content": "What is 17 + 25?"}]
+        [output] = llm.chat(question, SamplingParams(temperature=0.0, max_tokens=40), False)
+        assert "#" in output.outputs[0].text and not re.search(r"\d", output.outputs[0].text)
+        with pytest.raises(RequestError, match="looks like a key"):
+            llm.generate("my key is sk-0123456789", GREEDY)
+    assert ServerConfig(hooks=("manners",)).hooks == ("manners",)
+    with pytest.raises(ConfigError, match=r"no hook 'unheard'.*: manners \(of quire-manners 1.0\)"):
+        ServerConfig(hooks=("manners", "unheard"))
+
+
+def test_a_server_answers_through_hooks(site: Site) -> None:
+    site.install_example("quire_manners")
+    server = Server("--hooks", "manners", "--hook-timeout", "20")
+    try:
+        body = {"messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0}
+        status, answer = post(server, body)
+        text = answer["choices"][0]["message"]["content"]
+        assert status == 200 and "#" in text and not re.search(r"\d", text)
+        body["messages"] = [{"role": "user", "content": "my key is sk-0123456789"}]
+        status, answer = post(server, body)
+        assert status == 400 and answer["error"]["code"] == "content_filter"
+    finally:
+        assert server.stop() == 0
+
+
+def post(server: Server, body: dict) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def test_a_hook_that_cannot_be_made_or_has_no_method(site: Site) -> None:
+    source = "class Hook:\n    def __init__(self, x): ...\n    def on_output(self, p): ...\n"
+    site.install("early", HOOKS, "early", "early_hook:Hook", source)
+    with pytest.raises(ConfigError, match="'early' cannot be made: TypeError"):
+        Hooks(["early"])
+    site.install("idle", HOOKS, "idle", "idle_hook:Hook", "class Hook: ...\n")
+    reason = "it has no before_admission, on_output, on_tool_call"
+    with pytest.raises(ConfigError, match=f"idle 1.0.*cannot be used: {reason}"):
+        Hooks(["idle"])
 
 
 def test_the_command_line_takes_the_names_and_helps_with_the_built_in_ones(site: Site) -> None:
