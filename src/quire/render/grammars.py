@@ -29,6 +29,7 @@ CHECKS = JobKind(
     work="",
     advice="ask for less, or for fewer and shorter repetitions",
     waiting="grammars wait for their check",
+    wait_s=2.0,
 )
 
 logger = logging.getLogger(__name__)

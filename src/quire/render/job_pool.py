@@ -44,7 +44,7 @@ class JobPool:
         place = self._ask(heavy)
         if not place.done():
             self._grow_after(place)
-        process = _living(place.result())
+        process = _living(self._given(place))
         try:
             process = process or JobProcess(self._kind)
         except BaseException:
@@ -88,7 +88,7 @@ class JobPool:
         place = Place()
         with self._lock:
             if sum(map(len, self._waiting)) >= MAX_WAITING:
-                raise EngineBusy(f"{MAX_WAITING} {self._kind.waiting}; try again later.")
+                raise self._busy()
             self._waiting[heavy].append(place)
             self._serve()
         return place
@@ -129,16 +129,28 @@ class JobPool:
             except TimeoutError:
                 self._grow()
 
+    def _given(self, place: Place) -> JobProcess | None:
+        """Wait for a place, as long as it may take."""
+        try:
+            return place.result(self._kind.wait_s)
+        except TimeoutError:
+            if place.cancel():
+                raise self._busy() from None
+            return place.result()  # given in this very moment
+
     async def _wait(self, place: Place, heavy: bool) -> JobProcess | None:
         loop = asyncio.get_running_loop()
         handles = [loop.call_later(GROW_S * n, self._grow) for n in range(1, self._max + 1)]
         try:
-            return await asyncio.wrap_future(place)
-        except asyncio.CancelledError:
+            async with asyncio.timeout(self._kind.wait_s):
+                return await asyncio.wrap_future(place)
+        except (asyncio.CancelledError, TimeoutError) as error:
             with self._lock:  # which is held while a place is given out
                 is_given = place.done() and not place.cancelled()
             if is_given:
                 self._give_back(place.result(), heavy)
+            if isinstance(error, TimeoutError):
+                raise self._busy() from None
             raise
         finally:
             for handle in handles:
@@ -165,6 +177,9 @@ class JobPool:
         process.kill()
         self._give_back(None, heavy)
         return self._refused(why)
+
+    def _busy(self) -> EngineBusy:
+        return EngineBusy(f"too many {self._kind.waiting}; try again later.")
 
     def _refused(self, why: str) -> RequestError:
         return RequestError(f"{self._kind.subject} {why}; {self._kind.advice}.")

@@ -19,7 +19,8 @@ READ_BYTES = 1 << 18
 @dataclass(frozen=True)
 class JobKind:
     """What a process does. module: its program. cpu_s, memory_bytes: what a job may take; what
-    takes answer_s without using the processor will never end.
+    takes answer_s without using the processor will never end. wait_s: how long a job may wait for a
+    process; None is for ever.
 
     subject, work, advice: what a job belongs to, what it is, and what to do about one that takes
     too much; waiting: what many of them are that wait.
@@ -33,6 +34,7 @@ class JobKind:
     work: str
     advice: str
     waiting: str
+    wait_s: float | None = None
 
 
 class JobProcess:

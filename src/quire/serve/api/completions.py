@@ -49,7 +49,7 @@ async def create_completion(
     answer_id = new_id("cmpl")
     given = split_prompts(body.prompt)
     check_shared(body, len(given))
-    grammar = await checked_grammar(api, body)
+    grammar = await checked_grammar(api, body, len(given))
     given, hooks = await admitted_prompts(api, body, request.scope, answer_id, given)
     prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)

@@ -22,6 +22,7 @@ from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import completion_params, room_beside
 from quire.serve.api.protocol import CompletionRequest, StreamOptions
 from quire.serve.api.rendering import check_model, tokenizer_of
+from quire.serve.api.structured import checked_grammar
 from quire.serve.api.unsupported_fields import Rule, check_neutral
 from quire.serve.api.validation_errors import invalid_fields, shown
 from quire.serve.hooks import RequestHooks
@@ -61,6 +62,7 @@ class OpenRequest:
         self._params = self._make_params()
         self._usage = UsageCounter(0)
         self._text: OpenText | None = None
+        self._grammar: str | None = None  # not checked yet
         self._at_least = 0  # tokens of all text so far
         self._hooks: RequestHooks | None = None
         self._held: list[int] = []  # what hooks have to see first, when it is whole
@@ -70,6 +72,8 @@ class OpenRequest:
         then the request is of no use any more."""
         token_ids = await self._token_ids(prompt, is_last)
         num_prompt = self._usage.num_prompt + len(token_ids)
+        if self.answer is None and self._grammar is None:
+            self._grammar = await checked_grammar(self._api, self.body)
         if self._api.hooks is not None and self._hooks is None:
             self._hooks = self._api.hooks.open(self._job_id, tenant, self.model)
         if self._hooks is not None and self._hooks.see("before_admission"):
@@ -119,7 +123,9 @@ class OpenRequest:
     def _begin(self, token_ids: list[int], is_last: bool, tenant: str) -> None:
         api, prompt = self._api, RenderedPrompt(token_ids)
         room_beside(prompt, self._max_model_len, "prompt")
-        job = make_job(api, self.body, prompt, self._params, self._job_id, tenant)
+        job = make_job(
+            api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or ""
+        )
         if not is_last:
             opened = msgspec.structs.replace(job.request, is_open=True)
             job = dataclasses.replace(job, request=opened)

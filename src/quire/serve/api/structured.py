@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.grammars import MAX_CHARS
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.protocol import GenerationRequest
@@ -43,13 +44,20 @@ def structured_outputs_of(body: GenerationRequest) -> Asked:
     return asked[0]
 
 
-async def checked_grammar(api: ApiContext, body: GenerationRequest) -> str:
+async def checked_grammar(api: ApiContext, body: GenerationRequest, num_prompts: int = 1) -> str:
     """Return the grammar of answers that are only what the body asks for; empty where it asks for
-    nothing. Raises ApiError, RequestError and EngineBusy."""
+    nothing. num_prompts: how many requests of the engine hold it. Raises ApiError, RequestError and
+    EngineBusy."""
     wanted, strict, field = structured_outputs_of(body)
     if wanted is None:
         return ""
     grammar = api.renderer.grammar_of(wanted, strict=strict, field=field)
+    if len(grammar) * num_prompts > MAX_CHARS:
+        raise bad_request(
+            f"{field} makes a grammar of {len(grammar)} characters, for each of {num_prompts}"
+            f" prompts; at most {MAX_CHARS} are possible in all.",
+            field,
+        )
     return (await api.renderer.grammars.check_async(grammar, field)).text
 
 
