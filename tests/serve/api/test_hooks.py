@@ -21,6 +21,7 @@ from quire.serve.hooks import Hooks
 from tests.serve.api.conftest import MakeContext
 from tests.serve.api.direct import direct, text_of, twin, wait_until
 from tests.serve.api.test_chat_tools import QUESTION, TOOLS
+from tests.serve.api.test_sse import hang_up, open_connection
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -461,3 +462,34 @@ def test_pieces_of_an_answer_to_pieces(api: TestClient, api_context: ApiContext)
             while found[-1]["type"] not in ("done", "error"):
                 found.append(line.receive_json())
             assert found[-1]["error"]["code"] == "hook_failed"
+
+
+# ---- beside others -----------------------------------------------------------------------------
+
+
+def test_others_go_on_while_a_hook_waits_and_its_client_may_leave(
+    server_url: str, server_context: ApiContext
+) -> None:
+    """The engine hears at once that the client has gone, while the hook still runs."""
+    go, inside, client = threading.Event(), threading.Event(), server_context.client
+
+    class Waiting:
+        def on_output(self, piece: HookPiece) -> None:
+            if piece.context.model == "demo" and piece.context.tenant:
+                inside.set()
+                go.wait()
+
+    use(server_context, Waiting())
+    try:
+        num_aborted = client.num_aborted
+        body = ASKS[1][1] | {"stream": True, "max_tokens": 400}
+        connection = open_connection(server_url, COMPLETIONS, body | {"user": "waits"})
+        assert inside.wait(30)
+        other = open_connection(server_url, COMPLETIONS, body)
+        assert other.getresponse().read().endswith(b"[DONE]\n\n")
+        hang_up(connection)
+        wait_until(lambda: client.num_aborted == num_aborted + 1)
+        wait_until(lambda: client.num_unfinished == 0 and server_context.num_open == 0)
+    finally:
+        go.set()
+        server_context.hooks = None
