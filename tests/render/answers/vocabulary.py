@@ -22,7 +22,7 @@ class Vocabulary:
 
     def __init__(self, added: Iterable[str], words: Iterable[str] = WORDS) -> None:
         self.tokens = [bytes([value]) for value in range(256)]
-        self.tokens += [word.encode() for word in words]
+        self.tokens += [word.encode() for word in dict.fromkeys(words)]
         self.added = {text: len(self.tokens) + i for i, text in enumerate(dict.fromkeys(added))}
         self.tokens += [b"\xff" + text.encode() for text in self.added]
         self.end = len(self.tokens)
@@ -48,6 +48,11 @@ class Vocabulary:
         assert not matcher.is_error(), matcher.get_error()
         bits = np.unpackbits(mask.view(np.uint8)[0], bitorder="little")
         return [int(i) for i in np.flatnonzero(bits[: len(self.tokens)])]
+
+    def ends(self, token: int) -> bool:
+        """Tell whether it is likely to end something."""
+        text = self.tokens[token].strip()
+        return token in self.added.values() or (text[:1] in b'"}]</' and text != b"")
 
     def text(self, token_ids: list[int]) -> str:
         texts = {i: text.encode() for text, i in self.added.items()}
@@ -94,3 +99,9 @@ def accepts(vocabulary: Vocabulary, grammar: str, token_ids: list[int]) -> str:
 def marks_of(form: AnswerFormat) -> list[str]:
     """The texts of a format that models have as added tokens."""
     return sorted({mark for text in form.marks() for mark in _MARK.findall(text)})
+
+
+def closings(form: AnswerFormat) -> tuple[str, ...]:
+    """Words with which a walk by chance ends what a format opens, where its marks are no tokens."""
+    texts = [text.rstrip() for text in form.marks()]
+    return WORDS + tuple(text for text in texts if len(text) > 1)

@@ -151,16 +151,16 @@ class Marks:
     """Texts that are looked for; where several begin, the longest counts."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
-        self._words = sorted(set(words), key=len, reverse=True)
-        self.pattern = re.compile("|".join(map(re.escape, self._words)) or r"(?!)")
-        self._longest = max(map(len, self._words), default=0)
-        self._firsts = {word[0] for word in self._words}
+        self.words = sorted(set(words), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, self.words)) or r"(?!)")
+        self._longest = max(map(len, self.words), default=0)
+        self._firsts = {word[0] for word in self.words}
 
     def begins_at(self, text: str, start: int) -> int:
         """Return where the end of a text begins that goes on as a mark, or as a longer one."""
         for at in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[at] in self._firsts:
                 rest = text[at:]
-                if any(len(word) > len(rest) and word.startswith(rest) for word in self._words):
+                if any(len(word) > len(rest) and word.startswith(rest) for word in self.words):
                     return at
         return len(text)

@@ -121,7 +121,7 @@ class AskedAnswer:
         if content is not None:
             return f"({calls_rule(lark, calls, self.tools, self.parallel)} | {content})"
         if any(tool.strict for tool in self.tools):
-            return free_rule(lark, calls, self.tools, self.parallel, self._content_open)
+            return free_rule(lark, calls, self.format.reasoning, self.tools, self.parallel)
         return None
 
     def _anything(self, lark: Lark, reasoning: ReasoningFormat) -> str:
@@ -129,7 +129,7 @@ class AskedAnswer:
         if not reasoning.content_open:
             return lark.tokens(but=[reasoning.open])
         if self.calls is not None:
-            return free_rule(lark, self.calls, self.tools, self.parallel, self._content_open)
+            return free_rule(lark, self.calls, reasoning, self.tools, self.parallel)
         return f"{spaced(lark, reasoning.content_open)} {ANY_TEXT}"
 
     @property

@@ -22,12 +22,14 @@ from quire.render.answers.syntax import (
     ParametersBody,
     ReasoningFormat,
     Tool,
+    content_marks,
+    reasoning_marks,
 )
-from quire.render.lark import ANY_TEXT, Lark
+from quire.render.lark import ANY_TEXT, Lark, regex
 from quire.render.structured import content_rule
 
 TOOLS_FIELD = "tools"
-_FREE_BUT_OBJECTS = r"/(\s*[^\s{](?s:.*))?/"
+_NO_OBJECT = r"/(\s*[^\s{](?s:.*))?/"
 _SPACES = re.compile(r"(\s+)")
 
 
@@ -48,37 +50,52 @@ def calls_rule(lark: Lark, form: CallFormat, tools: Sequence[Tool], several: boo
 
 
 def free_rule(
-    lark: Lark, form: CallFormat, tools: Sequence[Tool], several: bool, content_open: str = ""
+    lark: Lark,
+    form: CallFormat,
+    reasoning: ReasoningFormat | None,
+    tools: Sequence[Tool],
+    several: bool,
 ) -> str:
     """Add rules for any text, in which calls may follow: whatever opens some is one, or more.
 
-    content_open: what stands before a text; then there is either text or calls.
+    Where something stands before a text, there is either text or calls.
     """
     syntax = form.syntaxes[0]
+    text = text_without(lark, content_marks(form, reasoning), may_be_object=not syntax.is_bare)
+    content_open = reasoning.content_open if reasoning is not None else ""
     if syntax.is_bare or content_open:
         calls = calls_rule(lark, form, tools, several)
-        text = _FREE_BUT_OBJECTS if syntax.is_bare else ANY_TEXT
         return lark.rule(f"{spaced(lark, content_open)} {text} | {calls}")
     head = syntax.begin + syntax.open
     opener = head.split()[0]
     rest = _section(lark, form, syntax, tools, several, head.removeprefix(opener))
-    return lark.rule(f"{ANY_TEXT} | {lark.until([opener])} {rest}")
+    return lark.rule(f"{text} | {lark.until([opener], text)} {rest}")
+
+
+def text_without(
+    lark: Lark, words: Sequence[str], most_chars: int | None = None, may_be_object: bool = True
+) -> str:
+    """Add a terminal for texts in which none of these words is spelled, also not by tokens that
+    are no marks; return its name. may_be_object: whether it may begin as a JSON object does."""
+    parts = [ANY_TEXT if most_chars is None else f"/(?s:.{{0,{most_chars}}})/"]
+    if not may_be_object:
+        parts.append(_NO_OBJECT)
+    parts.append("~" + regex(f"(?s:.*)({'|'.join(map(re.escape, words))})(?s:.*)"))
+    return lark.terminal(" & ".join(parts))
 
 
 def reasoning_rule(lark: Lark, form: ReasoningFormat, begun: bool, budget: int | None) -> str:
     """Add rules for the reasoning and what follows it; return the first one's name. begun: its
-    opening is in the prompt; else all of it may be left out. budget: its tokens at most."""
-    close = spaced(lark, form.close)
-    if budget is None:
-        body = lark.until([form.close])
-    elif lark.is_token(form.close):
-        body = f"{lark.tokens(at_most=budget)} {close}"
-    else:  # no token ends it: characters are counted in the place of tokens
-        body = lark.until([form.close], f"/(?s:.{{0,{budget}}})/")
+    opening is in the prompt; else all of it may be left out. budget: its tokens at most.
+
+    Where a token ends the reasoning, tokens are counted, else characters in their place.
+    """
+    if budget is not None and lark.is_token(form.close):
+        body = f"{lark.tokens(at_most=budget)} {lark.literal(form.close)}"
+    else:
+        body = lark.until([form.close], text_without(lark, reasoning_marks(form), budget))
     body += f" ({spaced(lark, form.after)})" if form.after else ""
-    if begun:
-        return lark.rule(body)
-    return lark.rule(f"({spaced(lark, form.open)} {body})?")
+    return lark.rule(body if begun else f"({spaced(lark, form.open)} {body})?")
 
 
 def _section(

@@ -49,15 +49,16 @@ def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
     if choice:
         one = " | ".join(lark.literal(text) for text in choice)
         return f"({one}) {lark.literal(close)}"
-    parts = [ANY_TEXT]
+    parts = [ANY_TEXT, "~" + regex(f"(?s:.*){re.escape(close.strip())}(?s:.*)")]
+    unbounded = len(parts)
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     if least or most != "":
         parts.append(f"/(?s:.{{{least},{most}}})/")
     if isinstance(schema.get("pattern"), str):
         parts.append(_searched(schema["pattern"]))
-    if not lark.has_tokens(close):
-        parts.append("~" + regex(f"(?s:.*){re.escape(close.strip())}(?s:.*)"))
-    return lark.until([close], lark.terminal(" & ".join(parts)))
+    # Where every character counts, so does the line break that is not the string's.
+    end = close.lstrip() if len(parts) == unbounded else close
+    return lark.until([end], lark.terminal(" & ".join(parts)))
 
 
 def _searched(pattern: str) -> str:

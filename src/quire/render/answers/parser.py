@@ -10,13 +10,21 @@ from collections.abc import Collection
 from quire.render.answers.calls import CallReader
 from quire.render.answers.feed import Feed, Marks, Reading
 from quire.render.answers.parts import Part
-from quire.render.answers.syntax import CallFormat, CallSyntax, ReasoningFormat, Tool
+from quire.render.answers.syntax import (
+    CallFormat,
+    ReasoningFormat,
+    Tool,
+    content_marks,
+    openers,
+    reasoning_marks,
+)
 from quire.render.answers.writer import Writer
 
 
 class AnswerParser:
     """calls: None, where none are to be read. begins_in_reasoning: the prompt holds the opening
-    mark already."""
+    mark already. only_content: once content has begun, nothing else follows (a grammar sees to
+    it), so marks in it mean nothing."""
 
     def __init__(
         self,
@@ -24,11 +32,12 @@ class AnswerParser:
         reasoning: ReasoningFormat | None,
         tools: Collection[Tool] = (),
         begins_in_reasoning: bool = False,
+        only_content: bool = False,
     ) -> None:
         self._feed = Feed()
         self._writer = Writer(calls.id_chars if calls else 0)
         self._answer = _Answer(self._feed, self._writer, calls, reasoning, tools)
-        self._reading = self._answer.read(begins_in_reasoning)
+        self._reading = self._answer.read(begins_in_reasoning, only_content)
         next(self._reading)
 
     @property
@@ -69,15 +78,10 @@ class _Answer:
         self._reasoning_end: int | None = None
         self._is_reasoning = False
         self._calls = CallReader(feed, writer, tools)
-        syntaxes = calls.syntaxes if calls else ()
-        self._bare = [syntax for syntax in syntaxes if syntax.is_bare]
-        self._openers = _openers(syntaxes)
-        marks = tuple(self._openers)
-        if reasoning is not None:
-            marks += (reasoning.open, reasoning.close, *reasoning.silent)
-            marks += (reasoning.content_open,) if reasoning.content_open else ()
-            self._close = Marks((reasoning.close,))
-        self._marks = Marks(marks)
+        self._bare = [one for one in (calls.syntaxes if calls else ()) if one.is_bare]
+        self._openers = openers(calls)
+        self._marks = Marks(content_marks(calls, reasoning))
+        self._close = Marks(reasoning_marks(reasoning) if reasoning is not None else ())
 
     @property
     def reasoning_end(self) -> int | None:
@@ -92,15 +96,18 @@ class _Answer:
         """Whether something else than reasoning has begun."""
         return self._writer.has_content or self._writer.num_calls > 0
 
-    def read(self, begins_in_reasoning: bool) -> Reading[None]:
+    def read(self, begins_in_reasoning: bool, only_content: bool) -> Reading[None]:
         feed, writer = self._feed, self._writer
         if begins_in_reasoning:
             yield from self._read_reasoning()
         while (yield from feed.peek()):
             if self._bare and not writer.has_content:
                 yield from self._read_bare()
+            marks = self._marks
+            if only_content and not (yield from self._is_at_mark()):
+                marks = Marks(())
             feed.sink = writer.content
-            mark = yield from feed.until(self._marks)
+            mark = yield from feed.until(marks)
             feed.sink = None
             if mark is None:
                 break
@@ -109,6 +116,16 @@ class _Answer:
             elif self._reasoning is not None and mark == self._reasoning.open:
                 yield from self._read_reasoning()
         writer.end()
+
+    def _is_at_mark(self) -> Reading[bool]:
+        """Tell whether a mark is next, but for white space."""
+        self._feed.hold()
+        yield from self._feed.space()
+        found = False
+        for word in self._marks.words:
+            found = found or (yield from self._feed.literal(word))
+        self._feed.rewind()
+        return found
 
     def _read_reasoning(self) -> Reading[None]:
         assert self._reasoning is not None
@@ -139,13 +156,5 @@ class _Answer:
             self._feed.rewind()
             if found:
                 return
-        self._writer.content(opener)
-
-
-def _openers(syntaxes: tuple[CallSyntax, ...]) -> dict[str, list[CallSyntax]]:
-    """Return the words that open calls, and what each may open, in order."""
-    found: dict[str, list[CallSyntax]] = {}
-    for syntax in syntaxes:
-        for word in {*(syntax.begin + syntax.open).split()[:1], *syntax.open.split()[:1]}:
-            found.setdefault(word, []).append(syntax)
-    return found
+        if self._reasoning is None or opener not in self._reasoning.silent:
+            self._writer.content(opener)

@@ -107,3 +107,27 @@ class ReasoningFormat:
     after: str = "\n\n"
     content_open: str = ""
     silent: tuple[str, ...] = field(default=())
+
+
+def openers(calls: CallFormat | None) -> dict[str, list[CallSyntax]]:
+    """Return the words that open calls, and what each may open, in order."""
+    found: dict[str, list[CallSyntax]] = {}
+    for syntax in calls.syntaxes if calls is not None else ():
+        for word in dict.fromkeys(
+            (*(syntax.begin + syntax.open).split()[:1], *syntax.open.split()[:1])
+        ):
+            found.setdefault(word, []).append(syntax)
+    return found
+
+
+def content_marks(calls: CallFormat | None, reasoning: ReasoningFormat | None) -> tuple[str, ...]:
+    """Return the words that mean something where content stands."""
+    found = [*openers(calls)]
+    if reasoning is not None:
+        found += [reasoning.open, reasoning.close, reasoning.content_open, *reasoning.silent]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def reasoning_marks(reasoning: ReasoningFormat) -> tuple[str, ...]:
+    """Return the words that end reasoning."""
+    return tuple(filter(None, (reasoning.close, reasoning.content_open)))

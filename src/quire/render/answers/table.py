@@ -155,7 +155,7 @@ JAMBA = CallFormat(
     (CallSyntax(OBJECT, begin="<tool_calls>[", between=", ", end="]</tool_calls>"),),
 )
 
-_HARMONY_ENDS = (" <|constrain|>json<|message|>", "<|message|>", "json<|message|>")
+_HARMONY_ENDS = (" <|constrain|>json<|message|>", "<|message|>", " json<|message|>")
 HARMONY = CallFormat(
     ("openai",),
     (("<|channel|>", "<|message|>"),),
@@ -168,9 +168,10 @@ HARMONY = CallFormat(
         *(
             CallSyntax(
                 NamedBody(f"<|channel|>commentary{end}"),
-                open="<|start|>assistant to=functions.",
+                open=f"{begin}to=functions.",
                 close="<|call|>",
             )
+            for begin in ("<|start|>assistant ", "")  # it may stand in the prompt
             for end in _HARMONY_ENDS
         ),
     ),
