@@ -19,9 +19,18 @@ from quire.engine.threaded import ThreadedExecutor
 from quire.engine.vocabulary import Vocabulary, make_vocabulary, num_words
 from quire.kv.manager import KVManager
 from quire.render.tokenizer import Tokenizer
+from quire.scheduler.beams import BeamSearch
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
-from tests.scheduler.device import VOCAB, FakeDevice, FakeExecutor, make_request, next_token
+from tests.scheduler.device import (
+    VOCAB,
+    FakeDevice,
+    FakeExecutor,
+    candidates_of,
+    expected_tokens,
+    make_request,
+    next_token,
+)
 from tests.scheduler.test_scheduler_machine import BLOCK, FULL, MAX_LEN
 from tests.updates import read
 
@@ -81,6 +90,27 @@ def reference(request: Request) -> list[int]:
     return output
 
 
+def reference_beams(request: Request) -> list[list[int]]:
+    """The results of a search whose beams each ask a matcher of their own."""
+    from llguidance import LLMatcher
+
+    params, prompt = request.params, list(request.prompt_token_ids)
+    most = min(params.max_tokens or MAX_LEN, MAX_LEN - len(prompt))
+    search = BeamSearch(params.num_samples, most, frozenset(request.stop_token_ids))
+    outputs: list[list[int]] = [[]]
+    while not search.is_over:
+        found = []
+        for output in outputs:
+            matcher = LLMatcher(vocabulary().tokens, request.grammar)
+            assert matcher.consume_tokens(output)
+            words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: num_words(VOCAB)]
+            context = prompt + output
+            found.append(candidates_of(context, search.num_kept, allowed_ids(words)))
+        alive = search.advance(found, outputs)
+        outputs = [[*outputs[beam.parent], beam.token_id] for beam in alive]
+    return [list(result.token_ids) for result in search.hypotheses(params.n)]
+
+
 def text_of(token_ids: list[int]) -> str:
     return "".join(TEXTS[t] for t in token_ids if t != END)
 
@@ -128,6 +158,8 @@ class GuidedBench:
         for update in read(self.reader, self.core.step()):
             key = update.request_id, update.index
             self.tokens.setdefault(key, []).extend(update.token_ids)
+            for i, beam in enumerate(update.beams or ()):
+                self.tokens[update.request_id, i] = beam.token_ids
             if update.finish is not None:
                 self.ends[key] = update
         self.scheduler.check_invariants()
@@ -142,5 +174,11 @@ class GuidedBench:
         assert all(pool.num_used == 0 for pool in self.scheduler.memory.kv.pools)
 
     def assert_exact(self) -> None:
-        for (name, index), tokens in self.tokens.items():
-            assert tokens == reference(self.requests[name]), (name, index)
+        for name, request in self.requests.items():
+            found = [self.tokens[key] for key in sorted(self.tokens) if key[0] == name]
+            if request.params.use_beam_search:
+                assert found == reference_beams(request), name
+            elif request.grammar:
+                assert found == [reference(request)] * request.params.n, name
+            else:
+                assert found == [expected_tokens(request, MAX_LEN)] * request.params.n, name

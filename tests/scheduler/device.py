@@ -24,7 +24,7 @@ from quire.base.events import Event
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import GrammarReady, Request
 from quire.base.model_spec import CacheGroup
-from quire.base.plan import Int32, Plan, StepResult
+from quire.base.plan import Candidates, Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executor import failed_step
 from quire.scheduler.sequence import Sequence, State
@@ -50,6 +50,18 @@ class CursedStep(Exception):
 def next_token(context: list[int], allowed: list[int] | None = None) -> int:
     number = zlib.crc32(np.asarray(context, np.int32).tobytes())
     return number % VOCAB if allowed is None else allowed[number % len(allowed)]
+
+
+def candidates_of(context: list[int], num: int, allowed: list[int] | None = None) -> Candidates:
+    """The best tokens by scores that depend on all that came before."""
+    state = zlib.crc32(np.asarray(context, np.int32).tobytes())
+    scores = [-(1 + zlib.crc32(b"%d %d" % (state, t)) % 997) / 256 for t in range(VOCAB)]
+    logprobs = np.asarray(scores, np.float32)
+    if allowed is not None:
+        logprobs[np.setdiff1d(np.arange(VOCAB), allowed)] = -np.inf
+    best = np.argsort(-logprobs, kind="stable")[:num]
+    best = np.concatenate([best[:1], best])
+    return Candidates(best.astype(np.int32), logprobs[best], 1)
 
 
 def allowed_tokens(grammar: str, output: list[int]) -> list[int]:
@@ -122,7 +134,12 @@ class FakeDevice:
         token_ids = np.asarray(sampled, np.int32).reshape(-1, 1)
         accepted = np.ones(len(sampled), np.int32)
         return StepResult(
-            plan.step_id, token_ids, accepted, row_errors=errors, unservable_rows=tuple(unservable)
+            plan.step_id,
+            token_ids,
+            accepted,
+            self._candidates(plan, allowed),
+            row_errors=errors,
+            unservable_rows=tuple(unservable),
         )
 
     def _apply(self, plan: Plan) -> None:
@@ -214,6 +231,15 @@ class FakeDevice:
         for g, slots in enumerate(before):
             slots |= {self._slot(g, row, position) for position in positions}
         self.lost = step_id, before
+
+    def _candidates(self, plan: Plan, allowed: dict[int, list[int]]) -> dict[int, Candidates]:
+        """For beams, whose tokens are taken back: they choose from these."""
+        found = {}
+        for row, num in zip(plan.sample_rows.tolist(), plan.num_candidates.tolist(), strict=True):
+            if num >= 0:
+                self.tokens[row].pop()
+                found[row] = candidates_of(self.tokens[row], num, allowed.get(row))
+        return found
 
     def _sample(
         self,

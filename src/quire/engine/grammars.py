@@ -15,6 +15,7 @@ grammar comes.
 """
 
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire")
 
-MOST_CACHED = 64  # compiled grammars that are kept for other requests
-MAX_LEXER_STATES = 50_000  # of 1 to 2 kB each; requests with the same grammar share them
+MOST_CACHED = 32  # compiled grammars that are kept for other requests
+MAX_LEXER_STATES = 50_000  # of one compiled grammar: some 20 MB
 
 
 @dataclass(eq=False, slots=True)
@@ -51,14 +52,15 @@ class Follower:
     matcher: "LLMatcher"
     token_ids: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
 
-    def go_to(self, token_ids: Int32) -> bool:
-        """Take these tokens instead, from where they differ on; whether that was possible."""
+    def go_to(self, token_ids: Int32) -> None:
+        """Take these tokens instead, from where they differ on. A matcher that cannot go on, or
+        back, is in error from then on."""
         num_kept = num_common(self.token_ids, token_ids)
-        num_lost, matcher = len(self.token_ids) - num_kept, self.matcher
-        if matcher.is_error() or (num_lost and not matcher.rollback(num_lost)):
-            return False
+        if num_kept < len(self.token_ids):
+            self.matcher.rollback(len(self.token_ids) - num_kept)
+        if num_kept < len(token_ids):
+            self.matcher.consume_tokens(token_ids[num_kept:].tolist())
         self.token_ids = token_ids
-        return matcher.consume_tokens(token_ids[num_kept:].tolist())
 
 
 @dataclass(eq=False, slots=True)
@@ -70,11 +72,16 @@ class Guided:
     compiled: "LLMatcher | None" = None
     followers: dict[int, Follower] = field(default_factory=dict)
 
+    def start_over(self, compiled: "LLMatcher") -> None:
+        """Follow with matchers of this one, which has no token taken, from now on."""
+        self.compiled, self.followers = compiled, {}
+
     def follow(self, index: int, token_ids: Int32) -> "LLMatcher":
         """Return the matcher of a sequence, which has taken these output tokens. One that is not
         known yet is copied from the one that is nearest."""
         follower = self.followers.get(index) or self._copy_nearest(token_ids)
-        if not follower.go_to(token_ids):  # it may have met with a limit: from the start
+        follower.go_to(token_ids)
+        if follower.matcher.is_error():  # it cannot go back over what `max_tokens` has ended
             follower = self._fresh()
             follower.go_to(token_ids)
         self.followers[index] = follower
@@ -206,25 +213,28 @@ class Grammars:
 
 
 class _Compiler:
-    """The compiling thread's side. vocabulary: None before the first grammar."""
+    """Compiles, on any thread. vocabulary: None before the first grammar."""
 
     def __init__(self, make_vocabulary: MakeVocabulary) -> None:
         self.vocabulary: Vocabulary | None = None
         self._make_vocabulary = make_vocabulary
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def compile(self, grammar: str) -> "LLMatcher":
-        """Return a matcher that nobody may change. Raises _BadGrammar, ConfigError,
-        MissingDependency."""
+    def compile(self, grammar: str, instead_of: "LLMatcher | None" = None) -> "LLMatcher":
+        """Return a matcher that nobody may change. instead_of: one that is used up. Raises
+        _BadGrammar, ConfigError, MissingDependency."""
         if self.vocabulary is None:
             self.vocabulary = self._make_vocabulary()
-        found = self._cache.get(grammar)
-        if found is None:
+        with self._lock:
+            found = self._cache.get(grammar)
+        if found is None or found is instead_of:
             found = _compiled(self.vocabulary, grammar)
-        self._cache[grammar] = found
-        self._cache.move_to_end(grammar)
-        if len(self._cache) > MOST_CACHED:
-            self._cache.popitem(last=False)
+        with self._lock:
+            self._cache[grammar] = found
+            self._cache.move_to_end(grammar)
+            if len(self._cache) > MOST_CACHED:
+                self._cache.popitem(last=False)
         return found
 
 
@@ -237,11 +247,16 @@ def _compiled(vocabulary: Vocabulary, grammar: str) -> "LLMatcher":
 
     limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
     matcher = LLMatcher(vocabulary.tokens, grammar, log_level=0, limits=limits)
-    if not matcher.is_error():
-        matcher.compute_bitmask()  # copies share what this finds out
-    if matcher.is_error():
-        raise _BadGrammar(matcher.get_error())
+    _check(matcher)
+    matcher.compute_bitmask()  # copies share what this finds out
+    _check(matcher)
     return matcher
+
+
+def _check(matcher: "LLMatcher") -> None:
+    """Raise _BadGrammar for a matcher that cannot go on."""
+    if matcher.is_error():
+        raise _BadGrammar(matcher.get_error().partition("\n<")[0])  # not its inner state
 
 
 class _Masks:
@@ -295,16 +310,36 @@ class _Masks:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(self._num_threads)
-        vocabulary, size = self._compiler.vocabulary, words[0].nbytes
+        vocabulary = self._compiler.vocabulary
         assert vocabulary is not None, "a grammar was compiled without it"
-        places = [(matcher, i) for matcher, i, _ in asked]
-        self._executor.unsafe_compute_mask_ptr(places, words.ctypes.data, size, len(words))
-        words[:, :, -len(vocabulary.padding) :] &= vocabulary.padding
+        self._fill(self._executor, [(matcher, i) for matcher, i, _ in asked], words)
         for matcher, i, each in asked:
             if matcher.is_error():
-                errors[each.row] = _in_words(_BadGrammar(matcher.get_error()))
-            elif each.guided is not None and each.guided.request.params.ignore_eos:
+                try:
+                    again = self._start_over(each)
+                    self._fill(self._executor, [(again, i)], words)
+                    _check(again)
+                except Exception as error:
+                    errors[each.row] = _in_words(error)
+        words[:, :, -len(vocabulary.padding) :] &= vocabulary.padding
+        for _, i, each in asked:
+            if each.guided is not None and each.guided.request.params.ignore_eos:
                 _leave_out_ends(words[i], vocabulary)
+
+    def _start_over(self, each: Wanted) -> "LLMatcher":
+        """Return the matcher of a grammar that is compiled anew. Copies share what they find out,
+        up to a limit, and when one of them meets it, none is of any use any more."""
+        guided = each.guided
+        assert guided is not None, "whoever has ended is not asked"
+        follower = guided.followers.get(each.index)
+        if follower is not None and follower.matcher.is_error():
+            guided.start_over(self._compiler.compile(guided.request.grammar, guided.compiled))
+        return guided.follow(each.index, each.token_ids)
+
+    def _fill(
+        self, executor: "LLExecutor", asked: "list[tuple[LLMatcher, int]]", words: Int32
+    ) -> None:
+        executor.unsafe_compute_mask_ptr(asked, words.ctypes.data, words[0].nbytes, len(words))
 
 
 def _leave_out_ends(words: Int32, vocabulary: Vocabulary) -> None:
