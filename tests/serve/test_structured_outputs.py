@@ -1,0 +1,141 @@
+"""Answers with a form through the whole engine: a model of random weights at temperature 1.5 writes
+what its grammar says, whatever it would have liked to write."""
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.base.errors import RequestError
+from quire.serve.async_llm import AsyncLLM
+from tests.serve.checkpoints import checkpoint, text_checkpoint
+
+SETTINGS: dict[str, Any] = {"max_model_len": 128, "disable_log_stats": True, "block_size": 4}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 4}, "age": {"enum": [7, 8]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(model=str(text_checkpoint()), **SETTINGS) as shared:
+        yield shared
+
+
+def params(**form: Any) -> SamplingParams:
+    wanted = StructuredOutputsParams(**form)
+    return SamplingParams(temperature=1.5, max_tokens=100, seed=7, structured_outputs=wanted)
+
+
+def scalars() -> st.SearchStrategy[dict[str, Any]]:
+    return st.one_of(
+        st.integers(-20, 20).map(lambda low: {"type": "integer", "minimum": low,
+                                              "maximum": low + 30}),
+        st.integers(0, 4).map(lambda most: {"type": "string", "maxLength": most}),
+        st.sampled_from(["[a-c]{2}", "^x[0-9]$", "(ab|cd)e?"]).map(
+            lambda pattern: {"type": "string", "pattern": f"^({pattern.strip('^$')})$"}),
+        st.lists(st.sampled_from(["a", "b c", 1, None, True, [1], {"k": 2}]), min_size=1,
+                 max_size=3).map(lambda values: {"enum": values}),
+        st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": "c"},
+                         {"type": "string", "format": "date"}]),
+    )  # fmt: skip
+
+
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    """Small ones, whose answers are short."""
+
+    def grown(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        names = st.lists(st.sampled_from(["a", "b", "c d", 'q"']), unique=True, max_size=3)
+        return st.one_of(
+            st.tuples(inner, st.integers(0, 2)).map(
+                lambda two: {"type": "array", "items": two[0], "maxItems": two[1]}),
+            st.lists(inner, min_size=1, max_size=2).map(lambda found: {"anyOf": found}),
+            names.flatmap(lambda known: st.tuples(st.just(known),
+                                                  st.lists(inner, min_size=3, max_size=3))).map(
+                lambda two: {
+                    "type": "object",
+                    "properties": dict(zip(*two, strict=False)),
+                    "required": two[0][:2],
+                    "additionalProperties": False,
+                }),
+        )  # fmt: skip
+
+    return st.recursive(scalars(), grown, max_leaves=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schema=schemas(), seed=st.integers(0, 99))
+def test_every_answer_validates(llm: LLM, schema: dict[str, Any], seed: int) -> None:
+    wanted = params(json=schema)
+    wanted.seed, wanted.n = seed, 3
+    [output] = llm.generate([[1, 2, 3]], wanted, use_tqdm=False)
+    num_finished = 0
+    for answer in output.outputs:
+        assert answer.error is None
+        if answer.finish_reason == "stop":
+            num_finished += 1
+            jsonschema.validate(json.loads(answer.text), schema)
+    assert num_finished or len(output.outputs[0].token_ids) == 100
+
+
+def test_each_form(llm: LLM) -> None:
+    tag = json.dumps({"type": "structural_tag", "format": {
+        "type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[a-z]{3}"},
+        "end": ">"}})  # fmt: skip
+    for form, pattern in (
+        ({"regex": "[0-9]{3}-[0-9]{2}"}, "[0-9]{3}-[0-9]{2}"),
+        ({"choice": ["yes", "yes, please", "no"]}, "yes|yes, please|no"),
+        ({"grammar": 'start: A ("," A)~1..2\nA: /[0-9]{1,2}/'}, r"\d{1,2}(,\d{1,2}){1,2}"),
+        ({"grammar": 'root ::= "a" [b-d]{2,3} "."'}, r"a[b-d]{2,3}\."),
+        ({"structural_tag": tag}, "<[a-z]{3}>"),
+    ):  # fmt: skip
+        [output] = llm.generate(["Hi"], params(**form), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "stop"
+        assert re.fullmatch(pattern, output.outputs[0].text)
+
+
+def test_beams_streams_and_ends(llm: LLM) -> None:
+    form = StructuredOutputsParams(json=PERSON, disable_any_whitespace=True)
+    [found] = llm.beam_search(["Hi"], BeamSearchParams(3, 60, structured_outputs=form))
+    assert len({beam.text for beam in found.sequences}) == 3
+    for beam in found.sequences:
+        jsonschema.validate(json.loads(beam.text), PERSON)
+    pieces = [output.outputs[0].text for output in llm.stream("Hi", params(choice=["yes", "no"]))]
+    assert "".join(pieces) in ("yes", "no")
+    endless = params(choice=["yes", "no"])
+    endless.ignore_eos = True
+    [output] = llm.generate(["Hi"], endless, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_wrong_form_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="unclosed") as raised:
+        llm.generate(["Hi"], [params(regex="(")], use_tqdm=False)
+    assert raised.value.field == "structured_outputs"
+    assert llm.engine.client.num_unfinished == 0
+    textless = LLM(model=str(checkpoint("llama")), **SETTINGS)
+    with textless, pytest.raises(RequestError, match="needs a tokenizer"):
+        textless.generate([[1, 2]], params(regex="a"), use_tqdm=False)
+
+
+def test_async() -> None:
+    async def go() -> None:
+        async with await AsyncLLM.create(str(text_checkpoint()), **SETTINGS) as engine:
+            async for output in engine.generate("Hi", params(json=PERSON)):
+                text = output.outputs[0].text
+            jsonschema.validate(json.loads(text), PERSON)
+            with pytest.raises(RequestError, match="unclosed"):
+                async for _ in engine.generate("Hi", params(regex="(")):
+                    pass
+
+    asyncio.run(go())
