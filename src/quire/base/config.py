@@ -72,6 +72,16 @@ class ModelConfig:
         choices=("auto", "safetensors", "dummy"),
     )
     chat_template: str | None = setting(None, "file or text that replaces the model's template")
+    tool_call_parser: str = setting(
+        "auto",
+        "how the model writes calls of tools; auto is told from its chat template, none reads none"
+        " (docs/tools.md)",
+    )
+    reasoning_parser: str = setting(
+        "auto",
+        "how the model marks its reasoning; auto is told from its chat template, none tells none"
+        " apart",
+    )
     generation_config: str = setting(
         "auto",
         "auto takes sampling defaults from the model's generation_config.json; `none` does not",

@@ -23,6 +23,7 @@ BENDING = (
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
     "allowed_token_ids",
 )  # fmt: skip
+ID_LISTS = ("stop_token_ids", "allowed_token_ids", "shown_special_token_ids")
 LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
 LENGTH_PENALTY_LIMIT = 10  # a length to this power is a number, however long
@@ -238,7 +239,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         form = self.structured_outputs
         known = form is None or isinstance(form, StructuredOutputsParams)
         _require(known, "structured_outputs", form, "StructuredOutputsParams")
-        for name in ("stop", "bad_words", "stop_token_ids", "allowed_token_ids"):
+        for name in ("stop", "bad_words", *ID_LISTS):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
         bias = self.logit_bias
@@ -247,7 +248,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             known = _is_int(token_id) or (isinstance(token_id, str) and token_id.isdecimal())
             _require(known, "logit_bias", token_id, "a dictionary from token ids")
             _require(_is_number(value), "logit_bias", value, "a dictionary to finite numbers")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ID_LISTS:
             for token_id in getattr(self, name) or ():
                 _require(_is_int(token_id), name, token_id, "a list of integers")
 

@@ -33,7 +33,12 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     use_sampling = config.generation_config == "auto"
     defaults = read_generation_defaults(source.directory, eos, use_sampling)
     return TextSide(
-        Renderer(tokenizer, config.chat_template, templates=TemplatePool()),
+        Renderer(
+            tokenizer,
+            config.chat_template,
+            templates=TemplatePool(),
+            parsers=(config.tool_call_parser, config.reasoning_parser),
+        ),
         tokenizer,
         RequestMaker(tokenizer, defaults, config.seed, maker_id),
     )

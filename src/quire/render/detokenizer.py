@@ -33,6 +33,7 @@ class IncrementalDetokenizer:
             prompt_token_ids,
             params.skip_special_tokens,
             params.spaces_between_special_tokens,
+            params.shown_special_token_ids or (),
         )
         self.num_tokens = 0
         self._min_tokens = params.min_tokens

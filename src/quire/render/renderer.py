@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
+from quire.render.answers.format import AnswerFormat, detect_format
 from quire.render.chat_template import ChatOptions, load_template
 from quire.render.grammars import Grammars
 from quire.render.structured import grammar_of, no_tokenizer
@@ -23,6 +24,7 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 
 TOOL_TEMPLATE = "tool_use"
+MAX_KEPT_FORMATS = 16
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Renderer:
 
     template: used for every conversation in place of the model's own templates. templates: who runs
     them; without it they run here, unbounded, which is for templates that are trusted. now: the
-    clock of those. grammars: who checks grammars.
+    clock of those. grammars: who checks grammars. parsers: of tool calls and of reasoning, by name
+    (`detect_format`).
     """
 
     def __init__(
@@ -47,9 +50,12 @@ class Renderer:
         template: str | None = None,
         now: Callable[[], datetime] = datetime.now,
         templates: TemplateRunner | None = None,
+        parsers: tuple[str, str] = ("auto", "auto"),
     ) -> None:
         self.tokenizer = tokenizer
         self.grammars = Grammars()
+        self._parsers = parsers
+        self._formats: dict[str, AnswerFormat] = {}
         self._template = None if template is None else load_template(template)
         self._templates = templates or InThisProcess(now)
 
@@ -66,6 +72,17 @@ class Renderer:
             self.tokenizer.bound  # noqa: B018  (kept from now on)
         if self._template is not None or (self.tokenizer and self.tokenizer.chat_templates):
             self._templates.prepare()
+
+    def answer_format(self, template: str | None = None, with_tools: bool = False) -> AnswerFormat:
+        """Return how the model answers behind a template, which is that of `render`. Raises
+        RequestError if there is none."""
+        source = self._source(template, with_tools)
+        found = self._formats.get(source)
+        if found is None:
+            if len(self._formats) == MAX_KEPT_FORMATS:
+                self._formats.clear()
+            found = self._formats[source] = detect_format(source, self.tokenizer, *self._parsers)
+        return found
 
     def grammar_of(
         self, wanted: StructuredOutputsParams, *, strict: bool = False, field: str = FIELD

@@ -10,7 +10,7 @@ a character that the prompt began is given whole.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from quire.render.pieces import Pieces
@@ -39,10 +39,12 @@ def open_stream(
     prompt_token_ids: Sequence[int] = (),
     skip_special_tokens: bool = True,
     spaces_between_special_tokens: bool = True,
+    shown_special_ids: Iterable[int] = (),
 ) -> TokenStream:
     """Return a stream that continues the prompt: by table where the decoder allows, else by
-    window."""
+    window. shown_special_ids: of special tokens that are not skipped."""
     skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+    skipped = skipped.difference(shown_special_ids)
     if tokenizer.pieces is not None:
         return PieceStream(tokenizer.pieces, skipped, prompt_token_ids)
     glue = skip_special_tokens or spaces_between_special_tokens

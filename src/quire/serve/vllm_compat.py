@@ -75,8 +75,6 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "chat_template_content_format": _value("the template tells it", "auto"),
     "enable_lora": _switch("adapters are not supported yet", False),
     "speculative_config": _value("speculative decoding is not supported yet"),
-    "tool_call_parser": _value("tool calls are read as Hermes and Qwen write them", "hermes"),
-    "reasoning_parser": _value("reasoning is not parsed yet"),
     "guided_decoding_backend": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config.backend": _ignored("llguidance is the one for all grammars"),

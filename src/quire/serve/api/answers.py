@@ -29,7 +29,8 @@ OUTPUT_METHODS = ("on_output", "on_tool_call")
 class UsageCounter:
     """Tokens of one prompt and its continuations so far; also of those that best_of dropped.
 
-    tenant: whose request it is. prefix: what of the prompt was cached.
+    tenant: whose request it is. prefix: what of the prompt was cached. num_reasoning: of the
+    continuations' tokens; None for a model that writes no reasoning.
     """
 
     num_prompt: int
@@ -38,6 +39,7 @@ class UsageCounter:
     num_dropped: int = 0
     tenant: str = ""
     prefix: PrefixReport | None = None
+    num_reasoning: int | None = None
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
         """Count new tokens of one continuation."""
@@ -143,9 +145,13 @@ def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
     details: Json = {"cached_tokens": sum([counter.num_cached for counter in counters])}
     if len(counters) == 1 and counters[0].prefix is not None:
         details |= shown_to(counters[0].prefix, counters[0].tenant)
-    return {
+    usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": details,
     }
+    reasoning = [counter.num_reasoning for counter in counters if counter.num_reasoning is not None]
+    if reasoning:
+        usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return usage

@@ -1,24 +1,26 @@
-"""POST /v1/chat/completions: a conversation, answered; calls of tools are taken out of the text."""
+"""POST /v1/chat/completions: a conversation, answered; reasoning and calls of tools are taken out
+of the text."""
 
 import time
-import uuid
 from typing import Any
 
 import fastapi
 from starlette.responses import Response
 
 from quire.base.errors import RequestError
-from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.chat_template import ChatOptions
+from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.renderer import RenderedPrompt
-from quire.render.tools import ToolCall
-from quire.serve.api.answers import Answer, Json, UsageCounter
+from quire.serve.api.answers import Answer, UsageCounter
+from quire.serve.api.asked_tools import AskedTools, asked_tools
 from quire.serve.api.auth import tenant_asking
+from quire.serve.api.chat_choice import ChatChoice
 from quire.serve.api.context import Api, ApiContext, new_id
-from quire.serve.api.errors import error_in
+from quire.serve.api.errors import bad_request, error_in
 from quire.serve.api.hooked_prompt import admitted_chat
 from quire.serve.api.jobs import PromptJob, make_job
-from quire.serve.api.logprobs_json import TokenNames, chat_logprobs, prompt_logprobs_json
+from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import (
     chat_params,
     check_stream_options,
@@ -28,12 +30,10 @@ from quire.serve.api.params import (
 )
 from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reading import BoundedRoute
+from quire.serve.api.reasoning_count import ReasoningCount
 from quire.serve.api.rendering import check_model, render_prompt
-from quire.serve.api.structured import checked_grammar
-from quire.serve.api.tool_stream import ToolCallStream, parse_answer
+from quire.serve.api.structured import structured_outputs_of
 from quire.serve.api.unsupported_fields import check_neutral
-
-ROLE = "assistant"
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
 
@@ -48,131 +48,28 @@ async def create_chat_completion(
     check_stream_options(body)
     check_top_logprobs(body, api.client.ready)
     answer_id = new_id("chatcmpl")
-    grammar = await checked_grammar(api, body)
+    tools = asked_tools(body)
     body, hooks = await admitted_chat(api, body, request.scope, answer_id)
-    prompt = await _render(api, body)
+    whole = await _render(api, body, tools)
+    asked = _asked_answer(api, body, tools, whole.text or "")
+    prompt = truncated(whole, body, api.client.ready.max_model_len)
     room = room_beside(prompt, api.client.ready.max_model_len, "messages")
     params = chat_params(body, api.requests.defaults, room)
+    if api.renderer.tokenizer is not None:
+        shown = asked.shown_special_token_ids(api.renderer.tokenizer)
+        params.shown_special_token_ids = list(shown) or None
     tenant = tenant_asking(request.scope, api.config, body)
+    grammar = await _checked_grammar(api, body, asked)
     job = make_job(api, body, prompt, params, answer_id, tenant, grammar)
-    names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
-    usage = UsageCounter(len(job.token_ids), tenant=job.request.tenant)
-    choices = [ChatChoice(index, body, job, names, usage) for index in range(params.n)]
-    answer = Answer(api.client, body, head, [job], [choices], hooks)
-    return await answer.respond(request)
+    choices = _choices(api, body, job, asked)
+    return await Answer(api.client, body, head, [job], [choices], hooks).respond(request)
 
 
-class ChatChoice:
-    """A message, in one piece or in several. usage: the one of all n."""
-
-    def __init__(
-        self,
-        index: int,
-        body: ChatCompletionRequest,
-        job: PromptJob,
-        names: TokenNames,
-        usage: UsageCounter,
-    ) -> None:
-        self.usage = usage
-        self._index = index
-        self._body = body
-        self._job = job
-        self._names = names
-        self._echo = _last_text(body) if body.echo else ""
-        self._begun = False
-        self._tools = ToolCallStream() if body.parses_tools and body.stream else None
-        self._num_calls = 0
-        # Everything that makes a chunk worth sending although it has no text
-        self._always = body.logprobs or body.return_token_ids or body.wants_running_usage
-
-    def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
-        found = [] if self._begun else [self._first_chunk(output)]
-        self.usage.count(len(completion.token_ids), output)
-        delta = self._delta(completion)
-        if delta or completion.finish_reason or self._always:
-            choice = {"index": self._index, "delta": delta} | self._beside(completion)
-            found.append({"choices": [choice]})
-        return found
-
-    def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        self.usage.count(len(completion.token_ids), output)
-        content, calls = completion.text, list[ToolCall]()
-        if self._body.parses_tools:
-            content, calls = parse_answer(completion.text)
-        content = self._echo + content
-        message: Json = {"role": ROLE, "content": content or (None if calls else "")}
-        message["refusal"] = None
-        if calls:
-            message["tool_calls"] = [self._call(call) for call in calls]
-        choice = {"index": self._index, "message": message} | self._beside(completion)
-        return {"choices": [choice]} | self._about_prompt(output)
-
-    def _first_chunk(self, output: RequestOutput) -> Json:
-        self._begun = True
-        choice = {
-            "index": self._index,
-            "delta": {"role": ROLE, "content": self._echo},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-        return {"choices": [choice]} | self._about_prompt(output)
-
-    def _delta(self, completion: CompletionOutput) -> Json:
-        """Return what is new; of an answer that may call tools, what is certain."""
-        if self._tools is None:
-            return {"content": completion.text} if completion.text else {}
-        pieces = self._tools.push(completion.text)
-        if completion.finish_reason is not None:
-            pieces += self._tools.flush()
-        delta: Json = {}
-        text = "".join([piece for piece in pieces if isinstance(piece, str)])
-        if text:
-            delta["content"] = text
-        calls = [self._call(piece) for piece in pieces if isinstance(piece, ToolCall)]
-        if calls:
-            delta["tool_calls"] = calls
-        return delta
-
-    def _call(self, call: ToolCall) -> Json:
-        number, self._num_calls = self._num_calls, self._num_calls + 1
-        function = {"name": call.name, "arguments": call.arguments}
-        shown: Json = {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
-        return {"index": number} | shown if self._body.stream else shown
-
-    def _beside(self, completion: CompletionOutput) -> Json:
-        """Return the fields of a choice beside its message or delta."""
-        reason = completion.finish_reason
-        fields: Json = {"logprobs": None, "finish_reason": reason}
-        if reason == "stop" and self._num_calls:
-            fields["finish_reason"] = "tool_calls"
-        if reason is not None:
-            fields["stop_reason"] = completion.stop_reason
-        if self._body.logprobs:
-            fields["logprobs"] = chat_logprobs(
-                self._names,
-                completion.token_ids,
-                completion.logprobs or (),
-                self._body.top_logprobs or 0,
-            )
-        if self._body.return_token_ids:
-            fields["token_ids"] = completion.token_ids
-        return fields
-
-    def _about_prompt(self, output: RequestOutput) -> Json:
-        """Once for all n."""
-        found: Json = {}
-        if self._index > 0:
-            return found
-        if self._body.return_token_ids:
-            found["prompt_token_ids"] = self._job.token_ids
-        if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
-        return found
-
-
-async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPrompt:
+async def _render(
+    api: ApiContext, body: ChatCompletionRequest, tools: AskedTools
+) -> RenderedPrompt:
     """Return the conversation as tokens. tool_choice `none` leaves the tools out of it."""
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
@@ -182,7 +79,7 @@ async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPromp
     options = ChatOptions(
         add_generation_prompt=begins,
         continue_final_message=goes_on,
-        tools=body.tools if body.parses_tools else None,
+        tools=tools.described,
         documents=body.documents,
         template_kwargs=variables,
     )
@@ -193,11 +90,64 @@ async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPromp
             prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
     except RequestError as error:
         raise error_in("messages", error) from error
-    return truncated(prompt, body, api.client.ready.max_model_len)
+    return prompt
 
 
-def _last_text(body: ChatCompletionRequest) -> str:
-    """Return what the answer goes on from, if the last message is the assistant's."""
-    last = body.messages[-1]
-    content = last.get("content")
-    return content if last.get("role") == ROLE and isinstance(content, str) else ""
+def _asked_answer(
+    api: ApiContext, body: ChatCompletionRequest, tools: AskedTools, prompt: str
+) -> AskedAnswer:
+    """Return what the answer to a prompt is to be made of."""
+    answer_format = api.renderer.answer_format(body.chat_template, bool(tools.described))
+    content, strict, _ = structured_outputs_of(body)
+    budget = body.thinking_token_budget
+    if budget is not None and budget >= 0 and answer_format.reasoning is None:
+        raise bad_request(
+            f"thinking_token_budget={budget}: how this model writes reasoning is not known; leave"
+            " it out and bound the answer by max_tokens, or start the server with"
+            " --reasoning-parser.",
+            "thinking_token_budget",
+        )
+    return AskedAnswer(
+        answer_format,
+        tools.callable,
+        tools.choice,
+        parallel=body.parallel_tool_calls is not False,
+        content=content,
+        strict=strict,
+        begins_in_reasoning=answer_format.begins_in_reasoning(prompt),
+        thinking_token_budget=None if budget is None or budget < 0 else budget,
+    )
+
+
+async def _checked_grammar(api: ApiContext, body: ChatCompletionRequest, asked: AskedAnswer) -> str:
+    """Return the grammar of an answer, empty for one that may be anything. Raises RequestError for
+    one that makes no sense."""
+    field = structured_outputs_of(body)[2] if asked.content is not None else "tools"
+    tokenizer = api.renderer.tokenizer
+    assert tokenizer is not None, "there is none without a prompt as text"
+    grammar = asked.grammar(tokenizer.added_ids)
+    if not grammar:
+        return ""
+    return (await api.renderer.grammars.check_async(grammar, field)).text
+
+
+def _choices(
+    api: ApiContext, body: ChatCompletionRequest, job: PromptJob, asked: AskedAnswer
+) -> list[ChatChoice]:
+    """Return the n choices, which have one usage."""
+    params, tokenizer = job.request.params, api.renderer.tokenizer
+    names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+    has_reasoning = asked.format.reasoning is not None
+    usage = UsageCounter(
+        len(job.token_ids), tenant=job.request.tenant, num_reasoning=0 if has_reasoning else None
+    )
+
+    def choice(index: int) -> ChatChoice:
+        parser = asked.parser() if has_reasoning or asked.calls is not None else None
+        counts = None
+        if has_reasoning and tokenizer is not None:
+            counts = ReasoningCount(IncrementalDetokenizer(tokenizer, params, job.token_ids))
+        is_named = isinstance(asked.choice, NamedTool)
+        return ChatChoice(index, body, job, names, usage, parser, counts, is_named)
+
+    return [choice(index) for index in range(params.n)]

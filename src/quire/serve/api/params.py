@@ -16,7 +16,7 @@ from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, G
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 # Fields that SamplingParams has by the same name and with the same meaning.
-OTHERS = {"max_tokens", "prompt_logprobs", "structured_outputs"}
+OTHERS = {"max_tokens", "prompt_logprobs", "structured_outputs", "thinking_token_budget"}
 SAME = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__) - OTHERS
 # What they are where they mean nothing.
 BEAMS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}

@@ -82,6 +82,23 @@ _MESSAGE_SCHEMA = {
     "required": ["role"],
     "anyOf": [{"required": ["content"]}, {"required": ["tool_calls"]}],
 }
+_TOOL_CHOICE_SCHEMA = {
+    "anyOf": [
+        {"enum": ["auto", "none", "required", None]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                },
+            },
+            "required": ["type", "function"],
+        },
+    ]
+}
 
 
 def _as_list(value: object) -> object:
@@ -327,17 +344,16 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     tools: Tools | None = None
-    tool_choice: Any = unsupported(
-        "forced tool calls are not supported; use 'auto' and ask in the prompt", "auto", "none"
-    )
-    parallel_tool_calls: Ignored
+    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = None
+    parallel_tool_calls: bool | None = None
     documents: Documents | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
-    include_reasoning: Ignored
+    include_reasoning: bool | None = None
+    thinking_token_budget: Annotated[int, Field(ge=-1, lt=INT32)] | None = None
     verbosity: Ignored
     prediction: Ignored
 
@@ -349,8 +365,3 @@ class ChatCompletionRequest(GenerationRequest):
     media_io_kwargs: Any = unsupported(TEXT_ONLY, {})
     mm_processor_kwargs: Any = unsupported(TEXT_ONLY, {})
     return_prompt_text: Any = unsupported("use /tokenize, or return_token_ids", False)
-
-    @property
-    def parses_tools(self) -> bool:
-        """Whether calls in the answer's text are taken out of it."""
-        return bool(self.tools) and self.tool_choice != "none"
