@@ -27,6 +27,11 @@ QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
 ARGUMENTS: dict[str, Any] = {"model": "demo", "messages": QUESTION, "temperature": 0}
 
 
+def arguments_of(calls: list[Any]) -> str:
+    """Of one call, whose arguments come in pieces."""
+    return "".join(call.function.arguments or "" for call in calls)
+
+
 def test_a_call_is_taken_out_of_the_answer(openai_client: openai.OpenAI) -> None:
     raw = direct(QUESTION, ChatOptions(tools=TOOLS), max_tokens=60).outputs[0].text
     assert raw.startswith("<tool_call>")
@@ -43,9 +48,11 @@ def test_a_call_in_a_stream(openai_client: openai.OpenAI) -> None:
     chunks = list(openai_client.chat.completions.create(**ARGUMENTS, tools=TOOLS, stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     calls = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [call.function.name for call in calls] == ["get_weather"]
-    assert json.loads(calls[0].function.arguments) == {"city": "Paris"}
+    assert [call.function.name for call in calls if call.function.name] == ["get_weather"]
+    assert json.loads(arguments_of(calls)) == {"city": "Paris"}
     assert (calls[0].index, calls[0].type) == (0, "function")
+    assert {call.index for call in calls} == {0}
+    assert sum(bool(call.function.arguments) for call in calls) > 2  # as they are written
     assert not any(delta.content for delta in deltas)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
@@ -105,3 +112,99 @@ def test_token_ids_are_all_there_while_text_is_held_back(openai_client: openai.O
     choices = [chunk.choices[0] for chunk in chunks[1:]]
     assert [i for choice in choices for i in choice.model_extra["token_ids"]] == expected
     assert sum(len(choice.logprobs.content) for choice in choices) == len(expected)
+
+
+TWO: list[dict[str, Any]] = [
+    *TOOLS,
+    {"type": "function", "function": {"name": "get_time", "strict": True, "parameters": {
+        "type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"],
+        "additionalProperties": False}}},
+]  # fmt: skip
+SMALLTALK = [{"role": "user", "content": "Hello, how are you?"}]
+FORCED: dict[str, Any] = {
+    "model": "demo",
+    "messages": SMALLTALK,
+    "temperature": 0,
+    "max_tokens": 90,
+}
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call(openai_client: openai.OpenAI, stream: bool, choice: Any) -> None:
+    """Also where the model would rather talk. OpenAI's finish_reason of a named tool is stop."""
+    assert (
+        "<tool_call>"
+        not in direct(SMALLTALK, ChatOptions(tools=TWO), max_tokens=40).outputs[0].text
+    )
+    answer = openai_client.chat.completions.create(
+        **FORCED, tools=TWO, tool_choice=choice, stream=stream
+    )
+    if stream:
+        chunks = [chunk.choices[0] for chunk in answer]
+        calls = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        names = [call.function.name for call in calls if call.function.name]
+        arguments, reason = arguments_of(calls), chunks[-1].finish_reason
+        assert not any(chunk.delta.content for chunk in chunks)
+    else:
+        [shown] = answer.choices
+        names = [call.function.name for call in shown.message.tool_calls]
+        arguments = shown.message.tool_calls[0].function.arguments
+        reason = shown.finish_reason
+        assert shown.message.content is None
+    assert names == ["get_time"] or (choice == "required" and names[0] == "get_weather")
+    key = "zone" if names == ["get_time"] else "city"
+    assert isinstance(json.loads(arguments)[key], str)
+    assert reason == ("tool_calls" if choice == "required" else "stop")
+
+
+def test_some_of_the_tools(openai_client: openai.OpenAI) -> None:
+    allowed = {"mode": "required", "tools": [NAMED]}
+    answer = openai_client.chat.completions.create(
+        **FORCED, tools=TWO, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}
+    )
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "get_time"
+    assert json.loads(call.function.arguments)["zone"] in ("UTC", "CET")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": NAMED, "tools": TOOLS}, "tool_choice", '"get_time", which is not among'),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "must be one of auto"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "must be one of"),
+        ({"tools": [*TOOLS, *TOOLS]}, "tools[1]", "another tool is called"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]", "of type 'retrieval'"),
+    ],
+)
+def test_choices_that_are_none(
+    openai_client: openai.OpenAI, fields: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as caught:
+        openai_client.chat.completions.create(model="demo", messages=QUESTION, **fields)
+    assert caught.value.param == param
+
+
+def test_a_tool_whose_schema_makes_no_sense(openai_client: openai.OpenAI) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
+    with pytest.raises(openai.BadRequestError, match="objekt") as caught:
+        openai_client.chat.completions.create(**FORCED, tools=[bad], tool_choice="required")
+    assert caught.value.param == "tools"
+
+
+def test_a_form_or_a_call(openai_client: openai.OpenAI) -> None:
+    """With tools and a response_format the answer is either; nothing else."""
+    schema = {"type": "object", "properties": {"mood": {"enum": ["good", "bad"]}},
+              "required": ["mood"], "additionalProperties": False}  # fmt: skip
+    answer = openai_client.chat.completions.create(
+        **FORCED, tools=TWO,
+        response_format={"type": "json_schema", "json_schema": {"name": "m", "schema": schema}},
+    )  # fmt: skip
+    [choice] = answer.choices
+    if choice.message.tool_calls:
+        assert choice.finish_reason == "tool_calls"
+    else:
+        assert json.loads(choice.message.content)["mood"] in ("good", "bad")

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from quire.render.chat_template import ChatOptions
 from quire.serve.api.context import ApiContext
 from tests.serve.api.direct import direct
-from tests.serve.api.test_chat_tools import QUESTION, TOOLS
+from tests.serve.api.test_chat_tools import QUESTION, TOOLS, arguments_of
 
 PROMPTS = ["Once upon a time", "The cat", "Why"]
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
@@ -141,9 +141,11 @@ def test_calls_of_tools_in_each_choice(openai_client: openai.OpenAI, stream: boo
     calls: dict[int, list[Any]] = {}
     if stream:
         for index, parts in by_index(list(answer)).items():
-            calls[index] = [call for part in parts for call in part.delta.tool_calls or ()]
+            pieces = [call for part in parts for call in part.delta.tool_calls or ()]
             assert parts[-1].finish_reason == "tool_calls"
-            assert [call.index for call in calls[index]] == [0]
+            assert {call.index for call in pieces} == {0}
+            pieces[0].function.arguments = arguments_of(pieces)
+            calls[index] = pieces[:1]
     else:
         calls = {choice.index: choice.message.tool_calls for choice in answer.choices}
         assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}

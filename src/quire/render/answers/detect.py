@@ -26,8 +26,6 @@ def call_format(name: str, template: str, tokens: Collection[str]) -> CallFormat
     most usual one."""
     if name != AUTO:
         return _named(name, CALLS, TOOL_FORMATS, CallFormat)
-    if "tool" not in template:
-        return None
     return _shown(template, CALLS) or _shown("\n".join(tokens), CALLS) or HERMES
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import RequestError
-from quire.base.structured_outputs import StructuredOutputsParams
+from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.detect import call_format, reasoning_format
 from quire.render.answers.grammar import calls_rule, free_rule, reasoning_rule, spaced
 from quire.render.answers.parser import AnswerParser
@@ -72,14 +72,16 @@ class NamedTool:
 @dataclass(frozen=True)
 class AskedAnswer:
     """Of one request. parallel: whether there may be several calls. content: the form of what is
-    neither reasoning nor a call; strict: what its schema asks for and cannot be had is an error.
-    begins_in_reasoning: the prompt has opened it. thinking_token_budget: of the reasoning."""
+    neither reasoning nor a call. content_field: which field of the request says so. strict: what
+    its schema asks for and cannot be had is an error. begins_in_reasoning: the prompt has opened
+    it. thinking_token_budget: of the reasoning."""
 
     format: AnswerFormat
     tools: tuple[Tool, ...] = ()
     choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel: bool = True
     content: StructuredOutputsParams | None = None
+    content_field: str = FIELD
     strict: bool = False
     begins_in_reasoning: bool = False
     thinking_token_budget: int | None = None
@@ -109,7 +111,7 @@ class AskedAnswer:
         """Return the expression for what is no reasoning; None: nothing is asked of it."""
         content = None
         if self.content is not None:
-            content = content_rule(lark, self.content, strict=self.strict)
+            content = content_rule(lark, self.content, strict=self.strict, field=self.content_field)
             content = f"{spaced(lark, self._content_open)} {content}"
         calls = self.calls
         if calls is None:
@@ -120,7 +122,7 @@ class AskedAnswer:
             return calls_rule(lark, calls, self._choosable(), self.parallel)
         if content is not None:
             return f"({calls_rule(lark, calls, self.tools, self.parallel)} | {content})"
-        if any(tool.strict for tool in self.tools):
+        if not self.parallel or any(tool.strict for tool in self.tools):
             return free_rule(lark, calls, self.format.reasoning, self.tools, self.parallel)
         return None
 

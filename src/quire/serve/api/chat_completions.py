@@ -59,7 +59,7 @@ async def create_chat_completion(
         shown = asked.shown_special_token_ids(api.renderer.tokenizer)
         params.shown_special_token_ids = list(shown) or None
     tenant = tenant_asking(request.scope, api.config, body)
-    grammar = await _checked_grammar(api, body, asked)
+    grammar = await _checked_grammar(api, asked)
     job = make_job(api, body, prompt, params, answer_id, tenant, grammar)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
@@ -98,7 +98,7 @@ def _asked_answer(
 ) -> AskedAnswer:
     """Return what the answer to a prompt is to be made of."""
     answer_format = api.renderer.answer_format(body.chat_template, bool(tools.described))
-    content, strict, _ = structured_outputs_of(body)
+    content, strict, field = structured_outputs_of(body)
     budget = body.thinking_token_budget
     if budget is not None and budget >= 0 and answer_format.reasoning is None:
         raise bad_request(
@@ -113,16 +113,17 @@ def _asked_answer(
         tools.choice,
         parallel=body.parallel_tool_calls is not False,
         content=content,
+        content_field=field,
         strict=strict,
         begins_in_reasoning=answer_format.begins_in_reasoning(prompt),
         thinking_token_budget=None if budget is None or budget < 0 else budget,
     )
 
 
-async def _checked_grammar(api: ApiContext, body: ChatCompletionRequest, asked: AskedAnswer) -> str:
+async def _checked_grammar(api: ApiContext, asked: AskedAnswer) -> str:
     """Return the grammar of an answer, empty for one that may be anything. Raises RequestError for
     one that makes no sense."""
-    field = structured_outputs_of(body)[2] if asked.content is not None else "tools"
+    field = "tools" if asked.content is None else asked.content_field
     tokenizer = api.renderer.tokenizer
     assert tokenizer is not None, "there is none without a prompt as text"
     grammar = asked.grammar(tokenizer.added_ids)

@@ -18,8 +18,10 @@ class ReasoningCount:
 
     def take(self, token_ids: Sequence[int], end: int | None) -> None:
         """Take in new tokens. end: where reasoning ends, 0 if there is none; None: it goes on."""
-        if self._is_over or end == 0:
-            self._is_over = True
+        if self._is_over:
+            return
+        if end == 0:
+            self._is_over, self.num_tokens = True, 0
             return
         at = self._ends[-1] if self._ends else 0
         for token_id in token_ids:

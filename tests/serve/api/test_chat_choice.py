@@ -1,0 +1,107 @@
+"""What clients get of reasoning, content and calls, whole and piece by piece."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.messages import Request
+from quire.base.outputs import CompletionOutput, RequestOutput
+from quire.base.sampling_params import SamplingParams
+from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.syntax import Tool
+from quire.render.answers.table import HERMES, THINK
+from quire.render.detokenizer import IncrementalDetokenizer
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.answers import UsageCounter, usage_json
+from quire.serve.api.chat_choice import ChatChoice
+from quire.serve.api.jobs import PromptJob
+from quire.serve.api.logprobs_json import TokenNames
+from quire.serve.api.protocol import ChatCompletionRequest
+from quire.serve.api.reasoning_count import ReasoningCount
+from tests.serve.api.direct import twin
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+ASKED = AskedAnswer(AnswerFormat(HERMES, THINK), (Tool("f"),))
+
+
+class Answering:
+    """A choice, and the text of an answer on its way to it."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.tokenizer = twin().renderer.tokenizer
+        body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **fields)
+        job = PromptJob(RenderedPrompt([1]), Request("r", [1], SamplingParams(), 0))
+        self.usage = UsageCounter(1, num_reasoning=0)
+        count = ReasoningCount(IncrementalDetokenizer(self.tokenizer))
+        names = TokenNames(self.tokenizer, False)
+        self.choice = ChatChoice(0, body, job, names, self.usage, ASKED.parser(), count)
+
+    def output(self, token_ids: list[int], reason: str | None) -> tuple[RequestOutput, Any]:
+        text = self.tokenizer.decode(token_ids)
+        completion = CompletionOutput(0, text, token_ids, None, None, reason)
+        return RequestOutput("r", "", [1], None, [completion], reason is not None), completion
+
+    def whole(self, text: str) -> dict[str, Any]:
+        return self.choice.whole(*self.output(self.tokenizer.encode(text), "stop"))["choices"][0]
+
+    def deltas(self, text: str) -> list[dict[str, Any]]:
+        token_ids, found = self.tokenizer.encode(text), []
+        for place, token_id in enumerate(token_ids, start=1):
+            reason = "stop" if place == len(token_ids) else None
+            chunks = self.choice.chunks(*self.output([token_id], reason))
+            found += [choice for chunk in chunks for choice in chunk["choices"]]
+        return found
+
+    @property
+    def num_reasoning(self) -> int:
+        return usage_json([[self.choice]])["completion_tokens_details"]["reasoning_tokens"]
+
+
+def joined(choices: list[dict[str, Any]], name: str) -> str:
+    return "".join(choice["delta"].get(name) or "" for choice in choices)
+
+
+def test_a_whole_answer() -> None:
+    answering = Answering()
+    choice = answering.whole(f"<think>\nhm, x\n</think>\n\nI call.\n{CALL}")
+    message = choice["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "hm, x"
+    assert message["content"] == "I call."
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert set(call) == {"id", "type", "function"}
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_an_answer_in_pieces() -> None:
+    answering = Answering(stream=True)
+    choices = answering.deltas(f"<think>\nhm, x\n</think>\n\nI call.\n{CALL}")
+    assert joined(choices, "reasoning") == joined(choices, "reasoning_content") == "hm, x"
+    assert joined(choices, "content") == "I call."
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert [call["function"].get("name") for call in calls if "id" in call] == ["f"]
+    assert "".join(call["function"]["arguments"] for call in calls) == '{"x": 1}'
+    assert choices[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("reasoning", "rest"),
+    [("<think>\nhm, x\n</think>", "\n\nyes"), ("", "yes"), ("", f"{CALL}"), ("<think>never", "")],
+)
+def test_how_many_tokens_are_reasoning(streams: bool, reasoning: str, rest: str) -> None:
+    """Those up to the one that completes the closing mark."""
+    answering = Answering(stream=streams)
+    answering.deltas(reasoning + rest) if streams else answering.whole(reasoning + rest)
+    tokenizer = answering.tokenizer
+    token_ids = tokenizer.encode(reasoning + rest)
+    lengths = [len(tokenizer.decode(token_ids[:n])) for n in range(len(token_ids) + 1)]
+    expected = next(n for n, length in enumerate(lengths) if length >= len(reasoning))
+    assert answering.num_reasoning == expected
+
+
+def test_reasoning_may_be_left_out() -> None:
+    answering = Answering(include_reasoning=False)
+    message = answering.whole("<think>hm</think>yes")["message"]
+    assert (message["content"], "reasoning" in message) == ("yes", False)
+    assert answering.num_reasoning > 0
