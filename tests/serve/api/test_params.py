@@ -108,13 +108,13 @@ def test_fields_of_the_same_name_exist_on_both_sides() -> None:
 
 
 def test_neutral_rules_are_about_fields_that_exist() -> None:
-    fields = {}
-    for kind in (CompletionRequest, ChatCompletionRequest):
-        fields |= kind.model_json_schema()["properties"]
-    neutral = {
-        name for name, f in fields.items() if f.get("description") == "only at its neutral value"
-    }
-    assert neutral == set(RULES) and len(neutral) == 21
+    fields = [
+        field
+        for kind in (CompletionRequest, ChatCompletionRequest)
+        for field in kind.model_json_schema()["properties"].items()
+    ]
+    neutral = {name for name, f in fields if f.get("description") == "only at its neutral value"}
+    assert neutral == set(RULES) and len(neutral) == 20
 
 
 @pytest.mark.parametrize("name", sorted(RULES))

@@ -37,6 +37,7 @@ MAX_ALLOWED_TOKENS = 1 << 19
 MAX_NAME_CHARS = 256  # of an object's fields
 MAX_CHOICES = 1 << 14
 MAX_FORMAT_FIELDS = 16
+MAX_SCHEMA_FIELDS = 256  # of a JSON schema, on its first level
 INT32 = 2**31
 NOT_HERE = "is not supported; leave it out"
 TEXT_ONLY = "this model takes text only; leave it out"
@@ -87,6 +88,7 @@ _TOOL_CHOICE_SCHEMA = {
         {"enum": ["auto", "none", "required", None]},
         {
             "type": "object",
+            "maxProperties": MAX_FORMAT_FIELDS,
             "properties": {
                 "type": {"const": "function"},
                 "function": {
@@ -158,11 +160,13 @@ _RESPONSE_FORMAT_SCHEMA = {
     "anyOf": [
         {
             "type": "object",
+            "maxProperties": MAX_FORMAT_FIELDS,
             "properties": {"type": {"enum": ["text", "json_object"]}},
             "required": ["type"],
         },
         {
             "type": "object",
+            "maxProperties": MAX_FORMAT_FIELDS,
             "properties": {
                 "type": {"const": "json_schema"},
                 "json_schema": {
@@ -180,6 +184,7 @@ _RESPONSE_FORMAT_SCHEMA = {
         },
         {
             "type": "object",
+            "maxProperties": MAX_FORMAT_FIELDS,
             "properties": {
                 "type": {"const": "structural_tag"},
                 "format": _SCHEMA,
@@ -193,6 +198,7 @@ _RESPONSE_FORMAT_SCHEMA = {
 _TEXT_OR_OBJECT = {"anyOf": [{"type": "string"}, _SCHEMA]}
 _STRUCTURED_SCHEMA = {
     "type": "object",
+    "maxProperties": MAX_FORMAT_FIELDS,
     "description": "exactly one of the first six, or an empty object",
     "properties": {
         "json": _TEXT_OR_OBJECT,
@@ -212,6 +218,13 @@ Format = Annotated[
 ]
 StructuredOutputs = Annotated[
     dict[str, Any], at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_STRUCTURED_SCHEMA)
+]
+JsonSchema = Annotated[
+    str | dict[str, Any],
+    at_most(MAX_SCHEMA_FIELDS),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string"}, {"type": "object", "maxProperties": MAX_SCHEMA_FIELDS}]}
+    ),
 ]
 Choice = Annotated[str, Field(min_length=1)]
 Choices = Annotated[
@@ -293,7 +306,7 @@ class GenerationRequest(BaseModel):
     # What the answer must be (`structured.py`)
     response_format: Format | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: str | dict[str, Any] | None = None
+    guided_json: JsonSchema | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
@@ -344,7 +357,9 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     tools: Tools | None = None
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = None
+    tool_choice: Annotated[Any, at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     documents: Documents | None = None
     add_generation_prompt: bool | None = None
