@@ -3,13 +3,17 @@
 import dataclasses
 import json
 import random
+import time
+from collections import Counter
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.render.answers import table
-from quire.render.answers.format import AskedAnswer, NamedTool
-from quire.render.answers.parts import CallArguments, CallBegun, Content, Part, joined
+from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
+from quire.render.answers.parts import CallArguments, CallBegun, CallEnded, Content, Part, joined
 from quire.render.answers.syntax import content_marks
 from tests.render.answers.goldens import GOLDENS, NOW, TOOLS, WEATHER, Golden
 from tests.render.answers.test_parser import cuts, without_ids
@@ -107,7 +111,7 @@ def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool
     named = AskedAnswer(golden.format, TOOLS, NamedTool("get_weather"), parallel=False)
     for asked in (forced, free, named):
         grammar = asked.grammar(vocabulary.added)
-        for _ in range(8):
+        for _ in range(4):
             text = vocabulary.text(walk(vocabulary, grammar, chance))
             parts = parsed(asked, [text])
             check_calls(parts)
@@ -120,3 +124,88 @@ def test_what_a_grammar_allows_is_read_as_calls(golden: Golden, has_tokens: bool
                 assert names == ["get_weather"]
             marks = content_marks(golden.calls, golden.reasoning)
             assert not any(mark in content for mark in marks), text
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_nothing_that_a_model_writes_is_lost(data: st.DataObject) -> None:
+    """Whatever it writes in whatever format: all but the marks is in the parts."""
+    golden = data.draw(st.sampled_from(GOLDENS))
+    words = [word for mark in golden.format.marks() for word in mark.split()]
+    pieces = st.sampled_from([*words, "get_weather", "now", "city", " ", "\n",
+                              "{", "}", "[", "]", ",", ":", '"', "\\", "1", "null", "e", "é",
+                              golden.text, golden.text[: len(golden.text) // 2],
+                              golden.text[len(golden.text) // 2 :], '"name": "now"', '"arguments":',
+                              '"name": "f"', '"parameters":'])  # fmt: skip
+    plain = st.characters(exclude_categories=["C"])  # the others are escaped in arguments
+    text = "".join(data.draw(st.lists(pieces | st.text(plain, max_size=3), max_size=12)))
+    asked = AskedAnswer(golden.format, data.draw(st.sampled_from([TOOLS, ()])))
+    parts = parsed(asked, [text])
+    assert parsed(asked, list(text)) == parts
+    cut = data.draw(st.integers(0, len(text)))
+    assert parsed(asked, [text[:cut], text[cut:]]) == parts
+    check_order(parts)
+    found = "".join(shown(part) for part in parts)
+    for word in sorted(words, key=len, reverse=True):
+        text = text.replace(word, " ")
+    structure = set('{}[],:"\\; ()')
+    left = Counter(char for char in text if char not in structure and not char.isspace())
+    assert not left - Counter(found), parts
+
+
+def shown(part: Part) -> str:
+    """What a part says, with the keys of a call."""
+    if isinstance(part, CallBegun):
+        return f"name {part.name} arguments parameters"
+    return "" if isinstance(part, CallEnded) else part.text
+
+
+def check_order(parts: list[Part]) -> None:
+    """Calls are begun one after the other, and each is ended before anything else comes."""
+    number, is_open = 0, False
+    for part in parts:
+        if isinstance(part, CallBegun):
+            assert not is_open
+            assert part.index == number
+            is_open = True
+        elif isinstance(part, CallArguments):
+            assert is_open
+            assert part.index == number
+        elif isinstance(part, CallEnded):
+            assert is_open
+            is_open, number = False, number + 1
+        else:
+            assert not is_open
+    assert not is_open
+
+
+@pytest.mark.parametrize("golden", GOLDENS[::3], ids=[golden.name for golden in GOLDENS[::3]])
+def test_the_time_is_linear_in_each_format(golden: Golden) -> None:
+    asked = AskedAnswer(golden.format, TOOLS)
+    start = time.perf_counter()
+    for opener in content_marks(golden.calls, golden.reasoning):
+        for unit in (opener, f'{opener}{{"name"', f"{opener}now", golden.text[: 2 * len(opener)]):
+            parsed(asked, [unit * 2000])
+            parsed(asked, [unit] * 2000)
+    assert time.perf_counter() - start < 20
+
+
+def test_reasoning_ends_where_its_budget_does() -> None:
+    """Whatever a model makes of it, also where no token, but a text ends the reasoning."""
+    chance = random.Random(5)
+    for form in (table.THINK, *table.REASONING):
+        calls = table.HARMONY if form.content_open else table.HERMES
+        formats = AnswerFormat(calls, form)
+        vocabulary = Vocabulary(marks_of(formats), (*form.close.split(), "ab"))
+        for choice in ("auto", "required"):
+            asked = AskedAnswer(
+                formats, TOOLS, choice, begins_in_reasoning=True, thinking_token_budget=9
+            )
+            grammar = asked.grammar(vocabulary.added)
+            for _ in range(5):
+                token_ids = walk(vocabulary, grammar, chance)
+                text = vocabulary.text(token_ids)
+                close = vocabulary.added.get(form.close)
+                place = text.index(form.close) if close is None else token_ids.index(close)
+                assert place <= 9
+                check_calls(parsed(asked, [text]))

@@ -14,6 +14,7 @@ WORDS = (
     '{"', '": ', '"name', '": "', '"}', "}}", ', "', '", "arg', "arguments", "\n{", "}\n", ">\n",
     "\n<", "</", "<tool", "_call>", "parameter", "=", "json\n", "```", "to=", " [{", "}]", "ab",
 )  # fmt: skip
+END = "<|end of answer|>"
 _MARK = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]")
 
 
@@ -23,13 +24,12 @@ class Vocabulary:
     def __init__(self, added: Iterable[str], words: Iterable[str] = WORDS) -> None:
         self.tokens = [bytes([value]) for value in range(256)]
         self.tokens += [word.encode() for word in dict.fromkeys(words)]
-        self.added = {text: len(self.tokens) + i for i, text in enumerate(dict.fromkeys(added))}
+        names = dict.fromkeys((*added, END))
+        self.added = {text: len(self.tokens) + i for i, text in enumerate(names)}
         self.tokens += [b"\xff" + text.encode() for text in self.added]
-        self.end = len(self.tokens)
-        self.tokens.append(b"\xff<|end of answer|>")
-        self.eos_token_id = self.end
+        self.end = self.eos_token_id = self.added[END]
         self.bos_token_id = None
-        self.special_token_ids = [*self.added.values(), self.end]
+        self.special_token_ids = list(self.added.values())
         wrapper = llguidance.TokenizerWrapper(self)
         self.tokenizer = llguidance.LLTokenizer(wrapper, slices=[])
 

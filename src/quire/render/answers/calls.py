@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 
 from quire.render.answers.feed import Feed, Marks, Reading
-from quire.render.answers.json_reader import escaped, read_text, read_value, sendable
+from quire.render.answers.json_reader import escaped, read_text, read_value, sendable, strict_json
 from quire.render.answers.parameters import ParametersReader
 from quire.render.answers.syntax import (
     CallSyntax,
@@ -259,7 +259,7 @@ def _object_text(value: str) -> str | None:
     try:
         if value.startswith('"'):
             value = str(json.loads(value)).strip() or "{}"
-            return sendable(value) if isinstance(json.loads(value), dict) else None
+            return sendable(value) if isinstance(strict_json(value), dict) else None
     except (ValueError, RecursionError):
         return None
     return value if value.startswith("{") else None

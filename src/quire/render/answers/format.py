@@ -9,7 +9,7 @@ from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.answers.detect import call_format, reasoning_format
 from quire.render.answers.grammar import calls_rule, free_rule, reasoning_rule, spaced
 from quire.render.answers.parser import AnswerParser
-from quire.render.answers.syntax import CallFormat, ParametersBody, ReasoningFormat, Tool
+from quire.render.answers.syntax import CallFormat, NamedBody, ParametersBody, ReasoningFormat, Tool
 from quire.render.lark import ANY_TEXT, Lark
 from quire.render.structured import content_rule
 from quire.render.tokenizer import Tokenizer
@@ -38,9 +38,11 @@ class AnswerFormat:
             yield from (reasoning.open, reasoning.close, reasoning.content_open, *reasoning.silent)
         for syntax in self.calls.syntaxes if self.calls is not None else ():
             yield from (syntax.begin, syntax.open, syntax.close, syntax.between, syntax.end)
-            if isinstance(syntax.body, ParametersBody):
-                body = syntax.body
-                yield from (body.after_name, body.open, body.after_key, body.close)
+            match syntax.body:
+                case NamedBody(after_name):
+                    yield after_name
+                case ParametersBody() as body:
+                    yield from (body.after_name, body.open, body.after_key, body.close)
 
 
 def detect_format(

@@ -56,6 +56,16 @@ def read_text(feed: Feed) -> Reading[str | None]:
     return str(json.loads("".join(pieces))) if is_string else None
 
 
+def strict_json(text: str) -> object:
+    """Return what a text of JSON says. Raises ValueError, also for NaN and infinities, and
+    RecursionError."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def escaped(text: str) -> str:
     """Return a text as it stands between the quotes of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -4,6 +4,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from quire.render.answers.json_reader import strict_json
+
 MAX_REFERENCES = 32
 _NUMBERS = frozenset(("integer", "number"))
 
@@ -81,7 +83,7 @@ def typed(text: str, types: frozenset[str] | None) -> str:
         if "null" in types and word in ("null", "none"):
             return "null"
     try:
-        found = type_of(json.loads(solid))
+        found = type_of(strict_json(solid))
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
     if types is None or found in types or (found in _NUMBERS and types & _NUMBERS):

@@ -1,0 +1,99 @@
+"""Formats told from chat templates (excerpts with the marks of real ones), and by name."""
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.render.answers import table
+from quire.render.answers.detect import check_names
+from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
+from quire.render.tokenizer import Tokenizer
+from tests.render.answers.goldens import reasoning_row
+
+THINKS = "{% if '</think>' in content %}{% endif %}"
+TOOLS = "{% if tools %}{% endif %}"
+
+EXCERPTS = [
+    ("{{ '<tool_call>\\n{\"name\": ' }}" + THINKS, "hermes", "qwen3"),
+    ("<tool_call>\n<function=example>\n<parameter=one>\nvalue\n</parameter>", "qwen3_coder", None),
+    ("{{ '<tool_call>' + n }}<arg_key>{{ k }}</arg_key><arg_value>" + THINKS, "glm45", "qwen3"),
+    ("{{ '<|start_header_id|>ipython' }}{{ '<|python_tag|>' + name }}", "llama3_json", None),
+    ('{{ "<|start_header_id|>" }} "parameters": dictionary of argument name', "llama3_json", None),
+    ("{{ '[TOOL_CALLS] [' }}{{ tool_call.function|tojson }}", "mistral_list", None),
+    ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}[THINK]{{ x }}[/THINK]", "mistral", "mistral"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + '```json' " + THINKS,
+     "deepseek_v3", "deepseek_r1"),
+    ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'" + THINKS,
+     "deepseek_v31", "deepseek_r1"),
+    ("<|start|>assistant to=functions.{{ n }}<|channel|>commentary json<|message|>", "openai",
+     "openai_gptoss"),
+    ("{{ '<|tool_call|>' + (calls | tojson) }} Here is my thought process: Here is my response:",
+     "granite", "granite"),
+    ("{{ '<|tool|>' + tools + '<|/tool|>' }}", "phi4_mini_json", None),
+    ("<seed:tool_call>\n<function=f>\n<seed:think>", "seed_oss", "seed_oss"),
+    ("<minimax:tool_call>\n<invoke name=\"f\"><think>", "minimax_m2", "qwen3"),
+    ("<tool_calls>[{{ calls }}]</tool_calls>", "jamba", None),
+    ("{{ message.content }}", "hermes", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("excerpt", "calls", "reasoning"), EXCERPTS)
+def test_templates_show_their_formats(excerpt: str, calls: str, reasoning: str | None) -> None:
+    found = detect_format(TOOLS + excerpt, None)
+    assert found.calls is not None
+    assert calls in found.calls.names
+    assert found.reasoning == (None if reasoning is None else reasoning_row(reasoning))
+
+
+def test_what_a_template_does_not_know() -> None:
+    assert detect_format("{{ message.content }}", None) == AnswerFormat(None, None)
+    assert detect_format(None, None) == AnswerFormat(None, None)
+
+
+def test_added_tokens_decide_where_the_template_shows_nothing() -> None:
+    class WithTokens(Tokenizer):
+        def __init__(self) -> None:
+            self.added_tokens = {5: "[TOOL_CALLS]", 6: "[ARGS]"}
+
+    assert detect_format(TOOLS, WithTokens()).calls == table.MISTRAL
+    assert detect_format("no t**ls", WithTokens()).calls is None
+
+
+def test_special_tokens_that_the_parser_must_see() -> None:
+    class WithTokens(Tokenizer):
+        def __init__(self) -> None:
+            names = ["</s>", "[TOOL_CALLS]", "[ARGS]", "[INST]", "[THINK]", "<|message|>", "x"]
+            self.added_tokens = dict(enumerate(names))
+            self.special_ids = frozenset(range(6))
+
+    def shown(form: AnswerFormat) -> tuple[int, ...]:
+        return AskedAnswer(form).shown_special_token_ids(WithTokens())
+
+    assert shown(AnswerFormat(table.MISTRAL, reasoning_row("mistral"))) == (1, 2, 4)
+    assert shown(AnswerFormat(table.HARMONY)) == (5,)
+    assert shown(AnswerFormat(None)) == ()
+
+
+def test_names_of_parsers() -> None:
+    assert detect_format("", None, "llama3_json", "granite") == AnswerFormat(
+        table.LLAMA3, reasoning_row("granite")
+    )
+    assert detect_format(TOOLS + THINKS, None, "none", "none") == AnswerFormat(None, None)
+    check_names("auto", "none")
+    with pytest.raises(ConfigError, match="format of tool calls 'x'; there are auto, none, openai"):
+        detect_format("", None, "x")
+    with pytest.raises(ConfigError, match="format of reasoning 'hermes'; .*qwen3"):
+        check_names("hermes", "hermes")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begins"),
+    [
+        ("<|im_start|>assistant\n<think>\n", True),
+        ("<|im_start|>assistant\n<think>", True),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("What is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+    ],
+)
+def test_the_prompt_tells_whether_reasoning_has_begun(prompt: str, begins: bool) -> None:
+    assert AnswerFormat(None, table.THINK).begins_in_reasoning(prompt) is begins
+    assert AnswerFormat(None, None).begins_in_reasoning(prompt) is False

@@ -1,0 +1,112 @@
+"""Arguments between marks of their own: typed by the schema, and kept to it by the grammar.
+
+Covers `render/answers/parameters.py` and `render/answers/parameters_grammar.py`.
+"""
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.render.answers import table
+from quire.render.answers.format import AnswerFormat, AskedAnswer
+from quire.render.answers.parts import CallArguments, CallBegun
+from quire.render.answers.schema_types import typed
+from quire.render.answers.syntax import Tool
+from tests.render.answers.vocabulary import Vocabulary, accepts
+
+CODER = AnswerFormat(table.QWEN3_CODER)
+VOCABULARY = Vocabulary(["<tool_call>", "</tool_call>"])
+
+
+def written(values: dict[str, str]) -> str:
+    parameters = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items()
+    )
+    return f"<tool_call>\n<function=f>\n{parameters}</function>\n</tool_call>"
+
+
+def asked(properties: dict[str, Any], **schema: object) -> AskedAnswer:
+    whole = {"type": "object", "properties": properties} | schema
+    return AskedAnswer(CODER, (Tool("f", whole),), "required")
+
+
+def fault(one: AskedAnswer, text: str) -> str:
+    return accepts(VOCABULARY, one.grammar(VOCABULARY.added), VOCABULARY.split(text))
+
+
+def read(one: AskedAnswer, text: str) -> str:
+    parser = one.parser()
+    parts = [part for char in text for part in parser.push(char)] + parser.flush()
+    assert [part.name for part in parts if isinstance(part, CallBegun)] == ["f"]
+    return "".join(part.text for part in parts if isinstance(part, CallArguments))
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string"}, ["a", "", "5", "\n", '"q"', "<parameter=x>", "true\n"], []),
+        (
+            {"type": "string", "minLength": 2, "maxLength": 3},
+            ["ab", "a\n", "a\n\n"],
+            ["a", "abcd", ""],
+        ),
+        ({"type": "string", "pattern": "^[a-c]+$"}, ["ab"], ["abd", ""]),
+        ({"type": "string", "pattern": "b|d"}, ["abc", "d"], ["ac"]),
+        ({"enum": ["x", "y z"]}, ["x", "y z"], ["y", "xx", '"x"']),
+        ({"const": "x"}, ["x"], ["y"]),
+        ({"type": "integer"}, ["5", "-7"], ["5.5", "five", '"5"', "true"]),
+        ({"type": "boolean"}, ["true", "false"], ["True", "1"]),
+        ({"type": ["string", "null"]}, ['"5"', "null", '"null"'], ["5", "abc"]),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, ['"5"', "5"], ["abc"]),
+        ({"$ref": "#/$defs/word"}, ["ab"], ["abc"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/word"}}, ["[]", '["a", "b"]'], ['["abc"]']),
+        ({}, ["5", '"a"', "[null]"], ["abc"]),
+    ],
+)
+def test_what_the_grammar_allows_is_what_the_schema_does(
+    schema: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    definitions = {"word": {"type": "string", "maxLength": 2}}
+    one = asked({"p": schema}, required=["p"], **{"$defs": definitions})
+    whole = {"properties": {"p": schema}, "$defs": definitions}
+    for value in good:
+        text = written({"p": value})
+        assert fault(one, text) == ""
+        jsonschema.validate(json.loads(read(one, text)), whole)
+    for value in bad:
+        assert fault(one, written({"p": value})), value
+
+
+def test_required_ones_must_come_and_others_may() -> None:
+    one = asked({"a": {"type": "integer"}, "b": {"type": "integer"}}, required=["b", "c"])
+    assert fault(one, written({"b": "1", "c": "[2]"})) == ""
+    assert fault(one, written({"a": "1", "b": "1", "c": "2"})) == ""
+    for keys in ("a", "b", "ab", "bac", "abcd"):
+        assert fault(one, written(dict.fromkeys(keys, "1")))
+    assert fault(AskedAnswer(CODER, (Tool("f"),), "required"), written({})) == ""
+
+
+def test_values_are_typed_as_well_as_can_be() -> None:
+    for value, types, expected in [
+        ("5", {"integer"}, "5"), ("5", {"number"}, "5"), ("5", {"string", "null"}, '"5"'),
+        ("null", {"string", "null"}, "null"), ("None", {"string", "null"}, "null"),
+        ("True", {"boolean"}, "true"), ("true", {"string"}, '"true"'), ("1.5", {"integer"}, "1.5"),
+        ("[1", {"array"}, '"[1"'), (" {} ", {"object"}, "{}"), ("x", None, '"x"'), ("7", None, "7"),
+        ("NaN", {"number"}, '"NaN"'), ("[" * 9999, {"array"}, json.dumps("[" * 9999)),
+    ]:  # fmt: skip
+        assert typed(value, None if types is None else frozenset(types)) == expected
+
+
+def test_strings_stream_and_what_is_cut_off_stays() -> None:
+    one = asked({"s": {"type": "string"}, "n": {"type": "integer"}})
+    parser = one.parser()
+    parser.push("<tool_call>\n<function=f>\n<parameter=s>\nab")
+    assert parser.push('c"') == [CallArguments(0, 'c\\"')]
+    assert parser.push("\n</para") == []
+    assert parser.push("x") == [CallArguments(0, "\\n</parax")]
+    whole = written({"s": "abc", "n": "12"})
+    assert read(one, whole) == '{"s": "abc", "n": 12}'
+    assert read(one, whole[: whole.index("bc\n")]) == '{"s": "a'
+    assert read(one, whole[: whole.index("2\n")]) == '{"s": "abc", "n": 1'
