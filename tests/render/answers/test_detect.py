@@ -44,9 +44,11 @@ def test_templates_show_their_formats(excerpt: str, calls: str, reasoning: str |
     assert found.reasoning == (None if reasoning is None else reasoning_row(reasoning))
 
 
-def test_what_a_template_does_not_know() -> None:
-    assert detect_format("{{ message.content }}", None) == AnswerFormat(None, None)
-    assert detect_format(None, None) == AnswerFormat(None, None)
+def test_a_template_that_shows_nothing_gets_the_most_usual_format() -> None:
+    """So that calls can be forced, whatever the model."""
+    usual = AnswerFormat(table.HERMES, None)
+    assert detect_format("{{ message.content }}", None) == usual
+    assert detect_format(None, None) == usual
 
 
 def test_added_tokens_decide_where_the_template_shows_nothing() -> None:
@@ -55,7 +57,7 @@ def test_added_tokens_decide_where_the_template_shows_nothing() -> None:
             self.added_tokens = {5: "[TOOL_CALLS]", 6: "[ARGS]"}
 
     assert detect_format(TOOLS, WithTokens()).calls == table.MISTRAL
-    assert detect_format("no t**ls", WithTokens()).calls is None
+    assert detect_format("<tool_call>", WithTokens()).calls == table.HERMES
 
 
 def test_special_tokens_that_the_parser_must_see() -> None:
