@@ -26,6 +26,7 @@ from quire.render.structured import grammar_of
 from quire.render.tokenizer import Tokenizer
 
 NUM_STEPS = 14
+NUM_WALKS = 4
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -78,26 +79,29 @@ def walk(
     num_next: Callable[[bytes], int],
     seed: int,
 ) -> None:
-    """Go on at random, and compare at each step. allowed: whether an answer begins with these bytes
-    and those; ends: whether it may end; num_next: how many next bytes there may be."""
-    matcher = LLMatcher(made.vocabulary.tokens, grammar, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    rng, done = random.Random(seed), b""
-    for _ in range(NUM_STEPS):
-        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        mask = set(np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist())
-        expected = {i for i, text in enumerate(made.texts) if allowed(done, text)}
-        if ends(done):
-            expected.add(made.end)
-        if num_next(done) == 1 and not ends(done):
-            assert mask and mask <= expected
-        else:
-            assert mask == expected, (done, mask ^ expected)
-        token_id = rng.choice(sorted(mask))
-        if token_id == made.end:
-            return
-        assert matcher.consume_token(token_id)
-        done += made.texts[token_id]
+    """Go on at random, a few times, and compare at each step. allowed: whether an answer begins
+    with these bytes and those; ends: whether it may end; num_next: how many next bytes there may
+    be."""
+    first = LLMatcher(made.vocabulary.tokens, grammar, log_level=0)
+    assert not first.is_error(), first.get_error()
+    rng = random.Random(seed)
+    for _ in range(NUM_WALKS):
+        matcher, done = first.deep_copy(), b""
+        for _ in range(NUM_STEPS):
+            words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask = set(np.flatnonzero(np.unpackbits(words, bitorder="little")).tolist())
+            expected = {i for i, text in enumerate(made.texts) if allowed(done, text)}
+            if ends(done):
+                expected.add(made.end)
+            if num_next(done) == 1 and not ends(done):
+                assert mask and mask <= expected
+            else:
+                assert mask == expected, (done, mask ^ expected)
+            token_id = rng.choice(sorted(mask))
+            if token_id == made.end:
+                break
+            assert matcher.consume_token(token_id)
+            done += made.texts[token_id]
 
 
 # ---- regular expressions ---------------------------------------------------------------------

@@ -86,9 +86,27 @@ def test_tokens_are_named_by_any_id(grammars: Grammars) -> None:
 
 EXPLODING = {
     "multiples": {"json": {"type": "integer", "multipleOf": 999_983}},
+    "properties": {"json": {"properties": {f"p{i}": {} for i in range(20_000)}}},
+    "required": {"json": {"type": "object", "required": [f"p{i}" for i in range(29_000)]}},
     "chain": {"grammar": "root ::= r0\n" + "".join(f"r{i} ::= r{i + 1}\n" for i in range(9000))
               + 'r9000 ::= "a"'},
 }  # fmt: skip
+# These look as if they did.
+HARMLESS = {
+    "bounds": {"regex": "((a{0,1000}b?){0,1000}c?){0,1000}d"},
+    "states": {"regex": "(.*a.{30}b.{30}|.*c.{100}d)+x"},
+    "length": {"json": {"type": "string", "maxLength": 10**7}},
+    "enumeration": {"json": {"enum": [f"word number {i}" for i in range(11_000)]}},
+    "choices": {"choice": [f"word number {i}" for i in range(11_000)]},
+    "ambiguous": {"grammar": 'start: a\na: a a a | a a | "x" | ""'},
+    "items": {"json": {"type": "array", "minItems": 200_000, "items": {}}},
+    "repeated rules": {"grammar": 'start: a{0,99999}\na: b{0,99999}\nb: c{0,9999}\nc: "x" | "y"'},
+}
+
+
+@pytest.mark.parametrize("name", list(HARMLESS))
+def test_what_is_large_and_harmless_passes(grammars: Grammars, name: str) -> None:
+    assert grammars.check(grammar(**HARMLESS[name])).text
 
 
 @pytest.mark.parametrize("name", list(EXPLODING))

@@ -1,9 +1,11 @@
 """The body's fields that say what an answer must be, to StructuredOutputsParams."""
 
 import json
+import re
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.serve.api.errors import ApiError
@@ -96,3 +98,65 @@ def test_what_is_wrong_is_named(fields: dict[str, Any], says: str, param: str) -
     with pytest.raises(ApiError, match=says) as raised:
         asked(**fields)
     assert (raised.value.status, raised.value.param) == (400, param)
+
+
+# ---- whole requests --------------------------------------------------------------------------
+
+NUMBER = {"type": "integer", "minimum": 10, "maximum": 99}
+
+
+def post(api: TestClient, **fields: Any) -> Any:
+    return api.post("/v1/completions", json={"max_tokens": 40, "temperature": 1.5, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True,
+                                                                     "schema": NUMBER}}}, r"\d\d"),
+        ({"structured_outputs": {"regex": "[a-c]{3}"}}, "[a-c]{3}"),
+        ({"structured_outputs": {"structural_tag": TAG | {"format": {"type": "const_string",
+                                                                     "value": "so"}}}}, "so"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'root ::= "a"{2,3} "."'}, r"aaa?\."),
+    ],
+)  # fmt: skip
+def test_each_answer_has_the_form(api: TestClient, fields: dict[str, Any], pattern: str) -> None:
+    answer = post(api, prompt=["One", "Two"], n=2, **fields).json()
+    assert len(answer["choices"]) == 4
+    for choice in answer["choices"]:
+        assert re.fullmatch(pattern, choice["text"])
+        assert choice["finish_reason"] == "stop"
+
+
+def test_a_stream_has_the_form(api: TestClient) -> None:
+    lines = post(api, prompt="One", stream=True, guided_regex="[0-9]{9}").text.split("\n\n")
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert re.fullmatch("[0-9]{9}", "".join(c["choices"][0]["text"] for c in chunks))
+
+
+def test_what_is_not_kept_to_is_said(api: TestClient) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 2}
+
+    def of(strict: bool) -> Any:
+        wanted = {"name": "n", "schema": schema, "strict": strict}
+        return post(
+            api, prompt="Hi", response_format={"type": "json_schema", "json_schema": wanted}
+        )
+
+    lenient, strict = of(False), of(True)
+    assert lenient.status_code == 200
+    assert "uniqueItems" in lenient.headers["x-quire-grammar-warnings"]
+    assert strict.status_code == 400
+    assert "uniqueItems" in strict.json()["error"]["message"]
+    assert strict.json()["error"]["param"] == "response_format"
+    assert "x-quire-grammar-warnings" not in post(api, prompt="Hi", guided_choice=["a"]).headers
+
+
+def test_a_grammar_is_not_sent_too_often(api: TestClient) -> None:
+    """The engine's request of each prompt holds it once more."""
+    choice = [f"choice {i}" for i in range(10_000)]
+    answer = post(api, prompt=["x"] * 20, guided_choice=choice)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "guided_choice"
+    assert "for each of 20 prompts" in answer.json()["error"]["message"]

@@ -11,6 +11,7 @@ from quire.base.errors import RequestError
 from quire.render.answers.format import AskedAnswer, NamedTool
 from quire.render.chat_template import ChatOptions
 from quire.render.detokenizer import IncrementalDetokenizer
+from quire.render.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, UsageCounter
 from quire.serve.api.asked_tools import AskedTools, asked_tools
@@ -32,7 +33,7 @@ from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.reasoning_count import ReasoningCount
 from quire.serve.api.rendering import check_model, render_prompt
-from quire.serve.api.structured import structured_outputs_of
+from quire.serve.api.structured import structured_outputs_of, with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
@@ -60,11 +61,12 @@ async def create_chat_completion(
         params.shown_special_token_ids = list(shown) or None
     tenant = tenant_asking(request.scope, api.config, body)
     grammar = await _checked_grammar(api, asked)
-    job = make_job(api, body, prompt, params, answer_id, tenant, grammar)
+    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
     choices = _choices(api, body, job, asked)
-    return await Answer(api.client, body, head, [job], [choices], hooks).respond(request)
+    answer = Answer(api.client, body, head, [job], [choices], hooks)
+    return with_warnings(await answer.respond(request), grammar)
 
 
 async def _render(
@@ -120,7 +122,7 @@ def _asked_answer(
     )
 
 
-async def _checked_grammar(api: ApiContext, asked: AskedAnswer) -> str:
+async def _checked_grammar(api: ApiContext, asked: AskedAnswer) -> Checked:
     """Return the grammar of an answer, empty for one that may be anything. Raises RequestError for
     one that makes no sense."""
     field = "tools" if asked.content is None else asked.content_field
@@ -128,8 +130,8 @@ async def _checked_grammar(api: ApiContext, asked: AskedAnswer) -> str:
     assert tokenizer is not None, "there is none without a prompt as text"
     grammar = asked.grammar(tokenizer.added_ids)
     if not grammar:
-        return ""
-    return (await api.renderer.grammars.check_async(grammar, field)).text
+        return Checked("")
+    return await api.renderer.grammars.check_async(grammar, field)
 
 
 def _choices(

@@ -32,7 +32,7 @@ from quire.serve.api.protocol import (
 )
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import check_model, decode, render_prompt
-from quire.serve.api.structured import checked_grammar
+from quire.serve.api.structured import checked_grammar, with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
@@ -54,7 +54,7 @@ async def create_completion(
     prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)
     jobs = [
-        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar)
+        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text)
         for index, prompt in enumerate(prompts)
     ]
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
@@ -62,7 +62,8 @@ async def create_completion(
     head = {
         "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,
     }  # fmt: skip
-    return await Answer(api.client, body, head, jobs, choices, hooks).respond(request)
+    answer = Answer(api.client, body, head, jobs, choices, hooks)
+    return with_warnings(await answer.respond(request), grammar)
 
 
 def split_prompts(value: object) -> list[object]:

@@ -73,7 +73,7 @@ class OpenRequest:
         token_ids = await self._token_ids(prompt, is_last)
         num_prompt = self._usage.num_prompt + len(token_ids)
         if self.answer is None and self._grammar is None:
-            self._grammar = await checked_grammar(self._api, self.body)
+            self._grammar = (await checked_grammar(self._api, self.body)).text
         if self._api.hooks is not None and self._hooks is None:
             self._hooks = self._api.hooks.open(self._job_id, tenant, self.model)
         if self._hooks is not None and self._hooks.see("before_admission"):

@@ -5,9 +5,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from starlette.responses import Response
+
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.grammars import MAX_CHARS
+from quire.render.grammars import MAX_CHARS, Checked
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.protocol import GenerationRequest
@@ -15,6 +17,8 @@ from quire.serve.api.validation_errors import shown
 
 Json = dict[str, Any]
 
+WARNING_HEADER = "X-Quire-Grammar-Warnings"
+MAX_WARNING_CHARS = 1024
 RESPONSE_FORMAT = "response_format"
 STRUCTURED = "structured_outputs"
 FORMAT_TYPES = ("text", "json_object", "json_schema", "structural_tag")
@@ -44,13 +48,15 @@ def structured_outputs_of(body: GenerationRequest) -> Asked:
     return asked[0]
 
 
-async def checked_grammar(api: ApiContext, body: GenerationRequest, num_prompts: int = 1) -> str:
+async def checked_grammar(
+    api: ApiContext, body: GenerationRequest, num_prompts: int = 1
+) -> Checked:
     """Return the grammar of answers that are only what the body asks for; empty where it asks for
     nothing. num_prompts: how many requests of the engine hold it. Raises ApiError, RequestError and
     EngineBusy."""
     wanted, strict, field = structured_outputs_of(body)
     if wanted is None:
-        return ""
+        return Checked("")
     grammar = api.renderer.grammar_of(wanted, strict=strict, field=field)
     if len(grammar) * num_prompts > MAX_CHARS:
         raise bad_request(
@@ -58,7 +64,15 @@ async def checked_grammar(api: ApiContext, body: GenerationRequest, num_prompts:
             f" prompts; at most {MAX_CHARS} are possible in all.",
             field,
         )
-    return (await api.renderer.grammars.check_async(grammar, field)).text
+    return await api.renderer.grammars.check_async(grammar, field)
+
+
+def with_warnings(response: Response, grammar: Checked) -> Response:
+    """Say in a header what of a grammar is not kept to."""
+    if grammar.warnings:
+        text = json.dumps(" ".join(grammar.warnings))[1:-1]
+        response.headers[WARNING_HEADER] = text[:MAX_WARNING_CHARS]
+    return response
 
 
 def _of_response_format(body: GenerationRequest) -> Asked | None:
