@@ -12,17 +12,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, RequestError
 from quire.base.events import Event, Preempted
 from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, GrammarReady
 from quire.base.plan import Plan
+from quire.base.sampling_params import SamplingParams
 from quire.engine import grammars
+from quire.engine.build import build_engine
 from quire.engine.grammars import Follower, Guided
 from quire.engine.record import Recorder
 from quire.engine.recording import read_recording
+from quire.engine.timeline import Timelines
 from quire.tools.replay import replay_all
 from tests.engine.guided import END, TEXTS, GuidedBench, lark, text_of, vocabulary
 from tests.scheduler.device import Curse
@@ -192,7 +197,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     bench.finish()
     assert len(bench.grammars._compiler._cache) == grammars.MOST_CACHED
     gc.collect()
-    assert not [o for o in gc.get_objects() if isinstance(o, Guided | Follower)]
+    assert not [o for o in gc.get_objects() if type(o) in (Guided, Follower)]
 
 
 def test_a_model_that_takes_no_grammar_says_why() -> None:
@@ -260,6 +265,53 @@ def test_padding_is_never_allowed_and_a_plan_without_grammars_has_no_masks() -> 
     words = masked[0][1].wait().words  # type: ignore[union-attr]
     assert words.shape == (1, 1, 2)
     assert int(words[0, 0, 1]) & ~((1 << (len(TEXTS) + 1 - 32)) - 1) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_models_answers_have_their_form(depth: int) -> None:
+    """By the real executor and runner: at a high temperature, in samples, and as beams."""
+    engine = build_engine(config_from_flat(model="demo", pipeline_depth=depth, max_model_len=256))
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 9},
+            "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    grammar = lark("%json " + json.dumps(schema))
+    ways = [
+        SamplingParams(temperature=1.5, max_tokens=60, n=3, seed=1),
+        SamplingParams(temperature=0.0, max_tokens=60),
+        SamplingParams(temperature=0.0, max_tokens=60, n=2, use_beam_search=True),
+        SamplingParams(temperature=1.5, max_tokens=60, seed=2, logprobs=2),
+    ]
+    prompt = engine.renderer.render("Tell me of a cat.")
+    for params in ways:
+        request = engine.requests.make(prompt, params)
+        engine.client.add(msgspec.structs.replace(request, grammar=grammar))
+    answers = []
+    while engine.client.num_unfinished:
+        answers += [output for output in engine.client.step() if output.finished]
+    found = [each.text for output in answers for each in output.outputs]
+    assert len(found) == 7
+    for text in found:
+        assert json.loads(text).keys() == {"name", "age"}, text
+    engine.client.close()
+
+
+def test_a_timeline_says_that_a_grammar_was_waited_for() -> None:
+    bench = GuidedBench()
+    lines = Timelines.of(bench.core.view(), bench.core.requests())
+    bench.core.subscribe(lines)
+    bench.add("0", WORDS, max_tokens=3)
+    bench.core.publish()
+    assert "is still waiting for its grammar" in lines.text("0")
+    bench.finish()
+    told = json.loads(lines.text("0"))
+    assert told["grammar_ms"] is not None
+    assert "the first 0.0 ms for its grammar" in " ".join(told["in_words"])
 
 
 def test_a_late_word_of_a_grammar_is_no_harm() -> None:

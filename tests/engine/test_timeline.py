@@ -1,4 +1,4 @@
-"""Time lines: made from events alone, told in plain words, bounded."""
+"""Time lines: made from events alone, told in plain words, bounded. Covers `base/events.py`."""
 
 import json
 from pathlib import Path

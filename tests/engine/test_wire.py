@@ -31,6 +31,7 @@ PARAMS = SamplingParams(
 )
 TO_CORE = [
     Request("r1", [1, 2, 3], PARAMS, seed=-(2**63), stop_token_ids=(7,), cache_salt="s"),
+    Request("r5", [4], PARAMS, seed=1, grammar="start: /[a-z]+/"),
     Request("r4", [4], SamplingParams(n=2, best_of=3), seed=1, hides_logprobs=True),
     Abort("r1", "stop"),
     Abort("r4", "stop", index=1),

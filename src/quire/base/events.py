@@ -27,13 +27,22 @@ class Planned(Event):
 
 @dataclass(frozen=True, slots=True)
 class Queued(Event):
-    """received_s: when the front end got the request; 0.0 is not known."""
+    """received_s: when the front end got the request; 0.0 is not known. has_grammar: it waits for
+    that first."""
 
     request_id: str
     num_prompt_tokens: int
     max_tokens: int | None = None
     received_s: float = 0.0
     tenant: str = ""
+    has_grammar: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarTaken(Event):
+    """A request's grammar is compiled: from now on it waits as others do."""
+
+    request_id: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from quire.base.events import (
     Admitted,
     Event,
     Finished,
+    GrammarTaken,
     Planned,
     Preempted,
     PrefixFound,
@@ -68,7 +69,8 @@ class Stay:
 
 @dataclass(slots=True, eq=False)
 class Timeline:
-    """One request. Times in seconds on the core's clock; NaN: not yet, or not known.
+    """One request. Times in seconds on the core's clock; NaN: not yet, or not known. grammar_s:
+    when its grammar was compiled, if it has one.
 
     others: (request id, prompt tokens, tokens computed) of prompts that were computed while it
     waited for its first row. was_there: it began before the recording.
@@ -81,6 +83,8 @@ class Timeline:
     queued_s: float
     tenant: str = ""
     was_there: bool = False
+    has_grammar: bool = False
+    grammar_s: float = math.nan
     admitted_s: float = math.nan
     num_cached_tokens: int = 0
     prefix: PrefixReport | None = None
@@ -131,7 +135,7 @@ class Timelines:
             line = Timeline(
                 request.request_id, found.num_prompt_tokens, request.params.max_tokens,
                 request.received_s or found.arrival_s, found.arrival_s, request.tenant,
-                was_there=True,
+                was_there=True, has_grammar=bool(request.grammar),
             )  # fmt: skip
             if found.num_cached_tokens >= 0:
                 line.admitted_s, line.num_cached_tokens = math.inf, found.num_cached_tokens
@@ -171,8 +175,11 @@ class Timelines:
                 received_s = event.received_s or event.at_s
                 self.open[event.request_id] = Timeline(
                     event.request_id, event.num_prompt_tokens, event.max_tokens, received_s,
-                    event.at_s, event.tenant,
+                    event.at_s, event.tenant, has_grammar=event.has_grammar,
                 )  # fmt: skip
+            case GrammarTaken():
+                if event.request_id in self.open:
+                    self.open[event.request_id].grammar_s = event.at_s
             case Admitted():
                 self._admit(event)
             case PrefixFound():
@@ -301,6 +308,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
         for stay in line.preemptions
     ]
     prefix = {} if line.prefix is None else prefix_words.as_data(line.prefix, hides_others)
+    grammar = {"grammar_ms": at(line.grammar_s)} if line.has_grammar else {}
     others = [{"id": name(i), "prompt_tokens": n, "tokens": m} for i, n, m in line.others]
     return {
         "id": line.request_id,
@@ -310,6 +318,7 @@ def as_data(line: Timeline, block_size: int, hides_others: bool = False) -> dict
         "max_tokens": line.max_tokens,
         "num_sequences": line.num_sequences,
         "queued_ms": at(line.queued_s),
+        **grammar,
         "admitted_ms": at(line.admitted_s),
         "waited_ms": _ms(line.admitted_s - line.queued_s),
         "behind": {
@@ -361,8 +370,10 @@ def _limit(line: Timeline) -> str:
 
 
 def _waiting(line: Timeline) -> list[str]:
+    lacked_grammar = line.has_grammar and math.isnan(line.grammar_s)
     if math.isnan(line.admitted_s):
-        return ["is still waiting"] if not line.reason else ["never left the queue"]
+        waits_for = " for its grammar" if lacked_grammar else ""
+        return [f"is still waiting{waits_for}"] if not line.reason else ["never left the queue"]
     if line.admitted_s == math.inf:
         return []
     waited = f"waited {_time(line.admitted_s - line.queued_s)}"
@@ -370,6 +381,8 @@ def _waiting(line: Timeline) -> list[str]:
         long = "long " if line.num_others_long == line.num_others else ""
         waited += f" behind {_count(line.num_others, f'{long}prompt')}"
         waited += f" ({_count(line.num_others_tokens, 'token')} of them were computed meanwhile)"
+    if line.has_grammar and not lacked_grammar:
+        waited += f", the first {_time(line.grammar_s - line.queued_s)} for its grammar"
     return [waited]
 
 

@@ -10,7 +10,7 @@ is a request whose grammar is not compiled yet.
 import numpy as np
 
 from quire.base.errors import REQUEST_FAILED
-from quire.base.events import Appended
+from quire.base.events import Appended, GrammarTaken
 from quire.base.messages import Append, GrammarReady, Request
 from quire.base.step_outputs import Failure, Finish
 from quire.scheduler.lifecycle import Lifecycle
@@ -105,6 +105,7 @@ class Arrivals:
             self._lifecycle.drop(sequence, Finish("error", error=error), now)
             return
         sequence.lacks_grammar = False
+        self._lifecycle.tell(GrammarTaken(now, message.request_id))
         is_asked_for = self._stores is not None and self._stores.is_asked_for(sequence)
         if sequence.has_something_to_compute and not is_asked_for:
             self._lifecycle.unpark(sequence)

@@ -70,6 +70,7 @@ class Lifecycle:
                 request.params.max_tokens,
                 request.received_s,
                 request.tenant,
+                bool(request.grammar),
             )
         )
 
