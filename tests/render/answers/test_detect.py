@@ -1,5 +1,7 @@
 """Formats told from chat templates (excerpts with the marks of real ones), and by name."""
 
+from pathlib import Path
+
 import pytest
 
 from quire.base.errors import ConfigError
@@ -99,3 +101,9 @@ def test_names_of_parsers() -> None:
 def test_the_prompt_tells_whether_reasoning_has_begun(prompt: str, begins: bool) -> None:
     assert AnswerFormat(None, table.THINK).begins_in_reasoning(prompt) is begins
     assert AnswerFormat(None, None).begins_in_reasoning(prompt) is False
+
+
+def test_the_document_names_all_formats() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
+    for row in (*table.CALLS, *table.REASONING):
+        assert f"\n| {', '.join(f'`{name}`' for name in row.names)} |" in text

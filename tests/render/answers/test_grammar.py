@@ -3,6 +3,9 @@
 Covers `render/answers/table.py` and `render/answers/schema_types.py` with them.
 """
 
+import pytest
+
+from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.syntax import Tool
@@ -36,6 +39,12 @@ def test_a_named_tool_is_that_one() -> None:
     asked = AskedAnswer(QWEN, (F, G), NamedTool("g"))
     assert fault(asked, CALL_G) == ""
     assert fault(asked, CALL_F)
+    assert fault(asked, CALL_G + CALL_G)
+    with pytest.raises(RequestError, match="'h', which is none of tools"):
+        AskedAnswer(QWEN, (F, G), NamedTool("h")).grammar({})
+    with pytest.raises(RequestError, match="start the server with --tool-call-parser") as caught:
+        AskedAnswer(AnswerFormat(), (F, G), "required").grammar({})
+    assert caught.value.field == "tool_choice"
 
 
 def test_auto_is_free_but_for_calls() -> None:

@@ -121,7 +121,8 @@ class AskedAnswer:
                 raise RequestError(NO_CALLS, "tool_choice")
             return content
         if self.choice != "auto":
-            return calls_rule(lark, calls, self._choosable(), self.parallel)
+            several = self.parallel and self.choice == "required"
+            return calls_rule(lark, calls, self._choosable(), several)
         if content is not None:
             return f"({calls_rule(lark, calls, self.tools, self.parallel)} | {content})"
         if not self.parallel or any(tool.strict for tool in self.tools):
