@@ -219,6 +219,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         self._check_kinds()
         if self.seed == -1:
             self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
         if self.logprobs is True:
             self.logprobs = 1
         if self.prompt_logprobs is True:
@@ -278,6 +280,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         if self.max_tokens is not None:
             ok = self.min_tokens <= self.max_tokens
             _require(ok, "min_tokens", self.min_tokens, f"at most max_tokens={self.max_tokens}")
+        budget = self.thinking_token_budget
+        ok = budget is None or (_is_int(budget) and budget >= 0)
+        _require(ok, "thinking_token_budget", budget, "None, -1 (no limit) or at least 0")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= -1)

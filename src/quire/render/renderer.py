@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import RequestError
+from quire.base.sampling_params import SamplingParams
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
-from quire.render.answers.format import AnswerFormat, detect_format
+from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
 from quire.render.chat_template import ChatOptions, load_template
 from quire.render.grammars import Grammars
 from quire.render.structured import grammar_of, no_tokenizer
@@ -90,6 +91,36 @@ class Renderer:
         """Return the grammar, not checked yet, of an answer that is only this. Raises RequestError,
         also for a model without a tokenizer."""
         return grammar_of(wanted, self._added_ids(field), strict=strict, field=field)
+
+    def answer_grammar(
+        self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None = None
+    ) -> str:
+        """Return the grammar, not checked yet, of an answer that these parameters describe; empty
+        for one that may be anything.
+
+        form: of the template that made the prompt; without one the model's own counts if the prompt
+        ends inside of reasoning. Raises RequestError.
+        """
+        wanted, budget = params.structured_outputs, params.thinking_token_budget
+        if wanted is None and budget is None:
+            return ""
+        text = prompt.text or ""
+        if form is None:
+            own = self.answer_format() if self.has_template else AnswerFormat()
+            form = own if own.begins_in_reasoning(text) else AnswerFormat()
+        asked = AskedAnswer(
+            form,
+            content=wanted,
+            begins_in_reasoning=form.begins_in_reasoning(text),
+            thinking_token_budget=budget,
+        )
+        return asked.grammar(self._added_ids(FIELD))
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered without a template of their own."""
+        own = None if self.tokenizer is None else self.tokenizer.chat_template
+        return self._template is not None or own is not None
 
     def render_prompt(
         self, prompt: object, options: ChatOptions | None = None, template: str | None = None

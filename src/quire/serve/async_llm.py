@@ -6,7 +6,7 @@ Text is made in this process, on the event loop; the core's process does the res
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from math import inf
 from types import SimpleNamespace, TracebackType
 from typing import Any, cast
@@ -23,7 +23,7 @@ from quire.engine.remote import RemoteClient, pin
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_model
 from quire.render.chat_template import ChatOptions
-from quire.render.renderer import Messages, Prompt, RenderedPrompt
+from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
@@ -33,7 +33,8 @@ from quire.serve.vllm_compat import drop_vllm_settings
 
 CONNECT_S = 1.0  # between two looks at whether the core is still there
 
-MakeRequest = Callable[[RenderedPrompt, str], Request]  # of a prompt and its cache_salt
+# Of a prompt, its cache_salt, and whether it is a conversation.
+MakeRequest = Callable[[RenderedPrompt, str, bool], Awaitable[Request]]
 
 
 class AsyncEngineArgs(SimpleNamespace):
@@ -155,9 +156,8 @@ class AsyncLLM:
         text = self._text
         params = sampling_params or self.get_default_sampling_params()
 
-        grammar = await self._grammar(params)
-
-        def make(rendered: RenderedPrompt, salt: str) -> Request:
+        async def make(rendered: RenderedPrompt, salt: str, is_chat: bool) -> Request:
+            grammar = await self._grammar(params, rendered, is_chat)
             return text.requests.make(
                 rendered, params, request_id, salt, priority, tenant, timeout_s, grammar
             )
@@ -176,7 +176,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         rendered = await self._render(prompt)
         salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
-        request = make(rendered, salt)
+        request = await make(rendered, salt, is_conversation(prompt))
         client = await self._connected()
         try:
             async with contextlib.aclosing(_sent(client, request, rendered.text)) as outputs:
@@ -191,7 +191,7 @@ class AsyncLLM:
         client = await self._connected()
         async with PieceReader(pieces, self._text.renderer, self._lanes) as reader:
             rendered = await reader.first()
-            request = make(rendered, reader.cache_salt or "")
+            request = await make(rendered, reader.cache_salt or "", False)
             request = structs.replace(request, is_open=not reader.is_complete)
             reader.follow(client, request.request_id)
             try:
@@ -212,13 +212,13 @@ class AsyncLLM:
             for name in names:
                 self._link.abort(name)
 
-    async def _grammar(self, params: SamplingParams) -> str:
-        """Return the grammar of an answer's form, checked."""
-        if params.structured_outputs is None:
-            return ""
+    async def _grammar(self, params: SamplingParams, prompt: RenderedPrompt, is_chat: bool) -> str:
+        """Return the grammar of an answer, checked; empty for one that may be anything."""
         renderer = self._text.renderer
-        grammar = renderer.grammar_of(params.structured_outputs)
-        return (await renderer.grammars.check_async(grammar)).text
+        grammar = renderer.answer_grammar(
+            params, prompt, renderer.answer_format() if is_chat else None
+        )
+        return (await renderer.grammars.check_async(grammar)).text if grammar else ""
 
     async def _render(
         self, prompt: Prompt | Messages, options: ChatOptions | None = None

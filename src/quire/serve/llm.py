@@ -11,8 +11,9 @@ from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.engine.build import Engine, build_engine
+from quire.render.answers.format import AnswerFormat
 from quire.render.chat_template import ChatOptions
-from quire.render.renderer import Messages, Prompt, RenderedPrompt
+from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.hooks import TIMEOUT_S, Hooks
@@ -98,7 +99,8 @@ class LLM:
         renderer = self._alive.renderer
         rendered = [renderer.render(c, options, chat_template) for c in conversations]
         salts = [""] * len(rendered)
-        return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked)
+        form = renderer.answer_format(chat_template, bool(tools))
+        return self._run(rendered, sampling_params, salts, None, use_tqdm, hooked, form)
 
     def beam_search(
         self,
@@ -129,7 +131,10 @@ class LLM:
         [prompt], hooked = self._admitted([prompt], params, options)
         rendered = engine.renderer.render(prompt, options)
         name = hooked[0].request_id if hooked else None
-        request = engine.requests.make(rendered, params, name, grammar=self._grammar(params))
+        is_chat = is_conversation(prompt)
+        form = engine.renderer.answer_format() if is_chat else None
+        grammar = self._grammar(params, rendered, form)
+        request = engine.requests.make(rendered, params, name, grammar=grammar)
         engine.client.check(request)
         engine.client.add(request, rendered.text)
         mine = self._streams[request.request_id] = deque[RequestOutput]()
@@ -250,8 +255,10 @@ class LLM:
         priority: Sequence[int] | None,
         show_progress: bool,
         hooked: list[LocalRequest],
+        form: AnswerFormat | None = None,
     ) -> list[RequestOutput]:
-        """Check all requests, then add all, then step until they are done."""
+        """Check all requests, then add all, then step until they are done. form: of answers in a
+        conversation."""
         engine = self._alive
         priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
         names: list[str | None] = [each.request_id for each in hooked] or [None] * len(prompts)
@@ -260,7 +267,7 @@ class LLM:
             prompts, self._params(sampling_params, len(prompts)), names, salts, priorities,
             strict=True,
         ):  # fmt: skip
-            grammar = self._grammar(params)
+            grammar = self._grammar(params, prompt, form)
             made = engine.requests.make(prompt, params, name, salt, number, grammar=grammar)
             requests.append(made)
             engine.client.check(requests[-1])
@@ -271,13 +278,14 @@ class LLM:
             return [each.finish(output) for each, output in zip(hooked, outputs, strict=True)]
         return outputs
 
-    def _grammar(self, params: SamplingParams) -> str:
-        """Return the grammar of an answer's form, checked. Raise RequestError for one that makes no
-        sense."""
-        if params.structured_outputs is None:
-            return ""
+    def _grammar(
+        self, params: SamplingParams, prompt: RenderedPrompt, form: AnswerFormat | None
+    ) -> str:
+        """Return the grammar of an answer, checked; empty for one that may be anything. form: of a
+        conversation. Raise RequestError for one that makes no sense."""
         renderer = self._alive.renderer
-        return renderer.grammars.check(renderer.grammar_of(params.structured_outputs)).text
+        grammar = renderer.answer_grammar(params, prompt, form)
+        return renderer.grammars.check(grammar).text if grammar else ""
 
     def _finished(
         self, requests: list[Request], prompts: list[RenderedPrompt], bar: RequestBar

@@ -18,6 +18,10 @@ NO_CALLS = (
     "a tool cannot be forced: this model's chat template shows no format of tool calls; start the"
     " server with --tool-call-parser, or leave tool_choice out."
 )
+NO_REASONING = (
+    "thinking_token_budget={}: there is no reasoning that is known of behind this prompt; leave it"
+    " out and bound the answer by max_tokens, or set --reasoning-parser."
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class AskedAnswer:
         reasoning = self.format.reasoning
         rest = self._behind_reasoning(lark)
         budget = self.thinking_token_budget
-        if rest is None and (reasoning is None or budget is None):
+        if budget is not None and reasoning is None:
+            raise RequestError(NO_REASONING.format(budget), "thinking_token_budget")
+        if rest is None and budget is None:
             return ""
         if reasoning is None:
             return lark.text(rest or "")

@@ -18,7 +18,7 @@ from quire.serve.api.asked_tools import AskedTools, asked_tools
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.chat_choice import ChatChoice
 from quire.serve.api.context import Api, ApiContext, new_id
-from quire.serve.api.errors import bad_request, error_in
+from quire.serve.api.errors import error_in
 from quire.serve.api.hooked_prompt import admitted_chat
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import TokenNames
@@ -102,13 +102,6 @@ def _asked_answer(
     answer_format = api.renderer.answer_format(body.chat_template, bool(tools.described))
     content, strict, field = structured_outputs_of(body)
     budget = body.thinking_token_budget
-    if budget is not None and budget >= 0 and answer_format.reasoning is None:
-        raise bad_request(
-            f"thinking_token_budget={budget}: how this model writes reasoning is not known; leave"
-            " it out and bound the answer by max_tokens, or start the server with"
-            " --reasoning-parser.",
-            "thinking_token_budget",
-        )
     return AskedAnswer(
         answer_format,
         tools.callable,
