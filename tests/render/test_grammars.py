@@ -7,13 +7,15 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from quire.base.errors import RequestError
+from quire.base.errors import EngineBusy, RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.grammars import Grammars
+from quire.render.grammars import CHECKS, Grammars
+from quire.render.job_pool import JobPool
 from quire.render.structured import grammar_of
 from tests.render.matching import takes
 
@@ -146,3 +148,22 @@ def test_a_cancelled_check_answers_nobody_else() -> None:
             assert not (await grammars.check_async(grammar(regex=f"yours {turns}"))).warnings
 
     asyncio.run(go())
+
+
+def test_who_waits_too_long_for_a_process_is_sent_away() -> None:
+    pool = JobPool(replace(CHECKS, wait_s=0.1), max_processes=1)
+    pool.run(json.dumps("start: /warm/").encode())
+    job = json.dumps(grammar(**EXPLODING["required"])).encode()
+
+    async def go() -> None:
+        endless = asyncio.create_task(pool.run_async(job))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineBusy, match="too many grammars wait"):
+            await pool.run_async(b'"start: /a/"')
+        with pytest.raises(EngineBusy):
+            await asyncio.to_thread(pool.run, b'"start: /a/"')
+        endless.cancel()
+        await asyncio.gather(endless, return_exceptions=True)
+
+    asyncio.run(go())
+    assert json.loads(pool.run(b'"start: /a/"')) == ["start: /a/", []]
