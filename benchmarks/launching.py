@@ -20,7 +20,9 @@ import torch
 from benchmarks.virtual.dry_run import dry_request, dry_run
 from quire.base.config import SchedulerConfig
 from quire.runner.edits import Edits
+from quire.runner.extras import Extras
 from quire.runner.gpu.kernel_ops import KernelOps
+from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.model_runner import ModelRunner
 from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler
@@ -79,7 +81,8 @@ def make_runner(num_rows: int) -> ModelRunner:
     state = empty_rows(device.device, num_rows, MAX_LEN, 1, BLOCK_SIZE)
     ops = KernelOps(device, state, VOCAB)
     absent: Any = _Absent()
-    sampler = Sampler(ops, Edits(device, num_rows), num_rows, VOCAB)
+    extras = Extras(state, LogitsProcessors())
+    sampler = Sampler(ops, Edits(device, num_rows), extras, num_rows, VOCAB)
     runner = ModelRunner(absent, absent, DeviceRows(device, state, ops), sampler, device)
     runner.record(in_pieces=False)
     return runner

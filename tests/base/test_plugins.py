@@ -227,6 +227,46 @@ def test_a_server_answers_through_hooks(site: Site) -> None:
         assert server.stop() == 0
 
 
+def test_logits_processors_of_a_package(site: Site) -> None:
+    site.install_example("quire_hush")
+    asked = {"name": "hush", "kwargs": {"below": 9}}
+    with LLM("demo", disable_log_stats=True, logits_processors=["hush"]) as llm:
+        params = [
+            SamplingParams(temperature=1.5, max_tokens=6, ignore_eos=True, logits_processors=[each])
+            for each in (asked, {"name": "hush"}, {"name": "hush", "kwargs": {"below": "x"}})
+        ]
+        good, *bad = llm.generate(["Hi"] * 3, params, use_tqdm=False)
+    assert len(good.outputs[0].token_ids) == 6 and max(good.outputs[0].token_ids) < 9
+    for output, reason in zip(bad, ("'below'", "TypeError"), strict=True):
+        assert output.outputs[0].error is not None
+        assert reason in output.outputs[0].error.message
+    with pytest.raises(ConfigError, match=r"no logits processor 'loud'; .*: hush \(of quire-hush"):
+        config_from_flat(logits_processors=("loud",))
+
+
+def test_a_server_lets_requests_ask_for_logits_processors(site: Site) -> None:
+    site.install_example("quire_hush")
+    server = Server("--logits-processors", "hush")
+    try:
+        body: dict = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5}
+        body |= {"logprobs": True, "return_token_ids": True, "ignore_eos": True}
+        asked = [{"name": "hush", "kwargs": {"below": 9}}]
+        status, answer = post(server, body | {"logits_processors": asked})
+        assert status == 200, answer
+        assert max(answer["choices"][0]["token_ids"]) < 9
+        for wrong, reason in (
+            (["loud"], "no logits processor 'loud' here; allowed are: hush"),
+            ([{"name": "hush", "kwarg": {}}], "kwarg"),
+            ("hush", "list"),
+        ):
+            status, answer = post(server, body | {"logits_processors": wrong})
+            assert status == 400 and reason in answer["error"]["message"], answer
+        status, answer = post(server, body | {"logits_processors": ["hush"]})
+        assert status >= 400 and "TypeError" in answer["error"]["message"], answer
+    finally:
+        assert server.stop() == 0
+
+
 def post(server: Server, body: dict) -> tuple[int, dict]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     headers = {"Content-Type": "application/json"}

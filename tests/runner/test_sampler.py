@@ -14,7 +14,9 @@ from quire.ops.logprobs import token_logprobs
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.assemble import make_device, make_ops
 from quire.runner.edits import Edits
+from quire.runner.extras import Extras
 from quire.runner.launched import Launched, to_candidates
+from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler, logprob_tensors
 from quire.runner.step_ops import StepShape
@@ -36,7 +38,8 @@ class Bench:
         state.tokens_RM[:] = torch.randint(0, vocab_size, (MAX_ROWS, MAX_LEN), generator=generator)
         ops = make_ops(self.device, state, vocab_size)
         self.rows = DeviceRows(self.device, state, ops)
-        self.sampler = Sampler(ops, Edits(self.device, MAX_ROWS), MAX_ROWS, vocab_size)
+        edits, extras = Edits(self.device, MAX_ROWS), Extras(state, LogitsProcessors())
+        self.sampler = Sampler(ops, edits, extras, MAX_ROWS, vocab_size)
         self.lengths = np.zeros(MAX_ROWS, np.int64)
 
     def start(
@@ -110,8 +113,9 @@ class Bench:
             self.rows.advance(gathered, ids_N, is_valid_N)
             return [self.rows.result(slot, len(rows)), *found]
 
+        errors = {} if masks is None else masks.errors
         arrival = self.device.run(work)
-        result = Launched(plan, arrival, asked, wanted, [], False, masks=masks).result()
+        result = Launched(plan, arrival, asked, wanted, [], False, errors=errors).result()
         tokens = torch.from_numpy(result.token_ids[:, 0].astype(np.int64))
         return Sampled(tokens, result.candidates, result.row_errors, result.unservable_rows)
 

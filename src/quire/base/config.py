@@ -13,6 +13,7 @@ from quire.base.errors import ConfigError
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
     HOOKS,
+    LOGITS_PROCESSORS,
     POLICIES,
     PluginKind,
     all_names,
@@ -236,6 +237,9 @@ class EngineConfig:
     debug_transfers: bool = setting(
         False, "on a GPU: fail where a step makes the host wait; for finding mistakes"
     )
+    logits_processors: tuple[str, ...] = setting(
+        (), "logits processors of installed packages that requests may ask for by name"
+    )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
     disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
     record: str | None = setting(
@@ -264,6 +268,7 @@ class EngineConfig:
         pool = cache.kv_cache_memory_bytes
         _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
+        _check_installed(LOGITS_PROCESSORS, self.logits_processors)
         _check_choices(self, self.model, self.cache, self.scheduler)
 
 
@@ -327,10 +332,7 @@ class ServerConfig:
             )
         limit = self.hook_timeout
         _check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
-        for name in self.hooks:
-            if not is_installed(HOOKS, name, ()):
-                known = all_names(HOOKS, ()) or "none"
-                raise ConfigError(f"there is no hook {name!r}; installed packages bring: {known}.")
+        _check_installed(HOOKS, self.hooks)
         pair = (self.ssl_keyfile is None) == (self.ssl_certfile is None)
         _check(pair, "ssl_certfile", self.ssl_certfile, "given together with ssl_keyfile")
 
@@ -345,6 +347,15 @@ class ServerConfig:
 def _check(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
         raise ConfigError(f"{name} must be {rule}, got {value!r}.")
+
+
+def _check_installed(kind: PluginKind, names: tuple[str, ...]) -> None:
+    for name in names:
+        if not is_installed(kind, name, ()):
+            known = all_names(kind, ()) or "none"
+            raise ConfigError(
+                f"there is no {kind.noun} {name!r}; installed packages bring: {known}."
+            )
 
 
 def _check_choices(*configs: Any) -> None:

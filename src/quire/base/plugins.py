@@ -49,15 +49,11 @@ CONNECTORS = PluginKind("quire.connectors", "KV store", ("find", "get", "put", "
 TOOL_FORMATS = PluginKind("quire.tool_formats", "format of tool calls", ("format",))
 REASONING_FORMATS = PluginKind("quire.reasoning_formats", "format of reasoning", ("format",))
 HOOKS = PluginKind("quire.hooks", "hook", METHODS, any_of=True)
+LOGITS_PROCESSORS = PluginKind("quire.logits_processors", "logits processor", ("process",))
 KINDS = (
-    POLICIES,
-    ATTENTION_BACKENDS,
-    MODELS,
-    CONNECTORS,
-    TOOL_FORMATS,
-    REASONING_FORMATS,
-    HOOKS,
-)
+    POLICIES, ATTENTION_BACKENDS, MODELS, CONNECTORS, TOOL_FORMATS, REASONING_FORMATS, HOOKS,
+    LOGITS_PROCESSORS,
+)  # fmt: skip
 
 
 def all_names(kind: PluginKind, built_in: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ its size.
 import enum
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -21,11 +22,16 @@ MAX_N = 16384
 BENDING = (
     "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
-    "allowed_token_ids",
+    "allowed_token_ids", "dry_multiplier", "xtc_probability", "logits_processors",
 )  # fmt: skip
-ID_LISTS = ("stop_token_ids", "allowed_token_ids", "shown_special_token_ids")
+ID_LISTS = (
+    "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "dry_breaker_token_ids",
+)  # fmt: skip
 LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
+MOST_XTC_THRESHOLD = 0.5  # above it there are no two tokens as probable
+DRY_BASE_LIMIT = 100.0
+DRY_BREAKERS = ("\n", ":", '"', "*")
 LENGTH_PENALTY_LIMIT = 10  # a length to this power is a number, however long
 
 
@@ -40,6 +46,18 @@ class RequestOutputKind(enum.Enum):
 def _require(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
         raise RequestError(f"{name} must be {rule}, got {value!r}.", name)
+
+
+def processor_name(asked: Any) -> str | None:
+    """Return the name of a logits processor that a package brings; None for a function, and for
+    what is neither."""
+    if isinstance(asked, str):
+        return asked
+    if not isinstance(asked, dict) or not asked.keys() <= {"name", "kwargs"}:
+        return None
+    name, kwargs = asked.get("name"), asked.get("kwargs")
+    is_named = isinstance(name, str) and (kwargs is None or isinstance(kwargs, dict))
+    return name if is_named else None
 
 
 def _is_int(value: object) -> bool:
@@ -65,6 +83,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     structured_outputs: the form that the answer must have. thinking_token_budget: tokens of
     reasoning before the answer, at most. shown_special_token_ids: special tokens whose text is
     shown although skip_special_tokens skips the others.
+    dry_*: a token that would repeat n tokens of the text, prompt included, loses dry_multiplier *
+    dry_base ** (n - dry_allowed_length); 0.0 is off. dry_penalty_last_n: how many of the last
+    tokens are looked at, -1 all. dry_sequence_breakers: texts whose last token ends a repetition
+    (None: newline, colon, quote, asterisk); dry_breaker_token_ids: these as tokens, and others.
+    xtc_probability: how often, of the tokens at least as probable as xtc_threshold, only the least
+    probable one may be chosen; after the filters, and not at temperature 0.
+    logits_processors: functions of (output ids, logits) or (prompt ids, output ids, logits) that
+    return logits, or names of those that packages bring, in a call's order.
     """
 
     n: int = 1
@@ -100,6 +126,15 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     structured_outputs: StructuredOutputsParams | None = None
     thinking_token_budget: int | None = None
     shown_special_token_ids: list[int] | None = None
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_sequence_breakers: list[str] | None = None
+    dry_breaker_token_ids: list[int] | None = None
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    logits_processors: list[Any] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -124,9 +159,25 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         return self.temperature < GREEDY_BELOW
 
     @property
+    def has_filters(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
     def has_penalties(self) -> bool:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
+    @property
+    def has_dry(self) -> bool:
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def has_xtc(self) -> bool:
+        return (
+            self.xtc_probability > 0
+            and self.xtc_threshold <= MOST_XTC_THRESHOLD
+            and not self.is_greedy
         )
 
     @property
@@ -156,6 +207,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             ("stop_token_ids", self.stop_token_ids or ()),
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("dry_breaker_token_ids", self.dry_breaker_token_ids or ()),
         ]
         for name, ids in named:
             for token_id in ids:
@@ -241,7 +293,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         form = self.structured_outputs
         known = form is None or isinstance(form, StructuredOutputsParams)
         _require(known, "structured_outputs", form, "StructuredOutputsParams")
-        for name in ("stop", "bad_words", *ID_LISTS):
+        for name in ("stop", "bad_words", "dry_sequence_breakers", "logits_processors", *ID_LISTS):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
         bias = self.logit_bias
@@ -269,7 +321,22 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         if self.seed is not None:
             ok = _is_int(self.seed) and -(2**63) <= self.seed < 2**63
             _require(ok, "seed", self.seed, "a 64-bit integer")
+        self._check_dry_and_xtc()
         self._check_lengths()
+
+    def _check_dry_and_xtc(self) -> None:
+        value = self.dry_multiplier
+        _require(_is_number(value) and value >= 0, "dry_multiplier", value, "0 (off) or more")
+        value, rule = self.dry_base, f"from 1 to {DRY_BASE_LIMIT:g}"
+        _require(_is_number(value) and 1 <= value <= DRY_BASE_LIMIT, "dry_base", value, rule)
+        for name, least in (("dry_allowed_length", 1), ("dry_penalty_last_n", -1)):
+            value = getattr(self, name)
+            rule = f"an integer from {least}"
+            _require(_is_int(value) and least <= value < 2**31, name, value, rule)
+        value = self.xtc_probability
+        _require(_is_number(value) and 0 <= value <= 1, "xtc_probability", value, "in [0, 1]")
+        value = self.xtc_threshold
+        _require(_is_number(value) and 0 < value <= 1, "xtc_threshold", value, "in (0, 1]")
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
@@ -298,8 +365,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
                 self.stop,
                 "used with detokenize=True, which is switched off",
             )
-        for word in self.bad_words or ():
-            _require(isinstance(word, str) and word != "", "bad_words", word, "non-empty strings")
+        for name in ("bad_words", "dry_sequence_breakers"):
+            for word in getattr(self, name) or ():
+                _require(isinstance(word, str) and word != "", name, word, "non-empty strings")
+        for asked in self.logits_processors or ():
+            ok = callable(asked) or processor_name(asked) is not None
+            rule = 'functions, names, or {"name": ..., "kwargs": {...}}'
+            _require(ok, "logits_processors", asked, rule)
         if self.allowed_token_ids is not None:
             ok = len(self.allowed_token_ids) > 0
             _require(ok, "allowed_token_ids", self.allowed_token_ids, "None or a non-empty list")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import RequestError
 from quire.base.messages import Request
-from quire.base.sampling_params import SamplingParams
+from quire.base.sampling_params import SamplingParams, processor_name
 
 MAX_CACHE_SALT = 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -18,12 +18,15 @@ class RequestLimits:
     """What an engine can serve. max_logprobs -1 is no limit.
 
     max_num_seqs: its rows, so a request of more sequences could never run as a whole.
+    logits_processors: names that requests may ask for. takes_functions: they may bring their own.
     """
 
     vocab_size: int
     max_model_len: int
     max_logprobs: int
     max_num_seqs: int
+    logits_processors: tuple[str, ...] = ()
+    takes_functions: bool = True
 
     def check(self, request: Request) -> None:
         """Raise RequestError for what this engine can never serve."""
@@ -44,6 +47,7 @@ class RequestLimits:
         params.check_vocab(self.vocab_size)
         if params.use_beam_search:
             self._check_beams(request)
+        self._check_processors(params)
         for name in ("logprobs", "prompt_logprobs"):
             _check_logprobs(name, getattr(params, name), self.max_logprobs)
         if len(request.cache_salt) > MAX_CACHE_SALT:
@@ -75,6 +79,21 @@ class RequestLimits:
                 f" max_model_len - 1 = {self.max_model_len - 1} are possible. Send less or raise"
                 " max_model_len."
             )
+
+    def _check_processors(self, params: SamplingParams) -> None:
+        for asked in params.logits_processors or ():
+            name, field = processor_name(asked), "logits_processors"
+            if name is None and not self.takes_functions:
+                raise RequestError(
+                    "a Python function cannot go to an engine in another process; let a package"
+                    " bring it, and give its name (docs/extending.md).", field,
+                )  # fmt: skip
+            if name is not None and name not in self.logits_processors:
+                known = ", ".join(self.logits_processors) or "none"
+                raise RequestError(
+                    f"there is no logits processor {name!r} here; allowed are: {known} (the"
+                    " engine's setting logits_processors).", field,
+                )  # fmt: skip
 
     def _check_beams(self, request: Request) -> None:
         """Every beam must be able to go on as another text than all others, also if each token that

@@ -96,6 +96,7 @@ def build_core(
             config.model.max_model_len or 0,
             config.max_logprobs,
             config.scheduler.max_num_seqs or 0,
+            config.logits_processors,
         ),
         None if is_asked_for else _step_budget(built),
     )

@@ -34,7 +34,7 @@ PLAIN = {"request_id", "for_request_id", "near_id", "finish_reason", "kind", "mi
 KEPT_IDS = {"stop_token_ids", "eos_token_ids"}
 DROPPED = {
     "stop", "bad_words", "bad_words_token_ids", "logit_bias", "allowed_token_ids",
-    "structured_outputs",
+    "structured_outputs", "dry_sequence_breakers", "dry_breaker_token_ids", "logits_processors",
 }  # fmt: skip
 WORDS = frozenset(
     {"full", "window", "copy", "load", "swap_out", "stop", "length", "abort", "error", "timeout"}

@@ -196,7 +196,12 @@ class RemoteClient:
     def _limits(self) -> RequestLimits:
         ready = self.ready
         return RequestLimits(
-            ready.vocab_size, ready.max_model_len, ready.max_logprobs, ready.max_num_seqs
+            ready.vocab_size,
+            ready.max_model_len,
+            ready.max_logprobs,
+            ready.max_num_seqs,
+            tuple(ready.settings.get("logits_processors", ())),
+            takes_functions=False,
         )
 
     async def generate(

@@ -10,6 +10,7 @@ from quire.base.messages import Request
 from quire.base.sampling_params import SamplingParams
 from quire.base.structured_outputs import FIELD, StructuredOutputsParams
 from quire.render.bad_words import bad_words_token_ids
+from quire.render.breakers import breaker_ids
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.render.structured import grammar_of, no_tokenizer
@@ -64,6 +65,9 @@ class RequestMaker:
             params = params.clone()
             params.structured_outputs = None
         eos = () if params.ignore_eos and not grammar else self.defaults.eos_token_ids
+        if params.has_dry and self.tokenizer is not None:
+            params = params.clone()
+            params.dry_breaker_token_ids = breaker_ids(params, self.tokenizer)
         needs_logprobs = params.is_ranked and not params.use_beam_search
         hides_logprobs = needs_logprobs and params.logprobs is None
         if hides_logprobs:
@@ -109,8 +113,8 @@ class RequestMaker:
 def _check_textless(params: SamplingParams, grammar: str) -> None:
     if params.structured_outputs is not None or grammar:
         raise no_tokenizer(FIELD)
-    for name, value in (("stop", params.stop), ("bad_words", params.bad_words)):
-        if value:
+    for name in ("stop", "bad_words", "dry_sequence_breakers"):
+        if value := getattr(params, name):
             raise RequestError(
                 f"{name}={value!r} needs a tokenizer, which this model does not have; use"
                 " stop_token_ids or logit_bias.",

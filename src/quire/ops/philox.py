@@ -20,6 +20,7 @@ from quire.ops import native
 from quire.ops.threads import num_threads
 
 DOMAIN_SAMPLING = 0
+DOMAIN_XTC = 1
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -113,13 +114,14 @@ def uniform_at_reference(
     sample_index_R: torch.Tensor,
     positions_R: torch.Tensor,
     token_ids_RK: torch.Tensor,
+    domain: int = DOMAIN_SAMPLING,
 ) -> torch.Tensor:
-    """The torch path of `uniform_at`, on any device."""
+    """The torch path of `uniform_at`, on any device and of any domain."""
     counter = (
         token_ids_RK >> 2,
         positions_R[:, None] & _MASK,
         sample_index_R[:, None] & _MASK,
-        torch.full_like(token_ids_RK, DOMAIN_SAMPLING),
+        torch.full_like(token_ids_RK, domain),
     )
     words = torch.stack(philox_words(counter, _key(seeds_R[:, None])), dim=-1)
     return to_unit(words.gather(-1, (token_ids_RK & 3)[..., None])[..., 0])

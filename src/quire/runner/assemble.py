@@ -8,8 +8,10 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.row_state import RowTensors
 from quire.runner.device import Device, HostDevice
 from quire.runner.edits import Edits
+from quire.runner.extras import Extras
 from quire.runner.gpu.cuda_device import CudaDevice
 from quire.runner.gpu.used_sizes import UsedSizes, default_directory
+from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler
@@ -47,7 +49,8 @@ def assemble(
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes)
     ops = make_ops(device, state, vocab_size)
-    sampler = Sampler(ops, Edits(device, sizes[0]), sizes[0], vocab_size)
+    extras = Extras(state, LogitsProcessors(config.logits_processors))
+    sampler = Sampler(ops, Edits(device, sizes[0]), extras, sizes[0], vocab_size)
     return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
 
 

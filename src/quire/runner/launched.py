@@ -1,12 +1,11 @@
 """A step that was given to the device, and what the host makes of its answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.runner.device import Arrival
 from quire.runner.plan_parts import Scored
@@ -16,12 +15,12 @@ from quire.runner.step_ops import Asked
 _NOT_FINITE = "The model's logits for this sequence are not finite (NaN or infinity)."
 _NOTHING_LEFT = (
     "No token can be chosen: the model's logits are not finite, or allowed_token_ids, bad_words,"
-    " min_tokens and logit_bias together leave no token."
+    " min_tokens, logit_bias and logits_processors together leave no token."
 )
 _NOTHING_ALLOWED = (
     "No token can be chosen: the model's logits are not finite, or the grammar of"
-    " structured_outputs (with allowed_token_ids, bad_words, min_tokens and logit_bias, if they are"
-    " set) leaves no token."
+    " structured_outputs (with allowed_token_ids, bad_words, min_tokens, logit_bias and"
+    " logits_processors, if they are set) leaves no token."
 )
 
 
@@ -30,7 +29,8 @@ class Launched:
     """A step on its way. tokens come first of what arrives, then candidates, then scores.
 
     wanted: which rows asked for candidates; these came for all rows if the step was recorded.
-    forward, masks: of a step that waited for masks, what came before, and what it got.
+    forward: of a step in two halves, the first. errors: what the host found wrong with rows
+    between them.
     """
 
     plan: Plan
@@ -40,7 +40,7 @@ class Launched:
     scores: list[Scored]
     is_recorded: bool
     forward: Arrival | None = None
-    masks: TokenMasks | None = None
+    errors: dict[int, str] = field(default_factory=dict)
 
     def is_done(self) -> bool:
         return self.arrival.is_done()
@@ -70,12 +70,12 @@ class Launched:
 
     def _reasons(self, tokens_N: npt.NDArray[np.int32]) -> dict[int, str]:
         """Say of rows without a token why there is none."""
-        rows, asked = self.plan.sample_rows, self.asked
-        told = {} if self.masks is None else self.masks.errors
+        rows, asked, told = self.plan.sample_rows, self.asked, self.errors
         failed = rows[tokens_N < 0].tolist() + [row for row in rows.tolist() if row in told]
         if not failed:
             return {}
-        reasons = {int(rows[n]): _NOTHING_LEFT for n in asked.spans}
+        processed = [] if asked.extras is None else asked.extras.processed
+        reasons = {int(rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
         reasons |= {int(rows[n]): _NOTHING_ALLOWED for n in asked.masked}
         return {row: told.get(row) or reasons.get(row, _NOT_FINITE) for row in failed}
 

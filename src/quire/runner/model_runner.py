@@ -24,13 +24,14 @@ import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.masks import MaskPromise, TokenMasks
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.logprobs import token_logprobs
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import StepInputs
 from quire.runner.device import Arrival, Device
+from quire.runner.extras import StepExtras
 from quire.runner.gpu.graphs import Graphs, Recorded, Size
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
@@ -38,7 +39,7 @@ from quire.runner.launched import Launched
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs, logprob_tensors
-from quire.runner.step_ops import Asked, Gathered, Needs, StepShape, Update
+from quire.runner.step_ops import NO_UPDATE, Asked, Gathered, Needs, StepShape, Update
 
 
 class DecoderModel(Protocol):
@@ -127,34 +128,42 @@ class ModelRunner:
         scores = self._scores.of(plan, rows.prompt_lens)
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
-        step = _Step(self, needs, wanted, scores) if recorded is None else recorded
+        extras = asked.extras
+        step = _Step(self, needs, wanted, scores, extras) if recorded is None else recorded
 
         def begin() -> list[torch.Tensor]:
             self._moves.carry_out(plan)
-            if len(plan.rows):
-                step.begin(shape)
-            return []
+            return step.begin(shape) if len(plan.rows) else []
 
         def end() -> list[torch.Tensor]:
             return [tokens_N, *(step.end() if len(plan.rows) else [])]
 
-        forward, found = None, None
-        if needs.has_masks:
-            assert masks is not None, "a plan with masked rows comes with a promise"
-            forward, found = rows.run_with(update, begin), masks.wait()
-            arrival = rows.run_with(self._prepared(found, asked), end)
+        if not needs.has_masks and (extras is None or not extras.hosted):
+            arrival, forward, errors = rows.run_with(update, lambda: [*begin(), *end()]), None, {}
         else:
-            arrival = rows.run_with(update, lambda: [*begin(), *end()])
+            forward = rows.run_with(update, begin)
+            errors = {} if extras is None else self._look_at(plan, extras, forward.wait())
+            then, wrong = self._prepared(asked, masks) if needs.has_masks else (NO_UPDATE, {})
+            arrival, errors = rows.run_with(then, end), errors | wrong
         if not arrival.is_done():
             self._unread[slot] = arrival
         is_recorded = recorded is not None
-        return Launched(plan, arrival, asked, wanted, scores, is_recorded, forward, found)
+        return Launched(plan, arrival, asked, wanted, scores, is_recorded, forward, errors)
 
-    def _prepared(self, masks: TokenMasks, asked: Asked) -> Update:
-        """Get a step's masks ready: of its rows, whatever others there are."""
+    def _look_at(self, plan: Plan, extras: StepExtras, seen: list[torch.Tensor]) -> dict[int, str]:
+        """Let the host find out what extras change; returns what is wrong with rows."""
+        lengths = plan.computed_bound + plan.num_tokens
+        extras.take(seen, lengths[plan.sample_places], self.rows.prompt_lens[plan.sample_rows])
+        return extras.errors
+
+    def _prepared(self, asked: Asked, promise: MaskPromise | None) -> tuple[Update, dict[int, str]]:
+        """Wait for a step's masks and get them ready: of its rows, whatever others there are; also
+        returns what is wrong with rows."""
+        assert promise is not None, "a plan with masked rows comes with a promise"
+        masks = promise.wait()
         words = masks.of(asked.rows[asked.masked])[:, 0]
         places = asked.masked.astype(np.int32)
-        return self.rows.ops.prepare_masks(places, np.ascontiguousarray(words))
+        return self.rows.ops.prepare_masks(places, np.ascontiguousarray(words)), masks.errors
 
     def _start_and_release(self, plan: Plan) -> None:
         self._scores.start_and_release(plan)
@@ -229,7 +238,7 @@ class ModelRunner:
         begun = self.begin(gathered, shape, backend)
         if needs.has_masks:
             between()
-        return self.end(begun, needs, None)
+        return self.end(begun, needs, None, None)
 
     def begin(
         self,
@@ -249,14 +258,20 @@ class ModelRunner:
         return Begun(gathered, logits_NV, scored)
 
     def end(
-        self, begun: "Begun", needs: Needs, wanted: list[WantedLogprobs] | None
+        self,
+        begun: "Begun",
+        needs: Needs,
+        wanted: list[WantedLogprobs] | None,
+        extras: StepExtras | None,
     ) -> list[torch.Tensor]:
         """Choose tokens and, last of all, move the counters; returns the log-probabilities that
         rows wanted, then the scores."""
         samples, found = begun.gathered.samples, list[torch.Tensor]()
         ids_N, is_valid_N = samples.rows, samples.rows
         if begun.logits_NV is not None:
-            ids_N, is_valid_N, found = self.sampler.sample(begun.logits_NV, samples, needs, wanted)
+            logits_NV = begun.logits_NV
+            found_N = self.sampler.sample(logits_NV, samples, needs, wanted, extras)
+            ids_N, is_valid_N, found = found_N
         self.rows.advance(begun.gathered, ids_N, is_valid_N)
         return found + begun.scored
 
@@ -284,14 +299,20 @@ class _Step:
     needs: Needs
     wanted: list[WantedLogprobs]
     scores: Sequence[Scored]
+    extras: StepExtras | None
     begun: list[Begun] = field(default_factory=list)
 
-    def begin(self, shape: StepShape) -> None:
+    def begin(self, shape: StepShape) -> list[torch.Tensor]:
+        """Return what the host looks at before the other half."""
         runner = self.runner
-        self.begun = [runner.begin(runner.gather(shape), shape, runner.backend, self.scores)]
+        begun = runner.begin(runner.gather(shape), shape, runner.backend, self.scores)
+        self.begun = [begun]
+        if self.extras is None or not self.extras.hosted or begun.logits_NV is None:
+            return []
+        return self.extras.seen(begun.logits_NV, int(shape.context_lens.max()))
 
     def end(self) -> list[torch.Tensor]:
-        return self.runner.end(self.begun.pop(), self.needs, self.wanted)
+        return self.runner.end(self.begun.pop(), self.needs, self.wanted, self.extras)
 
 
 def shape_of(plan: Plan, num_places: int = 0) -> StepShape:

@@ -1,8 +1,9 @@
 """From logits to tokens: what each row asked for, with as little work as the rows of a step need.
 
-Order, as in vLLM: log-probabilities from the raw logits; lists, biases, penalties, the mask of a
-grammar; the greedy choice, or temperature, min-p, top-k, top-p and a random choice. A row's token
-never depends on which other rows are in the step. A step of greedy rows is one arg max.
+Order, as in vLLM: log-probabilities from the raw logits; logits processors, lists, biases,
+penalties, the mask of a grammar, DRY; the greedy choice, or temperature, min-p, top-k, top-p, XTC
+and a random choice. A row's token never depends on which other rows are in the step. A step of
+greedy rows is one arg max.
 
 Shape legend: N sampling rows of the step (or places for them), V vocabulary, C candidates.
 """
@@ -18,6 +19,7 @@ from quire.ops.host_memory import to_device
 from quire.ops.logprobs import TokenLogprobs, token_logprobs
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.edits import Edits
+from quire.runner.extras import Extras, StepExtras
 from quire.runner.sampling_flags import ALL_LOGPROBS, NO_LOGPROBS, SamplingFlags
 from quire.runner.step_ops import RECORDED_CANDIDATES, Asked, Needs, StepOps
 
@@ -39,14 +41,17 @@ class Sampler:
     """How each row samples, and the choice for a step. The rows' columns hold the same for the
     device."""
 
-    def __init__(self, ops: StepOps, edits: Edits, max_num_rows: int, vocab_size: int) -> None:
+    def __init__(
+        self, ops: StepOps, edits: Edits, extras: Extras, max_num_rows: int, vocab_size: int
+    ) -> None:
         self.vocab_size = vocab_size
         self.flags = SamplingFlags.of_rows(max_num_rows)
-        self._ops, self._edits = ops, edits
+        self._ops, self._edits, self._extras = ops, edits, extras
 
     def start_row(self, start: RowStart) -> None:
         """Give a row to a sequence."""
         self._edits.release(start.row)
+        self._extras.start(start)
         self.flags.start(start)
         if self.flags.has_edits[start.row]:
             self._edits.start(start)
@@ -56,21 +61,23 @@ class Sampler:
         self.flags.release(rows)
         for row in rows.tolist():
             self._edits.release(row)
+            self._extras.release(row)
 
     def copy_row(self, parent: int, child: int) -> None:
         """Let a forked child sample as its parent."""
         self.flags.copy(parent, child)
         self._edits.copy(parent, child)
+        self._extras.copy(parent, child)
 
     def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
         """Return what these rows asked for. masked_rows: those with a mask; others may be among
         them."""
         flags = self.flags.at(rows)
         places = np.flatnonzero(flags.has_edits).tolist() if flags.has_edits.any() else []
-        spans = {n: self._edits.span(int(rows[n])) for n in places}
+        spans, extras = {n: self._edits.span(int(rows[n])) for n in places}, self._extras.of(rows)
         if masked_rows is None or len(masked_rows) == 0:
-            return Asked(rows, flags, spans)
-        return Asked(rows, flags, spans, np.flatnonzero(np.isin(rows, masked_rows)))
+            return Asked(rows, flags, spans, extras=extras)
+        return Asked(rows, flags, spans, np.flatnonzero(np.isin(rows, masked_rows)), extras)
 
     def needs(self, asked: Asked) -> Needs:
         """Say what a step does in which rows sample that asked for this."""
@@ -87,6 +94,7 @@ class Sampler:
             min(wanted, self.vocab_size),
             len(asked.masked) > 0,
             bool(asked.masked_beams.any()),
+            asked.extras is not None,
         )
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:
@@ -110,16 +118,24 @@ class Sampler:
         samples: SampleInputs,
         needs: Needs,
         wanted: list[WantedLogprobs] | None,
+        extras: StepExtras | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Choose a token per row, int64 [N]; tell whether there was one to choose, bool [N]; and
         log-probabilities, three tensors for each of `wanted`, or for all rows where that is
         recorded (None).
 
-        logits: of any float dtype, the raw output of the model; masks may be written into them.
+        logits: of any float dtype, the raw output of the model; masks and extras may be written
+        into them.
         """
         raw = self._raw(logits_NV, needs, wanted)
+        if extras is not None:
+            logits_NV = extras.replace(logits_NV)
         edited_NV = self._ops.edit(logits_NV, samples, needs, self._edits.table)
+        if extras is not None:
+            extras.penalise(edited_NV)
         ids_N, is_valid_N = self._ops.choose(edited_NV, samples, needs)
+        if extras is not None:
+            ids_N = extras.choose(edited_NV, ids_N, samples)
         if not raw:
             return ids_N, is_valid_N, []
         if wanted is None:

@@ -49,8 +49,7 @@ class SamplingFlags:
         """Set the flags of a row that a sequence takes."""
         row, params = start.row, start.params
         self.is_greedy[row] = params.is_greedy
-        has_limits = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-        self.has_filter[row] = has_limits and not params.is_greedy
+        self.has_filter[row] = params.has_filters and not params.is_greedy
         self.has_penalties[row] = params.has_penalties
         self.is_beam[row] = params.use_beam_search
         self.top_k[row] = max(params.top_k, 0)

@@ -21,6 +21,7 @@ import torch
 from quire.ops.logit_edits import EditTable
 from quire.ops.step_inputs import SampleInputs, StepInputs
 from quire.runner.device import Arrival
+from quire.runner.extras import StepExtras
 from quire.runner.row_updates import RowUpdates
 from quire.runner.sampling_flags import NO_LOGPROBS, SamplingFlags
 
@@ -47,12 +48,13 @@ class StepShape:
 @dataclass(frozen=True)
 class Asked:
     """What a step's sampling rows asked for. spans: of their edits, by their place. masked: the
-    places of those with a token mask."""
+    places of those with a token mask. extras: what no kernel does."""
 
     rows: Int32
     flags: SamplingFlags
     spans: dict[int, Int32]
     masked: npt.NDArray[np.intp] = field(default_factory=lambda: np.empty(0, np.intp))
+    extras: StepExtras | None = None
 
     @property
     def masked_beams(self) -> npt.NDArray[np.bool_]:
@@ -88,10 +90,12 @@ class Needs:
     num_candidates: int = NO_LOGPROBS
     has_masks: bool = False
     has_beams: bool = False
+    has_extras: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
-        return self.num_candidates <= RECORDED_CANDIDATES[-1] and not self.has_beams
+        is_rare = self.has_beams or self.has_extras
+        return self.num_candidates <= RECORDED_CANDIDATES[-1] and not is_rare
 
     @property
     def makes_copy(self) -> bool:
@@ -106,6 +110,9 @@ class Update:
 
     take: Callable[[], None]
     hold: Callable[[Arrival], None]
+
+
+NO_UPDATE = Update(lambda: None, lambda arrival: None)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,8 @@ def encode(value: Any) -> Any:
         return [SCALAR, value.dtype.str, value.tobytes()]
     if LEAVES.get(kind.__qualname__) is kind:
         return [LEAF, _name(kind), {name: encode(item) for name, item in _contents(value, kind)}]
+    if callable(value):  # a logits processor of a request: only its name is kept
+        return f"function {getattr(value, '__qualname__', kind.__qualname__)}"
     raise EngineError(f"a {kind.__qualname__} cannot be kept in a snapshot.")
 
 

@@ -130,6 +130,15 @@ KINDS: dict[str, list[SamplingParams]] = {
             logit_bias={5: 2.0},
         ),
     ],
+    "extras": [
+        SamplingParams(temperature=0.0, dry_multiplier=5.0, dry_allowed_length=1, max_tokens=7,
+                       ignore_eos=True),
+        SamplingParams(temperature=1.2, seed=2, xtc_probability=0.7, xtc_threshold=0.02, top_k=30,
+                       max_tokens=7, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=1.2, seed=2, logits_processors=[lambda ids, x: x.flip(0)],
+                       presence_penalty=1.0, max_tokens=7, ignore_eos=True),
+        GREEDY,
+    ],
 }  # fmt: skip
 
 
@@ -145,7 +154,7 @@ def slow_but(kinds: Iterable[str], *quick: str) -> list[Any]:
 
 
 # The first round of what is recorded below begins with steps that are launched as they are, too.
-@pytest.mark.parametrize("kind", slow_but(KINDS, "n"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "n", "extras"))
 def test_launched_as_they_are(kind: str, devices: list[LateDevice]) -> None:
     found = run("triton", KINDS[kind], rounds=1, max_logprobs=-1, enforce_eager=True)
     assert found == wanted(kind)
@@ -182,7 +191,16 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
 
 
 @pytest.mark.parametrize(
-    "kind", slow_but(KINDS, "greedy", "penalties", "edits", "n", "all logprobs", "prompt logprobs")
+    "kind",
+    slow_but(
+        [kind for kind in KINDS if kind != "extras"],
+        "greedy",
+        "penalties",
+        "edits",
+        "n",
+        "all logprobs",
+        "prompt logprobs",
+    ),
 )
 def test_recorded_whole(kind: str, devices: list[LateDevice], replays: Counter[bool]) -> None:
     """What was recorded in the first round is replayed in the second; mixed steps in pieces."""

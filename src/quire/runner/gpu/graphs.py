@@ -83,13 +83,14 @@ class Recorded:
     inputs: StepInputs | None = None
     pieces: Pieces = field(default_factory=Pieces)
 
-    def begin(self, shape: StepShape) -> None:
+    def begin(self, shape: StepShape) -> list[torch.Tensor]:
         """Carry it out for a step of this shape, which has as many places, up to where it needs
-        masks."""
+        masks. The host looks at nothing before the other half."""
         if self.in_pieces:
             assert self.inputs is not None, "it is recorded first"
             self.decoder.backend.prepare(self.decoder.attention_step(self.inputs, shape))
         self.pieces.begin()
+        return []
 
     def end(self) -> list[torch.Tensor]:
         """Carry out the rest; returns copies of what rows wanted: the next replay writes over

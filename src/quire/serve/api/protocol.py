@@ -12,7 +12,7 @@ of a list ends it: pydantic alone looks at all and makes an error of each.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from quire.serve.api.unsupported_fields import unsupported
@@ -21,6 +21,9 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 512
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+MAX_BREAKERS = 64
+MAX_PROCESSORS = 8
+MAX_PROCESSOR_KWARGS = 64
 MAX_WORD_CHARS = 512
 MAX_PROMPTS = 256
 MAX_N = 128
@@ -131,6 +134,11 @@ StopStrings = Annotated[
     WithJsonSchema(_STOP_SCHEMA),
 ]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+Breakers = Annotated[
+    list[StopString], Field(max_length=MAX_BREAKERS, fail_fast=True), at_most(MAX_BREAKERS)
+]
+
+
 BadWords = Annotated[
     list[BadWord], Field(max_length=MAX_BAD_WORDS, fail_fast=True), at_most(MAX_BAD_WORDS)
 ]
@@ -153,6 +161,39 @@ StopTokens = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS), at_most(MAX_
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
+
+
+class NamedProcessor(BaseModel):
+    """A logits processor that a package brings."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Label
+    kwargs: Annotated[dict[str, Any], at_most(MAX_PROCESSOR_KWARGS)] | None = None
+
+
+_PROCESSOR_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "kwargs": {"type": "object"}},
+            "required": ["name"],
+            "additionalProperties": False,
+        },
+    ]
+}
+Processor = Annotated[
+    NamedProcessor,
+    BeforeValidator(lambda asked: {"name": asked} if isinstance(asked, str) else asked),
+    AfterValidator(lambda asked: asked.model_dump(exclude_none=True)),
+    WithJsonSchema(_PROCESSOR_SCHEMA),
+]
+Processors = Annotated[
+    list[Processor],
+    Field(max_length=MAX_PROCESSORS, fail_fast=True),
+    at_most(MAX_PROCESSORS),
+]
 
 
 _SCHEMA = {"type": "object", "additionalProperties": True}
@@ -265,6 +306,14 @@ class GenerationRequest(BaseModel):
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: Int32 | None = None
+    dry_penalty_last_n: Int32 | None = None
+    dry_sequence_breakers: Breakers | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    logits_processors: Processors | None = None
     seed: int | None = None
     stop: StopStrings | None = None
     stop_token_ids: StopTokens | None = None
@@ -313,9 +362,6 @@ class GenerationRequest(BaseModel):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: Ignored
 
-    logits_processors: Any = unsupported(
-        "use logit_bias, bad_words or allowed_token_ids instead", []
-    )
     logprob_token_ids: Any = unsupported("use logprobs, which shows the most probable tokens", [])
     return_token_offsets: Any = unsupported(NOT_HERE, False)
     repetition_detection: Any = unsupported("use repetition_penalty or max_tokens instead")

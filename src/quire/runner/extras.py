@@ -1,0 +1,207 @@
+"""What few rows ask for and no kernel does: DRY, XTC and logits processors.
+
+A step with such a row is not recorded. DRY and processors work on the host, between the halves of a
+step: tokens (and logits, for processors) of these rows come to the host, and the changes go back.
+XTC works on the device. A step without such a row pays nothing.
+
+Shape legend: N sampling rows, H of them that the host looks at, P with processors, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.base.plan import RowStart
+from quire.base.sampling_params import SamplingParams
+from quire.ops.dry import Dry, dry_penalties
+from quire.ops.host_memory import to_device
+from quire.ops.row_state import RowTensors
+from quire.ops.sampling import Filters, Streams
+from quire.ops.step_inputs import SampleInputs
+from quire.ops.xtc import Xtc, choose_with_xtc
+from quire.runner.columns import wide
+from quire.runner.logits_processors import LogitsProcessors, ProcessorError, RowProcessors
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a row asks for."""
+
+    row: int
+    params: SamplingParams
+    dry: Dry | None
+    processors: RowProcessors | None
+
+    @property
+    def needs_host(self) -> bool:
+        return self.dry is not None or self.processors is not None
+
+
+class Extras:
+    """The rows that ask for something of this kind."""
+
+    def __init__(self, state: RowTensors, processors: LogitsProcessors) -> None:
+        self._state, self._processors = state, processors
+        self._rows: dict[int, Extra] = {}
+
+    def start(self, start: RowStart) -> None:
+        """Note what a row asks for that a sequence takes."""
+        self._rows.pop(start.row, None)
+        params = start.params
+        if params.has_dry or params.has_xtc or params.logits_processors:
+            asked = params.logits_processors
+            processors = RowProcessors(asked) if asked else None
+            self._rows[start.row] = Extra(start.row, params, dry_of(params), processors)
+
+    def copy(self, parent: int, child: int) -> None:
+        """Let a forked child ask for what its parent does."""
+        self.release(child)
+        if (extra := self._rows.get(parent)) is not None:
+            asked = None if extra.processors is None else RowProcessors(extra.processors.asked)
+            self._rows[child] = Extra(child, extra.params, extra.dry, asked)
+
+    def release(self, row: int) -> None:
+        self._rows.pop(row, None)
+
+    def of(self, rows: Int32) -> "StepExtras | None":
+        """Return what a step's sampling rows ask for; None is nothing."""
+        if not self._rows:
+            return None
+        found = {n: self._rows[row] for n, row in enumerate(rows.tolist()) if row in self._rows}
+        return StepExtras(self._state, self._processors, found) if found else None
+
+
+def dry_of(params: SamplingParams) -> Dry | None:
+    if not params.has_dry:
+        return None
+    return Dry(
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        params.dry_penalty_last_n,
+        np.array(params.dry_breaker_token_ids or [], np.int32),
+    )
+
+
+@dataclass
+class StepExtras:
+    """What rows of a step ask for, by their place among the sampling ones, and what the host made
+    of it. errors: of rows whose processors failed."""
+
+    state: RowTensors
+    processors: LogitsProcessors
+    extras: dict[int, Extra]
+    errors: dict[int, str] = field(default_factory=dict)
+    new_logits: dict[int, npt.NDArray[np.float32]] = field(default_factory=dict)
+    penalties: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]] = field(
+        default_factory=dict
+    )
+
+    @property
+    def hosted(self) -> list[int]:
+        """Places of rows that the host looks at."""
+        return [n for n, extra in self.extras.items() if extra.needs_host]
+
+    @property
+    def processed(self) -> list[int]:
+        """Places of rows with processors."""
+        return [n for n, extra in self.extras.items() if extra.processors is not None]
+
+    def seen(self, logits_NV: torch.Tensor, longest: int) -> list[torch.Tensor]:
+        """Return what the host must see: tokens of rows, up to the longest, and logits."""
+        rows = np.array([self.extras[n].row for n in self.hosted], np.int64)
+        tokens_HM = self.state.tokens_RM[to_device(rows, self.state.device), :longest]
+        index = to_device(np.array(self.processed, np.int64), logits_NV.device)
+        return [tokens_HM, logits_NV.index_select(0, index).float()]
+
+    def take(
+        self,
+        seen: Sequence[torch.Tensor],
+        lengths_N: npt.NDArray[np.integer],
+        prompt_lens_N: npt.NDArray[np.integer],
+    ) -> None:
+        """Find out what changes, from what was seen. lengths: tokens of each row."""
+        tokens_HM, logits_PV = seen[0].numpy(), seen[1]
+        places = self.processed
+        for tokens_M, n in zip(tokens_HM, self.hosted, strict=True):
+            extra, text = self.extras[n], tokens_M[: lengths_N[n]]
+            if extra.dry is not None:
+                self.penalties[n] = dry_penalties(text, extra.dry)
+            if extra.processors is not None:
+                prompt = int(prompt_lens_N[n])
+                self._process(n, extra, text, prompt, logits_PV[places.index(n)])
+
+    def _process(
+        self, n: int, extra: Extra, text: Int32, prompt_len: int, logits_V: torch.Tensor
+    ) -> None:
+        assert extra.processors is not None
+        if logits_V.isnan().any():
+            return  # it is the model's fault
+        prompt, output = text[:prompt_len].tolist(), text[prompt_len:].tolist()
+        try:
+            found = self.processors.run(extra.processors, prompt, output, logits_V)
+        except ProcessorError as error:
+            self.errors[extra.row] = f"A logits processor of this request failed: {error}"
+            found = torch.full_like(logits_V, -torch.inf)
+        self.new_logits[n] = found.numpy()
+
+    def replace(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits with those that processors made."""
+        logits_NV = logits_NV.float()
+        if self.new_logits:
+            index = to_device(np.array(list(self.new_logits), np.int64), logits_NV.device)
+            new_PV = to_device(np.stack(list(self.new_logits.values())), logits_NV.device)
+            logits_NV.index_copy_(0, index, new_PV)
+        return logits_NV
+
+    def penalise(self, logits_NV: torch.Tensor) -> None:
+        """Take DRY's penalties off, in place."""
+        for n, (ids, values) in self.penalties.items():
+            if len(ids):
+                device = logits_NV.device
+                logits_NV[n].index_add_(0, to_device(ids, device), to_device(-values, device))
+
+    def choose(
+        self, logits_NV: torch.Tensor, ids_N: torch.Tensor, samples: SampleInputs
+    ) -> torch.Tensor:
+        """Choose for the rows with XTC; return all rows' tokens [N]."""
+        for has_filters in (False, True):
+            places = [
+                n
+                for n, extra in self.extras.items()
+                if extra.params.has_xtc and extra.params.has_filters == has_filters
+            ]
+            if places:
+                index = to_device(np.array(places, np.int64), ids_N.device)
+                chosen = self._choose_some(logits_NV, samples, places, index)
+                ids_N = ids_N.index_copy(0, index, chosen)
+        return ids_N
+
+    def _choose_some(
+        self,
+        logits_NV: torch.Tensor,
+        samples: SampleInputs,
+        places: list[int],
+        index: torch.Tensor,
+    ) -> torch.Tensor:
+        params, device = [self.extras[n].params for n in places], logits_NV.device
+
+        def column(name: str, dtype: type[np.generic]) -> torch.Tensor:
+            return to_device(np.array([getattr(each, name) for each in params], dtype), device)
+
+        rows = samples.rows[index]
+        seeds, sample_index = (wide(self.state, name)[rows] for name in ("seed", "sample_index"))
+        streams = Streams(seeds, sample_index, samples.lengths[index])
+        least = min(each.xtc_threshold for each in params)
+        xtc = Xtc(column("xtc_probability", np.float64), column("xtc_threshold", np.float64), least)
+        filters = None
+        if params[0].has_filters:
+            top_p, min_p = column("top_p", np.float32), column("min_p", np.float32)
+            filters = Filters(column("top_k", np.int64), top_p, min_p)
+        temperatures = column("temperature", np.float32)
+        return choose_with_xtc(logits_NV[index].float(), temperatures, streams, xtc, filters)
