@@ -15,6 +15,8 @@ from quire.render.lark import ANY_TEXT, Lark
 MAX_TIMES = 1024
 
 Node = Mapping[str, Any]
+# The texts of which one comes next: none at the end of it all, None where anything else comes.
+Ends = Sequence[str] | None
 # Of a kind of format that is described elsewhere: adds a rule for its one field.
 Leaves = Mapping[str, Callable[[Any], str]]
 
@@ -84,11 +86,11 @@ class _Formats:
             tags.append({"type": "tag", "content": schema} | one)
         return self.triggered_tags({"tags": tags, "triggers": node.get("triggers")}, [])
 
-    def rule(self, node: Node, ends: Sequence[str]) -> str:
+    def rule(self, node: Node, ends: Ends) -> str:
         """Add a rule for a format and one of the texts after it; return its name."""
         return self._lark.rule(self.expression(node, ends))
 
-    def expression(self, node: object, ends: Sequence[str]) -> str:
+    def expression(self, node: object, ends: Ends) -> str:
         """Return the expression for a format and one of the texts after it."""
         if not isinstance(node, dict) or not isinstance(node.get("type"), str):
             raise self.wrong("each format", "must be an object with a type")
@@ -107,10 +109,10 @@ class _Formats:
                 return f"({' | '.join(bodies)})"
             case "optional" | "star" | "plus" | "repeat" as kind:
                 times = {"optional": "?", "star": "*", "plus": "+"}.get(kind) or self._times(node)
-                content = self.rule(self.get(node, "content", dict, kind), [])
+                content = self.rule(self.get(node, "content", dict, kind), None)
                 return self._followed(content + times, ends)
             case "tag":
-                return self._followed(self._tag(node), ends)
+                return self._followed(self._tag(node, is_last=ends == []), ends)
             case "triggered_tags":
                 return self.triggered_tags(node, ends)
             case "tags_with_separator":
@@ -118,9 +120,10 @@ class _Formats:
             case kind:
                 raise self.wrong(f"the format {kind[:40]!r}", "is not supported")
 
-    def triggered_tags(self, node: Node, ends: Sequence[str]) -> str:
+    def triggered_tags(self, node: Node, ends: Ends) -> str:
         """Any text, in which a trigger begins one of its tags."""
         where = "triggered_tags"
+        self._check_end(where, ends)
         triggers = self.texts(node, "triggers", where)
         tags = self.get(node, "tags", list, where)
         groups: dict[str, list[str]] = {trigger: [] for trigger in triggers}
@@ -149,8 +152,8 @@ class _Formats:
 
     # ---- their parts -------------------------------------------------------------------------
 
-    def _followed(self, body: str, ends: Sequence[str]) -> str:
-        after = " | ".join(self._lark.literal(end) for end in ends)
+    def _followed(self, body: str, ends: Ends) -> str:
+        after = " | ".join(self._lark.literal(end) for end in ends or ())
         return f"{body} ({after})" if after else body
 
     def _leaf(self, node: Node, kind: str) -> str:
@@ -162,12 +165,17 @@ class _Formats:
             raise self.wrong(f"the style {str(node['style'])[:40]!r}", "is not supported")
         return self._leaves[kind](value)
 
-    def _any_text(self, node: Node, ends: Sequence[str]) -> str:
+    def _any_text(self, node: Node, ends: Ends) -> str:
         for name in ("max_tokens", "max_chars"):
             if node.get(name) is not None:
                 raise self.wrong(f"any_text with {name}", "is not supported")
+        self._check_end("any_text", ends)
         free = self._free(node, "any_text")
         return self._lark.until(ends, free) if ends else self._lark.terminal(free)
+
+    def _check_end(self, where: str, ends: Ends) -> None:
+        if ends is None:
+            raise self.wrong(where, "must come last, or be the content of a tag with an end")
 
     def _free(self, node: Node, where: str) -> str:
         """Return the terminal's expression of the text beside the tags, in which there are no added
@@ -179,11 +187,8 @@ class _Formats:
         inner = self._lark.terminal(" | ".join(self._lark.literal(one) for one in excluded))
         return self._lark.terminal(f"{ANY_TEXT} & ~({ANY_TEXT} {inner} {ANY_TEXT})")
 
-    def _sequence(self, elements: list[Any], ends: Sequence[str]) -> str:
-        for one in elements[:-1]:
-            if isinstance(one, dict) and one.get("type") in ("any_text", "triggered_tags"):
-                raise self.wrong(one["type"], "must be the last element of a sequence")
-        rules = [self.rule(one, []) for one in elements[:-1]]
+    def _sequence(self, elements: list[Any], ends: Ends) -> str:
+        rules = [self.rule(one, None) for one in elements[:-1]]
         return " ".join([*rules, self.rule(elements[-1], ends)])
 
     def _elements(self, node: Node) -> list[Any]:
@@ -206,12 +211,13 @@ class _Formats:
         begin: str = self.get(tag, "begin", str, "tag")
         return begin
 
-    def _tag(self, tag: Any, num_read: int = 0) -> str:
+    def _tag(self, tag: Any, num_read: int = 0, is_last: bool = False) -> str:
         """Return the expression of a tag. num_read: characters of its begin that came already."""
         begin = self._lark.literal(self._begin(tag)[num_read:])
         content = self.get(tag, "content", dict, "tag")
         ends = [tag["end"]] if isinstance(tag.get("end"), str) else self.texts(tag, "end", "tag")
-        return f"{begin} {self.rule(content, [end for end in ends if end])}"
+        known: Ends = [end for end in ends if end]
+        return f"{begin} {self.rule(content, known or ([] if is_last else None))}"
 
     def _separated(self, node: Node) -> str:
         where = "tags_with_separator"
