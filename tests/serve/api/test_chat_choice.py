@@ -105,3 +105,11 @@ def test_reasoning_may_be_left_out() -> None:
     message = answering.whole("<think>hm</think>yes")["message"]
     assert (message["content"], "reasoning" in message) == ("yes", False)
     assert answering.num_reasoning > 0
+
+
+def test_a_call_that_a_stop_string_cut_off_is_not_to_be_called() -> None:
+    broken = '<tool_call>{"name": "f", "arguments": {"city": "Pa'
+    for streams in (False, True):
+        answering = Answering(stream=streams)
+        choice = answering.deltas(broken)[-1] if streams else answering.whole(broken)
+        assert choice["finish_reason"] == "stop"

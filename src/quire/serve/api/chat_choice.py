@@ -1,5 +1,6 @@
 """One message of a chat's answer, in one piece or in several: reasoning, content and calls."""
 
+import json
 from collections.abc import Iterable
 
 from quire.base.outputs import CompletionOutput, RequestOutput
@@ -40,7 +41,7 @@ class ChatChoice:
         self._is_named = is_named
         self._echo = _last_text(body) if body.echo else ""
         self._begun = False
-        self._has_calls = False
+        self._arguments: dict[int, str] = {}  # of each call so far
         # Everything that makes a chunk worth sending although it has no text
         self._always = body.logprobs or body.return_token_ids or body.wants_running_usage
 
@@ -104,11 +105,12 @@ class ChatChoice:
             elif isinstance(part, Reasoning) and self._body.include_reasoning is not False:
                 made["reasoning"] = made.get("reasoning", "") + part.text
             elif isinstance(part, CallBegun):
-                self._has_calls = True
+                self._arguments[part.index] = ""
                 function = {"name": part.name, "arguments": ""}
                 head: Json = {"index": part.index, "id": part.id, "type": "function"}
                 calls[part.index] = head | {"function": function}
             elif isinstance(part, CallArguments):
+                self._arguments[part.index] += part.text
                 new: Json = {"index": part.index, "function": {"arguments": ""}}
                 calls.setdefault(part.index, new)["function"]["arguments"] += part.text
         if calls:
@@ -127,7 +129,7 @@ class ChatChoice:
         """Return the fields of a choice beside its message or delta."""
         reason = completion.finish_reason
         fields: Json = {"logprobs": None, "finish_reason": reason}
-        if reason == "stop" and self._has_calls and not self._is_named:
+        if reason == "stop" and self._can_be_called and not self._is_named:
             fields["finish_reason"] = "tool_calls"
         if reason is not None:
             fields["stop_reason"] = completion.stop_reason
@@ -141,6 +143,16 @@ class ChatChoice:
         if self._body.return_token_ids:
             fields["token_ids"] = completion.token_ids
         return fields
+
+    @property
+    def _can_be_called(self) -> bool:
+        """Whether there are calls, and all are whole: a stop string may have cut one off."""
+        try:
+            for text in self._arguments.values():
+                json.loads(text)
+            return bool(self._arguments)
+        except (ValueError, RecursionError):
+            return False
 
     def _about_prompt(self, output: RequestOutput) -> Json:
         """Once for all n."""
