@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 SEED = 7
 ASK = "Name a fox."
@@ -49,7 +49,13 @@ def brief(server: Served) -> dict[str, int]:
     return found
 
 
-class Fox(BaseModel):
+class Form(BaseModel):
+    """An object with no properties but those named: a weak model would add others without end."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Fox(Form):
     """A fox."""
 
     name: str = Field(max_length=12)
@@ -61,54 +67,54 @@ class Color(StrEnum):
     GREY = "grey"
 
 
-class Den(BaseModel):
+class Den(Form):
     street: str = Field(max_length=10)
     owner: Fox
 
 
-class Owned(BaseModel):
+class Owned(Form):
     """One object in another."""
 
     fox: Fox
     den: Den
 
 
-class Coat(BaseModel):
+class Coat(Form):
     color: Color
     length: Literal["short", "long"]
 
 
-class Maybe(BaseModel):
+class Maybe(Form):
     name: str = Field(max_length=8)
     nickname: str | None = Field(default=None, max_length=8)
     den: Fox | None = None
 
 
-class Cash(BaseModel):
+class Cash(Form):
     kind: Literal["cash"]
     amount: int = Field(ge=1, le=99)
 
 
-class Card(BaseModel):
+class Card(Form):
     kind: Literal["card"]
     number: str = Field(max_length=6)
 
 
-class Payment(BaseModel):
+class Payment(Form):
     """One of two objects."""
 
     how: Cash | Card
 
 
-class Foxes(BaseModel):
+class Foxes(Form):
     foxes: list[Fox] = Field(min_length=1, max_length=3)
 
 
-class Chain(BaseModel):
-    """An object that has another of its kind, or none."""
+class Chain(Form):
+    """An object that has another of its kind, or none; which comes first, so that few follow."""
 
-    name: str = Field(max_length=4)
     next: "Chain | None"
+    name: str = Field(max_length=4)
 
 
 FORMS: dict[str, type[BaseModel]] = {
@@ -122,14 +128,14 @@ FORMS: dict[str, type[BaseModel]] = {
 }
 
 
-class GetWeather(BaseModel):
+class GetWeather(Form):
     """The weather of a city."""
 
     city: str = Field(max_length=12)
     unit: Literal["C", "F"]
 
 
-class Add(BaseModel):
+class Add(Form):
     """Add two numbers."""
 
     a: int = Field(ge=0, le=99)

@@ -21,7 +21,7 @@ class Hint(BaseModel):
     name: str = ""
 
 
-class Weather(BaseModel):
+class Weather(given.Form):
     """The weather of a city."""
 
     city: str = Field(max_length=12)
@@ -122,7 +122,7 @@ def test_asks_again(server: Served, mode: Any) -> None:
     """What is refused goes back with the reason, and another answer comes."""
     seen: list[str] = []
 
-    class Picky(BaseModel):
+    class Picky(given.Form):
         name: str = Field(max_length=8)
 
         @field_validator("name")
