@@ -10,6 +10,7 @@ import urllib.request
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal
+from uuid import UUID
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -117,6 +118,13 @@ class Chain(Form):
     name: str = Field(max_length=4)
 
 
+class Tag(Form):
+    """Texts of a certain form."""
+
+    id: UUID
+    code: str = Field(pattern="^[A-Z]{2}-[0-9]{3}$")
+
+
 FORMS: dict[str, type[BaseModel]] = {
     "flat": Fox,
     "nested": Owned,
@@ -125,6 +133,7 @@ FORMS: dict[str, type[BaseModel]] = {
     "union": Payment,
     "list": Foxes,
     "recursive": Chain,
+    "formats": Tag,
 }
 
 
