@@ -112,6 +112,7 @@ class Renderer:
             form,
             content=wanted,
             begins_in_reasoning=form.begins_in_reasoning(text),
+            has_reasoned=form.has_reasoned(text),
             thinking_token_budget=budget,
         )
         return asked.grammar(self._added_ids(FIELD))

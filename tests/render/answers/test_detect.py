@@ -90,17 +90,28 @@ def test_names_of_parsers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "begins"),
+    ("prompt", "begins", "is_over"),
     [
-        ("<|im_start|>assistant\n<think>\n", True),
-        ("<|im_start|>assistant\n<think>", True),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
-        ("What is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("<|im_start|>assistant\n<think>\n", True, False),
+        ("<|im_start|>assistant\n<think>", True, False),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", False, True),
+        ("<|Assistant|></think>", False, True),
+        ("What is <think>?<|im_end|>\n<|im_start|>assistant\n", False, False),
     ],
 )
-def test_the_prompt_tells_whether_reasoning_has_begun(prompt: str, begins: bool) -> None:
-    assert AnswerFormat(None, table.THINK).begins_in_reasoning(prompt) is begins
-    assert AnswerFormat(None, None).begins_in_reasoning(prompt) is False
+def test_the_prompt_tells_whether_reasoning_has_begun(
+    prompt: str, begins: bool, is_over: bool
+) -> None:
+    found = AnswerFormat(None, table.THINK)
+    assert (found.begins_in_reasoning(prompt), found.has_reasoned(prompt)) == (begins, is_over)
+    nothing = AnswerFormat(None, None)
+    assert (nothing.begins_in_reasoning(prompt), nothing.has_reasoned(prompt)) == (False, False)
+
+
+def test_a_mark_that_ends_any_message_closes_no_reasoning() -> None:
+    """Harmony's: what opens the content tells."""
+    harmony = next(row for row in table.REASONING if row.content_open)
+    assert not AnswerFormat(None, harmony).has_reasoned("<|start|>user<|message|>Hi<|end|>")
 
 
 def test_the_document_names_all_formats() -> None:

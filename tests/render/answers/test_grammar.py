@@ -67,6 +67,17 @@ def test_a_content_of_some_form_beside_tools() -> None:
     assert fault(AskedAnswer(QWEN, (F,), "none", content=content), CALL_F)
 
 
+def test_behind_reasoning_there_is_no_other() -> None:
+    content = StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}})
+    for asked, rest in (
+        (AskedAnswer(QWEN, (F,), "required", has_reasoned=True), CALL_F),
+        (AskedAnswer(QWEN, content=content, has_reasoned=True), '{"a": 1}'),
+        (AskedAnswer(QWEN, thinking_token_budget=3, has_reasoned=True), "anything"),
+    ):
+        assert fault(asked, rest) == ""
+        assert fault(asked, "<think>x</think>\n\n" + rest)
+
+
 def test_budgets_are_kept() -> None:
     for tools, rest in (((), "anything <tool_call>"), ((F,), CALL_F)):
         choice = "required" if tools else "auto"

@@ -35,6 +35,14 @@ class AnswerFormat:
         """Tell whether this prompt ends with the mark that opens reasoning."""
         return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.open.rstrip())
 
+    def has_reasoned(self, prompt: str) -> bool:
+        """Tell whether this prompt ends with the mark that closes reasoning, as templates write it
+        that are told to leave it out. Where a mark of its own opens the content, that one tells."""
+        form = self.reasoning
+        if form is None or form.content_open:
+            return False
+        return prompt.rstrip().endswith(form.close.rstrip())
+
     def marks(self) -> Iterator[str]:
         """List the texts that structure an answer."""
         if self.reasoning is not None:
@@ -80,7 +88,8 @@ class AskedAnswer:
     """Of one request. parallel: whether there may be several calls. content: the form of what is
     neither reasoning nor a call. content_field: which field of the request says so. strict: what
     its schema asks for and cannot be had is an error. begins_in_reasoning: the prompt has opened
-    it. thinking_token_budget: of the reasoning."""
+    it. has_reasoned: the prompt has closed it; a grammar allows no other.
+    thinking_token_budget: of the reasoning."""
 
     format: AnswerFormat
     tools: tuple[Tool, ...] = ()
@@ -90,6 +99,7 @@ class AskedAnswer:
     content_field: str = FIELD
     strict: bool = False
     begins_in_reasoning: bool = False
+    has_reasoned: bool = False
     thinking_token_budget: int | None = None
 
     @property
@@ -112,8 +122,11 @@ class AskedAnswer:
             return ""
         if reasoning is None:
             return lark.text(rest or "")
+        rest = rest or self._anything(lark, reasoning)
+        if self.has_reasoned:
+            return lark.text(rest)
         first = reasoning_rule(lark, reasoning, self.begins_in_reasoning, budget)
-        return lark.text(f"{first} {rest or self._anything(lark, reasoning)}")
+        return lark.text(f"{first} {rest}")
 
     def _behind_reasoning(self, lark: Lark) -> str | None:
         """Return the expression for what is no reasoning; None: nothing is asked of it."""

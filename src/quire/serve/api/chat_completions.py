@@ -111,6 +111,7 @@ def _asked_answer(
         content_field=field,
         strict=strict,
         begins_in_reasoning=answer_format.begins_in_reasoning(prompt),
+        has_reasoned=answer_format.has_reasoned(prompt),
         thinking_token_budget=None if budget is None or budget < 0 else budget,
     )
 
