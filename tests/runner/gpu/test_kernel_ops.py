@@ -181,9 +181,9 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     counted: Counter[bool] = Counter()
     begin = graphs.Recorded.begin
 
-    def count(recorded: graphs.Recorded, shape: StepShape) -> None:
+    def count(recorded: graphs.Recorded, shape: StepShape) -> list[torch.Tensor]:
         counted[recorded.size.is_mixed] += 1
-        begin(recorded, shape)
+        return begin(recorded, shape)
 
     monkeypatch.setattr(graphs.Recorded, "begin", count)
     monkeypatch.setattr(graphs, "FIRST_TIMES_MIXED", 0)
