@@ -28,9 +28,9 @@ import quire
 from benchmarks.virtual.dry_run import dry_run
 from quire.base.clock import MonotonicClock
 from quire.base.config import SchedulerConfig
-from quire.base.masks import MaskPromise
+from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import Request
-from quire.base.plan import Plan, StepResult
+from quire.base.plan import Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
@@ -135,9 +135,7 @@ class ScriptedStub:
             chosen[i] = self.texts[text][min(at, len(self.texts[text]) - 1)]
             self._at[row] = text, at + 1
         if found is not None:
-            words = found.of(plan.sample_rows)[:, 0]
-            bits = words[np.arange(len(words)), chosen[:, 0] // 32] >> (chosen[:, 0] % 32)
-            assert (bits & 1).all(), "a mask does not allow what its grammar does"
+            _check(found, plan, chosen[:, 0])
         accepted = np.ones(len(chosen), np.int32)
         self._results.append(StepResult(plan.step_id, chosen, accepted))
 
@@ -149,6 +147,14 @@ class ScriptedStub:
 
     def close(self) -> None:
         pass
+
+
+def _check(found: TokenMasks, plan: Plan, chosen: Int32) -> None:
+    """Assert that the masks allow what was chosen. All rows have a grammar."""
+    order = np.argsort(found.rows)
+    places = order[np.searchsorted(found.rows, plan.sample_rows, sorter=order)]
+    bits = found.words[places, 0, chosen // 32] >> (chosen % 32)
+    assert (bits & 1).all(), "a mask does not allow what its grammar does"
 
 
 @dataclass
