@@ -1,14 +1,18 @@
 """What llguidance takes a tokenizer's tokens to be is what our own decoding makes of them."""
 
+import re
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError, MissingDependency
+from quire.engine.grammars import Grammars, Wanted
 from quire.engine.vocabulary import make_vocabulary, num_words
 from quire.render.tokenizer import Tokenizer
 from tests.render.tiny import tokenizer
+from tests.scheduler.device import make_request
 
 DEMO = Path("src/quire/demo")
 
@@ -72,6 +76,27 @@ def _may_begin(data: bytes) -> bool:
                 found.add((2, 1))
         ends = found
     return bool(ends)
+
+
+def test_a_tokenizer_may_know_more_tokens_than_the_model() -> None:
+    """Those are never allowed, and the others as ever."""
+    ours = the("demo")
+    size = ours.vocab_size - 37
+    grammars = Grammars(lambda: make_vocabulary(ours, size, [2]), size, 1, lambda: None)
+    request = make_request("0", [1], grammar="%llguidance {}\nstart: /[a-z]+/\n")
+    grammars.begin(request)
+    while not grammars.has_answers:
+        time.sleep(0.001)
+    assert grammars.take()[0].error is None
+    masks = grammars._masks.make(
+        np.array([5], np.int32), [Wanted(5, grammars._guided["0"], 0, np.empty(0, np.int32))]
+    )
+    assert not masks.errors
+    bits = np.unpackbits(masks.words[0, 0].view(np.uint8), bitorder="little")
+    assert bits.any() and not bits[size:].any()
+    letters = {i for i in range(3, size) if re.fullmatch("[a-z]+", ours.token(i) or "")}
+    assert set(np.flatnonzero(bits).tolist()) == letters
+    grammars.close()
 
 
 def test_a_model_without_what_grammars_need_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

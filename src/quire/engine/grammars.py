@@ -339,7 +339,16 @@ class _Masks:
     def _fill(
         self, executor: "LLExecutor", asked: "list[tuple[LLMatcher, int]]", words: Int32
     ) -> None:
-        executor.unsafe_compute_mask_ptr(asked, words.ctypes.data, words[0].nbytes, len(words))
+        """Let the library write the masks. A tokenizer may know more tokens than the model."""
+        vocabulary = self._compiler.vocabulary
+        assert vocabulary is not None, "a grammar was compiled without it"
+        num_known, wide = num_words(vocabulary.tokens.vocab_size), words
+        if num_known > words.shape[2]:
+            wide = np.empty((len(words), 1, num_known), np.int32)
+        executor.unsafe_compute_mask_ptr(asked, wide.ctypes.data, wide[0].nbytes, len(wide))
+        if wide is not words:
+            places = [i for _, i in asked]
+            words[places] = wide[places, :, : words.shape[2]]
 
 
 def _leave_out_ends(words: Int32, vocabulary: Vocabulary) -> None:

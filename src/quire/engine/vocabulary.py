@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Vocabulary:
     """size: of the model's table, so of the logits; num_tokens: of these the tokenizer has, the
-    rest is padding. end_token_ids: with which an answer may end."""
+    rest is padding. end_token_ids: with which an answer may end. tokens: also those that a
+    tokenizer has beyond the table."""
 
     size: int
     num_tokens: int
@@ -78,9 +79,10 @@ def make_vocabulary(
         raise MissingDependency(
             "grammars need llguidance, which is not installed: pip install llguidance"
         ) from error
-    num_tokens = tokenizer.vocab_size
+    num_tokens = min(vocab_size, tokenizer.vocab_size)
+    num_known = max(vocab_size, tokenizer.vocab_size)
     try:
-        plain = LLTokenizer(tokenizer.to_json(), vocab_size, list(ends), slices=[])
+        plain = LLTokenizer(tokenizer.to_json(), num_known, list(ends), slices=[])
         # Masks of texts in JSON take a third of the time with these. In two calls: each holds
         # Python's lock, so that the engine's loop waits.
         tokens = plain.with_slices(LLTokenizer.general_slices())
