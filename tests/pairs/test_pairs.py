@@ -1,0 +1,126 @@
+"""Every pair of what a request may ask for: side by side, and together in one request.
+
+Side by side neither may change what the other gets. Together the answer is the same in an engine
+with room and one step at a time, and in one that is always short of memory, cuts prompts into
+chunks and is a step ahead.
+"""
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams, StructuredOutputsParams
+from quire.base.errors import RequestError
+from quire.base.outputs import RequestOutput
+
+PROMPT = "Once upon a time there was a little fox. One day the fox"
+MAX_TOKENS = 14
+
+
+def nudge(token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A function on the logits that depends on the tokens so far."""
+    logits[len(token_ids) % 50 + 10] += 4
+    return logits
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "filters": {"top_p": 0.9, "top_k": 30, "min_p": 0.01},
+    "penalties": {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "logit_bias": {"logit_bias": {40: 3.0, 41: -100.0}},
+    "bad_words": {"bad_words": ["fox"]},
+    "min_tokens": {"min_tokens": 6},
+    "stop": {"stop": [" and", "e"]},
+    "ignore_eos": {"ignore_eos": True},
+    "logprobs": {"logprobs": 3},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "n": {"n": 3},
+    "best_of": {"n": 2, "best_of": 3},
+    "beams": {"use_beam_search": True, "n": 2, "beam_width": 3, "temperature": 0.0},
+    "regex": {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{3,30}[.!]")},
+    "json": {"structured_outputs": StructuredOutputsParams(json={
+        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}},
+        "required": ["a", "b"], "additionalProperties": False})},
+    "dry": {"dry_multiplier": 0.8, "dry_allowed_length": 1},
+    "xtc": {"xtc_probability": 0.7, "xtc_threshold": 0.05},
+    "logits_processor": {"logits_processors": [nudge]},
+}  # fmt: skip
+PAIRS = list(combinations(FEATURES, 2))
+
+
+def params_of(*names: str) -> SamplingParams:
+    """Raises RequestError for what excludes each other."""
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 7, "max_tokens": MAX_TOKENS}
+    for name in names:
+        fields |= FEATURES[name]
+    return SamplingParams(**fields)
+
+
+@pytest.fixture(scope="module")
+def roomy() -> Iterator[LLM]:
+    with engine(max_num_seqs=16, kv_cache_memory_bytes=8 << 20) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[LLM]:
+    """A pool that a request for three and its neighbours do not fit into."""
+    with engine(
+        max_num_seqs=8, kv_cache_memory_bytes=6 * block_bytes(), max_num_batched_tokens=8,
+        pipeline_depth=2,
+    ) as made:  # fmt: skip
+        yield made
+
+
+def engine(**settings: Any) -> LLM:
+    return LLM("demo", max_model_len=64, dtype="float32", disable_log_stats=True, **settings)
+
+
+def block_bytes() -> int:
+    with engine(kv_cache_memory_bytes=8 << 20) as made:
+        return (8 << 20) // made.engine.memory.num_blocks[0]
+
+
+def shown(output: RequestOutput) -> Any:
+    """All that a client gets, with log-probabilities to the bit."""
+    choices = [
+        (c.token_ids, c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs)
+        for c in output.outputs
+    ]
+    return choices, output.prompt_logprobs
+
+
+def answers(llm: LLM, *params: SamplingParams) -> list[Any]:
+    prompts = [PROMPT] * len(params)
+    return [shown(output) for output in llm.generate(prompts, list(params), use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def alone(roomy: LLM) -> dict[str, Any]:
+    return {name: answers(roomy, params_of(name))[0] for name in FEATURES}
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_side_by_side(roomy: LLM, alone: dict[str, Any], one: str, other: str) -> None:
+    assert answers(roomy, params_of(one), params_of(other)) == [alone[one], alone[other]]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_together(roomy: LLM, short: LLM, one: str, other: str) -> None:
+    """Or the two exclude each other, and it is said at once."""
+    try:
+        params = params_of(one, other)
+    except RequestError:
+        return
+    [expected] = answers(roomy, params)
+    found = answers(short, params, params, params_of("n"))
+    assert found[:2] == [expected, expected]
+
+
+def test_the_short_engine_preempts(short: LLM) -> None:
+    params = [params_of("n"), params_of("regex"), params_of("json"), params_of("n", "regex")]
+    outputs = short.generate([PROMPT] * 4, params, use_tqdm=False)
+    assert sum(output.metrics.num_preemptions for output in outputs if output.metrics) > 0
