@@ -9,7 +9,7 @@ from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.answers.format import AnswerFormat, AskedAnswer, NamedTool
 from quire.render.answers.syntax import Tool
-from quire.render.answers.table import HERMES, THINK
+from quire.render.answers.table import HERMES, MISTRAL, QWEN3_CODER, THINK
 from tests.render.answers.vocabulary import Vocabulary, accepts
 
 F = Tool("f", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}, True)
@@ -89,3 +89,23 @@ def test_budgets_are_kept() -> None:
     asked = AskedAnswer(QWEN, thinking_token_budget=0)
     assert fault(asked, "<think></think>hi") == ""
     assert fault(asked, "<think>a</think>hi")
+
+
+@pytest.mark.parametrize("name", ["get weather", 'q"', "a{b}", " lead", "tab\tname", "x" * 300])
+def test_a_name_that_the_parser_cannot_read_is_refused(name: str) -> None:
+    """Where it stands in the text as it is; in JSON it may be any."""
+    tool = Tool(name, strict=True)
+    for form in (MISTRAL, QWEN3_CODER):
+        for choice in ("required", "auto"):
+            with pytest.raises(RequestError, match="rename it") as raised:
+                AskedAnswer(AnswerFormat(form), (tool,), choice).grammar(VOCABULARY.added)
+            assert raised.value.field == "tools"
+    assert AskedAnswer(QWEN, (tool,), "required").grammar(VOCABULARY.added)
+
+
+@pytest.mark.parametrize("kind", ["string", ["object", "null"]])
+def test_arguments_are_an_object_whatever_a_schema_says(kind: object) -> None:
+    asked = AskedAnswer(QWEN, (Tool("g", {"type": kind}),), "required")
+    assert fault(asked, CALL_G) == ""
+    for value in ('"a"', "null"):
+        assert fault(asked, CALL_G.replace("{}", value))

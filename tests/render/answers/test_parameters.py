@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from quire.base.errors import RequestError
 from quire.render.answers import table
 from quire.render.answers.format import AnswerFormat, AskedAnswer
 from quire.render.answers.parts import CallArguments, CallBegun
@@ -110,3 +111,38 @@ def test_strings_stream_and_what_is_cut_off_stays() -> None:
     assert read(one, whole) == '{"s": "abc", "n": 12}'
     assert read(one, whole[: whole.index("bc\n")]) == '{"s": "a'
     assert read(one, whole[: whole.index("2\n")]) == '{"s": "abc", "n": 1'
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": None}, {"properties": [1]}, {"properties": {'q"<x>': {}}},
+        {"properties": {" a": {}}}, {"required": ["a\nb"]}, {"properties": {"a": {"const": 1,
+                                                                            "type": "string"}}},
+        {"properties": {"a": {"type": "string", "enum": []}}},
+        {"properties": {"a": {"type": "string", "enum": 5}}},
+        {"properties": {"a": {"enum": ["</parameter>"]}}},
+    ],
+)  # fmt: skip
+def test_what_the_format_cannot_write_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as raised:
+        AskedAnswer(CODER, (Tool("f", schema),), "required").grammar(VOCABULARY.added)
+    assert raised.value.field == "tools"
+
+
+def test_values_of_other_types_and_the_closing_mark_are_left_out_of_a_choice() -> None:
+    one = asked({"p": {"type": "string", "enum": ["x", 1, "a</parameter>"]}}, required=["p"])
+    assert fault(one, written({"p": "x"})) == ""
+    assert fault(one, written({"p": "1"})) and fault(one, written({"p": "a"}))
+
+
+def test_the_whole_schema_may_be_a_reference() -> None:
+    pair = {
+        "properties": {"a": {"type": "string"}, "b": {"$ref": "#/$defs/pair"}},
+        "required": ["a"],
+    }
+    tool = Tool("f", {"$ref": "#/$defs/pair", "$defs": {"pair": pair}})
+    one = AskedAnswer(CODER, (tool,), "required")
+    text = written({"a": "5", "b": '{"a": "x"}'})
+    assert fault(one, text) == "" and fault(one, written({}))
+    assert json.loads(read(one, text)) == {"a": "5", "b": {"a": "x"}}

@@ -27,6 +27,11 @@ MAX_NAME = 256
 _NAME = re.compile(r"[\w.\-:/]*")
 
 
+def can_read_name(name: str) -> bool:
+    """Tell whether a name that stands in the text as it is can be read."""
+    return _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
+
+
 class CallReader:
     """The calls of one answer. tools: those that the request knows."""
 

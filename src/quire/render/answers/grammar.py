@@ -12,8 +12,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.answers.parameters_grammar import parameters_rule
+from quire.render.answers.calls import can_read_name
+from quire.render.answers.parameters_grammar import NO_WORDS, parameters_rule
 from quire.render.answers.syntax import (
     CallFormat,
     CallSyntax,
@@ -119,17 +121,19 @@ def _section(
 
 
 def _body(lark: Lark, syntax: CallSyntax, tool: Tool) -> str:
-    """Return the expression for a call of a tool."""
+    """Return the expression for a call of a tool. Raise RequestError for one that has no words."""
     body = syntax.body
     if isinstance(body, ObjectBody):
         name = json.dumps(tool.name, ensure_ascii=False)
         before = f'{{"{body.name_key}": {name}, "{body.arguments_keys[0]}": '
         return f"{lark.literal(before)} {_arguments(lark, tool)} {lark.literal('}')}"
-    if isinstance(body, NamedBody):
-        before = spaced(lark, tool.name + body.after_name)
-        return f"{before} {_arguments(lark, tool)}"
-    assert isinstance(body, ParametersBody)
+    assert isinstance(body, NamedBody | ParametersBody)
+    if not can_read_name(tool.name):
+        message = f"{TOOLS_FIELD}: a tool is called {tool.name!r}, {NO_WORDS}; rename it."
+        raise RequestError(message, TOOLS_FIELD)
     before = spaced(lark, tool.name + body.after_name)
+    if isinstance(body, NamedBody):
+        return f"{before} {_arguments(lark, tool)}"
     return f"{before} {parameters_rule(lark, body, tool, TOOLS_FIELD)}"
 
 
@@ -143,4 +147,4 @@ def _arguments(lark: Lark, tool: Tool) -> str:
 
 def object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the schema of a tool's arguments: an object; without parameters an empty one."""
-    return {"type": "object"} | dict(parameters or {"properties": {}})
+    return dict(parameters or {"properties": {}}) | {"type": "object"}

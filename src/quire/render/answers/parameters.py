@@ -25,6 +25,11 @@ MAX_KEY = 1024
 _KEY = re.compile(r'[^<>"\n]*')
 
 
+def can_read_key(key: str) -> bool:
+    """Tell whether an argument of this name can be read."""
+    return _KEY.fullmatch(key) is not None and len(key) <= MAX_KEY and key == key.strip()
+
+
 class ParametersReader:
     """Reads the arguments of one call, which has begun. schema: of its parameters."""
 

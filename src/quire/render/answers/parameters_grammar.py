@@ -4,23 +4,32 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
+from quire.render.answers.parameters import can_read_key
 from quire.render.answers.schema_types import is_text, property_schema, resolved
 from quire.render.answers.syntax import ParametersBody, Tool
 from quire.render.lark import ANY_TEXT, Lark, regex
 from quire.render.structured import content_rule
 
 _DEFINITIONS = ("$defs", "definitions")
+NO_WORDS = "which cannot be told apart in the format of this model's calls"
 
 
 def parameters_rule(lark: Lark, body: ParametersBody, tool: Tool, field: str) -> str:
     """Add rules for a tool's arguments, each once and in the schema's order; return the first
-    one's name."""
+    one's name. Raise RequestError for what this format cannot write."""
     schema = tool.parameters or {}
-    required = schema.get("required", ())
-    properties = schema.get("properties", {})
+    outline = resolved(schema, schema)
+    required, properties = outline.get("required", []), outline.get("properties", {})
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
+        message = f"{field}: properties of {tool.name!r} must be an object, and required a list."
+        raise RequestError(message, field)
     parts = []
-    for name in dict.fromkeys((*properties, *required)):
+    for name in dict.fromkeys((*properties, *map(str, required))):
+        if not can_read_key(name):
+            message = f"{field}: {tool.name!r} has an argument {name!r}, {NO_WORDS}; rename it."
+            raise RequestError(message, field)
         one = _parameter(lark, body, name, schema, field)
         parts.append(one if name in required else f"({one})?")
     return lark.rule(" ".join(parts) or '""')
@@ -46,9 +55,14 @@ def _parameter(
 def _text(lark: Lark, close: str, schema: Mapping[str, Any], field: str) -> str:
     """Return the expression for a string as it is, and the mark behind it."""
     choice = [schema["const"]] if "const" in schema else schema.get("enum")
-    if choice:
-        one = " | ".join(lark.literal(text) for text in choice)
-        return f"({one}) {lark.literal(close)}"
+    if choice is not None:
+        mark, given = close.strip(), choice if isinstance(choice, list) else []
+        texts = [text for text in given if isinstance(text, str) and mark not in text]
+        if not texts:
+            raise RequestError(
+                f"{field}: a string must be one of {choice!r:.99}, {NO_WORDS}.", field
+            )
+        return f"({' | '.join(map(lark.literal, texts))}) {lark.literal(close)}"
     parts = [ANY_TEXT, "~" + regex(f"(?s:.*){re.escape(close.strip())}(?s:.*)")]
     unbounded = len(parts)
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")

@@ -12,7 +12,8 @@ _NUMBERS = frozenset(("integer", "number"))
 
 def property_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
     """Return the schema of one property; True where the parameters say nothing of it."""
-    properties = (parameters or {}).get("properties")
+    parameters = parameters or {}
+    properties = resolved(parameters, parameters).get("properties")
     return properties.get(name, True) if isinstance(properties, Mapping) else True
 
 
