@@ -11,7 +11,17 @@ from tests.structure.test_house import LAYERS, PACKAGE, ROOT, imports, sources, 
 
 TESTS = ROOT / "tests"
 # What is no room of the package: of the repository's other folders, or of all rooms together.
-OTHERS = {"benchmarks", "clients", "csrc", "golden", "gpu", "kernels", "mutation", "structure"}
+OTHERS = {
+    "benchmarks",
+    "clients",
+    "csrc",
+    "golden",
+    "gpu",
+    "kernels",
+    "mutation",
+    "pairs",
+    "structure",
+}
 ALSO = {"ops": [TESTS / "kernels"]}
 LARGE = 100  # lines; smaller modules are tested with those that use them
 
