@@ -305,7 +305,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         tenant=st.sampled_from(["", "a"]),
         grammar=st.sampled_from(["", "one"]),
     )
-    def open(self, length, max_tokens, tenant, grammar) -> None:
+    def open(self, length, max_tokens, tenant, grammar="") -> None:
         """A prompt that comes in pieces."""
         number = len(self.requests)
         name = f"r{number}"
