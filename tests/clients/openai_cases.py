@@ -289,6 +289,15 @@ def test_tools_one_at_a_time(client: Client) -> None:
         assert len(choice.message.tool_calls) == 1
 
 
+def test_tools_allowed(client: Client) -> None:
+    """Some of the tools may be called; OpenAI's newest kind of tool_choice."""
+    allowed = {"mode": "required", "tools": [named("add")]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    for call in client.chat(tools=TOOLS, tool_choice=choice).choices[0].message.tool_calls:
+        assert call.function.name == "add"
+        given.check_call("add", call.function.arguments)
+
+
 def test_tools_strict_parsed(client: Client) -> None:
     """parse() reads the arguments of strict tools."""
     answer = client.parse(tools=STRICT_TOOLS, tool_choice="required")
@@ -441,3 +450,12 @@ def test_reasoning_then_call(thinker: Served) -> None:
     assert thought(choice.message) and choice.finish_reason == "tool_calls"
     for call in choice.message.tool_calls:
         given.check_call(call.function.name, call.function.arguments)
+
+
+def test_reasoning_off_then_call(thinker: Served) -> None:
+    """Where the prompt has closed the reasoning, nothing comes before a forced call."""
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    for seed in range(4):
+        more = {"tools": TOOLS, "tool_choice": named("add"), "seed": seed}
+        message = Client(thinker).chat(extra_body=extra, **more).choices[0].message
+        assert len(message.tool_calls) == 1 and not getattr(message, "reasoning", None)
