@@ -106,7 +106,7 @@ def test_tools_stream(server: Served, run: Any) -> None:
 def test_tools_then_text(server: Served, run: Any) -> None:
     """The result goes back; what the model makes of it is a text, or calls until the turns end."""
     functions, called = tools()
-    agent = agent_of(server, settings={"tool_choice": "add", "max_tokens": 60}, tools=functions)
+    agent = agent_of(server, settings={"tool_choice": "add"}, tools=functions)
     result = run(Runner.run(agent, ASK, max_turns=4))
     assert called[0] == "add" and isinstance(result.final_output, str)
 
