@@ -201,6 +201,33 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     assert not [o for o in gc.get_objects() if type(o) in (Guided, Follower)]
 
 
+def test_a_panic_while_a_grammar_is_compiled_ends_its_request_alone(monkeypatch: Any) -> None:
+    """What Python gets of one is no Exception; the thread goes on."""
+
+    class Panic(BaseException):
+        pass
+
+    compile_it = grammars._compiled
+
+    def panics(vocabulary: Any, grammar: str) -> Any:
+        if grammar == JSON:
+            raise Panic("index out of bounds")
+        return compile_it(vocabulary, grammar)
+
+    monkeypatch.setattr(grammars, "_compiled", panics)
+    bench = GuidedBench(2, is_threaded=True)
+    bench.add("bad", JSON)
+    bench.add("good", WORDS, max_tokens=9)
+    for _ in range(200):
+        bench.step()
+        if len(bench.ends) == 2:
+            break
+    assert "Panic: index out of bounds" in error_of(bench.ends["bad", 0])
+    del bench.requests["bad"]
+    bench.assert_exact()
+    bench.core.close()
+
+
 def test_a_model_that_takes_no_grammar_says_why() -> None:
     bench = GuidedBench()
 

@@ -159,7 +159,7 @@ class Grammars:
             error = None
             try:
                 guided.compiled = compiler.compile(request.grammar)
-            except Exception as raised:
+            except BaseException as raised:  # as a panic of the library's is
                 error = _in_words(raised)
             compiled.put((guided, error))
             on_ready()
