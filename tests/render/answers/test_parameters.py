@@ -13,7 +13,7 @@ from quire.base.errors import RequestError
 from quire.render.answers import table
 from quire.render.answers.format import AnswerFormat, AskedAnswer
 from quire.render.answers.parts import CallArguments, CallBegun
-from quire.render.answers.schema_types import typed
+from quire.render.answers.schema_types import typed, types_of
 from quire.render.answers.syntax import Tool
 from tests.render.answers.vocabulary import Vocabulary, accepts
 
@@ -57,6 +57,7 @@ def read(one: AskedAnswer, text: str) -> str:
         ({"type": "string", "pattern": "b|d"}, ["abc", "d"], ["ac"]),
         ({"enum": ["x", "y z"]}, ["x", "y z"], ["y", "xx", '"x"']),
         ({"const": "x"}, ["x"], ["y"]),
+        ({"anyOf": [{"const": "x"}, {"oneOf": [{"enum": ["y"]}]}]}, ["x", "y"], ["z", "xy"]),
         ({"type": "integer"}, ["5", "-7"], ["5.5", "five", '"5"', "true"]),
         ({"type": "boolean"}, ["true", "false"], ["True", "1"]),
         ({"type": ["string", "null"]}, ['"5"', "null", '"null"'], ["5", "abc"]),
@@ -146,3 +147,33 @@ def test_the_whole_schema_may_be_a_reference() -> None:
     text = written({"a": "5", "b": '{"a": "x"}'})
     assert fault(one, text) == "" and fault(one, written({}))
     assert json.loads(read(one, text)) == {"a": "5", "b": {"a": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "array"}, ["a</parameter>b", "\n</parameter>\n</function>"]),
+        ({"type": "object"}, {"</parameter>": {"a": '\\"'}}),
+        ({"type": ["string", "null"]}, "x</parameter>"),
+        ({}, "\n</parameter>"),
+    ],
+)
+def test_the_closing_mark_may_stand_in_json(schema: dict[str, Any], value: Any) -> None:
+    one = asked({"p": schema, "q": {"type": "string"}}, required=["p", "q"])
+    text = written({"p": json.dumps(value), "q": '["a'})
+    assert fault(one, text) == ""
+    assert json.loads(read(one, text)) == {"p": value, "q": '["a'}
+
+
+@pytest.mark.parametrize("value", ['"a', '["a"', '{"a": 1} x', '["a"]]', '"a" "b"', "[", '"\\q"'])
+def test_what_only_begins_as_json_is_a_text(value: str) -> None:
+    one = asked({"p": {}, "q": {"type": "string"}}, required=["p", "q"])
+    assert json.loads(read(one, written({"p": value, "q": "b"}))) == {"p": value, "q": "b"}
+
+
+def test_a_schema_that_refers_to_itself_takes_no_time() -> None:
+    itself = {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}, {"type": "integer"}]}
+    root = {"$defs": {"x": itself}}
+    assert types_of(itself, root) == {"integer"}
+    itself["anyOf"].append({})
+    assert types_of(itself, root) is None

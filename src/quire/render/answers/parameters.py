@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.render.answers.feed import Feed, Marks, Reading
-from quire.render.answers.json_reader import escaped
+from quire.render.answers.json_reader import escaped, read_value
 from quire.render.answers.schema_types import is_text, property_schema, typed, types_of
 from quire.render.answers.syntax import ParametersBody
 from quire.render.answers.writer import Writer
 
 MAX_KEY = 1024
+_WITH_STRINGS = ('"', "{", "[")
 _KEY = re.compile(r'[^<>"\n]*')
 
 
@@ -82,13 +83,33 @@ class ParametersReader:
             feed.sink = None
             writer.arguments('"' if mark is not None else "")
             return mark is not None
+        types = types_of(schema, self._schema)
+        value = yield from self._read_json()
+        if value is not None:
+            writer.arguments(typed(value, types))
+            return True
         pieces: list[str] = []
         feed.sink = pieces.append
         mark = yield from feed.until(self._marks)
         feed.sink = None
         text = "".join(pieces)
-        writer.arguments(text if mark is None else typed(text, types_of(schema, self._schema)))
+        writer.arguments(text if mark is None else typed(text, types))
         return mark is not None
+
+    def _read_json(self) -> Reading[str | None]:
+        """Consume a JSON value, in whose strings the closing mark may stand, and that mark; None:
+        there is none, and nothing is consumed."""
+        feed, pieces = self._feed, list[str]()
+        feed.hold()
+        feed.sink = pieces.append
+        begins = (yield from feed.peek()) in _WITH_STRINGS
+        is_json = begins and (yield from read_value(feed))
+        feed.sink = None
+        if is_json and (yield from feed.spaced(self._body.close)):
+            feed.release()
+            return "".join(pieces)
+        feed.rewind()
+        return None
 
     def _escape(self, text: str) -> None:
         self._writer.arguments(escaped(text))

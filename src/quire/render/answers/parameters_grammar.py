@@ -7,7 +7,7 @@ from typing import Any
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
 from quire.render.answers.parameters import can_read_key
-from quire.render.answers.schema_types import is_text, property_schema, resolved
+from quire.render.answers.schema_types import alternatives, is_text, property_schema, resolved
 from quire.render.answers.syntax import ParametersBody, Tool
 from quire.render.lark import ANY_TEXT, Lark, regex
 from quire.render.structured import content_rule
@@ -45,7 +45,8 @@ def _parameter(
     space = body.close[len(close) :]
     behind = f" ({lark.literal(space)})?" if space else ""
     if is_text(schema, root):
-        return f"{before} {_text(lark, close, resolved(schema, root), field)}{behind}"
+        each = [_text(lark, close, one, field) for one in alternatives(schema, root)]
+        return f"{before} ({' | '.join(each)}){behind}"
     wanted = StructuredOutputsParams(
         json=_with_definitions(schema, root), disable_additional_properties=True
     )

@@ -8,6 +8,7 @@ from quire.render.answers.json_reader import strict_json
 
 MAX_REFERENCES = 32
 _NUMBERS = frozenset(("integer", "number"))
+_TYPED = frozenset(("type", "const", "enum"))
 
 
 def property_schema(parameters: Mapping[str, Any] | None, name: str) -> object:
@@ -32,11 +33,33 @@ def is_text(schema: object, root: Mapping[str, Any]) -> bool:
     return types is not None and types == frozenset(("string",))
 
 
-def types_of(schema: object, root: Mapping[str, Any], hops: int = 0) -> frozenset[str] | None:
+def alternatives(schema: object, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the schemas of which a value must meet one, each once: those of `anyOf` and `oneOf`,
+    and of theirs."""
+    found, left, seen = list[Mapping[str, Any]](), [schema], set[int]()
+    for one in left:
+        one = resolved(one, root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        several = next(
+            (one[key] for key in ("anyOf", "oneOf") if isinstance(one.get(key), list)), None
+        )
+        if several is None or not _TYPED.isdisjoint(one):
+            found.append(one)
+        else:
+            left += several
+    return found
+
+
+def types_of(schema: object, root: Mapping[str, Any]) -> frozenset[str] | None:
     """Return the names of the types that a value may have; None: any."""
-    if not isinstance(schema, Mapping) or hops > MAX_REFERENCES:
-        return None
-    schema = resolved(schema, root)
+    each = [_own_types(one) for one in alternatives(schema, root)]
+    known = [one for one in each if one is not None]
+    return frozenset().union(*known) if len(known) == len(each) else None
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str] | None:
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset((named,))
@@ -46,11 +69,6 @@ def types_of(schema: object, root: Mapping[str, Any], hops: int = 0) -> frozense
         return frozenset((type_of(schema["const"]),))
     if isinstance(schema.get("enum"), list):
         return frozenset(map(type_of, schema["enum"]))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            each = [types_of(one, root, hops + 1) for one in schema[key]]
-            known = [one for one in each if one is not None]
-            return frozenset().union(*known) if len(known) == len(each) else None
     return None
 
 
