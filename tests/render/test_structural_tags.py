@@ -1,6 +1,7 @@
 """Structural tags in both notations: which texts they take."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -122,3 +123,12 @@ def test_what_is_no_tag(node: Any, says: str) -> None:
     with pytest.raises(RequestError, match=says) as raised:
         grammar(node)
     assert raised.value.field == "structured_outputs"
+
+
+def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
+    """Each of many formats would be written together with each of many ends."""
+    node = tag("<", {"type": "or", "elements": [ANY] * 6000}, ["ab"] * 6000)
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match="ask for less"):
+        grammar(node)
+    assert time.monotonic() - begun < 2.0

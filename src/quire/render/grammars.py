@@ -15,8 +15,8 @@ from quire.base.errors import EngineBusy, RequestError
 from quire.base.structured_outputs import FIELD
 from quire.render.job_pool import JobPool
 from quire.render.job_process import JobKind
+from quire.render.lark import MAX_CHARS
 
-MAX_CHARS = 1 << 20
 HEAVY_BYTES = 1 << 14
 MAX_KEPT = 512
 MAX_KEPT_CHARS = 1 << 24

@@ -19,6 +19,9 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from quire.base.errors import RequestError
+
+MAX_CHARS = 1 << 20  # of a whole grammar
 _UNSAFE = re.compile(r"\\.|/|\n|\\\Z", re.DOTALL)
 ANY_TEXT = "/(?s:.*)/"  # no added token is in it
 GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_check.py`)
@@ -34,7 +37,7 @@ _NAMES = re.compile(
 
 class Lark:
     """added_tokens: text -> token id of the tokens that the tokenizer never makes of ordinary text
-    (special or not)."""
+    (special or not). Raises RequestError as soon as it has more than MAX_CHARS characters."""
 
     def __init__(self, added_tokens: Mapping[str, int] | None = None) -> None:
         self._ids = dict(added_tokens or {})
@@ -42,7 +45,7 @@ class Lark:
         self._added = re.compile("|".join(map(re.escape, names))) if names else None
         self._lines: list[str] = []
         self._nested: list[dict[str, str]] = []
-        self._num_rules = 0
+        self._num_rules = self._num_chars = 0
 
     def rule(self, body: str, attributes: str = "") -> str:
         """Add a rule; returns its name. attributes: such as `max_tokens=100`, or `lazy`."""
@@ -130,6 +133,12 @@ class Lark:
 
     def _add(self, kind: str, body: str, attributes: str) -> str:
         self._num_rules += 1
+        self._num_chars += len(body)
+        if self._num_chars > MAX_CHARS:
+            raise RequestError(
+                f"what is asked of the answer makes a grammar of more than {MAX_CHARS} characters;"
+                " ask for less."
+            )
         name = f"{kind}_{self._num_rules}"
         shown = f"[{attributes}]" if attributes else ""
         self._lines.append(f"{name}{shown}: {body}")

@@ -50,6 +50,8 @@ def content_rule(
         )
         try:
             return lark.json(options)
+        except RequestError:
+            raise
         except (TypeError, ValueError) as error:  # of a program that asks in Python
             raise RequestError(f"{field}: the schema is no JSON: {error}.", field) from None
 

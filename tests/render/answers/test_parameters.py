@@ -4,6 +4,7 @@ Covers `render/answers/parameters.py` and `render/answers/parameters_grammar.py`
 """
 
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -177,3 +178,13 @@ def test_a_schema_that_refers_to_itself_takes_no_time() -> None:
     assert types_of(itself, root) == {"integer"}
     itself["anyOf"].append({})
     assert types_of(itself, root) is None
+
+
+def test_what_would_make_a_long_grammar_is_refused_before_it_is_made() -> None:
+    """What all refer to would stand in it once for each; nobody waits for that."""
+    names = {f"d{i}": {"type": "integer"} for i in range(4000)}
+    one = asked({f"p{i}": {"$ref": "#/$defs/d0"} for i in range(4000)}, **{"$defs": names})
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match="ask for less"):
+        one.grammar(VOCABULARY.added)
+    assert time.monotonic() - begun < 2.0

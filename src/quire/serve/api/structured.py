@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from quire.base.errors import RequestError
 from quire.base.structured_outputs import StructuredOutputsParams
-from quire.render.grammars import MAX_CHARS, Checked
+from quire.render.grammars import Checked
+from quire.render.lark import MAX_CHARS
 from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.protocol import GenerationRequest
