@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.config import ServerConfig
-from quire.base.errors import RequestError
+from quire.base.errors import ConfigError, RequestError
 from quire.serve.api.context import ApiContext
 from tests.serve.api.conftest import serving
 from tests.serve.api.fake_client import FakeClient
@@ -109,3 +109,9 @@ def test_reasoning_that_does_not_end(client: openai.OpenAI) -> None:
     message = answer.choices[0].message
     assert message.content == "" and message.reasoning
     assert answer.usage.completion_tokens_details.reasoning_tokens == 8
+
+
+@pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_format_is_refused_at_the_start(setting: str) -> None:
+    with pytest.raises(ConfigError, match="there is no format of .* 'nonsense'; there are auto"):
+        LLM("demo", **{setting: "nonsense"})

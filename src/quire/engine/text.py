@@ -7,6 +7,7 @@ from quire.base.config import ModelConfig
 from quire.engine.requests import RequestMaker
 from quire.engine.vocabulary import Vocabulary, make_vocabulary
 from quire.models.source import TEXT_FILES, ModelSource, resolve_model
+from quire.render.answers.detect import check_names
 from quire.render.generation import read_generation_defaults
 from quire.render.renderer import Renderer
 from quire.render.template_pool import TemplatePool
@@ -28,6 +29,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
 
     maker_id: tells the front ends of one engine apart, so that their seeds differ.
     """
+    check_names(config.tool_call_parser, config.reasoning_parser)
     tokenizer = _read_tokenizer(config, source)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     use_sampling = config.generation_config == "auto"
