@@ -169,6 +169,19 @@ def edits_case(bench: Bench, model: Model, rows: int) -> Made:
     return lambda: kernel.edit_logits(logits, table, slots, tokens, which, lengths, lengths), cost
 
 
+def mask_case(bench: Bench, model: Model, rows: int) -> Made:
+    """Masks that forbid nearly everything, as those of JSON do."""
+    from quire.ops.kernels import mask as kernel
+    from quire.ops.mask import RowMasks, num_words
+
+    logits = bench.randn(rows, model.vocab)
+    words = torch.zeros(rows, num_words(model.vocab), dtype=torch.int32, device=bench.device)
+    words[:, 0] = 1
+    places = torch.arange(rows, dtype=torch.int32, device=bench.device)
+    masks = RowMasks(places, words)
+    return lambda: kernel.apply_masks(logits, masks), Cost(num_bytes=logits.nbytes + words.nbytes)
+
+
 def penalties_case(bench: Bench, model: Model, rows: int, length: int) -> Made:
     """Each place of a token is read; counts and logits of those that are there are changed."""
     from quire.ops.kernels import penalties as kernel
@@ -295,6 +308,7 @@ def _sampling_cases(model: Model, rows: int) -> Iterator[KernelCase]:
             "sampling", f"{which}, {name}", lambda b, w=which: sampling_case(b, model, rows, w)
         )
     yield KernelCase("sampling_edits", name, lambda b: edits_case(b, model, rows))
+    yield KernelCase("mask", name, lambda b: mask_case(b, model, rows))
     length = 2048 if rows > 2 else 20
     yield KernelCase(
         "penalties", f"{name} of {length}", lambda b: penalties_case(b, model, rows, length)

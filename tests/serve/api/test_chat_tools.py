@@ -182,7 +182,10 @@ def test_choices_that_are_none(
 
 
 def test_a_tool_whose_schema_makes_no_sense(openai_client: openai.OpenAI) -> None:
-    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}
+    bad = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": {"type": "objekt"}}}},
+    }
     with pytest.raises(openai.BadRequestError, match="objekt") as caught:
         openai_client.chat.completions.create(**FORCED, tools=[bad], tool_choice="required")
     assert caught.value.param == "tools"

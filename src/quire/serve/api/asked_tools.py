@@ -17,46 +17,48 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclass(frozen=True)
 class AskedTools:
-    """described: what the chat template shows to the model. callable: what an answer may call."""
+    """callable: what an answer may call."""
 
-    described: list[dict[str, Any]] | None = None
     callable: tuple[Tool, ...] = ()
     choice: ToolChoice = "none"
 
 
+def shown_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """Return what the chat template gets of the tools: all, which the prefix cache likes, or with
+    the choice `none` nothing."""
+    return None if body.tool_choice == "none" else body.tools or None
+
+
 def asked_tools(body: ChatCompletionRequest) -> AskedTools:
-    """Return the tools of a request; with the choice `none`, none. Raises ApiError for a choice
+    """Return the tools of a request that was rendered; with the choice `none`, none. Raises ApiError for a choice
     that is none, or of a tool that is not there, and RequestError for a tool that is none."""
     choice: Any = "auto" if body.tool_choice is None else body.tool_choice
     if not body.tools:
         if choice in ("auto", "none"):
             return AskedTools()
         raise bad_request(f"tool_choice={shown(choice)} needs tools; add them.", "tool_choice")
-    tools = tools_of(body.tools)
     if choice == "none":
         return AskedTools()
+    tools = tools_of(body.tools)
     if choice in ("auto", "required"):
-        return AskedTools(body.tools, tools, choice)
+        return AskedTools(tools, choice)
     if not isinstance(choice, Mapping):
         raise _wrong_choice(choice)
     if choice.get("type") == "allowed_tools":
-        return _allowed(body.tools, tools, choice)
+        return _allowed(tools, choice)
     called = _one_of(tools, choice)
-    return AskedTools(body.tools, (called,), NamedTool(called.name))
+    return AskedTools((called,), NamedTool(called.name))
 
 
-def _allowed(
-    described: list[dict[str, Any]], tools: tuple[Tool, ...], choice: Mapping[str, Any]
-) -> AskedTools:
-    """Return some of the tools: all are shown, which the prefix cache likes, and these may be
-    called."""
+def _allowed(tools: tuple[Tool, ...], choice: Mapping[str, Any]) -> AskedTools:
+    """Return some of the tools."""
     allowed = choice.get("allowed_tools", choice)
     mode = allowed.get("mode", "auto") if isinstance(allowed, Mapping) else None
     listed = allowed.get("tools") if isinstance(allowed, Mapping) else None
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise _wrong_choice(choice)
     some = tuple(_one_of(tools, each) for each in listed)
-    return AskedTools(described, some, mode)
+    return AskedTools(some, mode)
 
 
 def _one_of(tools: tuple[Tool, ...], choice: object) -> Tool:

@@ -14,7 +14,7 @@ from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, UsageCounter
-from quire.serve.api.asked_tools import AskedTools, asked_tools
+from quire.serve.api.asked_tools import asked_tools, shown_tools
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.chat_choice import ChatChoice
 from quire.serve.api.context import Api, ApiContext, new_id
@@ -49,10 +49,9 @@ async def create_chat_completion(
     check_stream_options(body)
     check_top_logprobs(body, api.client.ready)
     answer_id = new_id("chatcmpl")
-    tools = asked_tools(body)
     body, hooks = await admitted_chat(api, body, request.scope, answer_id)
-    whole = await _render(api, body, tools)
-    asked = _asked_answer(api, body, tools, whole.text or "")
+    whole = await _render(api, body)
+    asked = _asked_answer(api, body, whole.text or "")
     prompt = truncated(whole, body, api.client.ready.max_model_len)
     room = room_beside(prompt, api.client.ready.max_model_len, "messages")
     params = chat_params(body, api.requests.defaults, room)
@@ -69,9 +68,7 @@ async def create_chat_completion(
     return with_warnings(await answer.respond(request), grammar)
 
 
-async def _render(
-    api: ApiContext, body: ChatCompletionRequest, tools: AskedTools
-) -> RenderedPrompt:
+async def _render(api: ApiContext, body: ChatCompletionRequest) -> RenderedPrompt:
     """Return the conversation as tokens. tool_choice `none` leaves the tools out of it."""
     goes_on = bool(body.continue_final_message)
     begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
@@ -81,7 +78,7 @@ async def _render(
     options = ChatOptions(
         add_generation_prompt=begins,
         continue_final_message=goes_on,
-        tools=tools.described,
+        tools=shown_tools(body),
         documents=body.documents,
         template_kwargs=variables,
     )
@@ -95,11 +92,10 @@ async def _render(
     return prompt
 
 
-def _asked_answer(
-    api: ApiContext, body: ChatCompletionRequest, tools: AskedTools, prompt: str
-) -> AskedAnswer:
+def _asked_answer(api: ApiContext, body: ChatCompletionRequest, prompt: str) -> AskedAnswer:
     """Return what the answer to a prompt is to be made of."""
-    answer_format = api.renderer.answer_format(body.chat_template, bool(tools.described))
+    tools = asked_tools(body)
+    answer_format = api.renderer.answer_format(body.chat_template, bool(shown_tools(body)))
     content, strict, field = structured_outputs_of(body)
     budget = body.thinking_token_budget
     return AskedAnswer(
