@@ -170,7 +170,11 @@ def test_some_of_the_tools(openai_client: openai.OpenAI) -> None:
         ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "must be one of auto"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "must be one of"),
         ({"tools": [*TOOLS, *TOOLS]}, "tools[1]", "another tool is called"),
-        ({"tools": [{"type": "retrieval"}]}, "tools[0]", "of type 'retrieval'"),
+        (
+            {"tools": [{"type": "retrieval", "function": {"name": "f"}}]},
+            "tools[0]",
+            "of type 'retrieval'",
+        ),
     ],
 )
 def test_choices_that_are_none(

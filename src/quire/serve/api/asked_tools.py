@@ -30,8 +30,9 @@ def shown_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
 
 
 def asked_tools(body: ChatCompletionRequest) -> AskedTools:
-    """Return the tools of a request that was rendered; with the choice `none`, none. Raises ApiError for a choice
-    that is none, or of a tool that is not there, and RequestError for a tool that is none."""
+    """Return the tools of a request that was rendered; with the choice `none`, none. Raises
+    ApiError for a choice that is none, or of a tool that is not there, and RequestError for a tool
+    that is none."""
     choice: Any = "auto" if body.tool_choice is None else body.tool_choice
     if not body.tools:
         if choice in ("auto", "none"):
