@@ -1,5 +1,7 @@
 """The grammar in the making: texts, tokens, texts up to an end, grammars of others."""
 
+import time
+
 import pytest
 
 from quire.render.lark import Lark, is_gbnf, regex
@@ -41,3 +43,10 @@ def test_a_regular_expression_ends_where_it_ends() -> None:
     assert regex(r"a\\") == r"/a\\/"
     with pytest.raises(ValueError, match="backslash"):
         regex("a\\\\\\")
+
+
+@pytest.mark.parametrize("text", ['\\"' * 99_999, "\\/" * 99_999, "::=" + "\n" * 199_999])
+def test_a_grammar_is_read_in_linear_time(text: str) -> None:
+    begun = time.monotonic()
+    Lark({"<x>": 5}).nested(text)
+    assert time.monotonic() - begun < 2.0

@@ -27,9 +27,10 @@ ANY_TEXT = "/(?s:.*)/"  # no added token is in it
 GBNF = "gbnf_grammar"  # of a nested grammar that is not Lark yet (`grammar_check.py`)
 
 # What may hold a name in angle brackets without naming a token, or is one that does.
+# What nothing ends goes on to the end of its line, so that every character is read once.
 _NAMES = re.compile(
     r"""
-    "(?:\\.|[^"\\\n])*" | //[^\n]* | /(?:\\.|[^/\\\n])+/ | \#[^\n]* | (?P<name><[^<>\s\[\]]+>)
+    "(?:\\.|[^"\\\n])*"? | //[^\n]* | /(?:\\.|[^/\\\n])+/? | \#[^\n]* | (?P<name><[^<>\s\[\]]+>)
 """,
     re.VERBOSE,
 )
@@ -165,7 +166,7 @@ def regex(pattern: str) -> str:
 
 def is_gbnf(text: str) -> bool:
     """Tell a grammar in the notation of llama.cpp from one in Lark's."""
-    return "::=" in text and not re.search(r"(?m)^\s*(%llguidance\b|[?!]?start\s*:[^:])", text)
+    return "::=" in text and not re.search(r"(?m)^[^\S\n]*(%llguidance\b|[?!]?start\s*:[^:])", text)
 
 
 def _quoted(text: str) -> list[str]:
