@@ -107,21 +107,36 @@ class AskedAnswer:
         """How the calls of this answer are written; None if it must have none."""
         return self.format.calls if self.tools and self.choice != "none" else None
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether not every answer will do."""
+        if self.content is not None or self.thinking_token_budget is not None:
+            return True
+        if self.choice not in ("auto", "none"):
+            return True
+        return self._is_bound and self.calls is not None
+
+    @property
+    def _is_bound(self) -> bool:
+        """Whether calls that the model chooses to make must be of a certain form."""
+        return not self.parallel or any(tool.strict for tool in self.tools)
+
     def grammar(self, added_tokens: Mapping[str, int]) -> str:
         """Return the grammar of the whole answer; an empty text if nothing is constrained.
 
         added_tokens: as `Lark` takes them. Raises RequestError.
         """
+        if not self.is_constrained:
+            return ""
         lark = Lark(added_tokens)
         reasoning = self.format.reasoning
         rest = self._behind_reasoning(lark)
         budget = self.thinking_token_budget
         if budget is not None and reasoning is None:
             raise RequestError(NO_REASONING.format(budget), "thinking_token_budget")
-        if rest is None and budget is None:
-            return ""
         if reasoning is None:
-            return lark.text(rest or "")
+            assert rest is not None, "then nothing but a budget is asked for"
+            return lark.text(rest)
         rest = rest or self._anything(lark, reasoning)
         if self.has_reasoned:
             return lark.text(rest)
@@ -144,7 +159,7 @@ class AskedAnswer:
             return calls_rule(lark, calls, self._choosable(), several)
         if content is not None:
             return f"({calls_rule(lark, calls, self.tools, self.parallel)} | {content})"
-        if not self.parallel or any(tool.strict for tool in self.tools):
+        if self._is_bound:
             return free_rule(lark, calls, self.format.reasoning, self.tools, self.parallel)
         return None
 

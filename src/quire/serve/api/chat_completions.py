@@ -33,7 +33,7 @@ from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.reasoning_count import ReasoningCount
 from quire.serve.api.rendering import check_model, render_prompt
-from quire.serve.api.structured import structured_outputs_of, with_warnings
+from quire.serve.api.structured import form_size, structured_outputs_of, with_warnings
 from quire.serve.api.unsupported_fields import check_neutral
 
 router = fastapi.APIRouter(route_class=BoundedRoute)
@@ -59,7 +59,7 @@ async def create_chat_completion(
         shown = asked.shown_special_token_ids(api.renderer.tokenizer)
         params.shown_special_token_ids = list(shown) or None
     tenant = tenant_asking(request.scope, api.config, body)
-    grammar = await _checked_grammar(api, asked)
+    grammar = await _checked_grammar(api, body, asked)
     job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
@@ -112,15 +112,18 @@ def _asked_answer(api: ApiContext, body: ChatCompletionRequest, prompt: str) -> 
     )
 
 
-async def _checked_grammar(api: ApiContext, asked: AskedAnswer) -> Checked:
+async def _checked_grammar(
+    api: ApiContext, body: ChatCompletionRequest, asked: AskedAnswer
+) -> Checked:
     """Return the grammar of an answer, empty for one that may be anything. Raises RequestError for
     one that makes no sense."""
+    if not asked.is_constrained:
+        return Checked("")
     field = "tools" if asked.content is None else asked.content_field
     tokenizer = api.renderer.tokenizer
     assert tokenizer is not None, "there is none without a prompt as text"
-    grammar = asked.grammar(tokenizer.added_ids)
-    if not grammar:
-        return Checked("")
+    size = form_size(body, body.tools)
+    grammar = await api.lanes.run(size, asked.grammar, tokenizer.added_ids)
     return await api.renderer.grammars.check_async(grammar, field)
 
 

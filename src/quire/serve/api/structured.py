@@ -15,6 +15,8 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.protocol import GenerationRequest
 from quire.serve.api.validation_errors import shown
+from quire.serve.async_renderer import size_of
+from quire.serve.lanes import MAX_CHARS_ON_LOOP
 
 Json = dict[str, Any]
 
@@ -49,6 +51,14 @@ def structured_outputs_of(body: GenerationRequest) -> Asked:
     return asked[0]
 
 
+def form_size(body: GenerationRequest, tools: object = None) -> int:
+    """Return about how many characters say what the answer must be, for `Lanes.run`: to read them
+    and to write a grammar of them takes as long as they are many."""
+    asked = [body.response_format, body.structured_outputs, tools]
+    asked += [getattr(body, name) for name in GUIDED]
+    return size_of(asked, MAX_CHARS_ON_LOOP)
+
+
 async def checked_grammar(
     api: ApiContext, body: GenerationRequest, num_prompts: int = 1
 ) -> Checked:
@@ -58,7 +68,8 @@ async def checked_grammar(
     wanted, strict, field = structured_outputs_of(body)
     if wanted is None:
         return Checked("")
-    grammar = api.renderer.grammar_of(wanted, strict=strict, field=field)
+    size = form_size(body)
+    grammar = await api.lanes.run(size, api.renderer.grammar_of, wanted, strict=strict, field=field)
     if len(grammar) * num_prompts > MAX_CHARS:
         raise bad_request(
             f"{field} makes a grammar of {len(grammar)} characters, for each of {num_prompts}"
