@@ -96,7 +96,10 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
     monkeypatch.setattr(remote, "MOST_UNSENT_BYTES", 100_000)
     ready = Ready(0, 97, 1 << 20, 20, 4, {"model": "tiny"}, "memory")
 
+    held: list[object] = []  # nobody else holds a connection that reads no more
+
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        held.extend([writer, asyncio.current_task()])
         writer.write(core_codec().encode(ready))
         await asyncio.Event().wait()
 
@@ -106,6 +109,7 @@ def test_a_core_that_takes_nothing_in_is_sent_no_more(
         assert client._writer is not None
         transport, waiting = client._writer.transport, []
         while transport.get_write_buffer_size() <= 100_000:
+            assert len(waiting) < 1000, "nothing is kept back"
             prompt = [1] * 50_000
             waiting.append(
                 asyncio.create_task(token_ids(client.generate(request(f"r{len(waiting)}", prompt))))
