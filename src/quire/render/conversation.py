@@ -50,11 +50,19 @@ def prepare_tools(tools: object) -> list[Message] | None:
         if not isinstance(tool, Mapping):
             message = f"tools[{index}] must be an object, got {type(tool).__name__}."
             raise RequestError(message, f"tools[{index}]")
-        function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"tools[{index}] needs a function with a name.", f"tools[{index}]")
+        described_function(tool, f"tools[{index}]")
     return [plain_data(dict(tool), "tools") for tool in tools]
+
+
+def described_function(tool: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """Return what a tool's description says of its function. Raise RequestError that names `where`
+    if this has no name."""
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{where} needs a function with a name.", where)
+    found: Mapping[str, Any] = function
+    return found
 
 
 def plain_data(value: Any, where: str, depth: int = 0) -> Any:

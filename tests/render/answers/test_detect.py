@@ -7,7 +7,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.render.answers import table
 from quire.render.answers.detect import check_names
-from quire.render.answers.format import AnswerFormat, AskedAnswer, detect_format
+from quire.render.answers.format import AnswerFormat, detect_format, special_token_ids_in
 from quire.render.tokenizer import Tokenizer
 from tests.render.answers.goldens import reasoning_row
 
@@ -57,6 +57,7 @@ def test_added_tokens_decide_where_the_template_shows_nothing() -> None:
     class WithTokens(Tokenizer):
         def __init__(self) -> None:
             self.added_tokens = {5: "[TOOL_CALLS]", 6: "[ARGS]"}
+            self.special_ids = frozenset(self.added_tokens)
 
     assert detect_format(TOOLS, WithTokens()).calls == table.MISTRAL
     assert detect_format("<tool_call>", WithTokens()).calls == table.HERMES
@@ -70,7 +71,7 @@ def test_special_tokens_that_the_parser_must_see() -> None:
             self.special_ids = frozenset(range(6))
 
     def shown(form: AnswerFormat) -> tuple[int, ...]:
-        return AskedAnswer(form).shown_special_token_ids(WithTokens())
+        return special_token_ids_in(form, WithTokens())
 
     assert shown(AnswerFormat(table.MISTRAL, reasoning_row("mistral"))) == (1, 2, 4)
     assert shown(AnswerFormat(table.HARMONY)) == (5,)

@@ -1,7 +1,7 @@
 """How a model answers (`AnswerFormat`), and what a request asks of one answer (`AskedAnswer`)."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from quire.base.errors import RequestError
@@ -26,10 +26,12 @@ NO_REASONING = (
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """Of one model. None: its template knows no tools, or no reasoning."""
+    """Of one model. None: its template knows no tools, or no reasoning. shown_special_token_ids:
+    special tokens that the parser must see as text."""
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
+    shown_special_token_ids: tuple[int, ...] = field(default=(), compare=False)
 
     def begins_in_reasoning(self, prompt: str) -> bool:
         """Tell whether this prompt ends with the mark that opens reasoning."""
@@ -70,9 +72,23 @@ def detect_format(
     """
     template = template or ""
     tokens = () if tokenizer is None else tokenizer.added_tokens.values()
-    return AnswerFormat(
+    found = AnswerFormat(
         call_format(tool_call_parser, template, tokens),
         reasoning_format(reasoning_parser, template),
+    )
+    if tokenizer is None:
+        return found
+    return replace(found, shown_special_token_ids=special_token_ids_in(found, tokenizer))
+
+
+def special_token_ids_in(form: AnswerFormat, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens of which a format's marks are made."""
+    texts = [text for text in form.marks() if text]
+    added = tokenizer.added_tokens
+    return tuple(
+        token_id
+        for token_id in sorted(tokenizer.special_ids)
+        if any(added[token_id] in text for text in texts)
     )
 
 
@@ -81,6 +97,9 @@ class NamedTool:
     """The choice of exactly this tool."""
 
     name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ class AskedAnswer:
 
     format: AnswerFormat
     tools: tuple[Tool, ...] = ()
-    choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    choice: ToolChoice = "auto"
     parallel: bool = True
     content: StructuredOutputsParams | None = None
     content_field: str = FIELD
@@ -190,13 +209,3 @@ class AskedAnswer:
     def parser(self) -> AnswerParser:
         """Return a parser for one answer (of n)."""
         return AnswerParser(self.calls, self.format.reasoning, self.tools, self.begins_in_reasoning)
-
-    def shown_special_token_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """Return the special tokens that the parser must see as text."""
-        texts = [text for text in self.format.marks() if text]
-        added = tokenizer.added_tokens
-        return tuple(
-            token_id
-            for token_id in sorted(tokenizer.special_ids)
-            if any(added[token_id] in text for text in texts)
-        )

@@ -5,6 +5,7 @@ from typing import Any
 
 from quire.base.errors import RequestError
 from quire.render.answers.syntax import Tool
+from quire.render.conversation import described_function
 
 
 def tools_of(described: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
@@ -17,10 +18,8 @@ def tools_of(described: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
         kind = tool.get("type", "function")
         if kind != "function":
             raise RequestError(f"{where} is of type {kind!r}; only function is possible.", where)
-        function = tool.get("function", tool)
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"{where} needs a function with a name.", where)
+        function = described_function(tool, where)
+        name: str = function["name"]
         if name in found:
             message = f"{where}: another tool is called {name!r}, too; give each its own name."
             raise RequestError(message, where)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from quire.render.answers.format import NamedTool
+from quire.render.answers.format import NamedTool, ToolChoice
 from quire.render.answers.syntax import Tool
 from quire.render.answers.tools import tools_of
 from quire.serve.api.errors import ApiError, bad_request
@@ -12,7 +12,6 @@ from quire.serve.api.protocol import ChatCompletionRequest
 from quire.serve.api.validation_errors import shown
 
 WORDS = ("auto", "none", "required")
-ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 @dataclass(frozen=True)

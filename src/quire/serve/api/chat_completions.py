@@ -55,9 +55,7 @@ async def create_chat_completion(
     prompt = truncated(whole, body, api.client.ready.max_model_len)
     room = room_beside(prompt, api.client.ready.max_model_len, "messages")
     params = chat_params(body, api.requests.defaults, room)
-    if api.renderer.tokenizer is not None:
-        shown = asked.shown_special_token_ids(api.renderer.tokenizer)
-        params.shown_special_token_ids = list(shown) or None
+    params.shown_special_token_ids = list(asked.format.shown_special_token_ids) or None
     tenant = tenant_asking(request.scope, api.config, body)
     grammar = await _checked_grammar(api, body, asked)
     job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text)
