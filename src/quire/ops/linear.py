@@ -11,13 +11,15 @@ of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that s
 
 import torch
 
+from quire.base.errors import ConfigError
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
 from quire.ops.gpu import kernels_for
 from quire.ops.host_memory import HugeMemory
 from quire.ops.native import address, needed_core
-from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack
+from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack, pack_stored
 from quire.ops.registry import op
+from quire.ops.stored_rows import StoredRows
 from quire.ops.threads import num_threads
 
 Weight = torch.Tensor | PackedWeight
@@ -82,6 +84,20 @@ def pack_weight(
         return weight_NK
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_TOKENS)
     return packed
+
+
+def pack_rows(
+    rows: StoredRows, dtype: torch.dtype, device: torch.device, memory: HugeMemory | None = None
+) -> Weight:
+    """Return a weight that a checkpoint quantised, in the order that the device multiplies; its
+    numbers stay what they are. dtype: of activations. memory: where the core's order is put.
+
+    Raises ConfigError where the device has no kernel for the format.
+    """
+    if can_pack_natively(dtype, device):
+        return pack_stored(rows, memory)
+    kind = type(rows).__name__
+    raise ConfigError(f"there is no kernel for weights stored as {kind} on {device.type}.")
 
 
 # The number of tokens that oneDNN's packed order is chosen for; any other number works with it.

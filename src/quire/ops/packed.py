@@ -22,6 +22,7 @@ from quire.ops.formats import (
 from quire.ops.host_memory import HugeMemory, aligned
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreWeight, WeightLayout
+from quire.ops.stored_rows import StoredRows
 from quire.ops.threads import num_threads
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -125,6 +126,11 @@ def pack_blocks(
     blocks = address(blocks_NB, torch.uint8)
     needed_core().linear_pack_blocks(packed.data.data_ptr(), packed.core, blocks, num_threads())
     return packed
+
+
+def pack_stored(rows: StoredRows, memory: HugeMemory | None = None) -> PackedWeight:
+    """Pack a weight that a checkpoint quantised; its numbers stay what they are."""
+    raise ConfigError(f"the core does not multiply weights stored as {type(rows).__name__}.")
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:
