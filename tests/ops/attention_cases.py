@@ -23,6 +23,15 @@ class Case:
     heads: int = 4
     kv_heads: int = 2
     window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def sinks_N(self) -> torch.Tensor | None:
+        """One sink outweighs most keys, one is nothing."""
+        if not self.has_sinks:
+            return None
+        return torch.tensor([0.5, 5.0, -torch.inf, -1.0, 2.0, 0.0][: self.heads])
 
     @property
     def num_blocks(self) -> int:
@@ -109,7 +118,7 @@ def run_step(
         for values in (contents.q, contents.k, contents.v)
     )
     backend.write(1, k, v)
-    return backend.run(1, q, HEAD_DIM**-0.5)
+    return backend.run(1, q, HEAD_DIM**-0.5, soft_cap=case.soft_cap, sinks_N=case.sinks_N)
 
 
 def run_named(name: str, case: Case, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -124,10 +133,16 @@ def attend_contiguous(case: Case, contents: Contents) -> torch.Tensor:
     for (before, _), q, k, v in zip(case.rows, contents.q, contents.k, contents.v, strict=True):
         k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("qnh,cnh->nqc", q, k) * HEAD_DIM**-0.5
+        if case.soft_cap is not None:
+            scores = case.soft_cap * torch.tanh(scores / case.soft_cap)
         query, key = torch.arange(len(q))[:, None], torch.arange(len(q))
         hidden = key > query
         if case.window is not None:
             hidden |= key <= query - case.window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if case.sinks_N is not None:
+            total += case.sinks_N.double().exp()[:, None, None]
+        weights /= total
         outs.append(torch.einsum("nqc,cnh->qnh", weights, v)[before:])
     return torch.cat(outs)

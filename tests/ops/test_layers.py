@@ -8,13 +8,16 @@ import torch
 from quire.ops.add import add
 from quire.ops.embedding import embedding
 from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import can_pack, linear, pack_weight
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm
 from quire.ops.rotary import rotary, rotary_rows
+from quire.ops.scale import scale
 from quire.ops.select_rows import select_rows
 from quire.ops.silu_mul import silu_mul
+from quire.ops.soft_cap import soft_cap
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
@@ -62,6 +65,7 @@ def test_layer_norm(dtype: torch.dtype) -> None:
     centred = exact - exact.mean(-1, keepdim=True)
     plain = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     check(layer_norm(x, None, None, 1e-5), plain, dtype)
+    check(layer_norm(x, weight, None, 1e-5), plain * weight.double(), dtype)
     check(layer_norm(x, weight, bias, 1e-5), plain * weight.double() + bias.double(), dtype)
 
 
@@ -112,6 +116,11 @@ def test_activations(dtype: torch.dtype) -> None:
     check(gelu_tanh(x), exact * (1 + torch.tanh(inner)) / 2, dtype)
     gate, up = exact.chunk(2, dim=-1)
     check(silu_mul(x), gate / (1 + torch.exp(-gate)) * up, dtype)
+    check(gelu_mul(x), gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up, dtype)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    check(gelu_tanh_mul(x), gate * (1 + torch.tanh(inner)) / 2 * up, dtype)
+    check(scale(x, 3.7), exact * 3.7, dtype)
+    check(soft_cap(x, 0.8), 0.8 * torch.tanh(exact / 0.8), dtype)
     torch.testing.assert_close(x.double(), exact, rtol=0, atol=0)
 
 

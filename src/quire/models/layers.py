@@ -255,12 +255,18 @@ class LayerNorm(Layer):
         return [Source(f"{self._name}.{kind}", part) for kind, part in parts.items()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attention:
-    """One layer's attention over paged memory."""
+    """One layer's attention over paged memory.
+
+    soft_cap, sinks: as `AttentionBackend.run` has them; sinks is a parameter [N] of the layer that
+    owns this, which says where it comes from.
+    """
 
     layer: int
     scale: float
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -275,7 +281,10 @@ class Attention:
 
     def stored(self, q_TNH: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
         """The same, where keys and values are stored already."""
-        return backend.run(self.layer, q_TNH, self.scale).flatten(1)
+        out_TNH = backend.run(
+            self.layer, q_TNH, self.scale, soft_cap=self.soft_cap, sinks_N=self.sinks
+        )
+        return out_TNH.flatten(1)
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

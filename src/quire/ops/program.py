@@ -330,8 +330,18 @@ class Tracer:
         self._emit(Instruction(Kind.STORE, views, num_written=0, layer=layer))
 
     def _attention(
-        self, out: torch.Tensor, _backend: object, layer: int, q: torch.Tensor, scale: float
+        self,
+        out: torch.Tensor,
+        _backend: object,
+        layer: int,
+        q: torch.Tensor,
+        scale: float,
+        *,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> None:
+        if soft_cap is not None or sinks_N is not None:
+            raise Untraceable("attention with a soft cap or sinks has no native form")
         views, heads = (self._new(out), self._view(q)), q.shape[1]
         self._emit(Instruction(Kind.ATTEND, views, heads=heads, layer=layer, scale=scale))
 

@@ -41,6 +41,8 @@ class TracedAttention(AttentionBackend):
         scale: float,
         *,
         out_TNH: torch.Tensor | None = None,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Noted. [T, N, H]."""
         return q_TNH.new_zeros(q_TNH.shape)

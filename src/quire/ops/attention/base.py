@@ -74,9 +74,18 @@ class AttentionBackend(ABC):
         scale: float,
         *,
         out_TNH: torch.Tensor | None = None,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend with this step's queries over their sequences; returns [T, N, H], in `out` if it
-        is given."""
+        is given:
+
+            score[j] = scale q . k[j], with a soft cap cap * tanh(scale q . k[j] / cap)
+            out = sum over seen j of e^score[j] v[j] / (e^sink + sum over seen j of e^score[j])
+
+        sinks: one logit per query head, float32 (float64 beside float64 queries); without them
+        e^sink is 0.
+        """
 
     @abstractmethod
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:

@@ -128,8 +128,12 @@ class CpuBackend(MovesBlocks):
         scale: float,
         *,
         out_TNH: torch.Tensor | None = None,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend for all rows, [T, N, H]."""
+        if soft_cap is not None or sinks_N is not None:
+            raise ConfigError("attention_backend cpu has no soft cap and no sinks; take torch.")
         kv = self._layers[layer]
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)

@@ -67,6 +67,8 @@ class ReferenceBackend(AttentionBackend):
         scale: float,
         *,
         out_TNH: torch.Tensor | None = None,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend row by row, [T, N, H]."""
         assert self._step is not None, "prepare() comes before run()"
@@ -78,7 +80,9 @@ class ReferenceBackend(AttentionBackend):
             out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
         for row, context_len in enumerate(context_lens):
             tokens = slice(starts[row], starts[row + 1])
-            out_TNH[tokens] = self._run_row(layer, q_TNH[tokens], scale, context_len, tables[row])
+            softmax = OnlineSoftmax(q_TNH[tokens], scale, soft_cap, sinks_N)
+            self._add_row(softmax, layer, context_len, tables[row])
+            out_TNH[tokens] = softmax.result().to(q_TNH.dtype)
         return out_TNH
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
@@ -97,47 +101,61 @@ class ReferenceBackend(AttentionBackend):
         for layer in self._layout.groups[group].layers:
             self._host.load(self._layers.index(layer), source, destination)
 
-    def _run_row(
-        self, layer: int, q_QNH: torch.Tensor, scale: float, context_len: int, table: list[int]
-    ) -> torch.Tensor:
-        """Compute equation 4 for the Q newest tokens of one row."""
+    def _add_row(
+        self, softmax: "OnlineSoftmax", layer: int, context_len: int, table: list[int]
+    ) -> None:
+        """Take one row's keys and values, block by block, for its Q newest tokens."""
         block_size = self._layout.block_size
         window = self._layout.groups[self._group_of_layer[layer]].window
-        num_queries = q_QNH.shape[0]
-        first_query = context_len - num_queries
+        first_query = context_len - softmax.num_queries
         first_key = 0 if window is None else max(0, first_query - window + 1)
-        query_Q1 = torch.arange(first_query, context_len, device=q_QNH.device)[:, None]
-        softmax = OnlineSoftmax(q_QNH, scale)
+        device = self._layout.device
+        query_Q1 = torch.arange(first_query, context_len, device=device)[:, None]
         for index in range(first_key // block_size, (context_len - 1) // block_size + 1):
             start = index * block_size
             length = min(block_size, context_len - start)
-            key_P = torch.arange(start, start + length, device=q_QNH.device)
+            key_P = torch.arange(start, start + length, device=device)
             allowed_QP = key_P <= query_Q1
             if window is not None:
                 allowed_QP &= key_P > query_Q1 - window
             k_PKH, v_PKH = self._kv[layer][:, table[index], :length]
             softmax.add(k_PKH, v_PKH, allowed_QP)
-        return softmax.result().to(q_QNH.dtype)
 
 
 class OnlineSoftmax:
     """Softmax-weighted values of Q queries, from keys and values that come in pieces.
 
     Kept per query and head: the largest score so far, and relative to it the sum of the
-    exponentials and the sum of the values weighted by them.
+    exponentials and the sum of the values weighted by them. A sink is a score that comes first.
     """
 
-    def __init__(self, q_QNH: torch.Tensor, scale: float) -> None:
+    def __init__(
+        self,
+        q_QNH: torch.Tensor,
+        scale: float,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
+    ) -> None:
         self._dtype = accumulation_dtype(q_QNH.dtype)
+        self._soft_cap = soft_cap
         self._q_NQH = q_QNH.to(self._dtype).transpose(0, 1) * scale
         self._max_NQ1 = self._q_NQH.new_full((*self._q_NQH.shape[:2], 1), -torch.inf)
         self._sum_NQ1 = torch.zeros_like(self._max_NQ1)
+        if sinks_N is not None:
+            self._max_NQ1.copy_(sinks_N[:, None, None])
+            self._sum_NQ1.fill_(1.0)
         self._values_NQH = torch.zeros_like(self._q_NQH)
+
+    @property
+    def num_queries(self) -> int:
+        return self._q_NQH.shape[1]
 
     def add(self, k_PKH: torch.Tensor, v_PKH: torch.Tensor, allowed_QP: torch.Tensor) -> None:
         """Take P more keys and values; `allowed` says which query sees which of them."""
         k_NPH, v_NPH = self._per_query_head(k_PKH), self._per_query_head(v_PKH)
         scores_NQP = self._q_NQH @ k_NPH.transpose(1, 2)
+        if self._soft_cap is not None:
+            scores_NQP = self._soft_cap * torch.tanh(scores_NQP / self._soft_cap)
         scores_NQP = scores_NQP.masked_fill(~allowed_QP, -torch.inf)
         new_max_NQ1 = torch.maximum(self._max_NQ1, scores_NQP.amax(dim=-1, keepdim=True))
         # A query that has seen no key yet has the maximum -inf; 0 keeps its exponentials at 0.

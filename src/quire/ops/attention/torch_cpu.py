@@ -19,7 +19,7 @@ import torch
 from quire.ops.attention.base import AttentionStep, KVLayout, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
-from quire.ops.attention.weigh import weigh
+from quire.ops.attention.weigh import Weighing, weigh
 from quire.ops.registry import op
 
 
@@ -70,6 +70,8 @@ class TorchBackend(MovesBlocks):
         scale: float,
         *,
         out_TNH: torch.Tensor | None = None,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend batch by batch, [T, N, H]."""
         if out_TNH is None:
@@ -78,7 +80,7 @@ class TorchBackend(MovesBlocks):
         kv = self._kv[g][:, index]
         for batch in self._batches[g]:
             k_KRCH, v_KRCH = self._gather(kv, batch)
-            _attend(batch, q_TNH, k_KRCH, v_KRCH, scale, out_TNH)
+            _attend(batch, q_TNH, k_KRCH, v_KRCH, Weighing(scale, soft_cap, sinks_N), out_TNH)
         return out_TNH
 
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +105,7 @@ def _attend(
     q_TNH: torch.Tensor,
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
-    scale: float,
+    weighing: Weighing,
     out_TNH: torch.Tensor,
 ) -> None:
     """Write the attention of the batch's tokens to `out`."""
@@ -116,7 +118,7 @@ def _attend(
             k_KRCH[:, :, : span.context],
             v_KRCH[:, :, : span.context],
             span.bias,
-            scale,
+            weighing,
         )
         for span in batch.spans
     ]

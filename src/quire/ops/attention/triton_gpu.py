@@ -154,8 +154,7 @@ class TritonBackend(MovesBlocks):
         soft_cap: float | None = None,
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend for all rows, [T, N, H], in `out` if it is given. soft_cap, sinks: as in
-        `kernels.attention`."""
+        """Attend for all rows, [T, N, H]."""
         if len(q_TNH) == 0:
             return torch.empty_like(q_TNH)
         kv = self._layers[layer]

@@ -1,11 +1,28 @@
 """Attention over contiguous keys and values, by torch operations: what is left after the gather.
 
 Shape legend: R rows, Q queries of a row, K KV heads, G query heads of one KV head, J = G * Q,
-B = K * R, C context tokens, H head dim. The G query heads of a KV head are taken as further queries
-of it, so keys and values are never repeated.
+B = K * R, C context tokens, H head dim, N = K * G. The G query heads of a KV head are taken as
+further queries of it, so keys and values are never repeated.
 """
 
+from dataclasses import dataclass
+
 import torch
+
+from quire.ops.precision import accumulation_dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Weighing:
+    """How scores become weights: as `AttentionBackend.run` says."""
+
+    scale: float
+    soft_cap: float | None = None
+    sinks_N: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.soft_cap is None and self.sinks_N is None
 
 
 def weigh(
@@ -13,14 +30,15 @@ def weigh(
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
     bias_R1QC: torch.Tensor,
-    scale: float,
+    weighing: Weighing,
 ) -> torch.Tensor:
-    """Compute softmax(q k^T * scale + bias) v as [R, Q, K, G, H]."""
-    if k_KRCH.device.type == "cpu" and k_KRCH.dtype.itemsize == 2:
-        # On a CPU the fused operation below multiplies 16-bit numbers slowly; matrix products
-        # of them are three times as fast.
-        return _by_products(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, scale)
-    return _by_fused_operation(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, scale)
+    """Compute softmax(scores + bias) v as [R, Q, K, G, H], of scores as `weighing` says."""
+    is_slow = k_KRCH.device.type == "cpu" and k_KRCH.dtype.itemsize == 2
+    if weighing.is_plain and not is_slow:
+        return _by_fused_operation(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, weighing.scale)
+    # The fused operation has neither; and on a CPU it multiplies 16-bit numbers slowly: matrix
+    # products of them are three times as fast.
+    return _by_products(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, weighing)
 
 
 def _by_products(
@@ -28,18 +46,30 @@ def _by_products(
     k_KRCH: torch.Tensor,
     v_KRCH: torch.Tensor,
     bias_R1QC: torch.Tensor,
-    scale: float,
+    weighing: Weighing,
 ) -> torch.Tensor:
-    """Compute it by products: scores and weights are rounded to 16 bits, the sums within each
-    operation are not."""
+    """Compute it by products: scores and weights are rounded to the dtype at least once, the sums
+    within each operation are not."""
     rows, queries, heads, group, size = q_RQKGH.shape
     q_BJH = q_RQKGH.permute(2, 0, 3, 1, 4).reshape(heads * rows, group * queries, size)
-    k_BCH, v_BCH = k_KRCH.flatten(0, 1), v_KRCH.flatten(0, 1)
+    k_BHC, v_BCH = k_KRCH.flatten(0, 1).transpose(1, 2), v_KRCH.flatten(0, 1)
     # One row's bias is broadcast over the heads by the product itself.
     bias_BJC = bias_R1QC.expand(heads if rows > 1 else 1, rows, group, queries, -1)
-    bias_BJC = bias_BJC.reshape(-1, group * queries, k_BCH.shape[1])
-    scores_BJC = torch.baddbmm(bias_BJC, q_BJH, k_BCH.transpose(1, 2), alpha=scale)
-    out_BJH = torch.bmm(scores_BJC.softmax(-1), v_BCH)
+    bias_BJC = bias_BJC.reshape(-1, group * queries, k_BHC.shape[2])
+    cap, dtype = weighing.soft_cap, accumulation_dtype(q_BJH.dtype)
+    beta = 1 if cap is None else 0
+    scores_BJC = torch.baddbmm(bias_BJC, q_BJH, k_BHC, beta=beta, alpha=weighing.scale)
+    if cap is not None:
+        scores_BJC = torch.tanh(scores_BJC.to(dtype) / cap) * cap + bias_BJC
+    if weighing.sinks_N is None:
+        weights_BJC = scores_BJC.softmax(-1)
+    else:
+        # A sink is one more key, without a value.
+        sinks_KRGQ = weighing.sinks_N.view(heads, 1, group, 1).expand(-1, rows, -1, queries)
+        sinks_BJ1 = sinks_KRGQ.reshape(heads * rows, group * queries, 1)
+        weights_BJC = torch.cat([scores_BJC.to(dtype), sinks_BJ1.to(dtype)], -1).softmax(-1)
+        weights_BJC = weights_BJC[..., :-1]
+    out_BJH = torch.bmm(weights_BJC.to(v_BCH.dtype), v_BCH)
     return out_BJH.view(heads, rows, group, queries, size).permute(1, 3, 0, 2, 4)
 
 

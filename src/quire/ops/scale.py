@@ -1,0 +1,11 @@
+"""A tensor times a number. Shape legend: T tokens, D any dimension."""
+
+import torch
+
+from quire.ops.registry import op
+
+
+@op("scale")
+def scale(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
+    """x * factor, in x's dtype."""
+    return x_TD * factor

@@ -1,0 +1,13 @@
+"""Soft-capping of logits. Shape legend: R rows, V vocabulary."""
+
+import torch
+
+from quire.ops.precision import accumulation_dtype
+from quire.ops.registry import op
+
+
+@op("soft_cap")
+def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(x / cap), in x's dtype."""
+    capped_RV = x_RV.to(accumulation_dtype(x_RV.dtype)) / cap
+    return capped_RV.tanh_().mul_(cap).to(x_RV.dtype)
