@@ -111,7 +111,8 @@ void rotary_factors(float* factors, int64_t position, const double* frequencies,
     const int64_t half = size / 2;
     for (int64_t i = 0; i < half; ++i) {
         const double angle = static_cast<double>(position) * frequencies[i];
-        const double cosine = std::cos(angle) * scale, sine = std::sin(angle) * scale;
+        const double own = frequencies[i] == 0 ? 1 : scale;  // what is not turned is not scaled
+        const double cosine = std::cos(angle) * own, sine = std::sin(angle) * own;
         factors[i] = factors[half + i] = static_cast<float>(cosine);
         factors[2 * half + i] = static_cast<float>(-sine);
         factors[3 * half + i] = static_cast<float>(sine);

@@ -87,7 +87,7 @@ class Weights:
 def weights_of(spec: ModelSpec) -> Weights:
     options = spec.experts
     layers = head = experts = 0
-    for part in outline(spec):
+    for part in outline(spec).parts:
         count = 1
         for size in part.shape:
             count *= size

@@ -62,6 +62,8 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
     ("llama", {"rope_scaling": {}, "partial_rotary_factor": None}, False),
     # layers
     ("llama", {"rms_norm_eps": 0.3}, True),
+    ("llama", {"hidden_act": "gelu"}, True),
+    ("qwen3", {"hidden_act": "gelu_pytorch_tanh"}, True),
     ("gpt2", {"layer_norm_epsilon": 0.3}, True),
     ("gpt2", {"scale_attn_weights": False}, True),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, True),
@@ -132,7 +134,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "'longrope' is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no factor"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* part of each"),
-    ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
+    ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ("gpt2", {"activation_function": "tanh"}, "'tanh' is not supported; supported are gelu"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is true"),
     ("llama", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),

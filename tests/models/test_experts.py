@@ -51,7 +51,7 @@ def test_stacked_as_on_a_gpu(variant: str, tmp_path: Path, monkeypatch: pytest.M
     assert [tuple(each.gate_up.shape) for each in stacked] == [(6, 48, 32)] * len(stacked) != []
     got = logits(model, checkpoint.spec, torch.float64).float()
     torch.testing.assert_close(got, checkpoint.logits(TOKENS[0]), rtol=1e-4, atol=1e-4)
-    sizes = [part.shape for part in outline(checkpoint.spec)]
+    sizes = [part.shape for part in outline(checkpoint.spec).parts]
     assert model_bytes(model) == 8 * sum(torch.Size(shape).numel() for shape in sizes)
     empty = make_model(checkpoint.spec, torch.float64, META)
     assert planned_bytes(empty, torch.float64, CPU) == model_bytes(model)
@@ -149,7 +149,7 @@ def test_windows_only_where_they_are_used() -> None:
 def test_the_sizes_of_qwen3_30b_a3b() -> None:
     """30.5 billion parameters, of which each token is multiplied with 3.0."""
     spec = load_spec(resolve_model("shape:qwen3-30b-a3b").directory)
-    shapes = [shape for part in outline(spec) for shape in part.tensors.values()]
+    shapes = [shape for part in outline(spec).parts for shape in part.tensors.values()]
     sizes = [torch.Size(shape).numel() for shape in shapes]
     assert sum(sizes) == 30_532_122_624
     cost = step_cost(spec, torch.bfloat16)

@@ -277,7 +277,7 @@ def test_unknown_architecture() -> None:
     ("change", "message"),
     [
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"hidden_act": "relu"}, "'relu' is not supported"),
         ({"partial_rotary_factor": 0.5}, "part of each head"),
     ],
 )

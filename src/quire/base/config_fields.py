@@ -6,6 +6,7 @@ and what it may be. `null` stands for an absent field.
 
 import reprlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ModelError
@@ -16,13 +17,19 @@ MAX_COUNT = (1 << 31) - 1  # of what has numbers in int32: positions, token ids
 
 
 class Fields:
-    """The values of one dictionary. where: what errors call it, such as `config.json`."""
+    """The values of one dictionary. where: what errors call it, such as `config.json`. defaults:
+    of fields that are not there; one that is null stays absent."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
-        self._raw, self._where = raw, where
+    def __init__(
+        self,
+        raw: Mapping[str, Any],
+        where: str = "config.json",
+        defaults: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._raw, self._where, self._defaults = raw, where, defaults
 
     def has(self, name: str) -> bool:
-        return self._raw.get(name) is not None
+        return self.value(name) is not None
 
     def is_null(self, name: str) -> bool:
         """Tell whether it is there and null: for the few fields where that is not the default."""
@@ -30,7 +37,7 @@ class Fields:
 
     def value(self, name: str) -> Any:
         """Return it as it stands there; None if absent."""
-        return self._raw.get(name)
+        return self._raw.get(name, self._defaults.get(name))
 
     def integer(
         self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE
@@ -41,7 +48,7 @@ class Fields:
         if name is None:
             assert default is not None
             return default
-        value = self._raw[name]
+        value = self.value(name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.error(name, f"it must be a whole number from {least} to {most}")
         return value
@@ -53,7 +60,7 @@ class Fields:
         if self._present((name,), default is not None) is None:
             assert default is not None
             return default
-        value = self._raw[name]
+        value = self.value(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # In this order, which refuses NaN as well.
         if not is_number or not least <= value <= MAX_NUMBER or (above and value == least):
@@ -62,7 +69,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._raw.get(name)
+        value = self.value(name)
         if value is None:
             return default
         if not isinstance(value, bool):
@@ -70,7 +77,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: str) -> str:
-        value = self._raw.get(name)
+        value = self.value(name)
         if value is None:
             return default
         if not isinstance(value, str):
@@ -79,7 +86,7 @@ class Fields:
 
     def integers(self, name: str, most: int = MAX_COUNT) -> tuple[int, ...]:
         """Return a list of whole numbers from 0, or a single one; empty if absent."""
-        value = self._raw.get(name)
+        value = self.value(name)
         found = value if isinstance(value, list) else [] if value is None else [value]
         for each in found:
             if isinstance(each, bool) or not isinstance(each, int) or not 0 <= each <= most:
@@ -88,7 +95,7 @@ class Fields:
 
     def texts(self, name: str) -> tuple[str, ...] | None:
         """Return a list of texts; None if absent."""
-        value = self._raw.get(name)
+        value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
@@ -97,7 +104,7 @@ class Fields:
 
     def inner(self, name: str) -> "Fields | None":
         """Return a dictionary in this one; None if it is absent or empty."""
-        value = self._raw.get(name)
+        value = self.value(name)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -109,11 +116,11 @@ class Fields:
 
     def error(self, name: str, what: str) -> ModelError:
         """Return the error to raise: it names the field and its value, and says `what` about it."""
-        return ModelError(f"{self._where}: {name} is {shown(self._raw.get(name))}; {what}.")
+        return ModelError(f"{self._where}: {name} is {shown(self.value(name))}; {what}.")
 
     def _present(self, names: tuple[str, ...], has_default: bool) -> str | None:
         for name in names:
-            if self._raw.get(name) is not None:
+            if self.value(name) is not None:
                 return name
         if has_default:
             return None

@@ -8,11 +8,14 @@ from quire.base.config_fields import MAX_COUNT, Fields
 
 Windows = tuple[int | None, ...]
 
-DEFAULT_WINDOW, DEFAULT_FULL_LAYERS = 4096, 28  # transformers', where the config says nothing
 FULL, SLIDING = "full_attention", "sliding_attention"
 OLD_NAMES = {"attention": FULL}
-BY_LAYER = ("qwen2", "qwen3")
-WITHOUT = ("llama", "gpt2", "opt")
+WITHOUT = ("llama", "gpt2", "opt", "olmo2", "granite", "glm4", "gpt_neox")
+EVERYWHERE = ("mistral", "mixtral", "phi3")
+BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "smollm3")
+# Of every so many layers the last attends to everything, if `layer_types` does not say otherwise.
+IN_TURN = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
+EVERY_OTHER = 2
 
 
 def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
@@ -20,12 +23,14 @@ def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
     ModelError."""
     if model_type in WITHOUT:
         windows = _without(fields, model_type, num_layers)
-    elif model_type == "mistral":
-        windows = _everywhere(fields, num_layers)
+    elif model_type in EVERYWHERE:
+        windows = _everywhere(fields, model_type, num_layers)
     elif model_type == "qwen3_moe":
         windows = (_switched_window(fields),) * num_layers
     elif model_type in BY_LAYER:
-        return _by_layer(fields, num_layers)
+        return _by_layer(fields, model_type, num_layers)
+    elif model_type in IN_TURN:
+        return _in_turn(fields, num_layers)
     else:
         return _of_others(fields, num_layers)
     kinds = _kinds(fields, num_layers)
@@ -49,35 +54,67 @@ def _without(fields: Fields, model_type: str, num_layers: int) -> Windows:
     return (None,) * num_layers
 
 
-def _everywhere(fields: Fields, num_layers: int) -> Windows:
-    """Give all layers one window. Mistral: the window is the switch, only null turns it off."""
-    if fields.is_null("sliding_window"):
+def _everywhere(fields: Fields, model_type: str, num_layers: int) -> Windows:
+    """Give all layers one window, which is its own switch: null turns it off."""
+    if not fields.has("sliding_window"):
         return (None,) * num_layers
     window = _window(fields)
     if not fields.flag("use_sliding_window", True):
         raise fields.error(
             "use_sliding_window",
-            f"mistral does not read it, and sliding_window is {window}; set that to null",
+            f"{model_type} does not read it, and sliding_window is {window}; set that to null",
         )
     return (window,) * num_layers
 
 
 def _switched_window(fields: Fields) -> int | None:
-    if not fields.flag("use_sliding_window") or fields.is_null("sliding_window"):
+    if not fields.flag("use_sliding_window") or not fields.has("sliding_window"):
         return None
     return _window(fields)
 
 
-def _by_layer(fields: Fields, num_layers: int) -> Windows:
+def _by_layer(fields: Fields, model_type: str, num_layers: int) -> Windows:
     window, kinds = _switched_window(fields), _kinds(fields, num_layers)
     if kinds is None:
-        first = fields.integer("max_window_layers", default=DEFAULT_FULL_LAYERS, least=0)
-        return tuple(None if layer < first else window for layer in range(num_layers))
+        has_window = _windowed_layers(fields, model_type, num_layers)
+        return tuple(window if has_window[layer] else None for layer in range(num_layers))
     if SLIDING in kinds and window is None:
         raise fields.error(
             "layer_types",
             "sliding_attention needs a sliding_window, and use_sliding_window true",
         )
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _windowed_layers(fields: Fields, model_type: str, num_layers: int) -> list[bool]:
+    """Tell which layers have the window where `layer_types` does not."""
+    if model_type == "smollm3":
+        return [not turns for turns in rotated_layers(fields, num_layers)]
+    first = fields.integer("max_window_layers", default=num_layers, least=0)
+    if model_type == "qwen2_moe":
+        return [layer % 2 == 0 and layer < first for layer in range(num_layers)]
+    return [layer >= first for layer in range(num_layers)]
+
+
+def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Tell which layers turn queries and keys (SmolLM3): by `no_rope_layers`, a 1 for each that
+    does, else all but every so many."""
+    if fields.has("no_rope_layers"):
+        found = fields.integers("no_rope_layers", most=1)
+        if len(found) < num_layers:
+            raise fields.error("no_rope_layers", f"it has {len(found)} of {num_layers} layers")
+        return [turns == 1 for turns in found[:num_layers]]
+    every = fields.integer("no_rope_layer_interval")
+    return [(layer + 1) % every != 0 for layer in range(num_layers)]
+
+
+def _in_turn(fields: Fields, num_layers: int) -> Windows:
+    """Give the window to all layers but the last of every so many."""
+    kinds = _kinds(fields, num_layers)
+    if kinds is None:
+        every = fields.integer("sliding_window_pattern", default=EVERY_OTHER)
+        kinds = tuple(SLIDING if (i + 1) % every else FULL for i in range(num_layers))
+    window = _window(fields) if SLIDING in kinds else None
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
@@ -93,7 +130,7 @@ def _of_others(fields: Fields, num_layers: int) -> Windows:
 
 
 def _window(fields: Fields) -> int:
-    return fields.integer("sliding_window", default=DEFAULT_WINDOW, most=MAX_COUNT)
+    return fields.integer("sliding_window", most=MAX_COUNT)
 
 
 def _kinds(fields: Fields, num_layers: int, others: str = "") -> tuple[str, ...] | None:

@@ -4,18 +4,20 @@ Of the architectures that we know. A field that transformers obeys and we do not
 no model computes something else than its authors mean.
 """
 
-import math
 from dataclasses import dataclass
 
-from quire.base.config_fields import MAX_COUNT, Fields
+from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
 
+# The types whose options are read here; those of others are read in their model's file.
 ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 KNOWN_TYPES = (*ROTARY_TYPES, "gpt2", "opt")
 MAX_EXPERTS = 1 << 14
 MAX_EXPERT_LAYERS = 1 << 17  # experts of all layers together
 DEFAULT_ACTIVATIONS = {"gpt2": "gelu_new", "opt": "relu"}
 ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")  # of these two
+GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")  # of the others
+EXPERT_GATES = ("silu", "swish")
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,12 @@ def check_activation(layers: LayerOptions, model_type: str) -> None:
     """Raise ModelError if no feed-forward layer here has this function."""
     name = layers.activation
     if model_type not in DEFAULT_ACTIVATIONS:
-        if name not in ("silu", "swish"):
-            raise ModelError(f"{model_type} with hidden_act {name!r} is not supported, only silu.")
+        gates = EXPERT_GATES if model_type.endswith("_moe") else GATES
+        if name not in gates:
+            raise ModelError(
+                f"{model_type} with hidden_act {name!r} is not supported; supported are"
+                f" {', '.join(gates)}."
+            )
     elif name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ModelError(f"activation_function {name!r} is not supported; supported are {known}.")
@@ -191,115 +197,3 @@ def _has_quantised_weights(quantised: Fields) -> bool:
     if method == "modelopt":
         return bool(quantised.value("quant_algo") or quantised.inner("quantization"))
     return True
-
-
-# ---- rotary embeddings -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RopeOptions:
-    """A rotary embedding. kind: one of ROPES.
-
-    factor: by which slow frequencies are divided. trained: the length before that. low_turns,
-    high_turns: within `trained`, a frequency with fewer turns is divided, one with more is not.
-    scale: of sines and cosines. truncates: whether yarn rounds where the blending begins and ends.
-    divisors: one for each frequency (of GGUF files).
-    """
-
-    kind: str
-    theta: float
-    factor: float = 1.0
-    trained: int = 0
-    low_turns: float = 1.0
-    high_turns: float = 1.0
-    scale: float = 1.0
-    truncates: bool = True
-    divisors: tuple[float, ...] = ()
-
-
-LEAST_FACTOR = 1e-3  # less would make frequencies that float32 does not have
-ROPES = ("default", "linear", "llama3", "yarn", "divisors")
-
-
-def rope_options(fields: Fields, head_dim: int, max_position: int) -> RopeOptions:
-    """Read rotary options as transformers does: from `rope_scaling`, else from `rope_parameters`,
-    with the `rope_theta` in it or else beside it; an `original_max_position_embeddings` beside it
-    wins."""
-    own = fields.inner("rope_scaling") or fields.inner("rope_parameters") or Fields({})
-    for name in own.names():
-        if isinstance(own.value(name), dict):
-            raise own.error(name, "rotary embeddings that differ by layer are not supported")
-    kind = own.text("rope_type", own.text("type", "default"))
-    if kind not in ROPES:
-        raise own.error(
-            "rope_type" if own.has("rope_type") else "type",
-            f"the rotary embedding {kind!r} is not supported; supported are {', '.join(ROPES)}",
-        )
-    partial = own if own.has("partial_rotary_factor") else fields
-    if partial.number("partial_rotary_factor", 1.0) != 1.0:
-        raise partial.error(
-            "partial_rotary_factor", "rotary embedding of a part of each head is not supported"
-        )
-    if head_dim % 2:
-        raise fields.error(
-            "head_dim", f"heads of {head_dim} dimensions cannot be rotated: it must be even"
-        )
-    theta = own.number(
-        "rope_theta", fields.number("rope_theta", 10000.0, LEAST_FACTOR), LEAST_FACTOR
-    )
-    if kind == "linear":
-        return RopeOptions(kind, theta, own.number("factor", least=LEAST_FACTOR))
-    if kind == "divisors":
-        return RopeOptions(kind, theta, divisors=_divisors(own, head_dim))
-    if kind == "default":
-        return RopeOptions(kind, theta)
-    name = "original_max_position_embeddings"
-    outer = fields if fields.has(name) else own
-    trained = outer.integer(name, default=max_position, most=MAX_COUNT)
-    if kind == "llama3":
-        return _llama3(own, theta, trained)
-    return _yarn(own, theta, trained, max_position)
-
-
-def _llama3(own: Fields, theta: float, trained: int) -> RopeOptions:
-    low, high = own.number("low_freq_factor"), own.number("high_freq_factor")
-    if low >= high:
-        raise own.error("low_freq_factor", f"it must be below high_freq_factor, {high:g}")
-    factor = own.number("factor", least=LEAST_FACTOR)
-    return RopeOptions("llama3", theta, factor, trained, low, high)
-
-
-def _yarn(own: Fields, theta: float, trained: int, max_position: int) -> RopeOptions:
-    if theta <= 1:
-        raise own.error("rope_theta", f"yarn needs one above 1, not {theta:g}")
-    factor = own.number("factor", max_position / trained, LEAST_FACTOR)
-    # transformers takes 0 of these for absent ones
-    fast = own.number("beta_fast", 32.0, above=False) or 32.0
-    slow = own.number("beta_slow", 1.0, above=False) or 1.0
-    if fast < slow:
-        raise own.error("beta_fast", f"it must not be below beta_slow, {slow:g}")
-    scale, truncates = _yarn_scale(own, factor), own.flag("truncate", True)
-    return RopeOptions("yarn", theta, factor, trained, slow, fast, scale, truncates)
-
-
-def _yarn_scale(own: Fields, factor: float) -> float:
-    """Return the factor on sines and cosines: attention grows sharper with the length."""
-
-    def sharpness(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    numerator = own.number("mscale", 0.0, above=False)
-    denominator = own.number("mscale_all_dim", 0.0, above=False)
-    scale = sharpness(1.0)
-    if numerator and denominator:
-        scale = sharpness(numerator) / sharpness(denominator)
-    return own.number("attention_factor", scale)
-
-
-def _divisors(own: Fields, head_dim: int) -> tuple[float, ...]:
-    found = own.value("divisors")
-    found = found if isinstance(found, list) else []
-    each = Fields({str(index): divisor for index, divisor in enumerate(found)}, "divisors")
-    if len(found) != head_dim // 2:
-        raise own.error("divisors", f"it must be a list of {head_dim // 2} numbers")
-    return tuple(each.number(str(index), least=LEAST_FACTOR) for index in range(len(found)))

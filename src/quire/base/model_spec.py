@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from quire.base.config_defaults import defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.errors import ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
@@ -24,25 +25,20 @@ from quire.base.model_options import (
     GPT2Options,
     LayerOptions,
     OPTOptions,
-    RopeOptions,
     check_activation,
     expert_options,
     gpt2_options,
     layer_options,
     opt_options,
     refuse_what_is_ignored,
-    rope_options,
 )
+from quire.base.rope_options import RopeOptions, rope_options
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # What a config may say at most: far beyond every model, and small enough to be counted with.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
 LEAST_POSITIONS = 4  # a model is traced with three tokens
-
-# transformers' numbers where a config has none; null means as many as query heads.
-DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4}
-QWEN3_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -118,30 +114,35 @@ class ModelSpec:
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
+    def fields(self) -> Fields:
+        """Read the config itself, with what transformers takes for absent fields."""
+        return Fields(self.raw, defaults=defaults_of(self.model_type))
+
+    @property
     def layers(self) -> LayerOptions:
         """Read the layers' options. Raises ModelError for what a model cannot have; so do the
         others."""
-        return layer_options(Fields(self.raw), self.model_type)
+        return layer_options(self.fields, self.model_type)
 
     @property
     def rope(self) -> RopeOptions:
-        return rope_options(Fields(self.raw), self.head_dim, self.max_position)
+        return rope_options(self.fields, self.head_dim, self.max_position)
 
     @property
     def experts(self) -> ExpertOptions | None:
-        return expert_options(Fields(self.raw), self.model_type, self.num_layers)
+        return expert_options(self.fields, self.model_type, self.num_layers)
 
     @property
     def gpt2(self) -> GPT2Options:
-        return gpt2_options(Fields(self.raw))
+        return gpt2_options(self.fields)
 
     @property
     def opt(self) -> OPTOptions:
-        return opt_options(Fields(self.raw), self.hidden_size)
+        return opt_options(self.fields, self.hidden_size)
 
     def check(self) -> None:
         """Raise ModelError for a config that a model of ours would not obey."""
-        fields = Fields(self.raw)
+        fields = self.fields
         refuse_what_is_ignored(fields, self.model_type)
         check_activation(self.layers, self.model_type)
         if self.model_type in ROTARY_TYPES:
@@ -181,7 +182,7 @@ def _no_config(directory: Path) -> str:
 def parse_spec(raw: dict[str, Any]) -> ModelSpec:
     """Read the sizes of a Hugging Face config dictionary. Raises ModelError, naming field and
     value, for one that is missing or cannot be."""
-    fields = Fields(raw)
+    fields = Fields(raw, defaults=defaults_of(raw.get("model_type")))
     model_type = fields.text("model_type", "")
     if not model_type:
         raise ModelError("config.json has no model_type.")
@@ -202,7 +203,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
             "max_position_embeddings", "n_positions", least=LEAST_POSITIONS, most=MAX_COUNT
         ),
         dtype=_dtype(fields),
-        tie_embeddings=fields.flag("tie_word_embeddings", model_type in ("gpt2", "opt")),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
         layer_windows=layer_windows(fields, model_type, num_layers),
         eos_token_ids=fields.integers("eos_token_id"),
         bos_token_id=_bos(fields),
@@ -211,27 +212,19 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
-    """Return the number: as many as query heads if it is null, or where transformers has no number
-    of its own."""
+    """Return the number: as many as query heads where there is none."""
     if model_type in ("gpt2", "opt"):
         return heads
-    default = heads
-    if not fields.is_null("num_key_value_heads"):
-        default = DEFAULT_KV_HEADS.get(model_type, heads)
-    found = fields.integer("num_key_value_heads", default=default, most=MAX_HEADS)
+    found = fields.integer("num_key_value_heads", default=heads, most=MAX_HEADS)
     if heads % found:
         name = "num_key_value_heads"
-        default_note = "" if fields.has(name) else f" (for which {found} is taken)"
-        raise fields.error(name, f"it must divide num_attention_heads, {heads}{default_note}")
+        raise fields.error(name, f"it must divide num_attention_heads, {heads}")
     return found
 
 
 def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
-    if model_type not in ("gpt2", "opt"):
-        if fields.has("head_dim"):
-            return fields.integer("head_dim", most=MAX_HEAD_DIM)
-        if model_type == "qwen3":
-            return QWEN3_HEAD_DIM
+    if model_type not in ("gpt2", "opt") and fields.has("head_dim"):
+        return fields.integer("head_dim", most=MAX_HEAD_DIM)
     if hidden % heads:
         name = "hidden_size" if fields.has("hidden_size") else "n_embd"
         raise fields.error(name, f"it is no multiple of {heads} heads")

@@ -1,7 +1,6 @@
 """`quire fit MODEL`: what of a model fits this machine or a named GPU, before anything is loaded.
 
-Reads the config and the headers of the weight files. No torch. Exit status 1 if the model does not
-fit.
+Reads the config and the headers of the weight files. Exit status 1 if the model does not fit.
 """
 
 import argparse

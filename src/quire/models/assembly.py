@@ -29,8 +29,8 @@ META = torch.device("meta")
 class EmptyParamFactory(ParamFactory):
     """Where parameters have no memory yet."""
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        values = torch.empty(shape, dtype=self.dtype, device=META)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=META)
         return nn.Parameter(values, requires_grad=False)
 
 
@@ -96,13 +96,13 @@ class Assembly:
         self._device, self._formats, self._stored = device, formats, stored
         self._memory = HugeMemory()
         self._units = _units(model)
-        self._places: dict[str, tuple[Unit, Layer]] = {}
+        self._places: dict[str, list[tuple[Unit, Layer]]] = {}
         for unit in self._units:
             for layer in unit.modules:
                 if isinstance(layer, Layer):
                     for source in layer.sources():
                         unit.sources.add(source.name)
-                        self._places[source.name] = (unit, layer)
+                        self._places.setdefault(source.name, []).append((unit, layer))
 
     @property
     def missing(self) -> list[str]:
@@ -110,18 +110,17 @@ class Assembly:
         return sorted(name for unit in self._units for name in unit.sources)
 
     def fill(self, name: str, fill: Fill) -> bool:
-        """Fill what the tensor of this name belongs to; False if no layer asks for it. One that
-        comes again is ignored."""
-        if name not in self._places:
-            return False
-        unit, layer = self._places[name]
-        if name in unit.sources:
-            unit.make(self._device, self._stored)
-            fill(layer.source(name))
-            unit.sources.remove(name)
-            if not unit.sources:
-                self._pack(unit)
-        return True
+        """Fill what the tensor of this name belongs to, in all layers that take a part of it; False
+        if none asks for it. One that comes again is ignored."""
+        places = self._places.get(name, [])
+        for unit, layer in places:
+            if name in unit.sources:
+                unit.make(self._device, self._stored)
+                fill(layer.source(name))
+                unit.sources.remove(name)
+                if not unit.sources:
+                    self._pack(unit)
+        return bool(places)
 
     def fill_all(self, fill: Callable[[nn.Module, str, nn.Parameter], None]) -> None:
         """Fill each parameter once, in the order of the model's modules."""

@@ -1,17 +1,22 @@
-"""The decoder that Llama, Mistral and Qwen share: rotary attention and a gated feed-forward layer.
+"""The decoder that Llama and most after it share: rotary attention and a gated feed-forward layer.
 
 Shape legend: T tokens, R rows, D model dim, V vocabulary, N query heads, K KV heads, H head dim.
 
-What differs between them is in `DecoderOptions`; each architecture's file says which it uses.
-The residual stream is carried beside the hidden states, so that its addition is part of the norm.
+Numbers and switches that differ between architectures are in `DecoderOptions`; another structure
+(norms elsewhere, parallel branches) is a layer class of the architecture's own file, made of the
+parts here. The residual stream is carried beside the hidden states, so that its addition is part of
+the norm.
 """
+
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from quire.base.model_options import check_activation
 from quire.base.model_spec import ModelSpec
+from quire.base.rope_options import RopeOptions
 from quire.models.experts import SparseMLP
+from quire.models.gates import gate
 from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
     Attention,
@@ -21,101 +26,141 @@ from quire.models.layers import (
     LMHead,
     ParamFactory,
     RMSNorm,
+    Sinks,
 )
 from quire.models.model import Model
 from quire.models.options import DecoderOptions
-from quire.models.rope import Rotary
+from quire.models.rope import Rotary, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.silu_mul import silu_mul
+from quire.ops.scale import scale
+from quire.ops.soft_cap import soft_cap
+
+
+class LayerPlace(NamedTuple):
+    """What every part of a layer is made from. layer: its number; name: its prefix in files."""
+
+    spec: ModelSpec
+    options: DecoderOptions
+    layer: int
+    name: str
+    factory: ParamFactory
 
 
 class DecoderAttention(nn.Module):
-    """Queries, keys and values, their rotation, attention and the output projection."""
+    """Queries, keys and values, their rotation, attention and the output projection.
+
+    names: of the checkpoint's modules below the layer's, queries, keys and values, the output.
+    """
 
     def __init__(
-        self, spec: ModelSpec, layer: int, name: str, options: DecoderOptions, factory: ParamFactory
+        self,
+        at: LayerPlace,
+        names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+        inside: str = "self_attn",
     ) -> None:
         super().__init__()
+        spec, options, layer, name, factory = at
+        name = f"{name}.{inside}"
         heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, size
+        rope = layer_rope(spec, options, layer)
+        order = None
+        if rope is not None:
+            order = head_order(size, rope.rotated, interleaved=options.interleaved)
         self.qkv = Linear(
-            [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"],
+            [f"{name}.{each}" for each in names[:3]],
             spec.hidden_size,
             [heads * size, kv_heads * size, kv_heads * size],
             factory,
             bias=options.qkv_bias,
+            orders=[rows_of_heads(order, heads), rows_of_heads(order, kv_heads), None],
         )
         self.qk_norm = None
         if options.qk_norm:
-            names = (f"{name}.q_norm", f"{name}.k_norm")
-            self.qk_norm = HeadNorm(names, (heads, kv_heads), size, spec.layers.norm_eps, factory)
+            self.qk_norm = HeadNorm(
+                (f"{name}.q_norm", f"{name}.k_norm"),
+                (heads, kv_heads),
+                size,
+                spec.layers.norm_eps,
+                factory,
+                offset=options.norm_offset,
+                order=order,
+            )
         self.output = Linear(
-            [f"{name}.o_proj"],
+            [f"{name}.{names[3]}"],
             heads * size,
             [spec.hidden_size],
             factory,
             bias=options.output_bias,
         )
-        self.attention = Attention(layer, size**-0.5)
+        factor = size**-0.5 if options.attention_scale is None else options.attention_scale
+        self.attention = Attention(layer, factor, options.soft_cap)
+        self.sinks = Sinks(f"{name}.sinks", heads, factory) if options.has_sinks else None
 
     def forward(
-        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor, backend: AttentionBackend
+        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None, backend: AttentionBackend
     ) -> torch.Tensor:
+        """rotary_rows: None where queries and keys are not turned."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv_TMH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, self._head_dim)
         norm = self.qk_norm
+        sinks_N = None if self.sinks is None else self.sinks.weight
+        if rotary_rows is None:
+            assert norm is None, "norms of heads come with rotation"
+            q_TNH, k_TKH, v_TKH = qkv_TMH.split([heads, kv_heads, kv_heads], dim=1)
+            plain: torch.Tensor = self.output(self.attention(q_TNH, k_TKH, v_TKH, backend, sinks_N))
+            return plain
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         layer = self.attention.layer
         q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, weight, eps)
-        out: torch.Tensor = self.output(self.attention.stored(q_TNH, backend))
+        out: torch.Tensor = self.output(self.attention.stored(q_TNH, backend, sinks_N))
         return out
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)). names: of the checkpoint's modules below `inside`; two,
+    where gate and up are one there."""
 
     def __init__(
-        self, spec: ModelSpec, name: str, options: DecoderOptions, factory: ParamFactory
+        self,
+        at: LayerPlace,
+        names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+        inside: str = "mlp",
     ) -> None:
         super().__init__()
-        inner, bias = spec.intermediate_size, options.mlp_bias
-        self.gate_up = Linear(
-            [f"{name}.gate_proj", f"{name}.up_proj"],
-            spec.hidden_size,
-            [inner, inner],
-            factory,
-            bias=bias,
-        )
-        self.down = Linear([f"{name}.down_proj"], inner, [spec.hidden_size], factory, bias=bias)
+        inner, size, bias = at.spec.intermediate_size, at.spec.hidden_size, at.options.mlp_bias
+        *first, last = (f"{at.name}.{inside}.{each}" for each in names)
+        outputs = [2 * inner // len(first)] * len(first)
+        self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
+        self.down = Linear([last], inner, [size], at.factory, bias=bias)
+        self._gate = gate(at.options.activation or at.spec.layers.activation)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(silu_mul(self.gate_up(x_TD)))
+        out: torch.Tensor = self.down(self._gate(self.gate_up(x_TD)))
         return out
+
+
+class DecoderLayerKind(Protocol):
+    """What `Decoder` makes its layers of."""
+
+    def __call__(self, at: LayerPlace) -> nn.Module: ...
 
 
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each with a norm before it."""
 
-    def __init__(
-        self, spec: ModelSpec, layer: int, options: DecoderOptions, factory: ParamFactory
-    ) -> None:
+    def __init__(self, at: LayerPlace) -> None:
         super().__init__()
-        name, size, eps = f"model.layers.{layer}", spec.hidden_size, spec.layers.norm_eps
-        self.attention_norm = RMSNorm(f"{name}.input_layernorm", size, eps, factory)
-        self.attention = DecoderAttention(spec, layer, f"{name}.self_attn", options, factory)
-        self.mlp_norm = RMSNorm(f"{name}.post_attention_layernorm", size, eps, factory)
-        experts = options.experts
-        self.mlp: nn.Module
-        if experts is not None and experts.is_sparse(layer):
-            self.mlp = SparseMLP(f"{name}.mlp", size, experts, factory)
-        else:
-            self.mlp = GatedMLP(spec, f"{name}.mlp", options, factory)
+        self.attention_norm = norm_of(at, "input_layernorm")
+        self.attention = DecoderAttention(at)
+        self.mlp_norm = norm_of(at, "post_attention_layernorm")
+        self.mlp = feed_forward(at)
 
     def forward(
         self,
         x_TD: torch.Tensor,
         residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor,
+        rotary_rows: torch.Tensor | None,
         backend: AttentionBackend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (what the feed-forward layer adds, the residual stream before it)."""
@@ -125,24 +170,52 @@ class DecoderLayer(nn.Module):
         return self.mlp(x_TD), residual_TD
 
 
+def norm_of(at: LayerPlace, name: str) -> RMSNorm:
+    """Make an RMS norm of a layer over the model's width."""
+    size, eps = at.spec.hidden_size, at.spec.layers.norm_eps
+    return RMSNorm(f"{at.name}.{name}", size, eps, at.factory, at.options.norm_offset)
+
+
+def feed_forward(at: LayerPlace) -> nn.Module:
+    """Make the mixture of experts of a layer that has one, else its gated feed-forward layer."""
+    experts = at.options.experts
+    if experts is not None and experts.is_sparse(at.layer):
+        return SparseMLP(f"{at.name}.mlp", at.spec.hidden_size, experts, at.factory)
+    return GatedMLP(at)
+
+
+def layer_rope(spec: ModelSpec, options: DecoderOptions, layer: int) -> RopeOptions | None:
+    """Return the rotary embedding of a layer."""
+    return options.ropes[layer] if options.ropes else spec.rope
+
+
 class Decoder(Model):
     """A whole model of this family."""
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
+    layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
-        check_activation(spec.layers, spec.model_type)
-        size = spec.hidden_size
+        size, self._options = spec.hidden_size, options
         self.embedding = Embedding("model.embed_tokens", spec.vocab_size, size, factory)
-        self.rotary = Rotary(spec, factory)
+        ropes = [layer_rope(spec, options, layer) for layer in range(spec.num_layers)]
+        kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
+        self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
+        self._rotary_of_layer = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, layer, options, factory) for layer in range(spec.num_layers)
+            self.layer_kind(LayerPlace(spec, options, layer, f"model.layers.{layer}", factory))
+            for layer in range(spec.num_layers)
         )
-        self.norm = RMSNorm("model.norm", size, spec.layers.norm_eps, factory)
+        self.norm = self.make_norm(spec, factory)
         tied = self.embedding if spec.tie_embeddings else None
         self.head = LMHead("lm_head", spec.vocab_size, size, factory, tied)
+
+    def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
+        """Make the norm after the last layer; called with (x, residual)."""
+        eps, offset = spec.layers.norm_eps, self._options.norm_offset
+        return RMSNorm("model.norm", spec.hidden_size, eps, factory, offset)
 
     def forward(
         self,
@@ -153,12 +226,24 @@ class Decoder(Model):
         intermediate_TD: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Model."""
-        x_TD = intermediate_TD if intermediate_TD is not None else inputs_embeds_TD
+        x_TD = intermediate_TD
         if x_TD is None:
-            x_TD = self.embedding(input_ids_T)
-        rotary_rows = self.rotary(positions_T)
+            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+            if self._options.embedding_scale != 1.0:
+                x_TD = scale(x_TD, self._options.embedding_scale)
+        rows = [rotary(positions_T) for rotary in self._rotaries]
         residual_TD = None
-        for layer in self.layers:
+        for layer, kind in zip(self.layers, self._rotary_of_layer, strict=True):
+            rotary_rows = None if kind is None else rows[kind]
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
         hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
         return hidden_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """See Model; scaled and capped where the model says so."""
+        options, logits_RV = self._options, super().logits(hidden_RD)
+        if options.logits_scale != 1.0:
+            logits_RV = scale(logits_RV, options.logits_scale)
+        if options.logits_soft_cap is not None:
+            logits_RV = soft_cap(logits_RV, options.logits_soft_cap)
+        return logits_RV

@@ -23,6 +23,7 @@ from quire.ops.host_memory import HugeMemory
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
 from quire.ops.packed import PackedWeight
+from quire.ops.precision import accumulation_dtype
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm
 
@@ -34,36 +35,73 @@ class ParamFactory:
     dtype: torch.dtype
     device: torch.device
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """Uninitialised memory of this shape."""
-        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Uninitialised memory of this shape. dtype: another than the model's."""
+        values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(values, requires_grad=False)
+
+    def exact_parameter(self, *shape: int) -> nn.Parameter:
+        """The same in at least 32 bits."""
+        return self.parameter(*shape, dtype=accumulation_dtype(self.dtype))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a source takes of a checkpoint's tensor: of one dimension `count` places from `first`
+    on. whole: the shape of the tensor."""
+
+    dimension: int
+    first: int
+    count: int
+    whole: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint tensor and the part of a parameter that it fills.
 
-    transposed: the checkpoint holds it with its two dimensions exchanged.
+    part: of the tensor, if not all of it; what is left is read in the destination's shape.
+    transposed: the checkpoint holds that with its last two dimensions exchanged.
     repeated: the checkpoint holds one row of it, which fills all rows.
+    order: int64, which of the checkpoint's rows each row here is; None: the same. Of a repeated row
+    its elements are meant.
+    offset: is added to every value.
     """
 
     name: str
     destination: torch.Tensor
     transposed: bool = False
     repeated: bool = False
+    part: Part | None = None
+    order: torch.Tensor | None = None
+    offset: float = 0.0
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
         """The shape that the checkpoint's tensor must have."""
+        return self.stored_shape if self.part is None else self.part.whole
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of what is taken of it, as it is stored."""
         shape = tuple(self.destination.shape)
         if self.repeated:
             return shape[1:]
-        return shape[::-1] if self.transposed else shape
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
     def fill(self, values: torch.Tensor) -> None:
         """Copy the checkpoint's tensor to where it belongs, converting its dtype."""
-        self.destination.copy_(values.t() if self.transposed else values)
+        if self.part is not None:
+            part = self.part
+            values = values.narrow(part.dimension, part.first, part.count)
+        values = values.reshape(self.stored_shape)
+        if self.transposed:
+            values = values.transpose(-2, -1)
+        if self.order is not None:
+            values = values.index_select(0, self.order.to(values.device))
+        self.destination.copy_(values)
+        if self.offset:
+            self.destination.add_(self.offset)
 
 
 class Layer(nn.Module):
@@ -92,7 +130,8 @@ def set_weight(layer: Layer, weight: Weight) -> None:
 class Linear(Layer):
     """x W^T + b, of one or several checkpoint modules with the same inputs, merged.
 
-    names: the checkpoint's modules, outputs: how many rows of the merged weight each has.
+    names: the checkpoint's modules, outputs: how many rows of the merged weight each has. orders:
+    of each module which of the checkpoint's rows each row here is; None: the same.
     """
 
     keeps_dtype = False  # whether it is left out where layers are quantised
@@ -106,9 +145,11 @@ class Linear(Layer):
         *,
         bias: bool = False,
         transposed: bool = False,
+        orders: Sequence[torch.Tensor | None] = (),
     ) -> None:
         super().__init__()
         self._names, self._outputs, self._transposed = tuple(names), tuple(outputs), transposed
+        self._orders = tuple(orders) or (None,) * len(self._names)
         self.weight = factory.parameter(sum(outputs), inputs)
         self.bias = factory.parameter(sum(outputs)) if bias else None
 
@@ -118,13 +159,14 @@ class Linear(Layer):
     def sources(self) -> list[Source]:
         weights = self.weight.split(self._outputs)
         parts = [
-            Source(f"{name}.weight", part, self._transposed)
-            for name, part in zip(self._names, weights, strict=True)
+            Source(f"{name}.weight", part, self._transposed, order=order)
+            for name, part, order in zip(self._names, weights, self._orders, strict=True)
         ]
         if self.bias is not None:
             biases = self.bias.split(self._outputs)
             parts += [
-                Source(f"{name}.bias", part) for name, part in zip(self._names, biases, strict=True)
+                Source(f"{name}.bias", part, order=order)
+                for name, part, order in zip(self._names, biases, self._orders, strict=True)
             ]
         return parts
 
@@ -189,12 +231,17 @@ class LMHead(Layer):
 
 
 class RMSNorm(Layer):
-    """RMS normalisation, fused with the residual addition before it where there is one."""
+    """RMS normalisation, fused with the residual addition before it where there is one.
 
-    def __init__(self, name: str, size: int, eps: float, factory: ParamFactory) -> None:
+    offset: is added to the checkpoint's weight; then the sum is kept in at least 32 bits.
+    """
+
+    def __init__(
+        self, name: str, size: int, eps: float, factory: ParamFactory, offset: float = 0.0
+    ) -> None:
         super().__init__()
-        self._name, self._eps = name, eps
-        self.weight = factory.parameter(size)
+        self._name, self._eps, self._offset = name, eps, offset
+        self.weight = factory.exact_parameter(size) if offset else factory.parameter(size)
 
     def forward(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
@@ -205,13 +252,14 @@ class RMSNorm(Layer):
         return add_rms_norm(x_TD, residual_TD, self.weight, self._eps)
 
     def sources(self) -> list[Source]:
-        return [Source(f"{self._name}.weight", self.weight)]
+        return [Source(f"{self._name}.weight", self.weight, offset=self._offset)]
 
 
 class HeadNorm(Layer):
     """RMS normalisation of each query and key head, with one weight for all heads of a kind.
 
     The weights of both kinds stand side by side, so that one operation does queries and keys.
+    offset: as of RMSNorm. order: of a head's dimensions, where rotation needs another.
     """
 
     def __init__(
@@ -221,52 +269,70 @@ class HeadNorm(Layer):
         size: int,
         eps: float,
         factory: ParamFactory,
+        *,
+        offset: float = 0.0,
+        order: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         self._names, self._heads, self.eps = names, heads, eps
-        self.weight = factory.parameter(sum(heads), size)
+        self._offset, self._order = offset, order
+        make = factory.exact_parameter if offset else factory.parameter
+        self.weight = make(sum(heads), size)
 
     def sources(self) -> list[Source]:
-        parts = self.weight.split(self._heads)
         return [
-            Source(f"{name}.weight", part, repeated=True)
-            for name, part in zip(self._names, parts, strict=True)
+            Source(f"{name}.weight", part, repeated=True, order=self._order, offset=self._offset)
+            for name, part in zip(self._names, self.weight.split(self._heads), strict=True)
         ]
 
 
 class LayerNorm(Layer):
-    """Layer normalisation, with or without weight and bias."""
+    """Layer normalisation. affine: with weight and bias; has_bias: whether with the latter."""
 
     def __init__(
-        self, name: str, size: int, eps: float, factory: ParamFactory, affine: bool = True
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        factory: ParamFactory,
+        affine: bool = True,
+        has_bias: bool = True,
     ) -> None:
         super().__init__()
         self._name, self._eps = name, eps
         self.weight = factory.parameter(size) if affine else None
-        self.bias = factory.parameter(size) if affine else None
+        self.bias = factory.parameter(size) if affine and has_bias else None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         return layer_norm(x_TD, self.weight, self.bias, self._eps)
 
     def sources(self) -> list[Source]:
-        if self.weight is None or self.bias is None:
-            return []
         parts = {"weight": self.weight, "bias": self.bias}
-        return [Source(f"{self._name}.{kind}", part) for kind, part in parts.items()]
+        return [
+            Source(f"{self._name}.{kind}", part) for kind, part in parts.items() if part is not None
+        ]
 
 
-@dataclass(frozen=True, eq=False)
+class Sinks(Layer):
+    """A logit for each query head that takes part in its softmax and has no value (gpt-oss)."""
+
+    def __init__(self, name: str, num_heads: int, factory: ParamFactory) -> None:
+        super().__init__()
+        self._name = name
+        self.weight = factory.exact_parameter(num_heads)
+
+    def sources(self) -> list[Source]:
+        return [Source(self._name, self.weight)]
+
+
+@dataclass(frozen=True)
 class Attention:
-    """One layer's attention over paged memory.
-
-    soft_cap, sinks: as `AttentionBackend.run` has them; sinks is a parameter [N] of the layer that
-    owns this, which says where it comes from.
-    """
+    """One layer's attention over paged memory. soft_cap: as `AttentionBackend.run` has it; so are
+    the sinks, a parameter of the layer that owns this."""
 
     layer: int
     scale: float
     soft_cap: float | None = None
-    sinks: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -274,15 +340,18 @@ class Attention:
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
         backend: AttentionBackend,
+        sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store keys and values, then attend; returns the heads side by side [T, N * H]."""
         backend.write(self.layer, k_TKH, v_TKH)
-        return self.stored(q_TNH, backend)
+        return self.stored(q_TNH, backend, sinks_N)
 
-    def stored(self, q_TNH: torch.Tensor, backend: AttentionBackend) -> torch.Tensor:
+    def stored(
+        self, q_TNH: torch.Tensor, backend: AttentionBackend, sinks_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The same, where keys and values are stored already."""
         out_TNH = backend.run(
-            self.layer, q_TNH, self.scale, soft_cap=self.soft_cap, sinks_N=self.sinks
+            self.layer, q_TNH, self.scale, soft_cap=self.soft_cap, sinks_N=sinks_N
         )
         return out_TNH.flatten(1)
 

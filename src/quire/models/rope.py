@@ -1,17 +1,17 @@
-"""Rotary embedding of a model: its frequencies, from what the config says (base/model_options.py).
+"""Rotary embedding of a model: its frequencies, from what the config says (base/rope_options.py).
 
 Shape legend: T tokens, H head dim, E = H / 2.
 
-Frequencies are radians per token. The variant `divisors` comes from GGUF files, which hold a number
-for each frequency instead of the rule that gives them.
+Frequencies are radians per token; a dimension that is not turned has frequency 0. The variant
+`divisors` comes from GGUF files, which hold a number for each frequency instead of the rule that
+gives them.
 """
 
 import math
 
 import torch
 
-from quire.base.model_options import RopeOptions
-from quire.base.model_spec import ModelSpec
+from quire.base.rope_options import RopeOptions
 from quire.models.layers import ParamFactory
 from quire.ops.rotary import rotary_rows
 
@@ -19,9 +19,8 @@ from quire.ops.rotary import rotary_rows
 class Rotary:
     """The model's rotary embedding. Called once per step; all layers share what it returns."""
 
-    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
-        options = spec.rope
-        self._frequencies_E = rope_frequencies(options, spec.head_dim).to(factory.device)
+    def __init__(self, options: RopeOptions, head_dim: int, factory: ParamFactory) -> None:
+        self._frequencies_E = rope_frequencies(options, head_dim).to(factory.device)
         self._scale, self._dtype = options.scale, factory.dtype
 
     def __call__(self, positions_T: torch.Tensor) -> torch.Tensor:
@@ -31,7 +30,39 @@ class Rotary:
 
 def rope_frequencies(options: RopeOptions, head_dim: int) -> torch.Tensor:
     """[E] in float64."""
-    half = head_dim // 2
+    turned_E = _turned(options)
+    frequencies_E = torch.zeros(head_dim // 2, dtype=torch.float64)
+    frequencies_E[: len(turned_E)] = turned_E
+    return frequencies_E
+
+
+def head_order(head_dim: int, rotated: int, *, interleaved: bool) -> torch.Tensor | None:
+    """Order the dimensions of a head, int64 [H], so that a rotation of halves turns the pairs that
+    the checkpoint means; None where they stand so. What a head's dot products are does not change.
+
+    rotated: the first dimensions, which are turned; the others stay as they are. interleaved: pairs
+    are (0, 1), (2, 3), ... instead of (0, rotated / 2), (1, rotated / 2 + 1), ...
+    """
+    if rotated == head_dim and not interleaved:
+        return None
+    turned = torch.arange(rotated)
+    first = turned[::2] if interleaved else turned[: rotated // 2]
+    second = turned[1::2] if interleaved else turned[rotated // 2 :]
+    others = torch.arange(rotated, head_dim)
+    middle = len(others) // 2
+    return torch.cat((first, others[:middle], second, others[middle:]))
+
+
+def rows_of_heads(order_H: torch.Tensor | None, num_heads: int) -> torch.Tensor | None:
+    """Order the rows of a projection to so many heads, int64 [N * H], each in the same order."""
+    if order_H is None:
+        return None
+    first_N1 = torch.arange(num_heads)[:, None] * len(order_H)
+    return (first_N1 + order_H).flatten()
+
+
+def _turned(options: RopeOptions) -> torch.Tensor:
+    half = options.rotated // 2
     exponents_E = torch.arange(half, dtype=torch.float64) / half
     frequencies_E = options.theta**-exponents_E
     if options.kind == "linear":

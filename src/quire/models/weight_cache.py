@@ -98,7 +98,9 @@ def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:
     """List which tensors of a checkpoint fill which layers, in order."""
     for prefix, layer in model.named_modules():
         for source in layer.sources() if isinstance(layer, Layer) else ():
+            order = None if source.order is None else source.order.tolist()
             yield prefix, source.name, source.checkpoint_shape, source.transposed, source.repeated
+            yield source.part, source.offset, order
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What of a model fits a device: weights, KV pool and requests, before anything is loaded.
 
 The plan is the engine's own (runner/memory_plan.py, kv/sizing.py, ops/formats.py), made of the
-config and the headers of the files. No torch. A GPU's workspace, which the engine measures, is
-taken from the model's shape here.
+config and the headers of the files; no weight is read. A GPU's workspace, which the engine
+measures, is taken from the model's shape here.
 """
 
 import dataclasses
@@ -21,10 +21,8 @@ from quire.models.gguf.stored import our_name, stored_formats_of_parts
 from quire.models.outline import (
     LINEAR,
     FormatBytes,
-    Part,
+    Outline,
     Stored,
-    base_prefix,
-    ignored_tensors,
     outline,
     planned_weights,
 )
@@ -113,7 +111,7 @@ class _Question:
     name: str
     spec: ModelSpec
     device: Device
-    parts: tuple[Part, ...]
+    outline: Outline
     file: GGUFFile | None
 
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
@@ -124,8 +122,8 @@ class _Question:
         in_core = self.device.kind == CPU and how.panel
         is_dummy = config.model.load_format == "dummy"
         if self.file is not None and formats == AS_THEY_ARE and in_core and not is_dummy:
-            stored = stored_formats_of_parts(self.file, self.spec, self.parts)
-        return planned_weights(self.parts, how, formats, stored)
+            stored = stored_formats_of_parts(self.file, self.spec, self.outline.parts)
+        return planned_weights(self.outline.parts, how, formats, stored)
 
     def weights_bytes(self, config: EngineConfig) -> int:
         return sum(each.num_bytes for each in self.weights(config))
@@ -180,7 +178,8 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     if device.kind == CPU:
         weight_formats(config.model).check(config.model.dtype, device.kind)
     file = GGUFFile(source.directory) if is_gguf(source.directory) else None
-    question = _Question(source.name, spec, device, tuple(outline(spec)), file)
+    made = outline(spec, config.model.dtype)
+    question = _Question(source.name, spec, device, made, file)
     weights = question.weights(config)
     total = sum(each.num_bytes for each in weights)
     try:
@@ -306,7 +305,7 @@ def _in_fp8(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
     plain = _replaced(config, quantization="none", kv_cache_dtype="auto")
     total = question.weights_bytes(plain)
     size = _packing(question.device, plain).dtype_bytes
-    for part in question.parts:
+    for part in question.outline.parts:
         if part.kind == LINEAR:
             outputs, inputs = part.shape
             total += outputs * inputs * (1 - size) + outputs * SCALE_BYTES
@@ -451,7 +450,7 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
 
 def _differences(question: _Question, config: EngineConfig, source: ModelSource) -> list[str]:
     """List how the headers of the weight files differ from what the config asks for."""
-    spec, prefix = question.spec, base_prefix(question.spec)
+    spec, prefix = question.spec, question.outline.base_prefix
     if "dummy" in (source.load_format, config.model.load_format):
         return []
     if question.file is None and not any(any(source.directory.glob(each)) for each in WEIGHTS):
@@ -460,9 +459,14 @@ def _differences(question: _Question, config: EngineConfig, source: ModelSource)
         found = _tensors(question, source)
     except ModelError as error:
         return [f"the weight files could not be looked at: {error}"]
-    wanted = {name: shape for part in question.parts for name, shape in part.tensors.items()}
+    wanted = {
+        name: shape for part in question.outline.parts for name, shape in part.tensors.items()
+    }
     known = {prefix + name: shape for name, shape in found.items()} | found
-    ignored = (*ignored_tensors(spec), *(["lm_head.weight"] if spec.tie_embeddings else []))
+    ignored = (
+        *question.outline.ignored_tensors,
+        *(["lm_head.weight"] if spec.tie_embeddings else []),
+    )
     named = [name for name in found if not name.endswith(ignored)]
     problems = {
         "lack": [name for name in wanted if name not in known],

@@ -1,0 +1,98 @@
+"""What transformers takes for fields that a config leaves out, where its classes differ.
+
+A config that transformers wrote holds all of them; those on the hub are often written by hand. Only
+fields that change what is computed, and whose default is not already the reader's own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"tie_word_embeddings": True},
+    "opt": {"tie_word_embeddings": True},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
+    "gemma2": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "max_position_embeddings": 8192,
+    },
+    "gemma3_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131_072,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+    },
+    "phi3": {"rms_norm_eps": 1e-5},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen2_moe": {
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+    },
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "smollm3": {
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 2e6,
+        "no_rope_layer_interval": 4,
+    },
+    "granite": {},
+    "glm4": {
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "attention_bias": True,
+        "rms_norm_eps": 1.5625e-7,
+        "partial_rotary_factor": 0.5,
+    },
+    "cohere2": {
+        "tie_word_embeddings": True,
+        "logit_scale": 0.0625,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "layer_norm_eps": 1e-5,
+    },
+    "gpt_neox": {"attention_bias": True, "rotary_pct": 0.25, "hidden_act": "gelu"},
+    "gpt_oss": {
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "sliding_window_pattern": 2,
+        "attention_bias": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+}
+
+
+def defaults_of(model_type: object) -> Mapping[str, Any]:
+    """Return what transformers takes for fields that a config of this type leaves out."""
+    return DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
