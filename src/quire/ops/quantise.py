@@ -2,9 +2,9 @@
 
 Shape legend: N outputs, K inputs, G groups of inputs that share a scale, S inputs of a group.
 
-Integers are the C++ core's (csrc/linear_pack.cpp), number by number, so a model has the same weights
-on a GPU as on a CPU: symmetric, to the nearest, with scales that are exactly bfloat16. Float8 has a
-float32 scale for each output, of which the largest weight is 448.
+Integers are the C++ core's (csrc/linear_pack.cpp), number by number, so a model has the same
+weights on a GPU as on a CPU: symmetric, to the nearest, with scales that are exactly bfloat16.
+Float8 has a float32 scale for each output, of which the largest weight is 448.
 """
 
 import torch
@@ -102,7 +102,7 @@ def _squared_error(
     lanes = squares[..., 0, :]
     for i in range(1, squares.shape[-2]):
         lanes = lanes + squares[..., i, :]
-    total_NG = lanes[..., 0]
+    total_NG: torch.Tensor = lanes[..., 0]
     for i in range(1, LANES):
         total_NG = total_NG + lanes[..., i]
     return total_NG
