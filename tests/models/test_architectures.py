@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from quire.models.loading import load_model
-from tests.models.checkpoints import VARIANTS, Checkpoint, random_tokens, write_checkpoint
+from tests.models.checkpoints import (
+    VARIANTS,
+    Checkpoint,
+    exact_logits,
+    random_tokens,
+    write_checkpoint,
+)
 from tests.models.paged import CPU, run_paged
 
 SEQUENCES = random_tokens(23, 5, 61, 1)
@@ -48,7 +54,6 @@ def test_float64_by_the_reference_backend(checkpoint: Checkpoint) -> None:
     got = run_paged(
         model, checkpoint.spec, sequences, chunks, backend="reference", dtype=torch.float64
     )
-    for tokens, logits_TV in zip(sequences, got, strict=True):
-        torch.testing.assert_close(
-            logits_TV.float(), checkpoint.logits(tokens), rtol=1e-4, atol=1e-4
-        )
+    wanted = exact_logits(checkpoint.directory, sequences)
+    for wanted_TV, logits_TV in zip(wanted, got, strict=True):
+        torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-10, atol=1e-10)

@@ -18,12 +18,12 @@ def rotary_rows(
     """The factors of each position, once per step: [T, 1, 2 H] = (cos, cos, -sin, sin) * scale.
 
     positions: integers; frequencies: float64, radians per token; 0 is for elements that are not
-    turned, nor scaled. Angles, sines and cosines are
-    computed in float64, since a product of a position of 10^5 in float32 is off by 10^-2 radians.
-    They are returned in `dtype`'s accumulation type.
+    turned, nor scaled. Angles, sines and cosines are computed in float64, since a product of a
+    position of 10^5 in float32 is off by 10^-2 radians. They are returned in `dtype`'s
+    accumulation type.
     """
     angles_TE = positions_T.to(torch.float64)[:, None] * frequencies_E
-    scale_E = torch.where(frequencies_E == 0, 1.0, scale)
+    scale_E = torch.full_like(frequencies_E, scale).masked_fill_(frequencies_E == 0, 1.0)
     cos_TE, sin_TE = angles_TE.cos() * scale_E, angles_TE.sin() * scale_E
     rows_TH = torch.cat((cos_TE, cos_TE, -sin_TE, sin_TE), dim=-1)
     return rows_TH.to(accumulation_dtype(dtype))[:, None]
