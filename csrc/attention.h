@@ -8,7 +8,8 @@
 //   weight[t] = exp(score[t] - peak), sum over t in 16 lanes, then a fixed tree
 //   part[h] = sum over t = 0, 1, ... of weight[t] * V[t][h]             one lane per element
 //
-// and the spans' (peak, sum, part) are folded in the order of their positions. No query's
+// and the spans' (peak, sum, part) are folded in the order of their positions. A soft cap is applied to
+// a score as soon as it is there; a sink joins the sum when the last span is folded. No query's
 // arithmetic depends on another's, on how the work is cut or on where the blocks stand: its bits are
 // the same alone, in any batch, chunked in any way, and on any number of threads.
 #pragma once
@@ -163,10 +164,20 @@ class AttentionPlan {
 int num_attention_variants();
 const char* attention_variant_name(int variant);
 
-// out = softmax(q k^T * scale) v for all tokens of the plan's step. q and out may have any element
-// type, whatever the format of keys and values. variant: -1 is the best.
+// How products of queries and keys become weights. With a soft cap (0 is none) a score is
+// cap * tanh(scale * product / cap). sinks[N]: logits that join the softmax's sum without a value, or
+// null.
+struct Weighing {
+    float scale;
+    float soft_cap = 0;
+    const float* sinks = nullptr;
+};
+
+// out = softmax(scores) v for all tokens of the plan's step. q and out may have any element type,
+// whatever the format of keys and values. variant: -1 is the best.
 void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRows& q,
-                     const HeadRows& out, float scale, int num_threads, int variant = -1);
+                     const HeadRows& out, const Weighing& weighing, int num_threads,
+                     int variant = -1);
 
 // Tokens [begin, end) of k and v go to their slots (block * P + offset), by the calling thread.
 void store_tokens(const KvLayer& kv, const HeadRows& k, const HeadRows& v, const int64_t* slots,

@@ -32,19 +32,22 @@ void read_query(float* to, const HeadRows& q, int64_t token, int64_t head, float
 }
 
 template <class Element>
-void write_result(Element* to, State state, int64_t dim) {
-    const float scale = 1.0f / *state.sum;
+void write_result(Element* to, const float* acc, float scale, int64_t dim) {
     // Adding 0 makes -0, which depends on how zeros were added, 0.
-    for (int64_t h = 0; h < dim; ++h) narrow(to[h], state.acc[h] * scale + 0.0f);
+    for (int64_t h = 0; h < dim; ++h) narrow(to[h], acc[h] * scale + 0.0f);
 }
 
-void write_result(const HeadRows& out, int64_t token, int64_t head, State state, int64_t dim) {
-    const int64_t at = token * out.stride + head * dim;
+void write_result(const AttentionCall& call, int64_t token, int64_t head, State state) {
+    const HeadRows& out = call.out;
+    const float* sinks = call.weighing.sinks;
+    const float scale = sinks == nullptr ? 1.0f / *state.sum : scale_beside(sinks[head], state);
+    const int64_t dim = call.kv.head_dim, at = token * out.stride + head * dim;
     switch (out.element) {
-        case Element::kFloat32: return write_result(static_cast<float*>(out.data) + at, state, dim);
+        case Element::kFloat32:
+            return write_result(static_cast<float*>(out.data) + at, state.acc, scale, dim);
         case Element::kBfloat16:
-            return write_result(static_cast<Bfloat16*>(out.data) + at, state, dim);
-        default: return write_result(static_cast<Float16*>(out.data) + at, state, dim);
+            return write_result(static_cast<Bfloat16*>(out.data) + at, state.acc, scale, dim);
+        default: return write_result(static_cast<Float16*>(out.data) + at, state.acc, scale, dim);
     }
 }
 
@@ -101,6 +104,8 @@ class ItemRun {
     State part(int64_t m) const { return state_at(parts_ + m * call_.state_size()); }
 
     void read_queries() {
+        const float cap = call_.weighing.soft_cap, scale = call_.weighing.scale;
+        const float factor = cap == 0 ? scale : scale / cap;
         int64_t m = 0;
         for (int32_t p = 0; p < item_.num_pieces; ++p) {
             const QueryPiece& piece = pieces_[p];
@@ -110,7 +115,7 @@ class ItemRun {
                 for (int64_t g = 0; g < step_.group; ++g, ++m) {
                     all_[m] = {piece.token + i, position, maximum(hidden, 0), 0, 0};
                     read_query(q_ + m * padded_, call_.q, piece.token + i,
-                               head_ * step_.group + g, call_.scale, dim_, padded_);
+                               head_ * step_.group + g, factor, dim_, padded_);
                     clear(state(m));
                 }
             }
@@ -191,6 +196,9 @@ class ItemRun {
                 continue;
             }
             if constexpr (Kv::kScaled) scale_row(row, query.low, query.high);
+            if (call_.weighing.soft_cap != 0) {
+                cap_scores(row, query.low, query.high, call_.weighing.soft_cap);
+            }
             const State mine = part(m);
             weigh_scores(row, query.low, query.high, *mine.peak, *mine.sum);
             if (begin_ < query.low) fill(row + begin_, row + query.low, 0.0f);
@@ -273,7 +281,7 @@ class ItemRun {
                 copy_state(kept(0, m), state(m), padded_);
             } else {
                 const int64_t head = head_ * step_.group + m % step_.group;
-                write_result(call_.out, all_[m].token, head, state(m), dim_);
+                write_result(call_, all_[m].token, head, state(m));
             }
         }
     }
@@ -313,7 +321,7 @@ void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {
             }
         }
         const int64_t token = job.piece.token + m / group;
-        write_result(call.out, token, head * group + m % group, state, call.kv.head_dim);
+        write_result(call, token, head * group + m % group, state);
     }
 }
 

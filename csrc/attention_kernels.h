@@ -18,7 +18,7 @@ struct AttentionCall {
     const KvLayer& kv;
     const HeadRows& q;
     const HeadRows& out;
-    float scale;
+    const Weighing& weighing;
     float* states;
 
     int64_t padded_dim() const { return (kv.head_dim + 15) / 16 * 16; }

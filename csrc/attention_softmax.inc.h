@@ -51,6 +51,37 @@ QUIRE_INLINE F exp_of(F x) {
     return reinterpret_cast<F>(Isa::where_at_least(x, Isa::all(-87.0f), bits));
 }
 
+// tanh(x), relative error below 2e-7 also where x is small; NaN for NaN. With u = -2 |x| it is
+// -m / (m + 2) of m = e^u - 1 = (2^n - 1) + 2^n (e^r - 1), n and r as above.
+QUIRE_INLINE F tanh_of(F x) {
+    const I sign = reinterpret_cast<I>(x) & INT32_MIN, size = reinterpret_cast<I>(x) & INT32_MAX;
+    const F u = reinterpret_cast<F>(size) * Isa::all(-2.0f);
+    const F round = Isa::all(12582912.0f), one = Isa::all(1.0f);
+    const F shifted = Isa::fma(u, Isa::all(1.44269504f), round);
+    const F r = Isa::fma(shifted - round, Isa::all(-0.693147181f), u);
+    F p = Isa::all(1.3882498e-3f);
+    p = Isa::fma(p, r, Isa::all(8.3666472e-3f));
+    p = Isa::fma(p, r, Isa::all(4.1667204e-2f));
+    p = Isa::fma(p, r, Isa::all(1.6666542e-1f));
+    p = Isa::fma(p, r, Isa::all(4.9999997e-1f));
+    p = Isa::fma(p * r, r, r);
+    const I exponent = reinterpret_cast<I>(shifted) << 23;
+    const F power = reinterpret_cast<F>(reinterpret_cast<I>(one) + exponent);
+    const F m = Isa::fma(power, p, power - one);
+    const I near = Isa::where_at_least(u, Isa::all(-20.0f), I{} - 1);  // elsewhere it is 1
+    const I found = reinterpret_cast<I>(m / (Isa::all(-2.0f) - m));
+    const I is_nan = size > 0x7F800000;
+    return reinterpret_cast<F>((found & near) | (reinterpret_cast<I>(one) & ~near) | sign | is_nan);
+}
+
+// Scores [low, high), which were divided by the cap, and those in the vectors around.
+inline void cap_scores(float* scores, int64_t low, int64_t high, float cap) {
+    const F all_cap = Isa::all(cap);
+    for (int64_t t = low / kLanes * kLanes; t < high; t += kLanes) {
+        Isa::store(scores + t, tanh_of(Isa::load(scores + t)) * all_cap);
+    }
+}
+
 inline float exp_of_one(float x) {
     float lanes[kLanes];
     Isa::store(lanes, exp_of(Isa::all(x)));
@@ -142,6 +173,13 @@ inline void fold(State state, State next, int64_t size) {
     const float sum = *next.sum * after;
     *state.sum = *state.sum * before + sum;
     *state.peak = peak;
+}
+
+// What a state's sums are multiplied by where a sink is beside what the state has seen.
+inline float scale_beside(float sink, State state) {
+    const float peak = *state.peak > sink ? *state.peak : sink;
+    const float seen = exp_of_one(*state.peak - peak);
+    return seen / (*state.sum * seen + exp_of_one(sink - peak));
 }
 
 }  // namespace

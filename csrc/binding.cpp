@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 9;
+constexpr int kInterfaceVersion = 10;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -115,6 +115,14 @@ void make_head_rows(quire::HeadRows* at, Address data, int element, int64_t stri
     new (at) quire::HeadRows{static_cast<quire::Element>(element), stride, as<void*>(data)};
 }
 
+// soft_cap may be 0, sinks' address too: none.
+void paged_attention(const quire::AttentionPlan& plan, const quire::KvLayer& kv,
+                     const quire::HeadRows& q, const quire::HeadRows& out, float scale,
+                     float soft_cap, Address sinks, int num_threads, int variant) {
+    quire::paged_attention(plan, kv, q, out, {scale, soft_cap, as<ConstFloats>(sinks)}, num_threads,
+                           variant);
+}
+
 void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::HeadRows& v,
               Address slots, int64_t count, int num_threads) {
     quire::store_kv(kv, k, v, as<ConstInts>(slots), count, num_threads);
@@ -186,12 +194,13 @@ void add_instruction(quire::Program& program, bool begins_phase, int kind,
                      const std::vector<std::pair<int64_t, int64_t>>& views, int64_t heads,
                      int64_t size, int64_t stride, int64_t layer, int input, int element,
                      Address table, Address frequencies, Address weight, Address bias, double scale,
-                     double eps, const quire::PackedWeight& packed) {
+                     double soft_cap, double eps, const quire::PackedWeight& packed) {
     quire::Instruction instruction{static_cast<quire::Kind>(kind), {}, heads, size, stride, layer,
                                    static_cast<quire::Input>(input),
                                    static_cast<quire::Element>(element), as<const void*>(table),
                                    as<const double*>(frequencies), as<ConstFloats>(weight),
-                                   as<ConstFloats>(bias), scale, static_cast<float>(eps), packed};
+                                   as<ConstFloats>(bias), scale, static_cast<float>(soft_cap),
+                                   static_cast<float>(eps), packed};
     for (size_t i = 0; i < views.size(); ++i) {
         instruction.views.at(i) = {views[i].first, views[i].second};
     }
@@ -249,7 +258,7 @@ NB_MODULE(_core, m) {
         .def_ro("heads", &quire::KvLayer::heads);
     nb::class_<quire::HeadRows>(m, "HeadRows")
         .def("__init__", &make_head_rows, nb::kw_only(), "data"_a, "element"_a, "stride"_a);
-    m.def("paged_attention", &quire::paged_attention, Unlocked());
+    m.def("paged_attention", &paged_attention, Unlocked());
     m.def("store_kv", &store_kv, Unlocked());
     m.def("philox_words", &philox_words);
     m.def("philox_uniform", &philox_uniform, Unlocked());
@@ -279,6 +288,7 @@ NB_MODULE(_core, m) {
         .def("add_layer", &quire::Program::add_layer)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
              "heads"_a, "size"_a, "stride"_a, "layer"_a, "input"_a, "element"_a, "table"_a,
-             "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "eps"_a, "packed"_a)
+             "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "soft_cap"_a,
+             "eps"_a, "packed"_a)
         .def("run", &run_program, Unlocked());
 }

@@ -81,9 +81,9 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     }
     if (first.kind == Kind::kAttend) {
         const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];
+        const Weighing weighing{static_cast<float>(first.scale), first.soft_cap, first.weight};
         return paged_attention(*step_.groups[cache.group].plan, cache.kv, heads(first.views[1]),
-                               heads(first.views[0]), static_cast<float>(first.scale),
-                               num_threads, attention_variant_);
+                               heads(first.views[0]), weighing, num_threads, attention_variant_);
     }
     const int64_t rows = step_.rows;
     const bool alone = rows * phase.width < kAloneFloats;
@@ -129,6 +129,9 @@ void Program::run_row(const Instruction& i, int64_t r) {
         case Kind::kLayerNorm: return layer_norm_row(out, x, i.weight, i.bias, i.size, i.eps);
         case Kind::kRotary: return rotary_row(out, x, row(i.views[2], r), i.heads, i.size);
         case Kind::kSiluMul: return silu_mul_row(out, x, i.size);
+        case Kind::kGeluMul: return gelu_mul_row(out, x, i.size);
+        case Kind::kGeluTanhMul: return gelu_tanh_mul_row(out, x, i.size);
+        case Kind::kScale: return scale_row(out, x, static_cast<float>(i.scale), i.size);
         case Kind::kGelu: return gelu_row(out, x, i.size);
         case Kind::kGeluTanh: return gelu_tanh_row(out, x, i.size);
         case Kind::kRelu: return relu_row(out, x, i.size);

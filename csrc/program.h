@@ -23,17 +23,20 @@ enum class Kind : int {
     kRotaryFactors, // out; frequencies, size, scale: of the positions
     kRmsNorm,       // out, x; weight, heads, size, eps
     kAddRmsNorm,    // out, total, x, y; weight, size, eps
-    kLayerNorm,     // out, x; weight, bias (or null both), size, eps
+    kLayerNorm,     // out, x; weight, bias (the bias or both may be null), size, eps
     kRotary,        // out, x, factors; heads, size
     kSiluMul,       // out, x; size: of out
-    kGelu,
+    kGeluMul,
+    kGeluTanhMul,
+    kScale,         // out, x; size, scale
+    kGelu,          // out, x; size
     kGeluTanh,
     kRelu,
     kAdd,           // out, x, y; size
     kStore,         // k, v; layer: into its blocks
     kPrepare,       // operand, x; packed, stride: activations as the product reads them
     kMultiply,      // out, operand; packed, stride, bias (or null)
-    kAttend,        // out, q; layer, scale
+    kAttend,        // out, q; layer, scale, soft_cap (or 0), weight: the heads' sinks (or null)
 };
 
 enum class Input : int { kIds, kPositions };
@@ -58,6 +61,7 @@ struct Instruction {
     const float* weight;
     const float* bias;
     double scale;
+    float soft_cap;
     float eps;
     PackedWeight packed;
 };

@@ -72,6 +72,16 @@ inline float erf_of(float x) {
     return float_of(bits_of(result) | (bits_of(x) & static_cast<int32_t>(0x80000000u)));
 }
 
+inline float gelu_of(float x) { return 0.5f * x * (1.0f + erf_of(x * 0.70710678f)); }
+
+// tanh(u) = (1 - e^-2|u|) / (1 + e^-2|u|), with u's sign.
+inline float gelu_tanh_of(float x) {
+    const float u = 0.79788456f * (x + 0.044715f * x * x * x);
+    const float e = exp_negative(-2.0f * float_of(bits_of(u) & 0x7FFFFFFF));
+    const float sign = bits_of(u) < 0 ? -1.0f : 1.0f;
+    return 0.5f * x * (1.0f + sign * (1.0f - e) / (1.0f + e));
+}
+
 template <class T>
 QUIRE_VECTOR void widen_all(float* out, const T* from, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] = widen(from[i]);
@@ -101,6 +111,8 @@ void layer_norm_row(float* out, const float* x, const float* weight, const float
     const float factor = 1.0f / std::sqrt(sum_of_squares(x, size, mean) / count + eps);
     if (weight == nullptr) {
         for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * factor;
+    } else if (bias == nullptr) {
+        for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * factor * weight[i];
     } else {
         for (int64_t i = 0; i < size; ++i) out[i] = (x[i] - mean) * factor * weight[i] + bias[i];
     }
@@ -138,20 +150,27 @@ void silu_mul_row(float* out, const float* x, int64_t size) {
 
 QUIRE_VECTOR
 void gelu_row(float* out, const float* x, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-        out[i] = 0.5f * x[i] * (1.0f + erf_of(x[i] * 0.70710678f));
-    }
+    for (int64_t i = 0; i < size; ++i) out[i] = gelu_of(x[i]);
 }
 
-// tanh(u) = (1 - e^-2|u|) / (1 + e^-2|u|), with u's sign.
 QUIRE_VECTOR
 void gelu_tanh_row(float* out, const float* x, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-        const float u = 0.79788456f * (x[i] + 0.044715f * x[i] * x[i] * x[i]);
-        const float e = exp_negative(-2.0f * float_of(bits_of(u) & 0x7FFFFFFF));
-        const float sign = bits_of(u) < 0 ? -1.0f : 1.0f;
-        out[i] = 0.5f * x[i] * (1.0f + sign * (1.0f - e) / (1.0f + e));
-    }
+    for (int64_t i = 0; i < size; ++i) out[i] = gelu_tanh_of(x[i]);
+}
+
+QUIRE_VECTOR
+void gelu_mul_row(float* out, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = gelu_of(x[i]) * x[size + i];
+}
+
+QUIRE_VECTOR
+void gelu_tanh_mul_row(float* out, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = gelu_tanh_of(x[i]) * x[size + i];
+}
+
+QUIRE_VECTOR
+void scale_row(float* out, const float* x, float factor, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;
 }
 
 QUIRE_VECTOR

@@ -17,7 +17,7 @@ void rms_norm_row(float* out, const float* x, const float* weight, int64_t heads
 void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
                       const float* weight, int64_t size, float eps);
 
-// Weight and bias may both be null.
+// Weight and bias may be null, or the bias alone.
 void layer_norm_row(float* out, const float* x, const float* weight, const float* bias,
                     int64_t size, float eps);
 
@@ -31,6 +31,11 @@ void rotary_row(float* out, const float* x, const float* factors, int64_t heads,
 // out[F] = silu(x[0, F)) * x[F, 2 F).
 void silu_mul_row(float* out, const float* x, int64_t size);
 
+// The same with gelu, exact and by tanh.
+void gelu_mul_row(float* out, const float* x, int64_t size);
+void gelu_tanh_mul_row(float* out, const float* x, int64_t size);
+
+void scale_row(float* out, const float* x, float factor, int64_t size);
 void gelu_row(float* out, const float* x, int64_t size);
 void gelu_tanh_row(float* out, const float* x, int64_t size);
 void relu_row(float* out, const float* x, int64_t size);

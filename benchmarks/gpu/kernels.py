@@ -71,10 +71,10 @@ def norm_case(bench: Bench, model: Model, tokens: int) -> Made:
 
 
 def silu_case(bench: Bench, model: Model, tokens: int) -> Made:
-    from quire.ops.kernels import silu_mul
+    from quire.ops.kernels import gate
 
     x = bench.randn(tokens, 2 * model.inner)
-    return lambda: silu_mul.silu_mul(x), Cost(num_bytes=1.5 * x.nbytes)
+    return lambda: gate.silu_mul(x), Cost(num_bytes=1.5 * x.nbytes)
 
 
 def embedding_case(bench: Bench, model: Model, tokens: int) -> Made:
@@ -272,7 +272,7 @@ def cases(is_tiny: bool) -> Iterator[KernelCase]:
         for tokens in steps:
             for module, make in (
                 ("norm", norm_case),
-                ("silu_mul", silu_case),
+                ("gate", silu_case),
                 ("rotary_write", rotary_case),
                 ("embedding", embedding_case),
                 ("attention_write", write_case),

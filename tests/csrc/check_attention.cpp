@@ -26,6 +26,8 @@ struct Case {
     int64_t head_dim, kv_heads, group, block_size, window;
     int64_t shared;  // positions whose blocks all rows have in common
     std::vector<Row> rows;
+    float soft_cap = 0;
+    bool has_sinks = false;
 
     int64_t heads() const { return kv_heads * group; }
 };
@@ -110,6 +112,7 @@ class Batch {
         Values k(c.element, slots * stride), v(c.element, slots * stride);
         k.fill(random, 2.0f);
         v.fill(random, 1.0f);
+        for (int64_t head = 0; head < c.heads(); ++head) sinks_.push_back(4 * random.next());
         const auto bytes = static_cast<size_t>(slots * c.kv_heads * row_bytes());
         keys_.resize(bytes);
         values_.resize(bytes);
@@ -134,7 +137,9 @@ class Batch {
         plan.prepare(step, num_threads, options);
         Values out(case_.element, starts.back() * token_size());
         paged_attention(plan, layer(), q_.rows(starts_[static_cast<size_t>(first)], token_size()),
-                        out.rows(0, token_size()), scale(), num_threads, variant);
+                        out.rows(0, token_size()),
+                        {scale(), case_.soft_cap, case_.has_sinks ? sinks_.data() : nullptr},
+                        num_threads, variant);
         return out;
     }
 
@@ -147,7 +152,7 @@ class Batch {
         const int64_t kv_head = head / case_.group, dim = case_.head_dim;
         const int64_t hidden = case_.window == 0 ? 0 : position - case_.window + 1;
         std::vector<double> scores, sums(static_cast<size_t>(dim));
-        double peak = -1e300, total = 0;
+        double peak = -1e300;
         const int64_t first = hidden > 0 ? hidden : 0;
         for (int64_t t = first; t <= position; ++t) {
             double score = 0;
@@ -155,9 +160,13 @@ class Batch {
                 const double q = q_.at((token * case_.heads() + head) * dim + h);
                 score += q * stored(keys_, row, kv_head, t, h);
             }
-            scores.push_back(score * scale());
+            score *= scale();
+            const double cap = case_.soft_cap;
+            scores.push_back(cap == 0 ? score : cap * std::tanh(score / cap));
             peak = std::fmax(peak, scores.back());
         }
+        const double sink = sinks_[static_cast<size_t>(head)];
+        double total = case_.has_sinks ? std::exp(sink - peak) : 0;
         for (int64_t t = first; t <= position; ++t) {
             const double weight = std::exp(scores[static_cast<size_t>(t - first)] - peak);
             total += weight;
@@ -221,6 +230,7 @@ class Batch {
     int64_t num_blocks_;
     Values q_;
     std::vector<uint8_t> keys_, values_;
+    std::vector<float> sinks_;
 };
 
 class Check {
@@ -299,6 +309,9 @@ std::vector<Case> cases() {
             all.push_back({format, e, 40, 1, 7, 1, 0, 0, decodes});
             all.push_back({format, e, 27, 2, 3, 3, 100, 0, mixed});
             all.push_back({format, e, 128, 1, 4, 32, 0, 576, shared});
+            all.push_back({format, e, 64, 2, 2, 16, 0, 0, mixed, 1.5f, true});
+            all.push_back({format, e, 27, 2, 3, 3, 100, 0, mixed, 30.0f, false});
+            all.push_back({format, e, 128, 1, 4, 32, 0, 576, shared, 0, true});
         }
     }
     return all;

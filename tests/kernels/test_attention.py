@@ -246,9 +246,15 @@ def as_int8(x: torch.Tensor) -> torch.Tensor:
     return (x * factor).round() * (largest / 127.0)
 
 
+EXTRAS = [{}, {"soft_cap": 3.0, "sinks": True}]
+
+
 @pytest.mark.parametrize("window", [None, 20])
-def test_int8_is_softmax_of_what_is_stored(window: int | None, device: torch.device) -> None:
-    case = Case(((0, 9), (70, 1), (5, 17)), kv_format="int8", window=window)
+@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+def test_int8_is_softmax_of_what_is_stored(
+    extras: dict[str, object], window: int | None, device: torch.device
+) -> None:
+    case = Case(((0, 9), (70, 1), (5, 17)), kv_format="int8", window=window, **extras)
     contents, tables = make_contents(case), case.tables()
     contents.k[0][0, 0] = 0.0  # the largest magnitude of a vector may be 0
     backend = TritonBackend(case.layout(torch.float32, device), cut=case.cut)
@@ -260,9 +266,10 @@ def test_int8_is_softmax_of_what_is_stored(window: int | None, device: torch.dev
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=0, atol=2e-5)
 
 
-def test_fp8_has_two_scales_per_layer(device: torch.device) -> None:
+@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+def test_fp8_has_two_scales_per_layer(extras: dict[str, object], device: torch.device) -> None:
     """With numbers that fp8 has: the interpreter rounds others wrongly."""
-    case = Case(((0, 9), (70, 1), (5, 17)), kv_format="fp8")
+    case = Case(((0, 9), (70, 1), (5, 17)), kv_format="fp8", **extras)
     contents, tables, scales = make_contents(case), case.tables(), (1 / 32, 1 / 16)
     for values, scale in zip((contents.k, contents.v), scales, strict=True):
         values[:] = [(x / scale).to(torch.float8_e4m3fn).float() * scale for x in values]

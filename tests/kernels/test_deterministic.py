@@ -134,6 +134,7 @@ CASES = {
     "sinks": Case(group_size=4, cut=SMALL, sinks=True),
     "sinks_window": Case(group_size=4, cut=SMALL, sinks=True, window=20, soft_cap=5.0),
     "int8": Case(group_size=4, cut=SMALL, kv_format="int8"),
+    "int8_sinks": Case(group_size=4, cut=SMALL, kv_format="int8", sinks=True, soft_cap=5.0),
 }
 
 

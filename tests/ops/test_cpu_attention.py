@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,11 @@ CASES = {
     "window_5": Case(MIXED, window=5),
     "window_290": Case([*MIXED, (700, 100)], window=290, block_size=16),
     "many_heads": Case([(40, 3), (0, 70)], heads=70, kv_heads=1, block_size=16),
+    "cap": Case(MIXED, soft_cap=0.7, block_size=16),
+    "cap_30_window": Case([*MIXED, (700, 100)], window=290, soft_cap=30.0, heads=3, kv_heads=3),
+    "sinks": Case(MIXED, has_sinks=True, block_size=16),
+    "sinks_multi_query": Case(MIXED, has_sinks=True, heads=6, kv_heads=1, block_size=16),
+    "cap_sinks_window": Case([*MIXED, (700, 100)], 1, window=5, soft_cap=2.0, has_sinks=True),
 }
 
 
@@ -71,6 +77,28 @@ def make_sequences(
     return Sequences(values(4), values(2), values(2))
 
 
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("cap", [0.05, 1.0, 50.0, 1e4, 1e30])
+def test_a_cap_errs_by_roundings_alone(cap: float, variant: str) -> None:
+    """Of two tokens one has the score 0 and the value 0; the other's weight tells its score."""
+    scores = torch.logspace(-6, 6, 500).float()
+    q = torch.cat([scores, -scores])[:, None, None].expand(-1, 1, 8).contiguous()
+    kv = torch.zeros(2, 1, 8)
+    kv[1, 0, 0] = 1.0
+    layout = Case([(1, 1)], block_size=2, heads=1, kv_heads=1).layout(torch.float32)
+    layout = replace(layout, groups=(CacheGroup("full", (0,), 1, 8),), num_blocks=(1,))
+    backend = CpuBackend(layout, variant=variant)
+    got = []
+    for query in q:
+        backend.prepare(make_step([RowPart(0, 2, ([0],))], 2))
+        backend.write(0, kv, kv)
+        got.append(backend.run(0, torch.stack([query, query]), 1.0, soft_cap=cap)[1, 0, 0])
+    exact = cap * torch.tanh(torch.cat([scores, -scores]).double() / cap)
+    wanted = torch.sigmoid(exact)
+    # A score's relative error of 3e-7 is at most 0.28 of it in the weight's absolute one.
+    torch.testing.assert_close(torch.stack(got).double(), wanted, rtol=0, atol=2e-7)
+
+
 @dataclass(frozen=True)
 class Cut:
     """How sequences are computed. steps: tokens of each row in each step."""
@@ -82,6 +110,8 @@ class Cut:
     variant: str | None = None
     split: bool = True
     cascade: bool = True
+    soft_cap: float | None = None
+    has_sinks: bool = False
     shared: int = 0  # tokens at the beginning of all rows whose blocks are the first row's
 
 
@@ -113,7 +143,9 @@ def compute(cut: Cut, sequences: Sequences) -> list[torch.Tensor]:
         )
         backend.prepare(make_step(parts, cut.block_size))
         backend.write(0, k, v)
-        out = backend.run(0, q, q.shape[-1] ** -0.5)
+        sinks_N = torch.tensor([0.5, 5.0, -torch.inf, -1.0]) if cut.has_sinks else None
+        scale = q.shape[-1] ** -0.5
+        out = backend.run(0, q, scale, soft_cap=cut.soft_cap, sinks_N=sinks_N)
         for r, piece in zip(rows, out.split([lens[r] for r in rows]), strict=True):
             outs[r].append(piece)
             done[r] += lens[r]
@@ -209,14 +241,18 @@ def test_any_head_size(head_dim: int, kv_format: str, variant: str) -> None:
         torch.testing.assert_close(out.double(), wanted.transpose(0, 1), rtol=0, atol=4e-2)
 
 
+EXTRAS: list[dict[str, Any]] = [{}, {"soft_cap": 2.0, "has_sinks": True}]
+
+
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
 def test_the_same_bits_however_the_work_is_cut(
-    kv_format: str, window: int | None, variant: str, threads: None
+    extras: dict[str, Any], kv_format: str, window: int | None, variant: str, threads: None
 ) -> None:
     sequences = make_sequences([700, 300, 31])
-    whole = Cut([(700, 300, 31)], 16, window, kv_format, variant)
+    whole = Cut([(700, 300, 31)], 16, window, kv_format, variant, **extras)
     wanted = compute(whole, sequences)
     for row, length in enumerate(sequences.lengths):
         alone = compute(replace(whole, steps=[(length,)]), sequences.only(row))
@@ -232,15 +268,16 @@ def test_the_same_bits_however_the_work_is_cut(
 
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("window", [None, 2000])
+@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
 def test_the_same_bits_if_a_context_is_split(
-    window: int | None, variant: str, threads: None
+    extras: dict[str, Any], window: int | None, variant: str, threads: None
 ) -> None:
     sequences = make_sequences([4000, 40])
-    steps = [(3960, 39), (1, 1), (39, 0)]
-    wanted = compute(Cut(steps, 16, window, variant=variant, split=False), sequences)
+    cut = Cut([(3960, 39), (1, 1), (39, 0)], 16, window, variant=variant, **extras)
+    wanted = compute(replace(cut, split=False), sequences)
     for count in (2, 16):
         set_num_threads(count)
-        assert same_bits(compute(Cut(steps, 16, window, variant=variant), sequences), wanted)
+        assert same_bits(compute(cut, sequences), wanted)
 
 
 def test_long_contexts_are_split_for_several_threads(threads: None) -> None:
@@ -267,14 +304,18 @@ def make_shared(shared: int, lengths: Sequence[int]) -> Sequences:
 
 @pytest.mark.parametrize("block_size", [3, 16, 256])
 @pytest.mark.parametrize("variant", variants())
-def test_the_same_bits_if_rows_share_blocks(block_size: int, variant: str, threads: None) -> None:
+@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
+def test_the_same_bits_if_rows_share_blocks(
+    extras: dict[str, Any], block_size: int, variant: str, threads: None
+) -> None:
     shared = 768
     sequences = make_shared(shared, [1100, 800, 769, 900])
     # The rows after the first begin with blocks that it wrote, in the same or an earlier step.
     steps = [(1000, 0, 0, 0), (9, 0, 0, 0), (91, 800, 769, 900)]
-    apart = compute(Cut(steps, block_size, variant=variant, cascade=False), sequences)
+    cut = Cut(steps, block_size, variant=variant, **extras)
+    apart = compute(replace(cut, cascade=False), sequences)
     steps = [(1000, 760, 768, 768), (90, 8, 0, 100), (1, 10, 1, 12), (9, 22, 0, 20)]
-    cut = Cut(steps, block_size, variant=variant, shared=shared)
+    cut = replace(cut, steps=steps, shared=shared)
     for count in (1, 2, 16):
         set_num_threads(count)
         assert same_bits(compute(cut, sequences), apart)
@@ -294,13 +335,14 @@ def test_shared_spans_are_read_once(threads: None) -> None:
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("extras", EXTRAS, ids=["plain", "cap_sinks"])
 def test_what_is_not_finite_reaches_those_who_see_it(
-    bad: float, kv_format: str, variant: str
+    extras: dict[str, Any], bad: float, kv_format: str, variant: str
 ) -> None:
     """Of queries before the bad token and of those whose window has left it, no bit changes."""
     for name in ("k", "v"):
         sequences = make_sequences([400])
-        cut = Cut([(400,)], 16, 50, kv_format, variant)
+        cut = Cut([(400,)], 16, 50, kv_format, variant, **extras)
         (wanted,) = compute(cut, sequences)
         getattr(sequences, name)[0][270] = bad
         (got,) = compute(cut, sequences)

@@ -7,15 +7,23 @@ import pytest
 import torch
 
 from quire.base.config import ModelConfig
+from quire.base.model_spec import CacheGroup
 from quire.models.formats import AS_THEY_ARE, weight_formats
+from quire.models.layers import Attention
 from quire.models.loading import LoadOptions, load_model
+from quire.ops.add import add
+from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.embedding import embedding
+from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
+from quire.ops.layer_norm import layer_norm
 from quire.ops.native import core
 from quire.ops.program import Kind
+from quire.ops.scale import scale
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, native_or_same, trace
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
-from tests.models.paged import CPU, make_layout, run_paged
+from tests.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
+from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -41,6 +49,53 @@ def test_a_program_computes_what_the_operations_compute(variant: str, tmp_path: 
     wanted = run_paged(model, checkpoint.spec, SEQUENCES, WHOLE, backend="torch")
     got = run_paged(model, checkpoint.spec, SEQUENCES, CUTS, backend="cpu", native=True)
     torch.testing.assert_close(got, wanted, rtol=0, atol=3e-5)
+
+
+class SomeOperations:
+    """Those that the models above have not, one after the other."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.table, self.weight = (
+            torch.randn(*shape, generator=generator) for shape in ((VOCAB, 24), (24,))
+        )
+        sinks = torch.tensor([1.0, -torch.inf, -2.0])
+        self.attentions = [
+            Attention(0, 0.7, soft_cap=1.5, sinks=sinks),
+            Attention(1, 0.7, sinks=sinks + 1.0),
+            Attention(2, 0.7, soft_cap=0.5),
+        ]
+
+    def __call__(
+        self, ids_T: torch.Tensor, _positions: torch.Tensor, backend: AttentionBackend
+    ) -> torch.Tensor:
+        x_TD = scale(layer_norm(embedding(ids_T, self.table), self.weight, None, 1e-5), 2.5)
+        total_TF = add(gelu_mul(x_TD), gelu_tanh_mul(x_TD))
+        q, k, v, _ = x_TD.view(-1, 6, 4).split([3, 1, 1, 1], dim=1)
+        for attention in self.attentions:
+            total_TF = add(total_TF, attention(q, k, v, backend))
+        return total_TF
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return hidden_RD
+
+
+def test_a_program_has_each_operation() -> None:
+    """Layers in turn with and without a window."""
+    groups = CacheGroup("full", (0, 2), 1, 4, None), CacheGroup("window", (1,), 1, 4, 7)
+    model, ids = SomeOperations(), torch.tensor(random_tokens(90)[0])
+    found = []
+    for name in ("reference", "cpu"):
+        backend = make_backend(name, KVLayout(groups, (24, 24), 4, torch.float32, CPU))
+        run = native_or_same(model, backend)
+        assert isinstance(run, NativeModel) == (name == "cpu")
+        pieces = []
+        for start, end in ((0, 40), (40, 89), (89, 90)):
+            step = make_step([RowPart(start, end, (range(23), range(1, 24)))], 4)
+            backend.prepare(step)
+            pieces.append(run(ids[start:end], step.positions_T, backend))
+        found.append(torch.cat(pieces))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class CoreProgram(Protocol):
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
         size: int, stride: int, layer: int, input: int, element: int, table: int, frequencies: int,
-        weight: int, bias: int, scale: float, eps: float, packed: CoreWeight,
+        weight: int, bias: int, scale: float, soft_cap: float, eps: float, packed: CoreWeight,
     ) -> None: ...  # fmt: skip
     def run(
         self, rows: int, ids: int, positions: int, out: int, groups: Sequence[tuple[CorePlan, int]],
@@ -77,7 +77,7 @@ class Core(Protocol):
     def attention_variants(self) -> list[str]: ...
     def paged_attention(
         self, plan: CorePlan, kv: CoreKV, q: CoreRows, out: CoreRows, scale: float,
-        num_threads: int, variant: int, /,
+        soft_cap: float, sinks: int, num_threads: int, variant: int, /,
     ) -> None: ...  # fmt: skip
     def store_kv(
         self, kv: CoreKV, k: CoreRows, v: CoreRows, slots: int, count: int, num_threads: int, /

@@ -36,14 +36,17 @@ class Kind(IntEnum):
     LAYER_NORM = 5
     ROTARY = 6
     SILU_MUL = 7
-    GELU = 8
-    GELU_TANH = 9
-    RELU = 10
-    ADD = 11
-    STORE = 12
-    PREPARE = 13
-    MULTIPLY = 14
-    ATTEND = 15
+    GELU_MUL = 8
+    GELU_TANH_MUL = 9
+    SCALE = 10
+    GELU = 11
+    GELU_TANH = 12
+    RELU = 13
+    ADD = 14
+    STORE = 15
+    PREPARE = 16
+    MULTIPLY = 17
+    ATTEND = 18
 
 
 # Kinds whose threads share the work of all rows in a way of their own: a phase each.
@@ -87,6 +90,7 @@ class Instruction:
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     scale: float = 1.0
+    soft_cap: float = 0.0
     eps: float = 0.0
     packed: PackedWeight | None = None
 
@@ -107,6 +111,7 @@ class Instruction:
             weight=_address(self.weight, torch.float32),
             bias=_address(self.bias, torch.float32),
             scale=self.scale,
+            soft_cap=self.soft_cap,
             eps=self.eps,
             packed=_core_weight(self.packed),
         )
@@ -186,6 +191,9 @@ class Tracer:
             "layer_norm": self._layer_norm,
             "rotary": self._rotary,
             "silu_mul": self._row_wise(Kind.SILU_MUL),
+            "gelu_mul": self._row_wise(Kind.GELU_MUL),
+            "gelu_tanh_mul": self._row_wise(Kind.GELU_TANH_MUL),
+            "scale": self._scale,
             "gelu": self._row_wise(Kind.GELU),
             "gelu_tanh": self._row_wise(Kind.GELU_TANH),
             "relu": self._row_wise(Kind.RELU),
@@ -307,6 +315,10 @@ class Tracer:
 
         return rule
 
+    def _scale(self, out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
+        views, size = (self._new(out), self._view(x)), math.prod(out.shape[1:])
+        self._emit(Instruction(Kind.SCALE, views, size=size, scale=factor))
+
     def _linear(
         self, out: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> None:
@@ -340,10 +352,17 @@ class Tracer:
         soft_cap: float | None = None,
         sinks_N: torch.Tensor | None = None,
     ) -> None:
-        if soft_cap is not None or sinks_N is not None:
-            raise Untraceable("attention with a soft cap or sinks has no native form")
-        views, heads = (self._new(out), self._view(q)), q.shape[1]
-        self._emit(Instruction(Kind.ATTEND, views, heads=heads, layer=layer, scale=scale))
+        self._emit(
+            Instruction(
+                Kind.ATTEND,
+                (self._new(out), self._view(q)),
+                heads=q.shape[1],
+                layer=layer,
+                scale=scale,
+                soft_cap=soft_cap or 0.0,
+                weight=_float(sinks_N),
+            )
+        )
 
 
 def _float(values: torch.Tensor | None) -> torch.Tensor | None:

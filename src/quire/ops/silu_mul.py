@@ -9,7 +9,7 @@ from quire.ops.registry import op
 @op("silu_mul")
 def silu_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up as [T, F], for the two of them side by side in one tensor [T, 2 F]."""
-    if kernels := kernels_for(gate_up_TE, "silu_mul"):
+    if kernels := kernels_for(gate_up_TE, "gate"):
         found: torch.Tensor = kernels.silu_mul(gate_up_TE)
         return found
     gate_TF, up_TF = gate_up_TE.chunk(2, dim=-1)

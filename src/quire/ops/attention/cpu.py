@@ -132,8 +132,6 @@ class CpuBackend(MovesBlocks):
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend for all rows, [T, N, H]."""
-        if soft_cap is not None or sinks_N is not None:
-            raise ConfigError("attention_backend cpu has no soft cap and no sinks; take torch.")
         kv = self._layers[layer]
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
@@ -143,6 +141,8 @@ class CpuBackend(MovesBlocks):
             self._head_rows(q_TNH),
             self._head_rows(out_TNH),
             scale,
+            soft_cap or 0.0,
+            0 if sinks_N is None else address(sinks_N, torch.float32),
             num_threads(),
             self.variant,
         )

@@ -538,10 +538,10 @@ def _config(
     has_long: bool = True,
     kv_format: str = "auto",
     window: int = 0,
-    extras: bool = False,
+    has_cap: bool = False,
+    has_sinks: bool = False,
     is_fixed: bool = False,
 ) -> Config:
-    """extras: with soft-cap and sinks."""
     stored = "*bf16" if kv_format == "auto" else "*u8"
     scales = "*fp32" if kv_format == "int8" else stored
     signature = {
@@ -555,7 +555,8 @@ def _config(
     constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
     # Compiled ahead, whether this process interprets or not.
     constants |= {"DOT": DTYPES[torch.bfloat16]}
-    constants |= {"HAS_CAP": extras, "HAS_SINKS": extras, "HAS_LONG": has_long and not is_fixed}
+    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks}
+    constants |= {"HAS_LONG": has_long and not is_fixed}
     return Config(
         _attention_kernel,
         signature,
@@ -570,16 +571,18 @@ def _config(
 CONFIGS = [
     _config(128),
     _config(128, has_long=False),
-    _config(64, window=128, extras=True),
+    _config(64, window=128, has_cap=True, has_sinks=True),
     _config(80, 1),
     _config(256, 2),
+    _config(256, 2, window=4096, has_cap=True),
     _config(128, kv_format="int8"),
     _config(128, has_long=False, kv_format="int8"),
     _config(128, kv_format="fp8"),
     _config(128, is_fixed=True),
-    _config(64, 8, window=128, extras=True, is_fixed=True),
+    _config(64, 8, window=128, has_cap=True, has_sinks=True, is_fixed=True),
     _config(80, 1, is_fixed=True),
     _config(256, 2, is_fixed=True),
+    _config(256, 2, has_cap=True, is_fixed=True),
     _config(128, kv_format="int8", is_fixed=True),
     _config(64, kv_format="int8", is_fixed=True),
     _config(128, kv_format="fp8", is_fixed=True),

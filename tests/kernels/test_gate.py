@@ -1,0 +1,73 @@
+"""The gate of a feed-forward layer, and the soft cap of logits, against the torch reference."""
+
+import pytest
+import torch
+
+from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
+from quire.ops.host_memory import lazy_zeros
+from quire.ops.kernels import gate as kernels
+from quire.ops.silu_mul import silu_mul
+from quire.ops.soft_cap import soft_cap
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+GATES = {"silu_mul": silu_mul, "gelu_mul": gelu_mul, "gelu_tanh_mul": gelu_tanh_mul}
+
+
+def numbers(*shape: int, seed: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * 4).to(dtype).to(device)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 128), (1, 2 * 1024), (2, 2 * 1025), (4, 2 * 100)])
+@pytest.mark.parametrize("gate", GATES)
+def test_gate(gate: str, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x = numbers(*shape, seed=1, dtype=dtype, device=device)
+    before = x.clone()
+    found = getattr(kernels, gate)(x)
+    wanted = GATES[gate](x)
+    # 1 + erf(x) loses digits where x is far below 0, in torch's operation too.
+    atol = TOLERANCE[dtype] * (1 if gate == "silu_mul" else 4)
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=TOLERANCE[dtype])
+    assert torch.equal(x, before)
+
+
+def test_rows_of_a_wider_tensor(device: torch.device) -> None:
+    wide = numbers(3, 80, seed=2, dtype=torch.float32, device=device)
+    found = kernels.silu_mul(wide[:, 8:72])
+    torch.testing.assert_close(found, silu_mul(wide[:, 8:72]), atol=2e-6, rtol=2e-6)
+
+
+def test_rows_beyond_32_bits(device: torch.device) -> None:
+    far = lazy_zeros((2**31 + 16,), torch.float16, device).as_strided((3, 16), (2**30, 1))
+    far[2] = torch.arange(16.0)
+    torch.testing.assert_close(kernels.silu_mul(far), silu_mul(far))
+
+
+def test_no_rows(device: torch.device) -> None:
+    assert kernels.silu_mul(torch.empty(0, 8, device=device)).shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_any_size(name: str, device: torch.device) -> None:
+    gate = torch.tensor([[-1e4, -88.0, -0.0, 88.0, 1e4, float("nan")]], device=device)
+    found = getattr(kernels, name)(torch.cat((gate, torch.ones_like(gate)), dim=1))
+    assert found[0, :5].tolist() == pytest.approx([0.0, 0.0, 0.0, 88.0, 1e4], abs=1e-30)
+    assert found[0, 5].isnan()
+
+
+@pytest.mark.parametrize("cap", [0.5, 30.0])
+def test_soft_cap(cap: float, dtype: torch.dtype, device: torch.device) -> None:
+    x = numbers(3, 1025, seed=3, dtype=dtype, device=device)
+    found = kernels.soft_cap(x, cap)
+    torch.testing.assert_close(found, soft_cap(x, cap), atol=1e-7, rtol=TOLERANCE[dtype])
+
+
+def test_caps_of_any_size(device: torch.device) -> None:
+    """Small numbers keep their precision, too."""
+    x = torch.logspace(-7, 7, 3001, device=device)
+    x = torch.cat((x, -x, torch.tensor([0.0, torch.inf, -torch.inf, torch.nan], device=device)))
+    wanted = (30.0 * torch.tanh(x.double() / 30.0)).float()
+    torch.testing.assert_close(kernels.soft_cap(x, 30.0), wanted, atol=0, rtol=5e-7, equal_nan=True)
+    torch.testing.assert_close(soft_cap(x, 30.0), wanted, atol=0, rtol=5e-7, equal_nan=True)
