@@ -57,6 +57,13 @@ EXPERTS = QWEN3 | {
     "num_experts_per_tok": 2,
     "norm_topk_prob": True,
 }
+PHI3 = LLAMA | {"pad_token_id": 0, "num_hidden_layers": 2}
+# Heads of 16 dimensions, of which 12 are turned.
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.5, 1.9, 2.0],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 11.0],
+}
 
 # name -> (model_type, config)
 VARIANTS = {
@@ -94,6 +101,29 @@ VARIANTS = {
     ),
     "mistral": ("mistral", LLAMA | {"sliding_window": None}),
     "mistral_window": ("mistral", LLAMA | {"sliding_window": 9}),
+    "phi3": ("phi3", PHI3 | {"sliding_window": 9}),
+    # Beyond 4 tokens by the long factors, as transformers.
+    "phi3_long": (
+        "phi3",
+        PHI3
+        | {
+            "num_attention_heads": 2,
+            "rope_parameters": LONGROPE | {"factor": 1.5},
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3_short": (
+        "phi3",
+        PHI3
+        | {
+            "num_attention_heads": 2,
+            "rope_parameters": LONGROPE | {"factor": 4.0},
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "opt": ("opt", OPT),
     "opt_350m": ("opt", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "opt_plain": ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False}),

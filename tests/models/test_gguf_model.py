@@ -59,6 +59,7 @@ CONVERTIBLE = [
     "mistral_window",
     "gpt2",
 ]
+NOT_YET = ("phi3",)  # types of which no files are read
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]
 # Of the spec: what a GGUF file does not say, or says otherwise.
@@ -83,6 +84,7 @@ def logits(model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype) -> list[
 
 def test_all_of_our_architectures_that_llama_cpp_knows_are_tried() -> None:
     left_out = {name for name in VARIANTS if name not in CONVERTIBLE}
+    left_out -= {name for name in left_out if VARIANTS[name][0] in NOT_YET}
     experts = {"qwen3_moe", "qwen3_moe_some", "qwen3_moe_window"}
     assert left_out - experts == {"opt", "opt_350m", "opt_plain", "gpt2_scaled", "qwen2_windows"}
 

@@ -42,7 +42,11 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
     },
-    "phi3": {"rms_norm_eps": 1e-5},
+    "phi3": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+    },
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2_moe": {
         "num_key_value_heads": 16,

@@ -7,7 +7,7 @@ they are asked for, so that a model of another package may have options of its o
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from quire.base.model_options import (
     opt_options,
     refuse_what_is_ignored,
 )
-from quire.base.rope_options import RopeOptions, rope_options
+from quire.base.rope_options import RopeOptions, longest_short, rope_options
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -73,7 +73,10 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Numbers of one decoder model. Sizes are counts of elements."""
+    """Numbers of one decoder model. Sizes are counts of elements.
+
+    is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
+    """
 
     model_type: str
     num_layers: int
@@ -89,6 +92,7 @@ class ModelSpec:
     layer_windows: tuple[int | None, ...]
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    is_long: bool = False
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -112,6 +116,18 @@ class ModelSpec:
         reads of `raw` is not known here."""
         text = json.dumps(self.raw, sort_keys=True, default=repr)
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
+
+    def served_up_to(self, length: int | None) -> "ModelSpec":
+        """Return the spec of an engine whose sequences have at most so many tokens; None and
+        numbers below 1 stand for the most that the model was made for.
+
+        Where the config has a rotary embedding for long lengths besides (longrope), it is taken if
+        sequences may be that long. transformers chooses for each forward pass; keys that stay in a
+        cache must all be turned alike.
+        """
+        length = length if length is not None and length > 0 else self.max_position
+        most = longest_short(self.fields, self.max_position)
+        return replace(self, is_long=most is not None and length > most)
 
     @property
     def fields(self) -> Fields:
@@ -190,7 +206,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
     hidden = fields.integer("hidden_size", "n_embd")
     heads = fields.integer("num_attention_heads", "n_head", most=MAX_HEADS)
     kv_heads = _kv_heads(fields, model_type, heads)
-    return ModelSpec(
+    spec = ModelSpec(
         model_type=model_type,
         num_layers=num_layers,
         hidden_size=hidden,
@@ -209,6 +225,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
         bos_token_id=_bos(fields),
         raw=raw,
     )
+    return spec.served_up_to(None)
 
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:

@@ -33,32 +33,40 @@ ROPES = ("default", "linear", "llama3", "yarn", "divisors")
 
 
 def rope_options(
-    fields: Fields, head_dim: int, max_position: int, default_part: float = 1.0
+    fields: Fields, head_dim: int, max_position: int, default_part: float | None = None
 ) -> RopeOptions:
     """Read rotary options as transformers does: from `rope_scaling`, else from `rope_parameters`,
     with the `rope_theta` in it or else beside it; an `original_max_position_embeddings` beside it
     wins.
 
-    default_part: the share of each head that is turned where the config does not say it; 1.0 for
+    default_part: the share of each head that is turned where the config does not say it; None for
     models that turn all of it, which do not obey another share.
     """
+    own = own_fields(fields)
+    holder = own if own.has("partial_rotary_factor") else fields
+    part = holder.number("partial_rotary_factor", default_part or 1.0)
+    if default_part is None and part != 1.0:
+        raise holder.error(
+            "partial_rotary_factor", "rotary embedding of a part of each head is not supported"
+        )
+    return rope_of(own, fields, int(head_dim * part), max_position)
+
+
+def own_fields(fields: Fields) -> Fields:
+    """Return the parameters of the one rotary embedding that all layers have."""
     own = fields.inner("rope_scaling") or fields.inner("rope_parameters") or Fields({})
     for name in own.names():
         if isinstance(own.value(name), dict):
             raise own.error(name, "rotary embeddings that differ by layer are not supported")
-    holder = own if own.has("partial_rotary_factor") else fields
-    if default_part == 1.0 and holder.number("partial_rotary_factor", 1.0) != 1.0:
-        raise holder.error(
-            "partial_rotary_factor", "rotary embedding of a part of each head is not supported"
-        )
-    part = holder.number("partial_rotary_factor", default_part)
-    return rope_of(own, fields, int(head_dim * part), max_position)
+    return own
 
 
-def rope_of(own: Fields, fields: Fields, rotated: int, max_position: int) -> RopeOptions:
+def rope_of(
+    own: Fields, fields: Fields, rotated: int, max_position: int, theta_name: str = "rope_theta"
+) -> RopeOptions:
     """Read one rotary embedding. own: its parameters; fields: the config around them, where some
-    of them may stand; rotated: dimensions of a head that it turns."""
-    kind = own.text("rope_type", own.text("type", "default"))
+    of them may stand, theta as `theta_name`; rotated: dimensions of a head that it turns."""
+    kind = rope_kind(own)
     if kind not in ROPES:
         raise own.error(
             "rope_type" if own.has("rope_type") else "type",
@@ -68,20 +76,55 @@ def rope_of(own: Fields, fields: Fields, rotated: int, max_position: int) -> Rop
         raise fields.error(
             "head_dim", f"heads of {rotated} dimensions cannot be rotated: it must be even"
         )
-    theta = own.number(
-        "rope_theta", fields.number("rope_theta", 10000.0, LEAST_FACTOR), LEAST_FACTOR
-    )
+    theta = own.number("rope_theta", fields.number(theta_name, 10000.0, LEAST_FACTOR), LEAST_FACTOR)
     if kind == "linear":
         return RopeOptions(kind, theta, rotated, own.number("factor", least=LEAST_FACTOR))
     if kind == "divisors":
-        return RopeOptions(kind, theta, rotated, divisors=_divisors(own, rotated))
+        return RopeOptions(kind, theta, rotated, divisors=_divisors(own, "divisors", rotated))
     if kind == "default":
         return RopeOptions(kind, theta, rotated)
-    name = "original_max_position_embeddings"
-    outer = fields if fields.has(name) else own
-    trained = outer.integer(name, default=max_position, most=MAX_COUNT)
-    plain = RopeOptions(kind, theta, rotated, trained=trained)
+    plain = RopeOptions(kind, theta, rotated, trained=_trained(own, fields, max_position))
     return _llama3(own, plain) if kind == "llama3" else _yarn(own, plain, max_position)
+
+
+def rope_kind(own: Fields) -> str:
+    """Read the type of a rotary embedding. `type` is its old name."""
+    return own.text("rope_type", own.text("type", "default"))
+
+
+def longrope_options(
+    own: Fields, fields: Fields, rotated: int, max_position: int, *, is_long: bool
+) -> RopeOptions:
+    """Read an embedding of type longrope, which has divisors of its own for lengths beyond those of
+    the training. is_long: whether they are taken."""
+    theta_alone = Fields({"rope_theta": own.value("rope_theta")})
+    plain = rope_of(theta_alone, fields, rotated, max_position)
+    trained = _trained(own, fields, max_position)
+    factor = own.number("factor", max_position / trained, LEAST_FACTOR)
+    scale = 1.0
+    if factor > 1.0 and not own.has("attention_factor"):
+        if trained < 2:
+            name = "original_max_position_embeddings"
+            raise (fields if fields.has(name) else own).error(name, "longrope needs one above 1")
+        scale = math.sqrt(1 + math.log(factor) / math.log(trained))
+    divisors = _divisors(own, "long_factor" if is_long else "short_factor", rotated)
+    scale = own.number("attention_factor", scale)
+    return replace(plain, kind="divisors", trained=trained, scale=scale, divisors=divisors)
+
+
+def longest_short(fields: Fields, max_position: int) -> int | None:
+    """Return the length up to which an embedding of type longrope takes its divisors for short
+    lengths; None for the others."""
+    own = fields.inner("rope_scaling") or fields.inner("rope_parameters")
+    if own is None or not own.has("long_factor"):
+        return None
+    return _trained(own, fields, max_position)
+
+
+def _trained(own: Fields, fields: Fields, max_position: int) -> int:
+    name = "original_max_position_embeddings"
+    holder = fields if fields.has(name) else own
+    return holder.integer(name, default=max_position, most=MAX_COUNT)
 
 
 def _llama3(own: Fields, plain: RopeOptions) -> RopeOptions:
@@ -125,10 +168,10 @@ def _yarn_scale(own: Fields, factor: float) -> float:
     return own.number("attention_factor", scale)
 
 
-def _divisors(own: Fields, rotated: int) -> tuple[float, ...]:
-    found = own.value("divisors")
+def _divisors(own: Fields, name: str, rotated: int) -> tuple[float, ...]:
+    found = own.value(name)
     found = found if isinstance(found, list) else []
-    each = Fields({str(index): divisor for index, divisor in enumerate(found)}, "divisors")
+    each = Fields({str(index): divisor for index, divisor in enumerate(found)}, name)
     if len(found) != rotated // 2:
-        raise own.error("divisors", f"it must be a list of {rotated // 2} numbers")
+        raise own.error(name, f"it must be a list of {rotated // 2} numbers")
     return tuple(each.number(str(index), least=LEAST_FACTOR) for index in range(len(found)))

@@ -30,7 +30,7 @@ from quire.models.layers import (
 )
 from quire.models.model import Model
 from quire.models.options import DecoderOptions
-from quire.models.rope import Rotary, head_order, rows_of_heads
+from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.scale import scale
 from quire.ops.soft_cap import soft_cap
@@ -49,17 +49,21 @@ class LayerPlace(NamedTuple):
 class DecoderAttention(nn.Module):
     """Queries, keys and values, their rotation, attention and the output projection.
 
-    names: of the checkpoint's modules below the layer's, queries, keys and values, the output.
+    names: of the checkpoint's modules below `inside`, queries, keys, values and the output; two,
+    where the first three are one there. by_head: whether that has each head's three side by side.
     """
 
     def __init__(
         self,
         at: LayerPlace,
-        names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+        names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj"),
         inside: str = "self_attn",
+        *,
+        by_head: bool = False,
     ) -> None:
         super().__init__()
         spec, options, layer, name, factory = at
+        *names_qkv, name_output = (f"{name}.{inside}.{each}" for each in names)
         name = f"{name}.{inside}"
         heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self._heads, self._kv_heads, self._head_dim = heads, kv_heads, size
@@ -67,13 +71,12 @@ class DecoderAttention(nn.Module):
         order = None
         if rope is not None:
             order = head_order(size, rope.rotated, interleaved=options.interleaved)
+        outputs = [heads * size, kv_heads * size, kv_heads * size]
+        orders = [rows_of_heads(order, heads), rows_of_heads(order, kv_heads), None]
+        if len(names_qkv) == 1:
+            outputs, orders = [sum(outputs)], [fused_rows(orders, outputs, size, by_head=by_head)]
         self.qkv = Linear(
-            [f"{name}.{each}" for each in names[:3]],
-            spec.hidden_size,
-            [heads * size, kv_heads * size, kv_heads * size],
-            factory,
-            bias=options.qkv_bias,
-            orders=[rows_of_heads(order, heads), rows_of_heads(order, kv_heads), None],
+            names_qkv, spec.hidden_size, outputs, factory, bias=options.qkv_bias, orders=orders
         )
         self.qk_norm = None
         if options.qk_norm:
@@ -87,7 +90,7 @@ class DecoderAttention(nn.Module):
                 order=order,
             )
         self.output = Linear(
-            [f"{name}.{names[3]}"],
+            [name_output],
             heads * size,
             [spec.hidden_size],
             factory,
@@ -152,9 +155,15 @@ class DecoderLayer(nn.Module):
     def __init__(self, at: LayerPlace) -> None:
         super().__init__()
         self.attention_norm = norm_of(at, "input_layernorm")
-        self.attention = DecoderAttention(at)
+        self.attention = self.make_attention(at)
         self.mlp_norm = norm_of(at, "post_attention_layernorm")
-        self.mlp = feed_forward(at)
+        self.mlp = self.make_mlp(at)
+
+    def make_attention(self, at: LayerPlace) -> nn.Module:
+        return DecoderAttention(at)
+
+    def make_mlp(self, at: LayerPlace) -> nn.Module:
+        return feed_forward(at)
 
     def forward(
         self,

@@ -14,6 +14,7 @@ from quire.models.llama import Llama
 from quire.models.mistral import Mistral
 from quire.models.model import Model
 from quire.models.opt import OPT
+from quire.models.phi3 import Phi3
 from quire.models.qwen2 import Qwen2
 from quire.models.qwen3 import Qwen3
 from quire.models.qwen3_moe import Qwen3Moe
@@ -23,6 +24,7 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "llama": Llama,
     "mistral": Mistral,
     "opt": OPT,
+    "phi3": Phi3,
     "qwen2": Qwen2,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,

@@ -8,6 +8,7 @@ gives them.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -59,6 +60,23 @@ def rows_of_heads(order_H: torch.Tensor | None, num_heads: int) -> torch.Tensor 
         return None
     first_N1 = torch.arange(num_heads)[:, None] * len(order_H)
     return (first_N1 + order_H).flatten()
+
+
+def fused_rows(
+    orders: Sequence[torch.Tensor | None], sizes: Sequence[int], head_dim: int, *, by_head: bool
+) -> torch.Tensor | None:
+    """Order the rows of one projection to queries, keys and values, int64; None: as they are.
+
+    orders, sizes: of the three. by_head: whether the checkpoint has them as [heads, 3, H] instead
+    of one after the other; then they are of one size.
+    """
+    if not by_head and all(order is None for order in orders):
+        return None
+    rows = torch.arange(sum(sizes))
+    if by_head:
+        rows = rows.view(-1, 3, head_dim).transpose(0, 1).flatten()
+    parts = zip(rows.split(list(sizes)), orders, strict=True)
+    return torch.cat([part if order is None else part[order] for part, order in parts])
 
 
 def _turned(options: RopeOptions) -> torch.Tensor:

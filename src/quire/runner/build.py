@@ -74,6 +74,7 @@ def build_runner(
     spec = load_spec(source.directory)
     device = choose_device(config.device)
     config = derive_config(config, spec, device.type)
+    spec = spec.served_up_to(config.model.max_model_len)
     dtype = torch_dtype(config.model.dtype)
     free = available_cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
     model = _load(config, source, spec, device, progress, free if device.type == "cpu" else None)
