@@ -13,15 +13,17 @@ from quire.base.model_options import ACTIVATIONS
 from quire.base.model_spec import load_spec, parse_spec
 from quire.models import layers
 from quire.models.loading import load_model
+from quire.models.registry import make_model
 from quire.models.rope import rope_frequencies
 from quire.models.source import resolve_model, shape_names
-from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.checkpoints import LONGROPE, VARIANTS, random_tokens, write_checkpoint
 from tests.models.paged import CPU, run_paged
 
 TOKENS = random_tokens(40)
 WINDOW = {"sliding_window": 6, "max_window_layers": 1}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
+FACTORS = {name: value for name, value in LONGROPE.items() if name != "rope_type"}
 ABSENT = "absent"
 
 # variant, changes of its config, whether they make a difference
@@ -78,6 +80,22 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
     ("qwen3_moe", {"norm_topk_prob": False}, True),
     ("qwen3_moe", {"num_experts_per_tok": 5}, True),
     ("llama", {"attn_logit_softcapping": 3.0, "pretraining_tp": 2}, False),
+    # phi3
+    ("phi3", {"sliding_window": None}, True),
+    ("phi3", {"hidden_act": "gelu_new"}, True),
+    ("phi3", {"attention_bias": True, "mlp_bias": True, "embd_pdrop": 0.5}, False),
+    ("phi3", {"rope_parameters": ABSENT, "partial_rotary_factor": 0.5, "rope_theta": 50.0}, True),
+    ("phi3", {"original_max_position_embeddings": 4}, False),
+    ("phi3_short", {"rope_scaling": LONGROPE | {"factor": None, "rope_theta": 9.0}}, True),
+    (
+        "phi3_short",
+        {"rope_scaling": FACTORS | {"type": "su", "original_max_position_embeddings": 64}},
+        True,
+    ),
+    ("phi3_short", {"rope_scaling": LONGROPE | {"attention_factor": 1.5}}, True),
+    ("phi3_long", {"rope_scaling": LONGROPE}, True),
+    ("phi3_long", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 128}}, True),
+    ("phi3_long", {"max_position_embeddings": 64, "rope_parameters": LONGROPE}, True),
 ]
 
 
@@ -142,6 +160,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'; wei"),
     ("llama", {"quantization_config": {}, "quantization_config_": 1, "dtype": "int8"}, "dtype is"),
     ("qwen3_moe", {"num_experts": 6, "num_local_experts": 7}, "num_experts is 6; but num_local"),
+    ("phi3", {"per_layer_config": {"0": {"hidden_act": "relu"}}}, "per_layer_config is {"),
+    ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type is 'linear'; phi3 has def"),
+    ("phi3_long", {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "long_factor is .* 6 numbe"),
+    ("phi3_long", {"rope_scaling": LONGROPE | {"long_factor": None}}, "long_factor is .* 6 numbe"),
+    ("phi3_short", {"rope_scaling": LONGROPE | {"short_factor": "x"}}, "short_factor is 'x'"),
+    ("phi3_long", {"original_max_position_embeddings": 1}, "original_max.* is 1; longrope needs"),
 ]
 
 
@@ -149,8 +173,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_refused_by_name_and_value(
     variant: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
+    folder = changed(tmp_path, variant, changes)
     with pytest.raises(ModelError, match=message):
-        load_spec(changed(tmp_path, variant, changes))
+        make_model(load_spec(folder), torch.float32, torch.device("meta"))
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,24 @@
-"""Rotary embeddings that pair neighbours or turn a part of each head, by an order of rows.
+"""Rotary embeddings that pair neighbours or turn a part of each head, by an order of rows; and
+those that have factors of their own for long lengths.
 
 Covers `base/rope_options.py`.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from quire import LLM, SamplingParams
 from quire.base.config_fields import Fields
+from quire.base.model_spec import load_spec
 from quire.base.rope_options import RopeOptions, rope_options
+from quire.models.loading import load_model
 from quire.models.rope import head_order, rope_frequencies, rows_of_heads
 from quire.ops.rotary import rotary, rotary_rows
+from tests.models.checkpoints import exact_logits, random_tokens, write_checkpoint
+from tests.models.paged import CPU, run_paged
 
 
 def turned_by_pairs(
@@ -57,3 +66,59 @@ def test_the_part_that_is_turned() -> None:
     assert rope_options(Fields({}), 64, 128, default_part=0.25).rotated == 16
     inner = Fields({"rope_parameters": {"partial_rotary_factor": 0.5}})
     assert rope_options(inner, 64, 128, default_part=0.25).rotated == 32
+
+
+# ---- longrope: one choice for an engine ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def long_and_short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A phi3 that was trained with 24 tokens, and goes up to 128."""
+    folder: Path = tmp_path_factory.mktemp("phi3") / "model"
+    write_checkpoint(folder, "phi3_long")
+    path = folder / "config.json"
+    changes = {"original_max_position_embeddings": 24}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def served_logits(folder: Path, served: int | None, tokens: list[int]) -> torch.Tensor:
+    spec = load_spec(folder).served_up_to(served)
+    model = load_model(folder, spec, torch.float64, CPU)
+    return run_paged(model, spec, [tokens], [[len(tokens)]], dtype=torch.float64)[0]
+
+
+@pytest.mark.parametrize(("served", "as_far_as"), [(24, 24), (25, 40), (None, 40), (-1, 40)])
+def test_the_served_length_chooses_the_factors(
+    long_and_short: Path, served: int | None, as_far_as: int
+) -> None:
+    """As transformers does for a prompt of that length; all prompts of an engine are turned
+    alike, so shorter ones differ from it where long ones are served."""
+    tokens, short = random_tokens(as_far_as, 16)
+    wanted, wanted_short = exact_logits(long_and_short, [tokens, short])
+    torch.testing.assert_close(
+        served_logits(long_and_short, served, tokens), wanted, rtol=1e-10, atol=1e-10
+    )
+    got = served_logits(long_and_short, served, short)
+    assert torch.allclose(got, wanted_short, rtol=1e-10, atol=1e-10) == (as_far_as == 24)
+
+
+def test_what_turns_keys_otherwise_is_another_model(long_and_short: Path) -> None:
+    """To a cache that outlives the engine; lengths of the same side are one."""
+    spec = load_spec(long_and_short)
+    short, edge, beyond = (spec.served_up_to(length) for length in (9, 24, 25))
+    assert short.identity == edge.identity != beyond.identity == spec.identity
+
+
+@pytest.mark.parametrize(("served", "is_long"), [(24, False), (40, True), (None, True)])
+def test_an_engine_tells_its_model(long_and_short: Path, served: int | None, is_long: bool) -> None:
+    tokens = random_tokens(20)[0]
+    asked = {"max_model_len": served, "dtype": "float64", "attention_backend": "torch"}
+    with LLM(str(long_and_short), disable_log_stats=True, **asked) as llm:
+        assert llm.engine.spec.is_long == is_long
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        (output,) = llm.generate([tokens], params, use_tqdm=False)
+    known = tokens.copy()
+    for _ in range(4):
+        known.append(int(served_logits(long_and_short, served, known)[-1].argmax()))
+    assert output.outputs[0].token_ids == known[20:]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire.base.config_defaults import defaults_of
+from quire.base.config_defaults import DEFAULTS, defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.errors import ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
@@ -178,6 +178,8 @@ def load_spec(directory: Path) -> ModelSpec:
     spec = parse_spec(raw)
     if spec.model_type in KNOWN_TYPES:
         spec.check()
+    elif spec.model_type in DEFAULTS:  # its own file checks the rest
+        refuse_what_is_ignored(spec.fields, spec.model_type)
     return spec
 
 

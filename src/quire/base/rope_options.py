@@ -116,7 +116,7 @@ def longest_short(fields: Fields, max_position: int) -> int | None:
     """Return the length up to which an embedding of type longrope takes its divisors for short
     lengths; None for the others."""
     own = fields.inner("rope_scaling") or fields.inner("rope_parameters")
-    if own is None or not own.has("long_factor"):
+    if own is None or not (own.has("long_factor") or own.has("short_factor")):
         return None
     return _trained(own, fields, max_position)
 
