@@ -65,6 +65,27 @@ LONGROPE = {
     "long_factor": [1.5, 2.0, 3.0, 5.0, 8.0, 11.0],
 }
 
+GEMMA2 = QWEN3 | {
+    "num_hidden_layers": 4,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 6,
+    "attn_logit_softcapping": 1.5,
+    "final_logit_softcapping": 3.0,
+}
+GEMMA3 = GEMMA2 | {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+}
+GRANITE = LLAMA | {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 2.5,
+}
+SMOLLM3 = LLAMA | {"num_hidden_layers": 4, "pad_token_id": 0}
+COHERE2 = LLAMA | {"num_hidden_layers": 4, "sliding_window": 6, "logit_scale": 0.5}
+
 # name -> (model_type, config)
 VARIANTS = {
     "llama": ("llama", LLAMA),
@@ -128,6 +149,62 @@ VARIANTS = {
     "opt_350m": ("opt", OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
     "opt_plain": ("opt", OPT | {"enable_bias": False, "layer_norm_elementwise_affine": False}),
     "gpt2": ("gpt2", GPT2),
+    "gemma2": ("gemma2", GEMMA2),
+    "gemma2_plain": (
+        "gemma2",
+        GEMMA2
+        | {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3_scaled": (
+        "gemma3_text",
+        GEMMA3
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "olmo2": ("olmo2", LLAMA),
+    "olmo2_biases": (
+        "olmo2",
+        LLAMA | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "granite": ("granite", GRANITE | {"tie_word_embeddings": True}),
+    "granite_biases": ("granite", GRANITE | {"attention_bias": True, "mlp_bias": True}),
+    "smollm3": ("smollm3", SMOLLM3),
+    "smollm3_windows": (
+        "smollm3",
+        SMOLLM3
+        | {
+            "no_rope_layers": [1, 0, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "cohere2": ("cohere2", COHERE2),
+    "cohere2_biases": (
+        "cohere2",
+        COHERE2
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
     "gpt2_scaled": ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 24}),
 }
 
@@ -178,9 +255,10 @@ def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB")
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
     ).eval()
+    norms_mean = 0.0 if model_type.startswith("gemma") else 1.0  # Gemma's are 1 + weight
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name or ".ln_" in name
-        parameter.data.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
+        parameter.data.normal_(norms_mean if is_norm and name.endswith("weight") else 0.0, 0.25)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Checkpoint(directory, load_spec(directory), model)
 

@@ -1,6 +1,8 @@
 """Configs that say things in unusual ways compute what transformers computes, or are refused."""
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,66 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
     ("phi3_long", {"rope_scaling": LONGROPE}, True),
     ("phi3_long", {"rope_scaling": LONGROPE | {"original_max_position_embeddings": 128}}, True),
     ("phi3_long", {"max_position_embeddings": 64, "rope_parameters": LONGROPE}, True),
+    # Gemma
+    ("gemma2", {"query_pre_attn_scalar": 7}, True),
+    ("gemma2", {"attn_logit_softcapping": None}, True),
+    ("gemma2", {"attn_logit_softcapping": 0.5}, True),
+    ("gemma2", {"attn_logit_softcapping": ABSENT, "final_logit_softcapping": ABSENT}, True),
+    ("gemma2", {"final_logit_softcapping": None}, True),
+    ("gemma2", {"hidden_activation": "silu"}, True),
+    ("gemma2", {"hidden_activation": ABSENT, "hidden_act": "relu"}, False),
+    ("gemma2", {"layer_types": ABSENT, "sliding_window_pattern": 3}, False),
+    ("gemma2", {"layer_types": ["full_attention"] * 4}, True),
+    ("gemma2", {"sliding_window": 3}, True),
+    ("gemma2", {"rms_norm_eps": 0.3}, True),
+    ("gemma2", {"rope_parameters": ABSENT, "rope_theta": 50.0}, True),
+    ("gemma3", {"query_pre_attn_scalar": 7}, True),
+    ("gemma3", {"final_logit_softcapping": 1.0}, True),
+    ("gemma3", {"attn_logit_softcapping": 0.5}, False),
+    ("gemma3", {"hidden_activation": "gelu"}, True),
+    ("gemma3", {"layer_types": ABSENT, "sliding_window_pattern": 2}, True),
+    ("gemma3", {"layer_types": ABSENT}, True),
+    ("gemma3", {"rope_parameters": ABSENT, "rope_theta": 50.0}, True),
+    ("gemma3", {"rope_parameters": ABSENT, "rope_local_base_freq": 7.0}, True),
+    ("gemma3", {"rope_parameters": ABSENT}, False),
+    (
+        "gemma3",
+        {"rope_parameters": ABSENT, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
+        True,
+    ),
+    ("gemma3_scaled", {"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}}, True),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": YARN | {"original_max_position_embeddings": 16}}},
+        True,
+    ),
+    # others
+    ("olmo2", {"rms_norm_eps": 0.3}, True),
+    ("olmo2", {"hidden_act": "gelu"}, True),
+    ("olmo2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),
+    ("granite", {"embedding_multiplier": 1.0}, True),
+    ("granite", {"attention_multiplier": ABSENT}, True),
+    ("granite", {"residual_multiplier": 1.5}, True),
+    ("granite", {"logits_scaling": ABSENT}, True),
+    ("granite", {"rms_norm_eps": 0.3}, True),
+    ("granite", {"hidden_act": "gelu", "logit_scale": 3.0}, True),
+    ("smollm3", {"no_rope_layers": [0, 1, 1, 0]}, True),
+    ("smollm3", {"no_rope_layers": None}, False),
+    ("smollm3", {"no_rope_layers": ABSENT, "no_rope_layer_interval": 2}, True),
+    ("smollm3", {"sliding_window": 5}, False),
+    ("smollm3", {"layer_types": ABSENT, "sliding_window": 5, "use_sliding_window": True}, True),
+    ("smollm3_windows", {"layer_types": ["sliding_attention"] * 4}, True),
+    ("smollm3", {"rope_parameters": ABSENT, "rope_theta": 50.0}, True),
+    ("smollm3", {"rope_parameters": ABSENT}, False),
+    ("cohere2", {"logit_scale": 2.0}, True),
+    ("cohere2", {"logit_scale": ABSENT}, True),
+    ("cohere2", {"layer_norm_eps": 0.3}, True),
+    ("cohere2", {"rms_norm_eps": 0.3, "use_qk_norm": True}, False),
+    ("cohere2", {"layer_types": ABSENT, "sliding_window_pattern": 3}, True),
+    ("cohere2", {"layer_types": ABSENT}, False),
+    ("cohere2", {"sliding_window": 4}, True),
+    ("cohere2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),
+    ("cohere2", {"hidden_act": "gelu_new"}, True),
 ]
 
 
@@ -114,11 +176,28 @@ def reference(folder: Path) -> torch.Tensor:
     return logits
 
 
+@pytest.fixture(scope="module")
+def plain_logits(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], torch.Tensor]:
+    """Of a variant that is not changed."""
+
+    @functools.cache
+    def of(variant: str) -> torch.Tensor:
+        return reference(changed(tmp_path_factory.mktemp(variant), variant, {}))
+
+    return of
+
+
 @pytest.mark.parametrize(("variant", "changes", "differs"), SAME, ids=str)
 def test_as_transformers(
-    variant: str, changes: dict[str, Any], differs: bool, tmp_path: Path
+    variant: str,
+    changes: dict[str, Any],
+    differs: bool,
+    tmp_path: Path,
+    plain_logits: Callable[[str], torch.Tensor],
 ) -> None:
-    plain = reference(changed(tmp_path / "plain", variant, {}))
+    plain = plain_logits(variant)
     folder = changed(tmp_path / "changed", variant, changes)
     wanted, spec = reference(folder), load_spec(folder)
     assert torch.allclose(plain, wanted, rtol=1e-3, atol=1e-3) != differs
@@ -166,6 +245,26 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3_long", {"rope_scaling": LONGROPE | {"long_factor": None}}, "long_factor is .* 6 numbe"),
     ("phi3_short", {"rope_scaling": LONGROPE | {"short_factor": "x"}}, "short_factor is 'x'"),
     ("phi3_long", {"original_max_position_embeddings": 1}, "original_max.* is 1; longrope needs"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true; only"),
+    ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true; only"),
+    ("gemma2", {"sliding_window": None}, "has no sliding_window"),
+    ("gemma2", {"hidden_activation": "relu"}, "activation 'relu' is not supported"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; it must be a number abo"),
+    ("gemma2", {"per_layer_config": {"0": {"head_dim": 2}}}, "per_layer_config is {"),
+    ("gemma3", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta is 5.0; it must stand under"),
+    ("gemma3", {"rope_scaling": {"type": "linear", "factor": 3.0}}, "type is 'linear'; transf"),
+    (
+        "gemma3",
+        {"rope_parameters": {"full_attention": {"rope_type": "dynamic"}}},
+        "rotary embedding of full_attention: rope_type is 'dynamic'; .* not supported",
+    ),
+    ("gemma3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; all of each head"),
+    ("granite", {"logits_scaling": 0}, "logits_scaling is 0; it must be a number above 0"),
+    ("granite", {"hidden_act": "relu"}, "activation 'relu' is not supported"),
+    ("olmo2", {"sliding_window": 6}, "sliding_window is 6; olmo2 has no windows"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; it has 2 of 4 layers"),
+    ("smollm3", {"no_rope_layers": [2, 1, 0, 1]}, "no_rope_layers is .*from 0 to 1"),
+    ("cohere2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; .* part of each"),
 ]
 
 

@@ -85,7 +85,6 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 64,
         "num_key_value_heads": 8,
         "sliding_window": 128,
-        "sliding_window_pattern": 2,
         "attention_bias": True,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150_000.0,

@@ -16,6 +16,7 @@ BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "smollm3")
 # Of every so many layers the last attends to everything, if `layer_types` does not say otherwise.
 IN_TURN = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
 EVERY_OTHER = 2
+WITH_PATTERN = ("gemma3_text", "cohere2")  # these read from the config how many
 
 
 def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
@@ -30,7 +31,7 @@ def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
     elif model_type in BY_LAYER:
         return _by_layer(fields, model_type, num_layers)
     elif model_type in IN_TURN:
-        return _in_turn(fields, num_layers)
+        return _in_turn(fields, model_type, num_layers)
     else:
         return _of_others(fields, num_layers)
     kinds = _kinds(fields, num_layers)
@@ -108,11 +109,12 @@ def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
     return [(layer + 1) % every != 0 for layer in range(num_layers)]
 
 
-def _in_turn(fields: Fields, num_layers: int) -> Windows:
+def _in_turn(fields: Fields, model_type: str, num_layers: int) -> Windows:
     """Give the window to all layers but the last of every so many."""
     kinds = _kinds(fields, num_layers)
     if kinds is None:
-        every = fields.integer("sliding_window_pattern", default=EVERY_OTHER)
+        has_pattern = model_type in WITH_PATTERN
+        every = fields.integer("sliding_window_pattern") if has_pattern else EVERY_OTHER
         kinds = tuple(SLIDING if (i + 1) % every else FULL for i in range(num_layers))
     window = _window(fields) if SLIDING in kinds else None
     return tuple(window if kind == SLIDING else None for kind in kinds)

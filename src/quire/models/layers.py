@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quire.base.errors import ModelError
+from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.embedding import embedding
 from quire.ops.formats import Quantization
@@ -311,6 +312,20 @@ class LayerNorm(Layer):
         return [
             Source(f"{self._name}.{kind}", part) for kind, part in parts.items() if part is not None
         ]
+
+
+class StreamNorm(nn.Module):
+    """Layer normalisation of the residual stream, called as RMSNorm is."""
+
+    def __init__(self, norm: LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total_TD = x_TD if residual_TD is None else add(x_TD, residual_TD)
+        return self.norm(total_TD), total_TD
 
 
 class Sinks(Layer):
