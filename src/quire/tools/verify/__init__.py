@@ -1,0 +1,1 @@
+"""`quire verify`: a model here beside the same weights in transformers' class."""
