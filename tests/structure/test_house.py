@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": PURE,
     "render": {"tokenizers", "jinja2", "llguidance"},
     "ops": {"numpy", "torch", "triton"},
-    "models": {"numpy", "torch", "safetensors", "huggingface_hub"},
+    "models": {"numpy", "torch", "safetensors", "huggingface_hub", "transformers"},
     "runner": {"numpy", "torch"},
     "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "torch"},
     "serve": {

@@ -372,7 +372,7 @@ def test_a_config_alone(folders: dict[str, Path], tmp_path: Path) -> None:
     assert fitted(resolve_model(str(tmp_path)), SOME_BYTES, load_format="dummy").warnings == ()
     (tmp_path / "config.json").write_text(json.dumps(json.loads(config) | {"model_type": "bloom"}))
     with pytest.raises(ModelError, match="'bloom' are not supported"):
-        fitted(resolve_model(str(tmp_path)), SOME_BYTES)
+        fitted(resolve_model(str(tmp_path)), SOME_BYTES, model_impl="quire")
 
 
 def test_weights_that_cannot_be_looked_at(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -60,6 +60,12 @@ class ModelConfig:
         " native bfloat16",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
     )
+    model_impl: str = setting(
+        "auto",
+        "whose code computes the model: quire's, or a class of the transformers package, slower"
+        " (needs quire[transformers]); auto is quire's where it has the model's type",
+        choices=("auto", "quire", "transformers"),
+    )
     max_model_len: int | None = setting(
         None,
         "longest sequence, prompt and output together; the model's limit if absent, and with auto"

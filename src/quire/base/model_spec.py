@@ -34,6 +34,7 @@ from quire.base.model_options import (
 )
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
 
+QUIRE, TRANSFORMERS = "quire", "transformers"  # whose class runs a model
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # What a config may say at most: far beyond every model, and small enough to be counted with.
@@ -76,6 +77,8 @@ class ModelSpec:
     """Numbers of one decoder model. Sizes are counts of elements.
 
     is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
+    implementation: whose class runs it, QUIRE for ours and those of packages made for us, or
+    TRANSFORMERS.
     """
 
     model_type: str
@@ -93,6 +96,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     is_long: bool = False
+    implementation: str = field(default=QUIRE, repr=False)
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -115,6 +119,7 @@ class ModelSpec:
         """Return a digest of all that the config says, read or not: what a model of another package
         reads of `raw` is not known here."""
         text = json.dumps(self.raw, sort_keys=True, default=repr)
+        text += "" if self.implementation == QUIRE else f" {self.implementation}"
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def served_up_to(self, length: int | None) -> "ModelSpec":
@@ -174,8 +179,7 @@ def load_spec(directory: Path) -> ModelSpec:
     """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
     check all that a model of ours reads of it. Raises ModelError if it is absent or not
     understood."""
-    raw = gguf_config(GGUFFile(directory)) if is_gguf(directory) else _config(directory)
-    spec = parse_spec(raw)
+    spec = parse_spec(read_config(directory))
     if spec.model_type in KNOWN_TYPES:
         spec.check()
     elif spec.model_type in DEFAULTS:  # its own file checks the rest
@@ -183,7 +187,11 @@ def load_spec(directory: Path) -> ModelSpec:
     return spec
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read DIRECTORY/config.json, or what a GGUF file holds of it. Raises ModelError if there is
+    neither."""
+    if is_gguf(directory):
+        return gguf_config(GGUFFile(directory))
     try:
         return read_object(directory / "config.json")
     except FileNotFoundError as error:

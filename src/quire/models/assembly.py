@@ -16,7 +16,7 @@ from quire.models.formats import WeightFormats
 from quire.models.layers import Layer, ParamFactory, Source
 from quire.models.model import Model
 from quire.models.packing import Stored, pack_modules
-from quire.models.registry import model_class
+from quire.models.registry import class_of
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, passing_memory
 from quire.ops.packed import BLOCK_BYTES, BLOCK_VALUES
@@ -36,7 +36,7 @@ class EmptyParamFactory(ParamFactory):
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
     """The model with parameters that have no memory. Raises ModelError for an unknown type."""
-    return model_class(spec.model_type)(spec, EmptyParamFactory(dtype, device)).eval()
+    return class_of(spec)(spec, EmptyParamFactory(dtype, device)).eval()
 
 
 class Unit:

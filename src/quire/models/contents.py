@@ -14,10 +14,9 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.models.checkpoint import TensorPlaces
 from quire.models.layers import Embedding, Layer, Source
-from quire.models.model import Model
+from quire.models.model import HEAD, Model
 from quire.ops.host_memory import forget_pages
 
-HEAD = "lm_head.weight"
 COMPARED_ROWS = 1024
 
 
@@ -28,14 +27,19 @@ def check_contents(files: Iterable[Path], model: Model) -> None:
     places = TensorPlaces()
     for file in files:
         for name, shape, dtype in _headers(file):
-            full = name if name in wanted else f"{model.base_prefix}{name}"
-            full = full if full in wanted else name
+            full = next((each for each in model.names_of(name) if each in wanted), name)
             places.add(full, file, name)
             if full in wanted:
                 _check(name, shape, dtype, wanted[full])
     tied = _tied_table(model)
     if tied in places and HEAD in places:
         _check_tied(places[HEAD], places[tied])
+
+
+def tensor_names(files: Iterable[Path]) -> Iterator[str]:
+    """Yield the names of all tensors of the files."""
+    for file in files:
+        yield from (name for name, _, _ in _headers(file))
 
 
 def _headers(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:

@@ -18,7 +18,7 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.models.assembly import Assembly, empty_model
 from quire.models.checkpoint import checkpoint_files, listed
-from quire.models.contents import check_contents
+from quire.models.contents import check_contents, tensor_names
 from quire.models.formats import AS_THEY_ARE, WeightFormats
 from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
@@ -72,6 +72,7 @@ def load_model(
     files = checkpoint_files(directory) if reads else []
     stored: Stored = {}
     if reads:
+        model.adopt(tensor_names(files))
         stored = formats_of_file(directory, spec, model, dtype, device, formats)
     entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
     _check_room(num_bytes, options.most_bytes)
@@ -127,8 +128,8 @@ def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress)
         def fill(source: Source, tensor: torch.Tensor = tensor) -> None:
             source.fill(tensor)
 
-        is_known = assembly.fill(name, fill) or assembly.fill(f"{model.base_prefix}{name}", fill)
-        if not is_known and not _is_ignored(model, name):
+        is_known = any(assembly.fill(each, fill) for each in model.names_of(name))
+        if not is_known and not model.ignores(name):
             unknown.append(name)
         forget_pages(tensor)
         done += tensor.nbytes
@@ -199,13 +200,6 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
-
-
-def _is_ignored(model: Model, name: str) -> bool:
-    """Tell whether a tensor without a place is harmless: a constant, a scale that is not for the
-    layers (kv_scales.py), or a tied head stored again."""
-    tied_head = name == "lm_head.weight" and not model.head.sources()
-    return tied_head or name.endswith(model.ignored_tensors)
 
 
 def _check_complete(assembly: Assembly, unknown: list[str]) -> None:

@@ -3,6 +3,8 @@
 Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -10,6 +12,8 @@ from quire.base.model_spec import ModelSpec
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+
+HEAD = "lm_head.weight"
 
 
 class Model(nn.Module):
@@ -42,6 +46,19 @@ class Model(nn.Module):
         """Return logits [R, V] in the model's dtype."""
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Learn which tensors the weight files hold, before anything is filled from them."""
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """Return what the layers' sources may call a tensor of the weight files."""
+        return name, f"{self.base_prefix}{name}"
+
+    def ignores(self, name: str) -> bool:
+        """Tell whether a tensor that no source names is harmless: a constant, a scale that is not
+        for the layers (kv_scales.py), or a tied head stored again."""
+        tied_head = name == HEAD and not self.head.sources()
+        return tied_head or name.endswith(self.ignored_tensors)
 
 
 class PositionedModel(Model):

@@ -1,18 +1,23 @@
-"""Which class implements which `model_type`: ours, and those of other packages."""
+"""Which class implements which `model_type`: ours, those of packages made for us, and for all
+others those of transformers."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from quire.base import plugins
-from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec
+from quire.base.errors import ConfigError, ModelError
+from quire.base.gguf import is_gguf
+from quire.base.model_spec import TRANSFORMERS, ModelSpec, load_spec, read_config
 from quire.models.cohere2 import Cohere2
 from quire.models.gemma2 import Gemma2
 from quire.models.gemma3 import Gemma3
 from quire.models.gpt2 import GPT2
 from quire.models.granite import Granite
+from quire.models.hf.configs import EXTRA, is_available
+from quire.models.hf.spec import transformers_spec
 from quire.models.layers import ParamFactory
 from quire.models.llama import Llama
 from quire.models.mistral import Mistral
@@ -24,6 +29,7 @@ from quire.models.qwen2 import Qwen2
 from quire.models.qwen3 import Qwen3
 from quire.models.qwen3_moe import Qwen3Moe
 from quire.models.smollm3 import SmolLM3
+from quire.models.transformers_model import TransformersModel
 
 MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "cohere2": Cohere2,
@@ -43,20 +49,55 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
 }
 
 
+def model_spec(directory: Path, implementation: str = "auto") -> ModelSpec:
+    """Read a model's config and choose whose class runs it.
+
+    implementation: `quire`, `transformers`, or `auto`, which is transformers' where nobody made a
+    class for us. Raises ModelError, and MissingDependency where transformers is asked for and
+    absent.
+    """
+    if implementation == TRANSFORMERS and is_gguf(directory):
+        raise ConfigError(
+            "model_impl is transformers, but GGUF files are read for quire's classes only; leave it"
+            " out."
+        )
+    if implementation == TRANSFORMERS:
+        return transformers_spec(read_config(directory))
+    if implementation == "auto" and not is_gguf(directory):
+        raw = read_config(directory)
+        model_type = raw.get("model_type")
+        if isinstance(model_type, str) and not _is_ours(model_type) and is_available():
+            return transformers_spec(raw)
+    return load_spec(directory)
+
+
 def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
     """Make the model with uninitialised parameters. Raises ModelError for an unknown model_type."""
-    return model_class(spec.model_type)(spec, ParamFactory(dtype, device)).eval()
+    return class_of(spec)(spec, ParamFactory(dtype, device)).eval()
+
+
+def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
+    """Return what makes the model of a spec. Raises ModelError as model_class does."""
+    if spec.implementation == TRANSFORMERS:
+        return TransformersModel
+    return model_class(spec.model_type)
 
 
 def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
     """One of ours, or of another package. Raises ModelError, naming all, if there is none."""
     if model_type in MODELS:
         return MODELS[model_type]
-    kind = plugins.MODELS
-    if not plugins.is_installed(kind, model_type, MODELS):
-        known = plugins.all_names(kind, sorted(MODELS))
-        raise ModelError(f"models of type {model_type!r} are not supported; supported are {known}.")
-    found: type[Model] = plugins.load_plugin(kind, model_type, MODELS)
+    if not _is_ours(model_type):
+        known = plugins.all_names(plugins.MODELS, sorted(MODELS))
+        raise ModelError(
+            f"models of type {model_type!r} are not supported; supported are {known}. Others run by"
+            f" the classes of transformers: {EXTRA}, and leave model_impl at auto."
+        )
+    found: type[Model] = plugins.load_plugin(plugins.MODELS, model_type, MODELS)
     if not issubclass(found, nn.Module):
         raise ModelError(f"the class {found.__qualname__} for {model_type!r} is no nn.Module.")
     return found
+
+
+def _is_ours(model_type: str) -> bool:
+    return model_type in MODELS or plugins.is_installed(plugins.MODELS, model_type, MODELS)

@@ -10,13 +10,14 @@ import torch
 
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, OutOfMemory
-from quire.base.model_spec import ModelSpec, load_spec
+from quire.base.model_spec import ModelSpec
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
 from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
+from quire.models.registry import model_spec
 from quire.models.source import ModelSource
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
@@ -71,7 +72,7 @@ def build_runner(
     config: EngineConfig, source: ModelSource, progress: Progress | None = None
 ) -> BuiltRunner:
     """Load the model and make its KV pool. Raises ModelError, ConfigError, OutOfMemory."""
-    spec = load_spec(source.directory)
+    spec = model_spec(source.directory, config.model.model_impl)
     device = choose_device(config.device)
     config = derive_config(config, spec, device.type)
     spec = spec.served_up_to(config.model.max_model_len)

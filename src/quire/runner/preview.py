@@ -5,12 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.model_spec import load_spec
 from quire.kv.sizing import MemoryPlan
 from quire.models.formats import weight_formats
 from quire.models.loading import formats_of_file
 from quire.models.packing import planned_bytes
-from quire.models.registry import make_model
+from quire.models.registry import make_model, model_spec
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
@@ -37,7 +36,7 @@ class Preview:
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     """Find out what a runner would be made with. Raises ModelError, ConfigError, OutOfMemory, as
     `build_runner` would."""
-    spec = load_spec(source.directory)
+    spec = model_spec(source.directory, config.model.model_impl)
     device = choose_device(config.device)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
     config = derive_config(config, spec, device.type)

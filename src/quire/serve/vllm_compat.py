@@ -57,7 +57,10 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),
     "distributed_executor_backend": _value("the model runs in one process", "mp", "uni"),
     # What one might count on and would not get.
-    "trust_remote_code": _switch("code from a model's repository is never run", False),
+    "trust_remote_code": _switch(
+        "code from a model's repository is never run, only quire's and the transformers package's",
+        False,
+    ),
     "tensor_parallel_size": _value("a model runs on one device", 1, short="-tp"),
     "pipeline_parallel_size": _value("a model runs on one device", 1, short="-pp"),
     "data_parallel_size": _value("start one server per device", 1, short="-dp"),
@@ -68,7 +71,6 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "num_gpu_blocks_override": _value("use --kv-cache-memory-bytes"),
     "task": _value("models generate text", "auto", "generate"),
     "runner": _value("models generate text", "auto", "generate"),
-    "model_impl": _value("models have implementations of our own", "auto"),
     "download_dir": _value("set the environment variable HF_HOME"),
     "hf_token": _value("set the environment variable HF_TOKEN"),
     "logprobs_mode": _value("logprobs are those before sampling's changes", "raw_logprobs"),

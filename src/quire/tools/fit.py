@@ -13,7 +13,7 @@ from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.gguf_config import ROPE_FACTORS
-from quire.base.model_spec import ModelSpec, load_spec
+from quire.base.model_spec import ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
 from quire.models.checkpoint import listed, safetensors_shapes, weight_files
 from quire.models.formats import AS_THEY_ARE, weight_formats
@@ -26,6 +26,7 @@ from quire.models.outline import (
     outline,
     planned_weights,
 )
+from quire.models.registry import model_spec
 from quire.models.source import ModelSource
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
@@ -173,7 +174,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
     fit: it says by how much, and which settings would help.
     """
-    spec = load_spec(source.directory)
+    spec = model_spec(source.directory, config.model.model_impl)
     config = derive_config(config, spec, device.kind)
     if device.kind == CPU:
         weight_formats(config.model).check(config.model.dtype, device.kind)

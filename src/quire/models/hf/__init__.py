@@ -1,0 +1,1 @@
+"""Models that the transformers package implements, with quire's layers and paged attention."""

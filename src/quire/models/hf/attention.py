@@ -1,0 +1,142 @@
+"""quire's paged attention in the place of transformers' own.
+
+transformers asks its AttentionInterface for the function that `config._attn_implementation` names,
+and calls it for each layer with queries, keys and values [1, heads, T, H]. Ours stores keys and
+values in the step's blocks and attends over them by the backend of that step, which it finds at the
+attention module. No mask is registered under the same name, so transformers makes none.
+
+While a model is compiled the calls stand in its graph as one opaque operator, `quire::attention`.
+
+Shape legend: T tokens, N query heads, K KV heads, H head dim.
+"""
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.precision import accumulation_dtype
+
+NAME = "quire"
+PLACE = "quire_place"  # the attribute of an attention module that holds its PagedLayer
+
+Operator = Callable[..., torch.Tensor]
+
+
+class _Operators:
+    """The operator, which torch knows by its name, and the models that it serves, by handle:
+    operators take numbers and tensors only."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakValueDictionary[int, Paged] = weakref.WeakValueDictionary()
+        self._handles = itertools.count()
+        made = torch.library.custom_op("quire::attention", self._attention, mutates_args=())
+        made.register_fake(_fake)
+        self.attention: Operator = made
+
+    def add(self, model: "Paged") -> int:
+        handle = next(self._handles)
+        self._models[handle] = model
+        return handle
+
+    def _attention(
+        self,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKH: torch.Tensor,
+        sinks_N: torch.Tensor | None,
+        handle: int,
+        layer: int,
+        scale: float,
+        soft_cap: float,
+    ) -> torch.Tensor:
+        model = self._models[handle]
+        return model.attend((q_TNH, k_TKH, v_TKH), layer, scale, soft_cap or None, sinks_N)
+
+
+def _fake(q_TNH: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+
+
+@functools.cache
+def _operators() -> _Operators:
+    return _Operators()
+
+
+class Paged:
+    """What all attention modules of a model share: the backend of the step that is computed."""
+
+    def __init__(self) -> None:
+        self.backend: AttentionBackend | None = None
+        self.operator = _operators().attention
+        self.handle = _operators().add(self)
+
+    def attend(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        layer: int,
+        scale: float,
+        soft_cap: float | None,
+        sinks_N: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Store keys and values, then attend; [T, N, H]."""
+        q_TNH, k_TKH, v_TKH = map(_by_token, qkv)
+        backend = self.backend
+        assert backend is not None
+        backend.write(layer, k_TKH, v_TKH)
+        return backend.run(layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
+
+
+def _by_token(x_TNH: torch.Tensor) -> torch.Tensor:
+    """Return the same with each token's heads side by side, as all backends read them."""
+    _, _, size = x_TNH.shape
+    return x_TNH if x_TNH.stride()[1:] == (size, 1) else x_TNH.contiguous()
+
+
+@dataclass(frozen=True, eq=False)
+class PagedLayer:
+    """An attention module's place: in which model, as which layer."""
+
+    paged: Paged
+    layer: int
+
+
+def register() -> None:
+    """Make the function known to transformers, under NAME."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return [1, T, N, H] and no weights, as transformers' functions do. What else it is called
+    with was looked at when the model was made (watch.py)."""
+    place: PagedLayer = getattr(module, PLACE)
+    q_TNH, k_TKH, v_TKH = (each[0].transpose(0, 1) for each in (query, key, value))
+    size, value_size = key.shape[-1], value.shape[-1]
+    if value_size < size:  # the cache holds values as wide as keys; zeros add nothing
+        v_TKH = nn.functional.pad(v_TKH, (0, size - value_size))
+    scale = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    cap, sinks_N = kwargs.get("softcap"), kwargs.get("s_aux")
+    paged, layer = place.paged, place.layer
+    sinks_N = None if sinks_N is None else sinks_N.to(accumulation_dtype(query.dtype))
+    if torch.compiler.is_compiling():
+        operands = (q_TNH, k_TKH, v_TKH, sinks_N)
+        out_TNH = paged.operator(*operands, paged.handle, layer, float(scale), float(cap or 0.0))
+    else:
+        out_TNH = paged.attend((q_TNH, k_TKH, v_TKH), layer, scale, cap, sinks_N)
+    return out_TNH[None, ..., :value_size], None

@@ -1,0 +1,39 @@
+"""Tensors of a transformers model that no checkpoint holds, such as rotary frequencies."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.base.errors import ModelError
+
+META = torch.device("meta")
+
+
+@torch.no_grad()
+def make_real(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
+    """Give a module's buffers that no checkpoint holds their values, on a device, as transformers
+    does when it loads: by the model's own rule of how modules begin. Raises ModelError for what
+    that leaves out."""
+    passing = [
+        each
+        for each, values in module.named_buffers(recurse=False)
+        if each in module._non_persistent_buffers_set
+    ]
+    for each in passing:
+        empty = torch.empty_like(module.get_buffer(each), device="cpu")
+        if empty.is_floating_point():
+            empty.fill_(torch.nan)
+        setattr(module, each, empty)
+    if passing:
+        model._init_weights(module)
+    for each in passing:
+        values = module.get_buffer(each)
+        if values.is_floating_point() and values.isnan().any():
+            raise ModelError(f"{type(model).__name__} cannot run: {name}.{each} has no value.")
+        setattr(module, each, values.to(device))
+    for each, values in vars(module).items():
+        if isinstance(values, torch.Tensor) and values.device == META:
+            raise ModelError(
+                f"{type(model).__name__} cannot run: {name}.{each} is made in a way of its own."
+            )

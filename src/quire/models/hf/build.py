@@ -1,0 +1,236 @@
+"""Makes a transformers model without memory and puts quire's layers in the place of its own."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.base.errors import ModelError
+from quire.models.hf import attention, buffers
+from quire.models.hf.configs import Architecture
+from quire.models.hf.modules import (
+    Held,
+    NamedEmbedding,
+    NamedHead,
+    NamedLinear,
+    Product,
+    SharedInput,
+    is_linear,
+    stored_buffers,
+)
+from quire.models.hf.names import CheckpointNames
+from quire.models.hf.watch import Watch, watch
+from quire.models.layers import Layer, ParamFactory
+from quire.ops.attention.traced import TracedAttention
+
+# Ends of the names of linear layers that choose experts, or how much an expert counts.
+ROUTERS = ("gate", "router", "shared_expert_gate", "router.layer")
+META = torch.device("meta")
+MERGED_FIRST = "gate"  # of two layers that are one product
+EXPERTS = {"cuda": "grouped_mm"}  # which looks at no values; elsewhere the loop over experts
+
+
+@dataclass(frozen=True)
+class Empty:
+    """A model without memory, and what its forward pass showed."""
+
+    model: Any
+    seen: Watch
+
+
+def empty(found: Architecture, dtype: torch.dtype) -> Empty:
+    """Make it and watch it. Raises ModelError for what cannot run over paged memory."""
+    config = found.config
+    config._experts_implementation = "batched_mm"  # for the pass: it looks at no values
+    try:
+        with META:
+            model = found.model_class._from_config(config, dtype=dtype).eval()
+    except Exception as error:  # whatever its code raises
+        raise ModelError(
+            f"transformers cannot make {found.model_class.__name__}: {error}"
+        ) from error
+    return Empty(model, watch(model))
+
+
+class Rebuilt:
+    """The parts of a model whose layers were replaced.
+
+    base: up to the head. rest: the model without it, called with `inputs_embeds` in the place of
+    what base returns. paged: what the attention modules share.
+    """
+
+    def __init__(
+        self, made: Empty, is_part: bool, factory: ParamFactory, device: torch.device
+    ) -> None:
+        model, seen = made.model, made.seen
+        self._model, self._seen, self._factory = model, seen, factory
+        self.names = CheckpointNames(model, is_part)
+        self._wide = _wide_modules(model, factory.dtype)
+        self.paged = attention.Paged()
+        for facts in seen.attention.values():
+            place = attention.PagedLayer(self.paged, facts.layer)
+            setattr(facts.module, attention.PLACE, place)
+        self._replace_ends()
+        self._replace_linear()
+        self.base = model.get_submodule(seen.direct[0])
+        _put(model, seen.direct[0], Passed(seen.output))
+        self.rest = model
+        attention.register()
+        for module in (self.base, self.rest, *self.base.modules(), *self.rest.modules()):
+            if (config := getattr(module, "config", None)) is not None:
+                config._attn_implementation = attention.NAME
+        self._try()
+        for name, module in self._modules():
+            buffers.make_real(model, name, module, device)
+        self.held = nn.ModuleList(self._hold())
+        model.config._experts_implementation = EXPERTS.get(device.type, "eager")
+
+    def _replace_ends(self) -> None:
+        """Replace the table of the tokens and the head, which may be one."""
+        model = self._model
+        paths = {id(module): name for name, module in model.named_modules()}
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(table, nn.Embedding) or type(head) is not nn.Linear:
+            raise self._seen.error(
+                f"its tokens are looked up by {type(table).__name__}, its head is"
+                f" {type(head).__name__}"
+            )
+        name = paths[id(table)]
+        factor = _factor_of(model, name, table)
+        if factor is None:
+            raise self._seen.error(f"its {type(table).__name__} does more than look up and scale")
+        embedding = NamedEmbedding(name, table, self.names, self._factory, factor)
+        head_name = paths[id(head)]
+        is_tied = f"{head_name}.weight" in model.all_tied_weights_keys
+        tied = embedding if is_tied else None
+        self.head = NamedHead(head_name, head, self.names, self._factory, tied)
+        _put(model, name, embedding)
+        _put(model, head_name, self.head)
+
+    def _replace_linear(self) -> None:
+        """Replace linear layers, those of one parent that get the very same input by one."""
+        linear = {
+            name: module
+            for name, module in self._model.named_modules()
+            if is_linear(module) and name not in self._wide
+        }
+        groups: dict[Any, list[str]] = {}
+        order = list(self._seen.inputs)
+        for name, module in linear.items():
+            given = self._seen.inputs.get(name, [])
+            parent = name.rpartition(".")[0]
+            kind = type(module), getattr(module, "bias", None) is None
+            is_single = len(given) != 1 or _is_router(name)
+            key = name if is_single else (parent, id(given[0]), *kind)
+            groups.setdefault(key, []).append(name)
+        for names in groups.values():
+            names.sort(key=lambda n: order.index(n) if n in order else -1)
+            self._merge(names, linear)
+
+    def _merge(self, names: list[str], linear: dict[str, nn.Module]) -> None:
+        last = names[-1]
+        if len(names) == 2:
+            names = sorted(names, key=lambda n: MERGED_FIRST not in n.rpartition(".")[2])
+        modules = [(name, linear[name]) for name in names]
+        layer = NamedLinear(modules, self.names, self._factory, _is_router(names[0]))
+        if len(names) == 1:
+            _put(self._model, names[0], layer)
+            return
+        product = Product(layer, names.index(last))
+        for index, name in enumerate(names):
+            _put(self._model, name, SharedInput(product, index))
+
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Run the parts as they will be run, on no memory."""
+        seen, tokens = self._seen, 3
+        self.paged.backend = TracedAttention()
+        ids, positions = (
+            torch.zeros(1, tokens, dtype=torch.int64, device=META),
+            torch.arange(tokens),
+        )
+        try:
+            with META:
+                hidden = self.run(ids, positions.to(META)[None])
+                logits = self.rest(inputs_embeds=hidden, use_cache=False).logits
+        except Exception as error:  # whatever its code raises
+            raise seen.error(f"it does not run with layers replaced: {error}") from error
+        finally:
+            self.paged.backend = None
+        if logits.shape != (1, tokens, seen.vocab_size):
+            raise seen.error(f"its logits have the shape {list(logits.shape)}")
+
+    def run(self, ids: torch.Tensor | None, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        """Compute hidden states [1, T, D] of ids [1, T]."""
+        if ids is not None:
+            inputs["input_ids"] = ids
+        found = self.base(position_ids=positions, use_cache=False, **inputs)
+        hidden: torch.Tensor = found[0]
+        return hidden
+
+    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules by their names in the whole model."""
+        at = self._seen.direct[0]
+        for name, module in self.base.named_modules():
+            yield f"{at}.{name}".rstrip("."), module
+        for name, module in self.rest.named_modules():
+            yield name, module
+
+    def _hold(self) -> Iterator[Held]:
+        for name, module in self._modules():
+            own = next(module.named_parameters(recurse=False), None)
+            if not isinstance(module, Layer) and (own is not None or stored_buffers(module)):
+                wide = name in self._wide
+                yield Held(name, module, self.names, self._factory, wide)
+
+
+class Passed(nn.Module):
+    """Stands where the base was, and returns what it is given."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> Any:
+        return self._output(inputs_embeds)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of this name."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _is_router(name: str) -> bool:
+    return name.endswith(ROUTERS)
+
+
+def _wide_modules(model: Any, dtype: torch.dtype) -> set[str]:
+    """Names of the modules that transformers keeps in float32 where the others have this dtype."""
+    patterns: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    if not patterns:
+        return set()
+    found = re.compile("|".join(patterns))
+    return {name.rpartition(".")[0] for name, _ in model.named_parameters() if found.search(name)}
+
+
+def _factor_of(model: Any, name: str, table: nn.Embedding) -> float | None:
+    """Find the number that a table's rows are scaled by; None if something else is done to them."""
+    if type(table) is nn.Embedding:
+        return 1.0
+    buffers.make_real(model, name, table, torch.device("cpu"))
+    ids = torch.arange(3)[None]
+    rows = torch.rand(3, table.embedding_dim, dtype=table.weight.dtype) + 0.5
+    ones = torch.ones_like(rows)
+    got, of_ones = (
+        torch.func.functional_call(table, {"weight": each}, (ids,)) for each in (rows, ones)
+    )
+    factor = float(of_ones.flatten()[0])
+    return factor if torch.equal(got[0], rows * factor) else None

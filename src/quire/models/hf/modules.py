@@ -1,0 +1,184 @@
+"""quire's layers in the place of a transformers model's own.
+
+Shape legend: T tokens, I inputs, O outputs, D model dim, V vocabulary. transformers' modules are
+called with a dimension of 1 before the tokens, which these give back.
+
+Parameters of modules that stay transformers' own are held by a layer beside them, which says what
+fills them; both have the same parameter, so that it is loaded and counted once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.models.hf.names import CheckpointNames
+from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, Source
+from quire.ops.linear import linear
+from quire.ops.scale import scale
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tell whether this is a plain x W^T + b, whichever way the weight is stored."""
+    return type(module) is nn.Linear or is_turned(module)
+
+
+def is_turned(module: nn.Module) -> bool:
+    """Tell whether the weight is stored as [inputs, outputs]: transformers' Conv1D."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) is Conv1D
+
+
+class NamedLinear(Linear):
+    """A Linear whose input has any number of dimensions before the last."""
+
+    def __init__(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        checkpoint: CheckpointNames,
+        factory: ParamFactory,
+        keeps_dtype: bool,
+    ) -> None:
+        names = [name for name, _ in modules]
+        first: Any = modules[0][1]
+        turned = is_turned(first)
+        shapes = [module.get_parameter("weight").shape for _, module in modules]
+        self.part_sizes = [shape[1] if turned else shape[0] for shape in shapes]
+        inputs = shapes[0][0] if turned else shapes[0][1]
+        has_bias = first.bias is not None
+        super().__init__(names, inputs, self.part_sizes, factory, bias=has_bias, transposed=turned)
+        self._checkpoint, self.keeps_dtype = checkpoint, keeps_dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out_TO = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return out_TO.view(*x.shape[:-1], -1)
+
+    def sources(self) -> list[Source]:
+        return self._checkpoint.expand(super().sources())
+
+
+class SharedInput(nn.Module):
+    """One of several linear layers that are called with the very same tensor, one after the other,
+    and are one product: whoever is called first computes it for all."""
+
+    def __init__(self, product: "Product", index: int) -> None:
+        super().__init__()
+        self.product, self._index = product, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product.part(self._index, x)
+
+
+class Product(nn.Module):
+    """The product that these share. last: the index of the part that is asked for last."""
+
+    def __init__(self, layer: NamedLinear, last: int) -> None:
+        super().__init__()
+        self.layer, self._last = layer, last
+        self._input: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()
+
+    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Return a part of the product with x; what is kept of it goes with the last one."""
+        if x is not self._input:
+            self._input = x
+            self._parts = self.layer(x).split(self.layer.part_sizes, dim=-1)
+        found = self._parts[index]
+        if index == self._last:
+            self._input, self._parts = None, ()
+        return found
+
+
+class NamedEmbedding(Embedding):
+    """A table whose rows may be scaled after they were looked up."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Embedding,
+        checkpoint: CheckpointNames,
+        factory: ParamFactory,
+        factor: float = 1.0,
+    ) -> None:
+        super().__init__(name, module.num_embeddings, module.embedding_dim, factory)
+        self._checkpoint, self._factor = checkpoint, factor
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows_TD = super().forward(ids.reshape(-1))
+        if self._factor != 1.0:
+            rows_TD = scale(rows_TD, self._factor)
+        return rows_TD.view(*ids.shape, -1)
+
+    def sources(self) -> list[Source]:
+        return self._checkpoint.expand(super().sources())
+
+
+class NamedHead(LMHead):
+    """A head that may have a bias."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Linear,
+        checkpoint: CheckpointNames,
+        factory: ParamFactory,
+        tied: Embedding | None,
+    ) -> None:
+        super().__init__(name, module.out_features, module.in_features, factory, tied)
+        self._checkpoint = checkpoint
+        self.bias = factory.parameter(module.out_features) if module.bias is not None else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out_RV = linear(hidden.reshape(-1, hidden.shape[-1]), self.weight, self.bias)
+        return out_RV.view(*hidden.shape[:-1], -1)
+
+    def sources(self) -> list[Source]:
+        own = super().sources()
+        if self.bias is not None:
+            own.append(Source(f"{self._name}.bias", self.bias))
+        return self._checkpoint.expand(own)
+
+
+class Held(Layer):
+    """The parameters, and the buffers that checkpoints hold, of a module that stays transformers'.
+    wide: whether they are kept in float32."""
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        checkpoint: CheckpointNames,
+        factory: ParamFactory,
+        wide: bool,
+    ) -> None:
+        super().__init__()
+        self._name, self._checkpoint = name, checkpoint
+        found: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False))
+        found |= stored_buffers(module)
+        for each, values in found.items():
+            dtype = torch.float32 if wide else values.dtype
+            made = factory.parameter(*values.shape, dtype=dtype)
+            delattr(module, each)
+            module.register_parameter(each, made)
+            self.register_parameter(each, made)
+
+    def sources(self) -> list[Source]:
+        return self._checkpoint.expand(
+            [Source(f"{self._name}.{each}", p) for each, p in self.named_parameters()]
+        )
+
+    def source(self, name: str) -> Source:
+        """Return the source of one name, without making those of all experts."""
+        target = self._checkpoint.target(name)
+        each = target.removeprefix(f"{self._name}.")
+        return self._checkpoint.place(name, Source(target, self.get_parameter(each)))
+
+
+def stored_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own buffers that checkpoints hold."""
+    passing = module._non_persistent_buffers_set
+    return {
+        name: values for name, values in module.named_buffers(recurse=False) if name not in passing
+    }

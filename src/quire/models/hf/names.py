@@ -1,0 +1,152 @@
+"""What a checkpoint calls the tensors that a transformers model is filled from.
+
+transformers renames tensors as it loads them, by rules that it keeps for each class (its weight
+conversions): the renamings are its own here, too. Of its conversions we obey those that put the
+experts of a layer into one tensor, of which each expert then fills a slice; others are refused.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.base.errors import ModelError
+from quire.models.layers import Source
+
+# Of larger models, before the names of their text part: what it is called without them.
+PARTS = (
+    ("model.language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a checkpoint's tensor stands in a parameter: expert `index` of the first dimension, and
+    of its rows the chunk `chunk` of `num_chunks`."""
+
+    target: str
+    index: int
+    chunk: int
+    num_chunks: int
+
+    def of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The part of the parameter."""
+        expert = parameter[self.index]
+        return expert.chunk(self.num_chunks)[self.chunk] if self.num_chunks > 1 else expert
+
+
+class CheckpointNames:
+    """Translates names. Until `adopt` was told a checkpoint's, its tensors are called as the
+    model's parameters are."""
+
+    def __init__(self, model: Any, is_part: bool) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        conversions = get_model_conversion_mapping(model)
+        self._renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in conversions if not isinstance(each, WeightRenaming)]
+        self._known = dict(model.state_dict())
+        self._prefix = model.base_model_prefix
+        self._is_part = is_part
+        self._stored: dict[str, str] = {}  # what is called otherwise in the checkpoint, by target
+        self._slices: dict[str, Slice] = {}  # by the checkpoint's name
+        self._filled: dict[str, list[str]] = {}  # names of slices, by target
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Learn what a checkpoint holds. Raises ModelError for a conversion that is not obeyed."""
+        groups: dict[str, dict[str, list[str]]] = {}
+        for name in sorted(names, key=_natural):
+            target, pattern = self._renamed(name)
+            if pattern is not None and target in self._known:
+                groups.setdefault(target, {}).setdefault(pattern, []).append(name)
+        for target, by_pattern in groups.items():
+            self._convert(target, by_pattern)
+
+    def canonical(self, name: str) -> str:
+        """Return what the layers' sources call a checkpoint's tensor."""
+        return name if name in self._slices else self._renamed(name)[0]
+
+    def is_foreign(self, name: str) -> bool:
+        """Tell whether a tensor belongs to another part of a larger model, or to none."""
+        return self._is_part and self._of_part(name) is None
+
+    def expand(self, sources: Iterable[Source]) -> list[Source]:
+        """Put the checkpoint's tensors in the place of those that they are converted to."""
+        found = []
+        for source in sources:
+            names = self._filled.get(source.name)
+            found += [source] if names is None else [self.place(name, source) for name in names]
+        return found
+
+    def target(self, name: str) -> str:
+        """Return the parameter that a source of this name fills."""
+        return self._slices[name].target if name in self._slices else name
+
+    def place(self, name: str, source: Source) -> Source:
+        """Return the source of this name, of the parameter that `source` is of."""
+        if name not in self._slices:
+            return source
+        return replace(source, name=name, destination=self._slices[name].of(source.destination))
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        """Return a name as transformers changes it, and the pattern of the conversion, if any."""
+        from transformers.core_model_loading import rename_source_key
+
+        name = self._of_part(name) or name
+        known = self._prefix, self._known
+        target, pattern = rename_source_key(name, self._renamings, self._converters, *known)
+        if target not in self._known and name in self._known:
+            return name, None
+        return target, pattern
+
+    def _of_part(self, name: str) -> str | None:
+        """Return the name within the text part; None for other parts."""
+        if not self._is_part:
+            return name
+        for before, after in PARTS:
+            if name.startswith(before):
+                return after + name.removeprefix(before)
+        return name if name.startswith("lm_head.") or name in self._known else None
+
+    def _convert(self, target: str, by_pattern: dict[str, list[str]]) -> None:
+        """Give each tensor that goes into a target its slice."""
+        patterns = self._obeyed(next(iter(by_pattern)), target)
+        names = []
+        for chunk, pattern in enumerate(patterns):
+            for index, name in enumerate(by_pattern.get(pattern, [])):
+                self._slices[name] = Slice(target, index, chunk, len(patterns))
+                names.append(name)
+        counts = {len(by_pattern.get(pattern, [])) for pattern in patterns}
+        if counts != {self._known[target].shape[0]}:
+            raise ModelError(
+                f"the weight files hold {sorted(counts)} experts for {target}, which has"
+                f" {self._known[target].shape[0]}: its download may be incomplete."
+            )
+        self._filled[target] = names
+
+    def _obeyed(self, pattern: str, target: str) -> Sequence[str]:
+        """Return the patterns of the conversion that has this one, in their order."""
+        converter = next(each for each in self._converters if pattern in each.source_patterns)
+        done = [(type(each).__name__, getattr(each, "dim", None)) for each in converter.operations]
+        merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
+        num = len(converter.source_patterns)
+        if len(converter.target_patterns) == 1 and (
+            (done == [merged] and num == 1) or done == [merged, joined]
+        ):
+            patterns: Sequence[str] = converter.source_patterns
+            return patterns
+        names = " and ".join(name for name, _ in done)
+        raise ModelError(
+            f"transformers makes {target} of a checkpoint's tensors by {names}, which is not"
+            " supported."
+        )
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """Sort numbers in a name as numbers."""
+    return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in name.split(".")]

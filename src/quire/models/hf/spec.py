@@ -1,0 +1,70 @@
+"""The numbers of a model that runs by a class of transformers: as its layers show them, not as this
+or that class names them in its config."""
+
+from typing import Any
+
+import torch
+
+from quire.base.config_fields import Fields
+from quire.base.errors import ModelError
+from quire.base.model_options import refuse_what_is_ignored
+from quire.base.model_spec import DTYPE_BYTES, TRANSFORMERS, ModelSpec
+from quire.models.hf.build import empty
+from quire.models.hf.configs import architecture
+
+LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+
+
+def transformers_spec(raw: dict[str, Any]) -> ModelSpec:
+    """Read them. Raises MissingDependency without the package, and ModelError for what cannot run
+    over paged memory."""
+    fields = Fields(raw)
+    refuse_what_is_ignored(fields, "")
+    found = architecture(raw)
+    config = found.config
+    made = empty(found, torch.float32)
+    facts = [made.seen.attention[layer] for layer in range(len(made.seen.attention))]
+    hidden = made.seen.hidden_size
+    return ModelSpec(
+        model_type=fields.text("model_type", ""),
+        num_layers=len(facts),
+        hidden_size=hidden,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden,
+        num_heads=facts[0].num_heads,
+        num_kv_heads=facts[0].num_kv_heads,
+        head_dim=facts[0].head_dim,
+        vocab_size=made.seen.vocab_size,
+        max_position=_max_position(config),
+        dtype=_dtype(raw),
+        tie_embeddings=bool(made.model.all_tied_weights_keys),
+        layer_windows=tuple(each.window for each in facts),
+        eos_token_ids=_tokens(raw, config, "eos_token_id"),
+        bos_token_id=next(iter(_tokens(raw, config, "bos_token_id")), None),
+        implementation=TRANSFORMERS,
+        raw=raw,
+    )
+
+
+def _max_position(config: Any) -> int:
+    for name in LENGTHS:
+        found = getattr(config, name, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    raise ModelError(
+        f"config.json does not say how long sequences may be (none of {', '.join(LENGTHS)})."
+    )
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    inner = raw.get("text_config")
+    for each in (raw, inner if isinstance(inner, dict) else {}):
+        for name in ("dtype", "torch_dtype"):
+            if each.get(name) in DTYPE_BYTES:
+                return str(each[name])
+    return "float32"
+
+
+def _tokens(raw: dict[str, Any], config: Any, name: str) -> tuple[int, ...]:
+    """Return a token's ids: the whole model's, else the text part's."""
+    found = raw.get(name, getattr(config, name, None))
+    return Fields({name: found}).integers(name)

@@ -1,0 +1,82 @@
+"""Any model that transformers implements, by its own class, over quire's paged memory.
+
+Shape legend: T tokens, R rows, D model dim, V vocabulary.
+
+What its class computes stays as it is, but for what quire has layers for (hf/build.py): linear
+layers, the table of tokens and the head. Attention is quire's (hf/attention.py).
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from quire.base.model_spec import ModelSpec
+from quire.models.hf.build import Rebuilt, empty
+from quire.models.hf.configs import architecture
+from quire.models.kv_scales import NAME_ENDS
+from quire.models.layers import ParamFactory
+from quire.models.model import Model
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.attention.traced import TracedAttention
+from quire.ops.program import Untraceable
+
+
+class TransformersModel(Model):
+    """A model of a class of the transformers package."""
+
+    ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
+
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
+        super().__init__()
+        found = architecture(spec.raw)
+        nowhere = ParamFactory(factory.dtype, torch.device("meta"))
+        made = empty(found, factory.dtype)
+        windows = tuple(made.seen.attention[layer].window for layer in range(spec.num_layers))
+        if windows != spec.layer_windows:
+            raise made.seen.error(f"its layers' windows are {windows}, not {spec.layer_windows}")
+        rebuilt = Rebuilt(made, found.is_part, nowhere, factory.device)
+        self._run, self._paged, self._names = rebuilt.run, rebuilt.paged, rebuilt.names
+        self.base, self.rest, self.held = rebuilt.base, rebuilt.rest, rebuilt.held
+        self.head = rebuilt.head
+        _give_memory(self, factory)
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        inputs_embeds_TD: torch.Tensor | None = None,
+        intermediate_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See Model. There is no intermediate: the class does not say where a layer begins."""
+        assert intermediate_TD is None
+        if isinstance(attention, TracedAttention):
+            raise Untraceable("transformers' code computes beside quire's operations")
+        self._paged.backend = attention
+        if inputs_embeds_TD is not None:
+            return self._run(None, positions_T[None], inputs_embeds=inputs_embeds_TD[None])[0]
+        return self._run(input_ids_T[None], positions_T[None])[0]
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.rest(inputs_embeds=hidden_RD[None], use_cache=False).logits
+        return logits[0]
+
+    def adopt(self, names: Iterable[str]) -> None:
+        self._names.adopt(names)
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        return (self._names.canonical(name),)
+
+    def ignores(self, name: str) -> bool:
+        return self._names.is_foreign(name) or super().ignores(self._names.canonical(name))
+
+
+def _give_memory(model: nn.Module, factory: ParamFactory) -> None:
+    """Put what the factory makes in the place of parameters without memory."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, old in list(module.named_parameters(recurse=False)):
+            if id(old) not in made:
+                made[id(old)] = factory.parameter(*old.shape, dtype=old.dtype)
+            setattr(module, name, made[id(old)])

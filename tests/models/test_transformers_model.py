@@ -1,0 +1,185 @@
+"""Models by transformers' own classes over paged memory, against transformers itself.
+
+Covers `models/hf/attention.py`, `models/hf/build.py`, `models/hf/watch.py`, `models/hf/names.py`,
+`models/hf/modules.py`, `models/hf/buffers.py`, `models/hf/configs.py`, `models/hf/spec.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.base.errors import ConfigError, MissingDependency, ModelError
+from quire.base.model_spec import TRANSFORMERS, load_spec
+from quire.models.formats import WeightFormats
+from quire.models.hf import configs
+from quire.models.hf.modules import Product
+from quire.models.loading import LoadOptions, load_model
+from quire.models.model import Model
+from quire.models.registry import model_spec
+from quire.ops.formats import Quantization
+from tests.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
+from tests.models.paged import CPU, run_paged
+from tests.models.transformers_checkpoints import (
+    FAMILIES,
+    SMALL,
+    WINDOW,
+    Reference,
+    write_reference,
+)
+
+SEQUENCES = random_tokens(23, 5, 31, 1)
+CHUNKS = [[7, 0, 9, 1, 1, 5], [0, 3, 1, 1], [13, 11, 1, 1, 1, 4], [0, 0, 1]]
+OURS = ("llama", "mistral_window", "qwen2_windows", "qwen3_tied", "qwen3_moe_some", "opt_350m",
+        "gpt2_scaled")  # fmt: skip
+
+
+def load(reference: Reference, dtype: torch.dtype, options: LoadOptions | None = None) -> Model:
+    return load_model(reference.directory, reference.spec, dtype, CPU, options)
+
+
+@pytest.mark.parametrize("name", [*OURS, *FAMILIES])
+def test_logits_are_exactly_those_of_transformers(name: str, tmp_path: Path) -> None:
+    reference = write_reference(tmp_path, *(VARIANTS | FAMILIES)[name])
+    model, spec = load(reference, torch.float64), reference.spec
+    run = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, SEQUENCES, CHUNKS, **run)
+    for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
+        wanted_TV = reference.logits(tokens)
+        assert wanted_TV.std() > 0.2, "too tame to tell anything"
+        # Routers and norms of some classes compute in float32 whatever the dtype.
+        torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_neox", "minicpm3"])
+def test_float32_by_the_core(name: str, tmp_path: Path) -> None:
+    reference = write_reference(tmp_path, *FAMILIES[name])
+    model = load(reference, torch.float32)
+    got = run_paged(model, reference.spec, SEQUENCES, CHUNKS, backend="cpu")
+    for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
+        wanted_TV = reference.logits(tokens).float()
+        torch.testing.assert_close(logits_TV, wanted_TV, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_linear_layers_are_quantised(format: str, tmp_path: Path) -> None:
+    """They compute what our own class does with weights that are quantised alike."""
+    config = LLAMA | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    reference = write_reference(tmp_path, "llama", config)
+    made = Quantization(format, 32)
+    options = LoadOptions(formats=WeightFormats(made, made))
+    model = load(reference, torch.float32, options)
+    assert not [p.shape for p in model.parameters() if p.dim() > 1 and p.shape[0] != VOCAB]
+    ours = load_model(tmp_path, load_spec(tmp_path), torch.float32, CPU, options)
+    got, wanted = (
+        run_paged(each, reference.spec, SEQUENCES[:1], [[20, 3]], backend="torch")[0]
+        for each in (model, ours)
+    )
+    torch.testing.assert_close(got, wanted, rtol=0.0, atol=0.02)
+
+
+def test_layers_with_the_same_input_are_one_product(tmp_path: Path) -> None:
+    reference = write_reference(tmp_path, "stablelm", SMALL)
+    model = load(reference, torch.float32)
+    products = [module for module in model.modules() if isinstance(module, Product)]
+    sizes = [module.layer.part_sizes for module in products]
+    assert sizes == [[32, 16, 16], [40, 40]] * reference.spec.num_layers
+    run_paged(model, reference.spec, SEQUENCES[:1], [[20, 3]], backend="torch")
+    assert not [module for module in products if module._input is not None]
+
+
+def test_sizes_are_those_that_the_layers_show(tmp_path: Path) -> None:
+    spec = write_reference(tmp_path, *FAMILIES["minicpm3"]).spec
+    assert (spec.head_dim, spec.num_kv_heads, spec.num_heads) == (12, 4, 4)
+    assert spec.implementation == TRANSFORMERS
+    assert spec.identity != model_spec_of(tmp_path, "gemma2", WINDOW).identity
+
+
+def test_windows_are_those_of_the_masks(tmp_path: Path) -> None:
+    spec = model_spec_of(tmp_path, "gemma2", WINDOW | {"num_hidden_layers": 4})
+    assert spec.layer_windows == (6, None, 6, None)
+    assert [group.window for group in spec.cache_groups] == [None, 6]
+
+
+def model_spec_of(directory: Path, model_type: str, config: dict[str, Any]) -> Any:
+    """The spec of a config without weights."""
+    transformers.AutoConfig.for_model(model_type, **config).save_pretrained(directory)
+    return model_spec(directory, "transformers")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "state": ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "no layer attends"),
+    "alibi": ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "no layer attends"),
+    "looks_ahead": ("bert", SMALL, "neither causal nor causal within a window"),
+    "chunked": ("llama4_text", SMALL | {"num_local_experts": 2}, "Llama4ForCausalLM cannot run"),
+    "some_layers": ("recurrent_gemma", SMALL | {"head_dim": 8}, "only the layers [2] of 3"),
+    "twice": ("diffllama", SMALL, "attends more than once"),
+    "own_mask": ("doge", SMALL, "a mask that its own code makes"),
+    "window_unmasked": ("olmoe", SMALL | {"sliding_window": 6}, "asks for a window of 6"),
+    "rope": (
+        "llama",
+        SMALL | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+        "rope_type is 'dynamic'",
+    ),
+    "encoder": ("t5", {}, "no class that writes text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exact_is_refused(case: str, tmp_path: Path) -> None:
+    model_type, config, reason = REFUSED[case]
+    with pytest.raises(ModelError) as refused:
+        model_spec_of(tmp_path, model_type, config)
+    assert reason in str(refused.value)
+
+
+def test_head_dims_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
+    config = WINDOW | {"model_type": "gemma4_text", "global_head_dim": 16, "num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"its layers differ in head_dim: \[8, 16\]"):
+        model_spec(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
+    config = SMALL | {"model_type": "homemade", "auto_map": {"AutoConfig": "made.HomeConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "made.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(ModelError, match="knows no models of type 'homemade'.*never run"):
+        model_spec(tmp_path, "transformers")
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = SMALL | {"model_type": "stablelm", "quantization_config": {"quant_method": "gptq"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="gptq"):
+        model_spec(tmp_path)
+
+
+def test_auto_takes_our_class_where_there_is_one(tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model("llama", **SMALL).save_pretrained(tmp_path)
+    assert model_spec(tmp_path).implementation == "quire"
+    assert model_spec(tmp_path, "transformers").implementation == TRANSFORMERS
+    transformers.AutoConfig.for_model("stablelm", **SMALL).save_pretrained(tmp_path)
+    assert model_spec(tmp_path).implementation == TRANSFORMERS
+
+
+def test_without_the_package_the_error_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = write_reference(tmp_path, "stablelm", SMALL)
+    monkeypatch.setattr(configs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r'pip install "quire\[transformers\]"'):
+        model_spec(tmp_path, "transformers")
+    spec = model_spec(tmp_path)
+    with pytest.raises(ModelError, match=r"'stablelm' are not supported.*quire\[transformers\]"):
+        load_model(reference.directory, spec, torch.float32, CPU)
+
+
+def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="GGUF files are read for quire's classes only"):
+        model_spec(path, "transformers")

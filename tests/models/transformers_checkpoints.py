@@ -1,0 +1,104 @@
+"""Tiny checkpoints of models that run by transformers' classes, and transformers' exact logits.
+
+transformers' own attention makes its softmax in float32 whatever the dtype; so the reference
+attends by plain float64 arithmetic here, over the masks that transformers makes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.masking_utils import sdpa_mask
+
+from quire.base.model_spec import ModelSpec
+from quire.models.registry import model_spec
+from tests.models.checkpoints import EXPERTS, LLAMA, VOCAB
+
+SMALL = LLAMA | {"pad_token_id": 0}
+WINDOW = SMALL | {"head_dim": 8, "sliding_window": 6}
+ROUTED = EXPERTS | {"pad_token_id": 0, "num_local_experts": 6}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+
+# name -> (model_type, config)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", WINDOW),
+    "gemma3": ("gemma3_text", WINDOW | {"sliding_window_pattern": 2}),
+    "stablelm": ("stablelm", SMALL | {"use_qkv_bias": True, "qk_layernorm": True}),
+    "starcoder2": ("starcoder2", SMALL | {"sliding_window": 7}),
+    "phi": ("phi", SMALL),
+    "phi3": ("phi3", SMALL | {"sliding_window": None}),
+    "olmo2": ("olmo2", SMALL),
+    "granite": ("granite", SMALL | {"logits_scaling": 3.0, "residual_multiplier": 0.7}),
+    "glm4": ("glm4", WINDOW),
+    "cohere2": ("cohere2", WINDOW | {"num_hidden_layers": 4, "logit_scale": 2.0}),
+    "gpt_neox": ("gpt_neox", SMALL),
+    "gpt_bigcode": ("gpt_bigcode", {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "mixtral": ("mixtral", ROUTED | {"sliding_window": 9}),
+    "qwen2_moe": ("qwen2_moe", ROUTED | {"shared_expert_intermediate_size": 24}),
+    "gpt_oss": ("gpt_oss", ROUTED | {"head_dim": 8, "sliding_window": 5}),
+    "minicpm3": ("minicpm3", SMALL | LATENT | {"v_head_dim": 6, "num_key_value_heads": 4}),
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A directory, the spec for transformers' class, and the model as transformers runs it."""
+
+    directory: Path
+    spec: ModelSpec
+    model: torch.nn.Module
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens, V], float64."""
+        return self.model(torch.tensor([tokens])).logits[0]
+
+
+def write_reference(directory: Path, model_type: str, config: dict[str, Any]) -> Reference:
+    """Write a checkpoint with weights large enough that every part matters."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(model_type, **config)
+    )
+    for name, parameter in made.named_parameters():
+        is_norm = "norm" in name or ".ln_" in name
+        parameter.data.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
+    made.save_pretrained(directory)
+    transformers.AttentionInterface.register("exact", _exact)
+    transformers.AttentionMaskInterface.register("exact", sdpa_mask)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float64,
+        attn_implementation="exact",
+        experts_implementation="eager",
+    ).eval()
+    return Reference(directory, model_spec(directory, "transformers"), model)
+
+
+def _exact(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    groups, num_tokens = query.shape[1] // key.shape[1], query.shape[2]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(num_tokens, num_tokens).tril().bool()
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if s_aux is not None:
+        sinks = s_aux.to(scores).reshape(1, -1, 1, 1).expand(1, -1, num_tokens, 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., :num_tokens]
+    return (weights @ value).transpose(1, 2).contiguous(), None

@@ -1,0 +1,60 @@
+"""The whole engine with models that transformers' own classes run: greedy tokens as transformers
+has them, over chunks, used blocks, prefix hits and preemption."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from quire.models.registry import model_spec
+from tests.render.tiny import fresh_directory
+from tests.serve.checkpoints import LLAMA_LIKE, NO_TOKENS, reference_tokens
+from tests.serve.test_exactness import NUM_TOKENS, assert_idle, greedy, open_llm, prompts, tokens
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "stablelm": {"use_qkv_bias": True},
+    "starcoder2": {"sliding_window": 9},
+}
+
+
+@cache
+def checkpoint(model_type: str) -> Path:
+    """Without a tokenizer. No token ends a sequence."""
+    folder = fresh_directory()
+    torch.manual_seed(0)
+    fields = LLAMA_LIKE | FAMILIES[model_type] | NO_TOKENS
+    config = tf.AutoConfig.for_model(model_type, vocab_size=97, **fields)
+    tf.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_tokens_are_those_of_transformers(model_type: str) -> None:
+    folder = checkpoint(model_type)
+    wanted = [reference_tokens(folder, *each) for each in zip(prompts(), NUM_TOKENS, strict=True)]
+    groups = model_spec(folder).cache_groups
+    pool = 18 * sum(group.block_bytes(4, 8) for group in groups)  # so little that some give way
+    small = {"block_size": 4, "kv_cache_memory_bytes": pool}
+    for settings in ({"max_num_batched_tokens": 7}, small, small | {"preemption_mode": "swap"}):
+        with open_llm(folder, **settings) as llm:
+            preempted = 0
+            for _ in range(2):  # the second time with prefix hits
+                outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
+                assert tokens(outputs) == wanted
+                preempted += sum(o.metrics.num_preemptions for o in outputs if o.metrics)
+            is_small = "block_size" in settings
+            assert (preempted > 0) == is_small
+            assert is_small or sum(output.num_cached_tokens for output in outputs) > 0
+            assert_idle(llm)
+
+
+def test_tokens_in_float32() -> None:
+    """Linear layers and attention are the C++ core's then."""
+    folder = checkpoint("stablelm")
+    wanted = [reference_tokens(folder, *each) for each in zip(prompts(), NUM_TOKENS, strict=True)]
+    with open_llm(folder, dtype="float32", attention_backend="auto") as llm:
+        outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
+        assert tokens(outputs) == wanted
