@@ -54,7 +54,9 @@ def run(architecture: str, dtype: str, device: str) -> tuple[list[list[int]], to
     return tokens, torch.tensor(logprobs)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe", "mistral"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "olmo2"]
+)
 def test_the_same_tokens(architecture: str, used: set[str], monkeypatch) -> None:
     device = "cpu" if INTERPRETED else "cuda"
     tokens, logprobs = run(architecture, "float32", device)

@@ -66,6 +66,26 @@ CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 ARCHITECTURES = tuple(CONFIGS)
+IN_TURN = LLAMA_LIKE | {"layer_types": ["sliding_attention", "full_attention"]}
+GEMMA = IN_TURN | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
+# Families made of the same parts in other ways. The first three have windows in turn.
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "gemma2": (
+        tf.Gemma2Config,
+        tf.Gemma2ForCausalLM,
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    ),
+    "gemma3_text": (tf.Gemma3TextConfig, tf.Gemma3ForCausalLM, GEMMA),
+    "cohere2": (tf.Cohere2Config, tf.Cohere2ForCausalLM, IN_TURN | {"sliding_window": WINDOW}),
+    "olmo2": (tf.Olmo2Config, tf.Olmo2ForCausalLM, LLAMA_LIKE),
+    "granite": (tf.GraniteConfig, tf.GraniteForCausalLM, LLAMA_LIKE | {"residual_multiplier": 0.7}),
+    "smollm3": (
+        tf.SmolLM3Config,
+        tf.SmolLM3ForCausalLM,
+        LLAMA_LIKE | {"no_rope_layer_interval": 2},
+    ),
+}
+CONFIGS |= FAMILIES
 
 
 def write_checkpoint(folder: Path, architecture: str, vocab_size: int, seed: int = 0) -> Path:

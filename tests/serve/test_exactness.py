@@ -13,6 +13,7 @@ from quire import LLM, RequestOutput, SamplingParams
 from tests.serve.checkpoints import (
     ARCHITECTURES,
     CONFIGS,
+    FAMILIES,
     checkpoint,
     pool_bytes,
     reference_tokens,
@@ -171,6 +172,9 @@ def test_shared_prefix_is_computed_once_in_one_step() -> None:
         assert sizes == [32 + 6, 6]
 
 
+TOGETHER = ("block size 4, depth 2", "uneven chunks", "one row", "preemption, depth 2")
+
+
 def test_layers_with_and_without_a_window(tmp_path: Path) -> None:
     """Two cache groups: the first layer of this qwen2 sees everything, the second a window."""
     config_class, model_class, fields = CONFIGS["qwen2"]
@@ -180,13 +184,24 @@ def test_layers_with_and_without_a_window(tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path, "mixed", 97)
     finally:
         del CONFIGS["mixed"]
-    for case in ("block size 4, depth 2", "uneven chunks", "one row", "preemption, depth 2"):
-        with CASES[case].open(folder) as llm:
-            assert len(llm.engine.spec.cache_groups) == 2
-            for _ in range(2):
-                outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
-                assert tokens(outputs) == expected(folder)
-                assert_idle(llm)
+    for case in TOGETHER:
+        assert_as_expected(folder, case, num_groups=2)
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_other_families(family: str, case: str) -> None:
+    has_windows = family in ("gemma2", "gemma3_text", "cohere2")
+    assert_as_expected(checkpoint(family), case, num_groups=2 if has_windows else 1)
+
+
+def assert_as_expected(folder: Path, case: str, num_groups: int) -> None:
+    with CASES[case].open(folder) as llm:
+        assert len(llm.engine.spec.cache_groups) == num_groups
+        for _ in range(2):
+            outputs = llm.generate(prompts(), [greedy(count) for count in NUM_TOKENS])
+            assert tokens(outputs) == expected(folder)
+            assert_idle(llm)
 
 
 def test_a_window_pool_serves_a_hit_that_holds_much_of_it() -> None:
