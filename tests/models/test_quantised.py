@@ -135,17 +135,23 @@ def test_the_demo_model_says_the_same_in_int8() -> None:
     assert min(agreement.values()) >= 0.6, agreement
 
 
+def test_the_head_is_as_coarse_as_the_layers_or_finer() -> None:
+    for name, head in (("int8", "int8"), ("int4", "int8"), ("fp8", "fp8")):
+        found = weight_formats(ModelConfig(quantization=name)).head
+        assert found is not None and found.format == head
+
+
 def test_impossible_settings_are_told() -> None:
     with pytest.raises(
-        ConfigError, match="quantization must be one of none, int8, int4, got 'fp8'"
+        ConfigError, match="quantization must be one of none, fp8, int8, int4, got 'fp4'"
     ):
-        config_from_flat(quantization="fp8")
-    for name, size in (("int8", 48), ("int4", 0), ("int4", 256)):
+        config_from_flat(quantization="fp4")
+    for name, size in (("int8", 48), ("int4", 0), ("int4", 256), ("fp8", 32)):
         config = ModelConfig(quantization=name, quantization_group_size=size)
         with pytest.raises(ConfigError, match=f"quantization_group_size .* for {name}, got {size}"):
             weight_formats(config)
     int8 = WeightFormats(Quantization("int8", 128))
-    with pytest.raises(ConfigError, match="CPUs only so far, not on cuda.*--device cpu"):
-        int8.check(torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="needs dtype float32, bfloat16, float16, not float64"):
+        int8.check("float64", "cuda")
     with pytest.raises(ConfigError, match="needs dtype float32, bfloat16, float16, not float64"):
         LLM("demo", dtype="float64", quantization="int8")

@@ -55,6 +55,11 @@ def test_a_head_and_the_table_tied_to_it() -> None:
         own = packed.weight_bytes((64, 32), format)
         assert packed.head_bytes((64, 32), format, is_tied=False) == own
         assert packed.head_bytes((64, 32), format, is_tied=True) == own + table
+        on_gpu = Packing("bfloat16", is_gpu=True)
+        own = on_gpu.weight_bytes((64, 32), format)
+        assert on_gpu.head_bytes((64, 32), format, is_tied=False) == own
+        assert on_gpu.head_bytes((64, 32), format, is_tied=True) == own + table
+    assert Packing("bfloat16", is_gpu=True).head_bytes((64, 32), None, is_tied=True) == plain
     reordered = Packing("bfloat16", is_reordered=True)  # oneDNN's
     assert reordered.head_bytes((64, 32), None, is_tied=True) == 2 * plain
 
@@ -66,8 +71,20 @@ def test_too_many_inputs_for_one_scale() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "device", "message"),
-    [("bfloat16", "cuda", "on CPUs only so far, not on cuda"), ("float64", "cpu", "not float64")],
+    [
+        ("float64", "cuda", "not float64"),
+        ("float64", "cpu", "not float64"),
+        ("bfloat16", "cuda", "needs triton on a GPU"),
+    ],
 )
-def test_where_quantised_weights_cannot_be_used(dtype: str, device: str, message: str) -> None:
+def test_where_quantised_weights_cannot_be_used(
+    dtype: str, device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
-        check_quantization(dtype, device)
+        check_quantization(dtype, device, ["int8"])
+
+
+def test_a_gpu_has_a_kernel_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    check_quantization("bfloat16", "cuda", ["fp8", "int4", "int8"])

@@ -221,7 +221,7 @@ def test_a_variant_can_be_forced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_what_cannot_be_quantised_is_told() -> None:
     weight = random(4, 8)
     int8 = Quantization("int8", 32)
-    with pytest.raises(ConfigError, match="CPUs only"):
+    with pytest.raises(ConfigError, match="CPUs and NVIDIA GPUs, not on meta"):
         pack_weight(weight.to("meta"), int8)
     with pytest.raises(ConfigError, match="not float64"):
         pack_weight(weight.double(), int8)

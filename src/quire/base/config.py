@@ -96,19 +96,20 @@ class ModelConfig:
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
     quantization: str | None = setting(
         None,
-        "store the weights in 8 or 4 bits and multiply in integers (CPUs with the C++ core); none"
-        " takes the dtype; if absent they are as in the model's files, also Q8_0 and Q4_0 of GGUF",
-        choices=("none", "int8", "int4"),
+        "store the weights in 8 or 4 bits (CPUs with the C++ core, which multiply in integers; GPUs"
+        " with triton, also fp8); none takes the dtype; if absent they are as in the model's files",
+        choices=("none", "fp8", "int8", "int4"),
     )
     quantization_group_size: int | None = setting(
         None,
-        "inputs that share a scale: 32, 64, 128, or for int8 0, which is all of an output's; if"
-        " absent 128 for int8, 32 for int4",
+        "inputs that share a scale: 32, 64, 128, or for int8 and fp8 0, which is all of an"
+        " output's; if absent 128 for int8, 32 for int4",
     )
     quantized_head: str = setting(
         "auto",
-        "the head's weights where the others are quantised; auto is int8, none leaves them",
-        choices=("auto", "none", "int8", "int4"),
+        "the head's weights where the others are quantised; auto is int8, or fp8 where they are;"
+        " none leaves them",
+        choices=("auto", "none", "fp8", "int8", "int4"),
     )
     weight_cache: str = setting(
         "auto",

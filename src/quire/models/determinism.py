@@ -15,7 +15,8 @@ from quire.models.experts import StackedExperts
 from quire.models.layers import Embedding, Linear, LMHead
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.gpu import kernels_for
-from quire.ops.packed import PackedWeight
+from quire.ops.gpu_weights import GPUWeight
+from quire.ops.opaque import OpaqueWeight
 
 MULTIPLIED: tuple[tuple[type[nn.Module], tuple[str, ...]], ...] = (
     (Linear, ("weight",)),
@@ -30,9 +31,11 @@ def make_deterministic(model: nn.Module) -> None:
 
     Raises ConfigError, with the model unchanged, where a weight can have no fixed order.
     """
-    made: dict[int, FixedOrderWeight] = {}
+    made: dict[int, FixedOrderWeight | GPUWeight] = {}
     for name, weight in _multiplied(model):
-        if isinstance(weight, PackedWeight | FixedOrderWeight):
+        if isinstance(weight, GPUWeight) and id(weight) not in made:
+            made[id(weight)] = weight.fixed()
+        if isinstance(weight, OpaqueWeight | FixedOrderWeight):
             continue
         if weight.is_mkldnn or kernels_for(weight, "matmul") is None:
             raise ConfigError(
@@ -48,7 +51,7 @@ def make_deterministic(model: nn.Module) -> None:
                 setattr(module, name, fixed)
 
 
-def _multiplied(model: nn.Module) -> list[tuple[str, torch.Tensor | PackedWeight]]:
+def _multiplied(model: nn.Module) -> list[tuple[str, torch.Tensor | OpaqueWeight]]:
     """Weights and what they are called."""
     return [
         (f"{prefix}.{name}", getattr(module, name))

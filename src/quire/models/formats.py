@@ -7,7 +7,8 @@ from quire.base.errors import ConfigError
 from quire.ops.formats import GROUP_SIZES, Quantization, check_quantization
 
 # Scales of int4 are few enough at 32; those of int8 cost less than 2 % at 128.
-DEFAULT_GROUP = {"int8": 128, "int4": 32}
+DEFAULT_GROUP = {"int8": 128, "int4": 32, "fp8": 0}
+SIZES = {"int8": (0, *GROUP_SIZES), "int4": GROUP_SIZES, "fp8": (0,)}
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class WeightFormats:
 
     def check(self, dtype: str, device: str) -> None:
         """Raise ConfigError, saying what to do, where they cannot be used. device: its type."""
-        if self.is_quantised:
-            check_quantization(dtype, device)
+        asked = {each.format for each in (self.layers, self.head) if each is not None}
+        if asked:
+            check_quantization(dtype, device, sorted(asked))
 
 
 AS_THEY_ARE = WeightFormats()
@@ -51,7 +53,8 @@ def weight_formats(config: ModelConfig) -> WeightFormats:
     layers = _quantization(config.quantization, config.quantization_group_size)
     if config.quantized_head == "none":
         return WeightFormats(layers, None)
-    head = "int8" if config.quantized_head == "auto" else config.quantized_head
+    in_eight_bits = "int8" if config.quantization == "int4" else config.quantization
+    head = in_eight_bits if config.quantized_head == "auto" else config.quantized_head
     if head == config.quantization:
         return WeightFormats(layers, layers)
     return WeightFormats(layers, _quantization(head, None))
@@ -59,8 +62,7 @@ def weight_formats(config: ModelConfig) -> WeightFormats:
 
 def _quantization(name: str, group_size: int | None) -> Quantization:
     size = DEFAULT_GROUP[name] if group_size is None else group_size
-    sizes = (0, *GROUP_SIZES) if name == "int8" else GROUP_SIZES
-    if size not in sizes:
-        known = ", ".join(map(str, sizes))
+    if size not in SIZES[name]:
+        known = ", ".join(map(str, SIZES[name]))
         raise ConfigError(f"quantization_group_size must be one of {known} for {name}, got {size}.")
     return Quantization(name, size)

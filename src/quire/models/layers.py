@@ -23,7 +23,7 @@ from quire.ops.gelu import gelu, gelu_tanh
 from quire.ops.host_memory import HugeMemory
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import Weight, linear, pack_weight
-from quire.ops.packed import PackedWeight
+from quire.ops.opaque import OpaqueWeight
 from quire.ops.precision import accumulation_dtype
 from quire.ops.relu import relu
 from quire.ops.rms_norm import add_rms_norm, rms_norm
@@ -122,7 +122,7 @@ def set_weight(layer: Layer, weight: Weight) -> None:
     if weight is layer.weight:
         return
     del layer.weight
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, OpaqueWeight):
         vars(layer)["weight"] = weight
     else:
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
@@ -189,7 +189,7 @@ class Embedding(Layer):
         self.weight = factory.parameter(first_row + rows, size)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.weight, PackedWeight):
+        if isinstance(self.weight, OpaqueWeight):
             return embedding(ids_T, self.weight, self._dtype)
         return embedding(ids_T, self.weight[self._first_row :])
 
@@ -198,8 +198,8 @@ class Embedding(Layer):
 
     def share(self, head: Weight) -> None:
         """Look up in the packed weight of the head that is tied to this table, instead of keeping
-        the table beside it. Weights of 4 bits are too coarse for that, oneDNN's have no rows."""
-        if isinstance(head, PackedWeight) and head.format != "int4" and not self._first_row:
+        the table beside it, if the head's serves that. oneDNN's have no rows."""
+        if isinstance(head, OpaqueWeight) and head.serves_look_up and not self._first_row:
             set_weight(self, head)
 
 

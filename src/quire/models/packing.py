@@ -13,7 +13,8 @@ from quire.models.layers import Embedding, Linear, LMHead, set_weight
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory
 from quire.ops.linear import packing
-from quire.ops.packed import PackedWeight, pack_blocks
+from quire.ops.opaque import OpaqueWeight
+from quire.ops.packed import pack_blocks
 
 Stored = Mapping[nn.Module, StoredFormat]
 
@@ -72,12 +73,10 @@ def model_bytes(model: nn.Module) -> int:
     return sum({id(weight): _bytes(weight) for weight in _weights(model)}.values())
 
 
-def _weights(model: nn.Module) -> Iterator[torch.Tensor | PackedWeight]:
+def _weights(model: nn.Module) -> Iterator[torch.Tensor | OpaqueWeight]:
     yield from model.parameters()
     for module in model.modules():
-        weight = vars(module).get("weight")
-        if isinstance(weight, PackedWeight):
-            yield weight
+        yield from (each for each in vars(module).values() if isinstance(each, OpaqueWeight))
 
 
 def planned_bytes(
@@ -103,8 +102,8 @@ def planned_bytes(
     return total
 
 
-def _bytes(weight: torch.Tensor | PackedWeight) -> int:
+def _bytes(weight: torch.Tensor | OpaqueWeight) -> int:
     """Count the bytes of a weight; oneDNN's tensors do not tell theirs."""
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, OpaqueWeight):
         return weight.nbytes
     return weight.numel() * weight.itemsize

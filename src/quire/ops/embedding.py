@@ -3,19 +3,19 @@
 import torch
 
 from quire.ops.gpu import kernels_for
-from quire.ops.packed import PackedWeight
+from quire.ops.opaque import OpaqueWeight
 from quire.ops.registry import op
 
 
 @op("embedding")
 def embedding(
-    ids_T: torch.Tensor, weight_VD: torch.Tensor | PackedWeight, dtype: torch.dtype | None = None
+    ids_T: torch.Tensor, weight_VD: torch.Tensor | OpaqueWeight, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Rows of the table [T, D] for int64 or int32 ids, which must lie in [0, V).
 
     dtype: of the result, for a packed table, which a tied head shares.
     """
-    if isinstance(weight_VD, PackedWeight):
+    if isinstance(weight_VD, OpaqueWeight):
         assert dtype is not None
         return weight_VD.rows(ids_T.long().contiguous(), dtype)
     if kernels := kernels_for(weight_VD, "embedding"):

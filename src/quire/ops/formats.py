@@ -5,6 +5,8 @@ that the core gives for it (tests/ops/test_formats.py compares them).
 """
 
 import functools
+import importlib.util
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES
+from quire.ops.gpu_layout import gpu_weight_bytes
 from quire.ops.kernel_choice import KernelFile, Measurement, Speed, choose_variant, kernel_file
 from quire.ops.native import core, needed_core
 from quire.ops.native_types import WeightLayout
@@ -33,7 +36,8 @@ INPUTS_OF_A_WORD = {"float32": 1, "bfloat16": 2, "float16": 2, "int8": 4, "int4"
 @dataclass(frozen=True)
 class Quantization:
     """How weights are stored: `int8` or `int4`, with a scale per `group_size` inputs of an output,
-    or for int8 with 0 per output. Activations become int8 in the same groups, as they come."""
+    or for int8 with 0 per output; `fp8` (e4m3) with one per output. The C++ core rounds activations
+    to int8 in the groups of integers, as they come."""
 
     format: str
     group_size: int
@@ -57,25 +61,28 @@ class Packing:
     dtype: of the others. panel: outputs that the core's order puts side by side, 0 where it is not
     used; other_panels: of formats that another instruction set multiplies. is_reordered: whether a
     packed weight is another one than the plain, so that a tied table whose rows it cannot give is
-    kept beside it.
+    kept beside it. is_gpu: whether a GPU's order (gpu_layout.py) is that of quantised weights.
     """
 
     dtype: str
     panel: int = 0
     is_reordered: bool = False
     other_panels: tuple[tuple[str, int], ...] = ()
+    is_gpu: bool = False
 
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
     def weight_bytes(self, shape: tuple[int, ...], quantization: Quantization | None) -> int:
-        """Count the bytes of one weight [N, K] when it is packed."""
+        """Count the bytes of one weight [N, K] when it is packed, or on a GPU of [E, N, K]."""
+        if self.is_gpu and quantization is not None:
+            return gpu_weight_bytes(shape, quantization.format, quantization.group_size)
         if self.panel:
             name = self.dtype if quantization is None else quantization.format
             panel = dict(self.other_panels).get(name, self.panel)
             return packed_bytes(shape, self.dtype, quantization, panel)
-        return shape[0] * shape[1] * self.dtype_bytes
+        return math.prod(shape) * self.dtype_bytes
 
     def head_bytes(
         self, shape: tuple[int, ...], quantization: Quantization | None, is_tied: bool
@@ -83,7 +90,9 @@ class Packing:
         """Count the bytes of a head [V, D] and the table that is tied to it: one weight for both,
         if its rows can be looked up. Those of 4 bits are too coarse, oneDNN's have none."""
         is_int4 = quantization is not None and quantization.format == "int4"
-        is_shared = not self.is_reordered or (bool(self.panel) and not is_int4)
+        has_rows = bool(self.panel) or self.is_gpu
+        is_plain = quantization is None and not self.is_reordered
+        is_shared = is_plain or (has_rows and not is_int4)
         table = shape[0] * shape[1] * self.dtype_bytes if is_tied and not is_shared else 0
         return self.weight_bytes(shape, quantization) + table
 
@@ -182,16 +191,27 @@ def core_packing(dtype: str) -> Packing | None:
     return Packing(dtype, panel, is_reordered=True, other_panels=others)
 
 
-def check_quantization(dtype: str, device: str) -> None:
-    """Raise ConfigError, saying what to do, where quantised weights cannot be multiplied.
-    device: its type."""
-    if device != "cpu":
-        raise ConfigError(
-            f"quantization works on CPUs only so far, not on {device}; leave it out, or use"
-            " --device cpu."
-        )
+def check_quantization(dtype: str, device: str, formats: Iterable[str]) -> None:
+    """Raise ConfigError, saying what to do, where weights quantised to these formats cannot be
+    multiplied. device: its type."""
     if dtype not in CORE_DTYPES:
         raise ConfigError(f"quantization needs dtype {', '.join(CORE_DTYPES)}, not {dtype}.")
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"quantization works on CPUs and NVIDIA GPUs, not on {device}; leave it out, or use"
+            " --device cpu."
+        )
+    if device == "cuda":
+        if importlib.util.find_spec("triton") is None:
+            raise ConfigError(
+                "quantization needs triton on a GPU, which is not there; install it (it comes with"
+                " CUDA builds of torch), or leave quantization out."
+            )
+        return
+    unknown = [each for each in formats if each not in QUANTISED]
+    if unknown:
+        known = ", ".join(QUANTISED)
+        raise ConfigError(f"a CPU has no kernel for weights in {unknown[0]}; take one of {known}.")
     if core() is None:
         raise ConfigError(
             "quantization needs the C++ core, which was not built here; install a C++17 compiler"

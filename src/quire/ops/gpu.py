@@ -26,8 +26,17 @@ def kernels_for(tensor: torch.Tensor, name: str, any_dtype: bool = False) -> Mod
     return _load(name)
 
 
+def has_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether tensors there are served by kernels that compute in this dtype."""
+    return is_gpu(device) and dtype in DTYPES and has_triton()
+
+
 def is_on_gpu(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
+    return is_gpu(tensor.device)
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 @functools.cache

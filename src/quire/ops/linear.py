@@ -1,4 +1,4 @@
-"""x W^T + b, with the weight packed for the CPU's matrix kernels.
+"""x W^T + b, with the weight in the order that the device's matrix kernels take.
 
 Shape legend: T tokens, K inputs, N outputs.
 
@@ -6,7 +6,8 @@ On a CPU with the C++ core (csrc/linear.h) weights of 16 and 32 bits, and all qu
 multiplied by it: faster than torch with few tokens, equal with many, and each token's result has
 the same bits in any batch. Without the core oneDNN's packed order is taken where it is faster than
 plain weights; float64 and GPUs multiply plain tensors (docs/numbers.md). A GPU multiplies a weight
-of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that same promise.
+of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that same promise, and
+quantised ones by others (`gpu_weights.py`).
 """
 
 import torch
@@ -14,7 +15,8 @@ import torch
 from quire.base.errors import ConfigError
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
-from quire.ops.gpu import kernels_for
+from quire.ops.gpu import has_kernels, kernels_for
+from quire.ops.gpu_weights import GPUWeight, multiply, pack_for_gpu, quantise_for_gpu
 from quire.ops.host_memory import HugeMemory
 from quire.ops.native import address, needed_core
 from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack, pack_stored
@@ -22,7 +24,7 @@ from quire.ops.registry import op
 from quire.ops.stored_rows import StoredRows
 from quire.ops.threads import num_threads
 
-Weight = torch.Tensor | PackedWeight
+Weight = torch.Tensor | PackedWeight | GPUWeight
 
 
 @op("linear")
@@ -32,6 +34,8 @@ def linear(
     """[T, N] in x's dtype. The weight is a plain tensor or what pack_weight made of it."""
     if isinstance(weight_NK, PackedWeight):
         return _native_linear(x_TK, weight_NK, bias_N)
+    if isinstance(weight_NK, GPUWeight):
+        return multiply(x_TK, weight_NK, bias_N)
     if isinstance(weight_NK, FixedOrderWeight):
         kernels = kernels_for(x_TK, "matmul")
         assert kernels is not None, f"no fixed order on {x_TK.device} for {x_TK.dtype}"
@@ -77,7 +81,9 @@ def pack_weight(
     """
     dtype, device = weight_NK.dtype, weight_NK.device
     if quantization is not None:
-        check_quantization(dtype_name(dtype), device.type)
+        if has_kernels(dtype, device):
+            return quantise_for_gpu(weight_NK, quantization)
+        check_quantization(dtype_name(dtype), device.type, (quantization.format,))
     if can_pack_natively(dtype, device):
         return pack(weight_NK, quantization, memory=memory)
     if not can_pack(dtype, device):
@@ -94,6 +100,8 @@ def pack_rows(
 
     Raises ConfigError where the device has no kernel for the format.
     """
+    if has_kernels(dtype, device):
+        return pack_for_gpu(rows, device)
     if can_pack_natively(dtype, device):
         return pack_stored(rows, memory)
     kind = type(rows).__name__
@@ -118,6 +126,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def packing(dtype: torch.dtype, device: torch.device) -> Packing:
     """Tell how pack_weight stores weights of this dtype there."""
     name = dtype_name(dtype)
+    if has_kernels(dtype, device):
+        return Packing(name, is_gpu=True)
     found = core_packing(name) if device.type == "cpu" else None
     return found or Packing(name, is_reordered=can_pack(dtype, device))
 

@@ -22,6 +22,7 @@ from quire.ops.formats import (
 from quire.ops.host_memory import HugeMemory, aligned
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreWeight, WeightLayout
+from quire.ops.opaque import OpaqueWeight
 from quire.ops.stored_rows import StoredRows
 from quire.ops.threads import num_threads
 
@@ -32,7 +33,7 @@ VALUES_AT_ONCE = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class PackedWeight(OpaqueWeight):
     """[N, K] in a format, in the core's order. data: bytes."""
 
     data: torch.Tensor
@@ -49,6 +50,11 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+    @property
+    def serves_look_up(self) -> bool:
+        """Those of 4 bits are too coarse."""
+        return self.format != "int4"
 
     @property
     def variant(self) -> str:

@@ -242,7 +242,11 @@ class Tracer:
     # --- one rule for each operation, with the operation's own arguments ---
 
     def _embedding(
-        self, out: torch.Tensor, ids_T: torch.Tensor, weight_VD: Weight, _: object = None
+        self,
+        out: torch.Tensor,
+        ids_T: torch.Tensor,
+        weight_VD: torch.Tensor | PackedWeight,
+        _: object = None,
     ) -> None:
         source = self._inputs.get(_storage(ids_T))
         if source is None:

@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from quire.ops.packed import PackedWeight
+from quire.ops.opaque import OpaqueWeight
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -97,5 +97,5 @@ def record_ops(keeps_values: bool = False) -> Iterator[OpRecord]:
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Shape, ...]:
     values = (*args, *kwargs.values())
-    tensors = (value for value in values if isinstance(value, torch.Tensor | PackedWeight))
+    tensors = (value for value in values if isinstance(value, torch.Tensor | OpaqueWeight))
     return tuple(tuple(tensor.shape) for tensor in tensors)
