@@ -32,22 +32,19 @@ void read_query(float* to, const HeadRows& q, int64_t token, int64_t head, float
 }
 
 template <class Element>
-void write_result(Element* to, const float* acc, float scale, int64_t dim) {
+void write_result(Element* to, State state, int64_t dim) {
+    const float scale = 1.0f / *state.sum;
     // Adding 0 makes -0, which depends on how zeros were added, 0.
-    for (int64_t h = 0; h < dim; ++h) narrow(to[h], acc[h] * scale + 0.0f);
+    for (int64_t h = 0; h < dim; ++h) narrow(to[h], state.acc[h] * scale + 0.0f);
 }
 
-void write_result(const AttentionCall& call, int64_t token, int64_t head, State state) {
-    const HeadRows& out = call.out;
-    const float* sinks = call.weighing.sinks;
-    const float scale = sinks == nullptr ? 1.0f / *state.sum : scale_beside(sinks[head], state);
-    const int64_t dim = call.kv.head_dim, at = token * out.stride + head * dim;
+void write_result(const HeadRows& out, int64_t token, int64_t head, State state, int64_t dim) {
+    const int64_t at = token * out.stride + head * dim;
     switch (out.element) {
-        case Element::kFloat32:
-            return write_result(static_cast<float*>(out.data) + at, state.acc, scale, dim);
+        case Element::kFloat32: return write_result(static_cast<float*>(out.data) + at, state, dim);
         case Element::kBfloat16:
-            return write_result(static_cast<Bfloat16*>(out.data) + at, state.acc, scale, dim);
-        default: return write_result(static_cast<Float16*>(out.data) + at, state.acc, scale, dim);
+            return write_result(static_cast<Bfloat16*>(out.data) + at, state, dim);
+        default: return write_result(static_cast<Float16*>(out.data) + at, state, dim);
     }
 }
 
@@ -276,12 +273,14 @@ class ItemRun {
     }
 
     void finish() {
+        const float* sinks = call_.weighing.sinks;
         for (int64_t m = 0; m < queries_; ++m) {
             if (item_.partial >= 0) {
                 copy_state(kept(0, m), state(m), padded_);
             } else {
                 const int64_t head = head_ * step_.group + m % step_.group;
-                write_result(call_, all_[m].token, head, state(m));
+                if (sinks != nullptr) add_sink(state(m), sinks[head]);
+                write_result(call_.out, all_[m].token, head, state(m), dim_);
             }
         }
     }
@@ -321,7 +320,9 @@ void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {
             }
         }
         const int64_t token = job.piece.token + m / group;
-        write_result(call, token, head * group + m % group, state);
+        const int64_t query_head = head * group + m % group;
+        if (call.weighing.sinks != nullptr) add_sink(state, call.weighing.sinks[query_head]);
+        write_result(call.out, token, query_head, state, call.kv.head_dim);
     }
 }
 

@@ -74,8 +74,9 @@ QUIRE_INLINE F tanh_of(F x) {
     return reinterpret_cast<F>((found & near) | (reinterpret_cast<I>(one) & ~near) | sign | is_nan);
 }
 
-// Scores [low, high), which were divided by the cap, and those in the vectors around.
-inline void cap_scores(float* scores, int64_t low, int64_t high, float cap) {
+// Scores [low, high), which were divided by the cap, and those in the vectors around. Not part of
+// the code around it, which is faster so where there is no cap.
+__attribute__((noinline)) inline void cap_scores(float* scores, int64_t low, int64_t high, float cap) {
     const F all_cap = Isa::all(cap);
     for (int64_t t = low / kLanes * kLanes; t < high; t += kLanes) {
         Isa::store(scores + t, tanh_of(Isa::load(scores + t)) * all_cap);
@@ -175,11 +176,10 @@ inline void fold(State state, State next, int64_t size) {
     *state.peak = peak;
 }
 
-// What a state's sums are multiplied by where a sink is beside what the state has seen.
-inline float scale_beside(float sink, State state) {
-    const float peak = *state.peak > sink ? *state.peak : sink;
-    const float seen = exp_of_one(*state.peak - peak);
-    return seen / (*state.sum * seen + exp_of_one(sink - peak));
+// A logit without a value joins the sum of a state that has seen everything.
+__attribute__((noinline)) inline void add_sink(State state, float sink) {
+    const float above = sink - *state.peak, weight = exp_of_one(above > 0 ? -above : above);
+    *state.sum += above > 0 ? 1.0f / weight : above <= 0 ? weight : above;  // NaN stays
 }
 
 }  // namespace

@@ -61,9 +61,9 @@ class SomeOperations:
         )
         sinks = torch.tensor([1.0, -torch.inf, -2.0])
         self.attentions = [
-            Attention(0, 0.7, soft_cap=1.5, sinks=sinks),
-            Attention(1, 0.7, sinks=sinks + 1.0),
-            Attention(2, 0.7, soft_cap=0.5),
+            (Attention(0, 0.7, soft_cap=1.5), sinks),
+            (Attention(1, 0.7), sinks + 1.0),
+            (Attention(2, 0.7, soft_cap=0.5), None),
         ]
 
     def __call__(
@@ -72,8 +72,8 @@ class SomeOperations:
         x_TD = scale(layer_norm(embedding(ids_T, self.table), self.weight, None, 1e-5), 2.5)
         total_TF = add(gelu_mul(x_TD), gelu_tanh_mul(x_TD))
         q, k, v, _ = x_TD.view(-1, 6, 4).split([3, 1, 1, 1], dim=1)
-        for attention in self.attentions:
-            total_TF = add(total_TF, attention(q, k, v, backend))
+        for attention, sinks in self.attentions:
+            total_TF = add(total_TF, attention(q, k, v, backend, sinks))
         return total_TF
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
