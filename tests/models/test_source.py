@@ -52,6 +52,9 @@ SIZES = {
     "qwen2.5-1.5b": 1544,
     "qwen2.5-7b": 7616,
     "mistral-7b": 7242,
+    "gemma2-2b": 2614,
+    "gemma3-1b": 1000,
+    "olmo2-7b": 7299,
     "opt-125m": 125,
     "opt-1.3b": 1316,
     "opt-13b": 12853,
@@ -76,7 +79,7 @@ def test_shapes_have_the_published_size(name: str) -> None:
 
 
 def test_unknown_shape() -> None:
-    with pytest.raises(ModelError, match="no shape 'huge'; the shapes are gpt2,"):
+    with pytest.raises(ModelError, match="no shape 'huge'; the shapes are gemma2-2b,"):
         resolve_model("shape:huge")
 
 

@@ -33,6 +33,7 @@ from quire.base.model_options import (
     refuse_what_is_ignored,
 )
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
+from quire.base.text_config import text_part
 
 QUIRE, TRANSFORMERS = "quire", "transformers"  # whose class runs a model
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -179,7 +180,7 @@ def load_spec(directory: Path) -> ModelSpec:
     """Read DIRECTORY/config.json, or the metadata of a GGUF file in the directory's place, and
     check all that a model of ours reads of it. Raises ModelError if it is absent or not
     understood."""
-    spec = parse_spec(read_config(directory))
+    spec = parse_spec(text_part(read_config(directory)))
     if spec.model_type in KNOWN_TYPES:
         spec.check()
     elif spec.model_type in DEFAULTS:  # its own file checks the rest

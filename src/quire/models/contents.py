@@ -27,7 +27,8 @@ def check_contents(files: Iterable[Path], model: Model) -> None:
     places = TensorPlaces()
     for file in files:
         for name, shape, dtype in _headers(file):
-            full = next((each for each in model.names_of(name) if each in wanted), name)
+            names = model.names_of(name)
+            full = next((each for each in names if each in wanted), names[0])
             places.add(full, file, name)
             if full in wanted:
                 _check(name, shape, dtype, wanted[full])

@@ -40,7 +40,7 @@ UNUSED = (
 # Ends of the names of tensors that checkpoints may hold and no layer asks for.
 NAME_ENDS = tuple(f".self_attn.{name}" for name in (*KEYS, *VALUES, *BOTH, *UNUSED))
 
-_NAME = re.compile(r"(?:model\.)?(?:decoder\.)?layers\.(\d+)\.self_attn\.(.+)")
+_NAME = re.compile(r"(?:(?:model|decoder|language_model)\.)*layers\.(\d+)\.self_attn\.(.+)")
 
 
 def kv_scales(directory: Path, spec: ModelSpec) -> Scales:

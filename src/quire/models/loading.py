@@ -5,6 +5,7 @@ packed when it is whole (assembly.py), so there is never a second copy of the mo
 may come from a cache instead (weight_cache.py). Formats that can run code are not read.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from quire.base.errors import ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
+from quire.base.text_config import PART_OF
 from quire.models.assembly import Assembly, empty_model
 from quire.models.checkpoint import checkpoint_files, listed
 from quire.models.contents import check_contents, tensor_names
@@ -29,6 +31,8 @@ from quire.ops.formats import chosen_variants
 from quire.ops.host_memory import forget_pages
 from quire.ops.linear import dtype_name
 from quire.ops.packed import can_pack_natively
+
+logger = logging.getLogger("quire")
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 MIB = 1 << 20
@@ -68,6 +72,11 @@ def load_model(
     options = options or LoadOptions()
     formats, cache, reads = options.formats, options.cache, options.load_format != "dummy"
     model = empty_model(spec, dtype, device)
+    if PART_OF in spec.raw:
+        logger.warning(
+            "models of type %s read images, too; only the text part is served: images are not read",
+            spec.raw[PART_OF],
+        )
     report = progress or _no_progress
     files = checkpoint_files(directory) if reads else []
     stored: Stored = {}

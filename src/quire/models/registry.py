@@ -11,6 +11,7 @@ from quire.base import plugins
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
 from quire.base.model_spec import TRANSFORMERS, ModelSpec, load_spec, read_config
+from quire.base.text_config import text_part
 from quire.models.cohere2 import Cohere2
 from quire.models.gemma2 import Gemma2
 from quire.models.gemma3 import Gemma3
@@ -64,7 +65,7 @@ def model_spec(directory: Path, implementation: str = "auto") -> ModelSpec:
     if implementation == TRANSFORMERS:
         return transformers_spec(read_config(directory))
     if implementation == "auto" and not is_gguf(directory):
-        raw = read_config(directory)
+        raw = text_part(read_config(directory))
         model_type = raw.get("model_type")
         if isinstance(model_type, str) and not _is_ours(model_type) and is_available():
             return transformers_spec(raw)

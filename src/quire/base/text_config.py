@@ -1,0 +1,35 @@
+"""The text part of a model that reads more than text, as a config of its own."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.base.config_fields import Fields
+
+# The types whose text part we run, and its type.
+NESTED = {"gemma3": "gemma3_text"}
+PART_OF = "text_part_of"  # a field of the made config: the type of the whole
+# What the whole model's config says about the text part, too. The first wins over the second.
+DTYPES = ("dtype", "torch_dtype")
+SHARED = (*DTYPES, "bos_token_id", "eos_token_id", "quantization_config")
+
+
+def text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's text part where that is inside of it, else the config itself. Raises
+    ModelError for another type of text part than the model's."""
+    model_type = raw.get("model_type")
+    own = NESTED.get(model_type) if isinstance(model_type, str) else None
+    if own is None:
+        return raw
+    inner = Fields(raw).inner("text_config") or Fields({})
+    if inner.text("model_type", own) != own:
+        raise inner.error("model_type", f"the text part of a {model_type} is a {own}")
+    found = {name: inner.value(name) for name in inner.names()}
+    shared = _present(raw, SHARED)
+    if _present(shared, DTYPES):
+        found = {name: value for name, value in found.items() if name not in DTYPES}
+    ties = Fields(raw).flag("tie_word_embeddings", True)
+    return found | shared | {"model_type": own, "tie_word_embeddings": ties, PART_OF: model_type}
+
+
+def _present(raw: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: raw[name] for name in names if raw.get(name) is not None}

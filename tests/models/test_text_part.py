@@ -1,0 +1,101 @@
+"""The text part of a checkpoint that reads images as well is the model that transformers runs.
+
+Covers `base/text_config.py`.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quire.base.errors import ModelError
+from quire.base.model_spec import load_spec
+from quire.models.loading import load_model
+from quire.models.registry import model_spec
+from tests.models.checkpoints import GEMMA3, exact_logits, random_tokens
+from tests.models.paged import CPU, run_paged
+
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
+}
+IMAGE = {"mm_tokens_per_image": 4, "image_token_index": 96}
+TOKENS = random_tokens(40)
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    text = GEMMA3 | {"initializer_range": 0.25}
+    config = transformers.Gemma3Config(text_config=text, vision_config=VISION, **IMAGE)
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def rename(folder: Path, old: str, new: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors = {name.replace(old, new, 1): tensor for name, tensor in tensors.items()}
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("", ""), ("language_model.model.", "model.language_model.")]
+)
+def test_the_same_logits(
+    folder: Path, old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = exact_logits(folder, TOKENS)[0]
+    assert wanted.std() > 0.3
+    rename(folder, old, new)
+    spec = model_spec(folder)
+    assert (spec.model_type, spec.tie_embeddings, spec.eos_token_ids) == ("gemma3_text", True, (2,))
+    with caplog.at_level(logging.WARNING, "quire"):
+        model = load_model(folder, spec, torch.float64, CPU)
+    assert caplog.messages == [
+        "models of type gemma3 read images, too; only the text part is served: images are not read"
+    ]
+    options: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, TOKENS, [[7, 33]], **options)[0]
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+def test_what_the_whole_says_counts(folder: Path) -> None:
+    edit(folder, eos_token_id=[3, 4], torch_dtype="bfloat16", dtype=None)
+    spec = load_spec(folder)
+    assert (spec.eos_token_ids, spec.dtype) == ((3, 4), "bfloat16")
+
+
+def test_unknown_tensors_are_still_refused(folder: Path) -> None:
+    rename(folder, "vision_tower.", "audio_tower.")
+    with pytest.raises(ModelError, match="hold unknown tensors .audio_tower"):
+        load_model(folder, load_spec(folder), torch.float32, CPU)
+
+
+def test_a_stored_head_that_is_not_the_tied_one_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    head = tensors["language_model.model.embed_tokens.weight"] + 1
+    tensors["language_model.lm_head.weight"] = head
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelError, match="ties the head to the embedding"):
+        load_model(folder, load_spec(folder), torch.float32, CPU)
+
+
+def test_another_text_part_is_refused(folder: Path) -> None:
+    edit(folder, text_config={"model_type": "llama"})
+    with pytest.raises(ModelError, match="model_type is 'llama'; the text part of a gemma3 is"):
+        load_spec(folder)
