@@ -10,13 +10,14 @@ import torch
 
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.gpu import kernels_for
+from quire.ops.gpu_weights import GPUWeight
 from quire.ops.linear import Weight, linear
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 from quire.ops.silu_mul import silu_mul
 
-# One weight for each expert: side by side in one tensor, or each as `pack_weight` made it.
-ExpertWeights = torch.Tensor | Sequence[Weight]
+# One weight for each expert: side by side in one, or each as `pack_weight` made it.
+ExpertWeights = torch.Tensor | GPUWeight | Sequence[Weight]
 
 
 @op("moe_route")
@@ -56,6 +57,8 @@ def moe_experts(
     sum is made in the order of its ids, so that no other token changes it, and with weights of
     fixed order not even their number does. The torch path waits for the device.
     """
+    if isinstance(gate_up_EGD, GPUWeight) or isinstance(down_EDF, GPUWeight):
+        return _quantised_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF)
     if isinstance(gate_up_EGD, torch.Tensor) and (kernels := kernels_for(x_TD, "moe")):
         found: torch.Tensor
         is_fixed = isinstance(gate_up_EGD, FixedOrderWeight)
@@ -70,6 +73,20 @@ def moe_experts(
             inner = silu_mul(linear(x_TD[pairs // num_chosen], gate_up_EGD[expert]))
             out_PD[pairs] = linear(inner, down_EDF[expert])
     return _weighted_sum(out_PD.view(-1, num_chosen, x_TD.shape[1]), weights_TC)
+
+
+def _quantised_experts(
+    x_TD: torch.Tensor,
+    ids_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up_EGD: ExpertWeights,
+    down_EDF: ExpertWeights,
+) -> torch.Tensor:
+    kernels = kernels_for(x_TD, "quantised_moe")
+    assert kernels is not None, f"no kernel for quantised experts on {x_TD.device}"
+    found: torch.Tensor
+    found = kernels.moe_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF, silu_mul)
+    return found
 
 
 def _weighted_sum(out_TCD: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:

@@ -277,8 +277,7 @@ def grouped_experts(
     num_pairs = ids_TC.numel()
     order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs)
     max_tiles = tiles_3M.shape[1]
-    inner_PF = x_TD.new_empty(num_pairs, inner_size)
-    parts_PD, out_TD = x_TD.new_empty(num_pairs, size), x_TD.new_empty(len(x_TD), size)
+    inner_PF, parts_PD = x_TD.new_empty(num_pairs, inner_size), x_TD.new_empty(num_pairs, size)
     shared = {
         "DOT_DTYPE": dot_dtype(x_TD.dtype),
         "BLOCK_M": tile.pairs,
@@ -296,7 +295,14 @@ def grouped_experts(
         max_tiles, size, inner_size,
         BLOCK_N=tile.down, IS_EVEN=inner_size % tile.inputs == 0, **shared,
     )  # fmt: skip
-    _sum_kernel[(len(x_TD), triton.cdiv(size, SUM_WIDTH))](
+    return sum_of_pairs(parts_PD, num_chosen)
+
+
+def sum_of_pairs(parts_PD: torch.Tensor, num_chosen: int) -> torch.Tensor:
+    """Add what each token's experts say of it, in the order of its ids: [T, D]."""
+    num_pairs, size = parts_PD.shape
+    out_TD = parts_PD.new_empty(num_pairs // num_chosen, size)
+    _sum_kernel[(len(out_TD), triton.cdiv(size, SUM_WIDTH))](
         parts_PD, out_TD, size, NUM_CHOSEN=num_chosen, WIDTH=SUM_WIDTH
     )
     return out_TD

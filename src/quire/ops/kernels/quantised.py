@@ -400,10 +400,10 @@ def constants_of(weight: GPUWeight, dot: tl.dtype) -> dict[str, Any]:
     zeros = "none"
     if weight.zeros is not None:
         zeros = "whole" if weight.zeros.dtype == torch.int8 else "any"
-    return _form(weight.format, zeros, weight.layout, weight.num_inputs, dot)
+    return form_of(weight.format, zeros, weight.layout, weight.num_inputs, dot)
 
 
-def _form(
+def form_of(
     format: str, zeros: str, layout: GPULayout, num_inputs: int, dot: tl.dtype
 ) -> dict[str, Any]:
     return {
@@ -449,7 +449,7 @@ def _config(
     types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{kind}")
     types["scales_ptr"] = {"mxfp4": "*u8", "fp8": "*fp32"}.get(format, "*bf16")
     types["zeros_ptr"] = {"whole": "*i8", "any": "*fp32"}.get(zeros, types["scales_ptr"])
-    constants = _form(format, zeros, layout, 4096, kind) | _constants(tile) | {"HAS_BIAS": False}
+    constants = form_of(format, zeros, layout, 4096, kind) | _constants(tile) | {"HAS_BIAS": False}
     return config_of(_matmul_kernel, constants, types, tile)
 
 

@@ -1,0 +1,218 @@
+"""Experts with quantised weights: both products over the tokens of each expert.
+
+Shape legend: T tokens, E experts, C experts of a token, P = T C pairs, D model dim, F feed-forward
+dim of an expert, G = 2 F. How the weights stand in memory: `quire/ops/gpu_weights.py`.
+
+Pairs are sorted by expert and cut into tiles of one expert's (moe_sort.py); a product for gate and
+up, the gate by itself, a product with the routing weight behind it, and a sum over each token's
+experts. A few tokens go the same way, in tiles of 16. Nothing is added atomically. Where the order
+is fixed, all numbers of pairs have one tile.
+
+Expected on an H200, not measured: reading the weights of the experts that are hit is the limit.
+gpt-oss-20b in MXFP4: 13.2 MB an expert, 4 of them for one token of a layer are 53 MB (12 us at 4.3
+TB/s; five launches take as long); all 32, from about 40 tokens on, 423 MB (98 us). 2,048 tokens are
+408 GFLOP a layer, 1 ms at a half of 790 TFLOP/s.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.ops.gpu_layout import layout_of
+from quire.ops.gpu_weights import GPUWeight
+from quire.ops.kernels.launch import Config, dot_dtype
+from quire.ops.kernels.moe import sum_of_pairs
+from quire.ops.kernels.moe_sort import sort_by_expert
+from quire.ops.kernels.quantised import (
+    FEW,
+    MANY,
+    MORE,
+    SOME,
+    TILE_OF_FLOAT32,
+    Tile,
+    config_of,
+    constants_of,
+    form_of,
+    sums_of_chunks,
+)
+
+Gate = Callable[[torch.Tensor], torch.Tensor]
+
+
+def tile_for(num_pairs: int, num_experts: int, dtype: torch.dtype, is_fixed: bool) -> Tile:
+    """So many tokens that most experts fill one or two; where it is fixed, for any number."""
+    if dtype.itemsize > 2:
+        return TILE_OF_FLOAT32
+    if is_fixed:
+        return MORE
+    average = num_pairs / num_experts
+    largest = MANY if average > 2 * MANY.tokens else MORE
+    return next((tile for tile in (FEW, SOME) if average <= tile.tokens), largest)
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def _grouped_kernel(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    bias_ptr,
+    weights_ptr,
+    order_ptr,
+    tiles_ptr,
+    out_ptr,
+    max_tiles,
+    num_outputs,
+    num_inputs,
+    num_chunks,
+    num_groups,
+    x_row,
+    FORMAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    PLANES: tl.constexpr,
+    DOT: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Without NUM_CHOSEN: out[pair] = weight[pair] * product(x[place of the pair]). With it:
+    out[place of the pair] = product(x[token of the pair])."""
+    tile = tl.program_id(1)
+    first = tl.load(tiles_ptr + max_tiles + tile)
+    last = tl.load(tiles_ptr + 2 * max_tiles + tile)
+    if first >= last:
+        return
+    expert = tl.load(tiles_ptr + tile).to(tl.int64)
+    places = first + tl.arange(0, BLOCK_M)
+    is_row = places < last
+    pairs = tl.load(order_ptr + tl.minimum(places, last - 1))
+    rows = pairs // NUM_CHOSEN if NUM_CHOSEN > 0 else places
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = outputs < num_outputs
+    # Outputs outside repeat the last one and are not stored; of rows outside nothing is read.
+    safe = tl.minimum(outputs, num_outputs - 1)
+    depth, words = tl.arange(0, 2 * WORDS), tl.arange(0, WORDS)
+    group_at = expert * num_groups * num_outputs
+    total = sums_of_chunks(
+        x_ptr + rows.to(tl.int64)[None, :] * x_row + depth[:, None],
+        is_row,
+        codes_ptr + expert * num_chunks * num_outputs * WORDS
+        + (safe[:, None] * WORDS + words[None, :]),
+        scales_ptr + group_at + safe,
+        zeros_ptr + group_at + safe,
+        num_outputs,
+        num_inputs,
+        0,
+        num_chunks,
+        FORMAT,
+        ZEROS,
+        GROUP,
+        WORDS,
+        PLANES,
+        DOT,
+        IS_EVEN,
+        BLOCK_N,
+        BLOCK_M,
+    )  # fmt: skip
+    if HAS_BIAS:
+        bias_at = bias_ptr + expert * num_outputs + outputs
+        total += tl.load(bias_at, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    if NUM_CHOSEN == 0:
+        total *= tl.load(weights_ptr + pairs).to(tl.float32)[None, :]
+    to = places if NUM_CHOSEN > 0 else pairs
+    out = out_ptr + to.to(tl.int64)[None, :] * num_outputs + outputs[:, None]
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=is_row[None, :] & is_output[:, None])
+
+
+def moe_experts(
+    x_TD: torch.Tensor,
+    ids_TC: torch.Tensor,
+    weights_TC: torch.Tensor,
+    gate_up: GPUWeight,
+    down: GPUWeight,
+    gate: Gate,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Do as `quire.ops.moe.moe_experts`, of experts that stand in one weight; waits for nothing.
+    gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]."""
+    if len(x_TD) == 0:
+        return torch.empty_like(x_TD)
+    num_experts, num_chosen = down.shape[0], ids_TC.shape[1]
+    tile = tile_for(ids_TC.numel(), num_experts, x_TD.dtype, gate_up.is_fixed)
+    order_P, tiles_3M = sort_by_expert(ids_TC.contiguous(), num_experts, tile.tokens)
+    gate_up_bias, down_bias = biases or (None, None)
+    sorted_pairs = order_P, tiles_3M, weights_TC.contiguous()
+    if x_TD.stride(1) != 1:
+        x_TD = x_TD.contiguous()
+    gate_up_PG = _product(x_TD, gate_up, gate_up_bias, sorted_pairs, tile, num_chosen)
+    parts_PD = _product(gate(gate_up_PG), down, down_bias, sorted_pairs, tile)
+    return sum_of_pairs(parts_PD, num_chosen)
+
+
+def _product(
+    x: torch.Tensor,
+    weight: GPUWeight,
+    bias_EN: torch.Tensor | None,
+    sorted_pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    tile: Tile,
+    num_chosen: int = 0,
+) -> torch.Tensor:
+    """num_chosen: of rows that are tokens; 0: they are pairs in their order, and results are
+    weighted and stand at their pairs."""
+    order_P, tiles_3M, weights_TC = sorted_pairs
+    max_tiles, num_outputs = tiles_3M.shape[1], weight.shape[1]
+    out = x.new_empty(len(order_P), num_outputs)
+    _grouped_kernel[(triton.cdiv(num_outputs, tile.outputs), max_tiles)](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros,
+        out if bias_EN is None else bias_EN,
+        weights_TC,
+        order_P,
+        tiles_3M,
+        out,
+        max_tiles,
+        num_outputs,
+        weight.num_inputs,
+        weight.codes.shape[1],
+        weight.scales.shape[1],
+        x.stride(0),
+        **constants_of(weight, dot_dtype(x.dtype)),
+        HAS_BIAS=bias_EN is not None,
+        NUM_CHOSEN=num_chosen,
+        BLOCK_N=tile.outputs,
+        BLOCK_M=tile.tokens,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+# ---- what is compiled ahead: gpt-oss-20b's in MXFP4, Qwen3-30B-A3B's in 8 bits ----------------
+
+
+def _config(format: str, group: int, num_inputs: int, tile: Tile, num_chosen: int) -> Config:
+    form = form_of(format, "none", layout_of(format, group, num_inputs), num_inputs, tl.bfloat16)
+    constants: dict[str, Any] = form | {"HAS_BIAS": format == "mxfp4", "NUM_CHOSEN": num_chosen}
+    constants |= {"BLOCK_N": tile.outputs, "BLOCK_M": tile.tokens}
+    types = {"scales_ptr": {"mxfp4": "*u8", "fp8": "*fp32"}.get(format, "*bf16")}
+    types |= {"zeros_ptr": types["scales_ptr"], "weights_ptr": "*fp32"}
+    types |= {"order_ptr": "*i32", "tiles_ptr": "*i32"}
+    return config_of(_grouped_kernel, constants, types, tile)
+
+
+CONFIGS = [
+    *(_config("mxfp4", 32, 2880, tile, chosen) for tile in (FEW, MANY) for chosen in (4, 0)),
+    _config("mxfp4", 32, 2880, SOME, 4),
+    _config("int8", 128, 2048, MORE, 8),
+    _config("int4", 32, 768, FEW, 0),
+    _config("fp8", 0, 2048, FEW, 8),
+]

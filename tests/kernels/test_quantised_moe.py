@@ -1,0 +1,123 @@
+"""Experts with quantised weights, against sums over the dequantised ones in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire.ops import gpu
+from quire.ops.formats import Quantization
+from quire.ops.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
+from quire.ops.kernels import quantised_moe as kernels
+from quire.ops.kernels.launch import INTERPRETED
+from quire.ops.moe import moe_experts
+from quire.ops.quantise import quantised
+from quire.ops.stored_rows import Float4Rows, StoredRows
+from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
+from tests.kernels.test_moe import some_ids
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+E, C, D, F = 6, 3, 96, 160
+
+
+@pytest.fixture(autouse=True)
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(outputs: int, inputs: int, format: str, seed: int) -> StoredRows:
+    values = random(outputs, inputs, seed=seed) * inputs**-0.5
+    if format != "mxfp4":
+        return quantised(values, Quantization(format, 0 if format == "fp8" else 32))
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator).to(torch.uint8)
+    exponents = torch.randint(118, 124, (outputs, inputs // 32), generator=generator)
+    return Float4Rows(codes, exponents.to(torch.uint8))
+
+
+def experts(format: str, device: torch.device) -> tuple[list[GPUWeight], list[torch.Tensor]]:
+    """Gate and up side by side, and down; as they are stored, and what that stands for."""
+    rows = [
+        [stored(outputs, inputs, format, 10 * i + expert) for expert in range(E)]
+        for i, (outputs, inputs) in enumerate(((2 * F, D), (D, F)))
+    ]
+    weights = [stack_experts(pack_for_gpu(each, device) for each in part) for part in rows]
+    exact = [torch.stack([each.dequantised(torch.float64) for each in part]) for part in rows]
+    return weights, exact
+
+
+def gated(gate_up: torch.Tensor) -> torch.Tensor:
+    """Not silu: gate and up in turn, clamped, as gpt-oss has it."""
+    gate, up = gate_up[..., ::2].clamp(max=1.0), gate_up[..., 1::2].clamp(-1.0, 1.0)
+    return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+
+
+def silu_gated(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def by_hand(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, exact: list[torch.Tensor],
+    biases: tuple[torch.Tensor, torch.Tensor] | None, gate: Any,
+) -> torch.Tensor:  # fmt: skip
+    out = torch.zeros(len(x), D, dtype=torch.float64)
+    for token in range(len(x)):
+        for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+            inner = exact[0][expert] @ x[token].double()
+            inner = inner if biases is None else inner + biases[0][expert].double()
+            found = exact[1][expert] @ gate(inner)
+            found = found if biases is None else found + biases[1][expert].double()
+            out[token] += weight * found
+    return out
+
+
+@pytest.mark.parametrize("format", ["int4", "int8", "fp8", "mxfp4"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 23])
+def test_experts(num_tokens: int, format: str, dtype: torch.dtype, device: torch.device) -> None:
+    weights, exact = experts(format, device)
+    x, ids = random(num_tokens, D, seed=1).to(dtype), some_ids(num_tokens, E, C)
+    shares = random(num_tokens, C, seed=2).abs()
+    tolerance = TOLERANCE[dtype]
+    wanted = by_hand(x, ids, shares, exact, None, silu_gated)
+    got = moe_experts(x.to(device), ids.to(device), shares.to(device), *weights)
+    assert got.dtype == dtype and got.shape == x.shape
+    torch.testing.assert_close(got.double().cpu(), wanted, atol=tolerance, rtol=tolerance)
+    biases = random(E, 2 * F, seed=3).to(dtype), random(E, D, seed=4).to(dtype)
+    wanted = by_hand(x, ids, shares, exact, biases, gated)
+    on_device = [each.to(device) for each in (x, ids, shares, *biases)]
+    found = kernels.moe_experts(
+        *on_device[:3], *weights, lambda each: gated(each).contiguous(), tuple(on_device[3:])
+    )
+    torch.testing.assert_close(found.double().cpu(), wanted, atol=5 * tolerance, rtol=5 * tolerance)
+
+
+def test_a_token_has_the_same_bits_among_any_others(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    weights = [weight.fixed() for weight in experts("int4", device)[0]]
+    x, ids = random(40, D, seed=1).to(dtype).to(device), some_ids(40, E, C).to(device)
+    shares = random(40, C, seed=2).abs().to(device)
+    together = moe_experts(x, ids, shares, *weights)
+    for first, last in [(0, 1), (39, 40), (3, 30)]:
+        part = slice(first, last)
+        got = moe_experts(x[part], ids[part], shares[part], *weights)
+        assert torch.equal(got, together[part])
+    found = {kernels.tile_for(pairs, E, dtype, True) for pairs in (1, 100, 10_000)}
+    assert len(found) == 1
+
+
+def test_experts_without_tokens_are_not_looked_at(device: torch.device) -> None:
+    weights, _ = experts("int8", device)
+    x, shares = random(4, D, seed=1).to(device), torch.ones(4, C, device=device) / C
+    ids = torch.tensor([[4, 1, 2]] * 4, dtype=torch.int32, device=device)
+    wanted = moe_experts(x, ids, shares, *weights)
+    for unused in (0, 3, 5):
+        for weight in weights:
+            weight.scales[unused] = torch.nan
+    assert torch.equal(moe_experts(x, ids, shares, *weights), wanted)
