@@ -1,11 +1,20 @@
 """Experts with quantised weights, against sums over the dequantised ones in float64."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from quire.ops import gpu
+from quire.base.config import ModelConfig
+from quire.models import experts as models
+from quire.models.determinism import make_deterministic
+from quire.models.formats import weight_formats
+from quire.models.layers import Linear
+from quire.models.loading import LoadOptions, load_model
+from quire.models.packing import model_bytes, planned_bytes
+from quire.models.registry import make_model
+from quire.ops import gpu, linear
 from quire.ops.formats import Quantization
 from quire.ops.gpu_weights import GPUWeight, pack_for_gpu, stack_experts
 from quire.ops.kernels import quantised_moe as kernels
@@ -15,6 +24,8 @@ from quire.ops.quantise import quantised
 from quire.ops.stored_rows import Float4Rows, StoredRows
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
+from tests.models.checkpoints import random_tokens, write_checkpoint
+from tests.models.paged import run_paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 E, C, D, F = 6, 3, 96, 160
@@ -110,6 +121,43 @@ def test_a_token_has_the_same_bits_among_any_others(
         assert torch.equal(got, together[part])
     found = {kernels.tile_for(pairs, E, dtype, True) for pairs in (1, 100, 10_000)}
     assert len(found) == 1
+
+
+def test_a_model_with_quantised_experts(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits are those of one whose layers hold the rounded numbers, and it is as large as was
+    planned; its routers are not rounded."""
+    monkeypatch.setattr(linear, "can_pack_natively", lambda *_: False)
+    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
+    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
+    formats = weight_formats(ModelConfig(quantization="int8", quantized_head="none"))
+    assert formats.layers is not None
+    options = LoadOptions(formats=formats)
+    model = load_model(tmp_path, checkpoint.spec, torch.float32, device, options)
+    exact = load_model(tmp_path, checkpoint.spec, torch.float32, device)
+    for layer in exact.modules():
+        if isinstance(layer, models.StackedExperts):
+            for weight in (*layer.gate_up, *layer.down):
+                weight.copy_(quantised(weight, formats.layers).dequantised())
+        elif isinstance(layer, Linear) and not layer.keeps_dtype:
+            layer.weight.copy_(quantised(layer.weight, formats.layers).dequantised())
+    sequences, chunks = random_tokens(5), [[3, 2]]
+    wanted = torch.cat(run_paged(exact, checkpoint.spec, sequences, chunks))
+    got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    empty = make_model(checkpoint.spec, torch.float32, torch.device("meta"))
+    assert planned_bytes(empty, torch.float32, device, formats) == model_bytes(model)
+    make_deterministic(model)
+    assert all(
+        getattr(layer, name).is_fixed
+        for layer in model.modules()
+        if isinstance(layer, models.StackedExperts)
+        for name in ("gate_up", "down")
+    )
+    got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_experts_without_tokens_are_not_looked_at(device: torch.device) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 
 from quire.base.model_options import ExpertOptions
 from quire.models.layers import Layer, Linear, ParamFactory, Source
-from quire.ops.linear import Weight
+from quire.ops.formats import Quantization
+from quire.ops.linear import Weight, pack_experts
 from quire.ops.moe import moe_experts, moe_route
 
 
@@ -64,6 +65,15 @@ class StackedExperts(Layer):
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
     ) -> torch.Tensor:
         return moe_experts(x_TD, ids_TC, weights_TC, self.gate_up, self.down)
+
+    def pack(self, quantization: Quantization | None) -> None:
+        """Quantise the loaded weights; then they are no parameters."""
+        for name in ("gate_up", "down"):
+            weight = getattr(self, name)
+            packed = pack_experts(weight, quantization)
+            if packed is not weight:
+                delattr(self, name)
+                vars(self)[name] = packed
 
     def sources(self) -> list[Source]:
         parts = ("gate_proj", "up_proj", "down_proj")

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from quire.models.experts import StackedExperts
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.layers import Embedding, Linear, LMHead, set_weight
 from quire.ops.formats import Quantization
@@ -38,6 +39,8 @@ def pack_modules(
     for module in modules:
         if isinstance(module, Linear):
             _pack(module, _of_layer(module, formats), memory, stored)
+        elif isinstance(module, StackedExperts):
+            module.pack(formats.layers)
 
 
 def _pack(
@@ -89,9 +92,11 @@ def planned_bytes(
     """Foretell model_bytes of this model, which may be without memory, once it is packed."""
     how = packing(dtype, device)
     packed = [m for m in model.modules() if isinstance(m, Linear | LMHead)]
-    owned = {id(module.weight) for module in packed}
+    experts = _stacked_experts(model) if how.is_gpu else []
+    owned = {id(weight) for weight in (*(module.weight for module in packed), *experts)}
     plain = {id(w): _bytes(w) for w in _weights(model) if id(w) not in owned}
     total = sum(plain.values())
+    total += sum(how.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts)
     for module in packed:
         if isinstance(module, Linear):
             format = _format_of(module, _of_layer(module, formats), stored)
@@ -100,6 +105,12 @@ def planned_bytes(
         format = _format_of(head, formats.head, stored)
         total += how.head_bytes(tuple(head.weight.shape), format, is_tied=bool(tables))
     return total
+
+
+def _stacked_experts(model: nn.Module) -> list[torch.Tensor]:
+    """Return the weights of all experts together, [E, N, K]."""
+    stacks = (module for module in model.modules() if isinstance(module, StackedExperts))
+    return [weight for stack in stacks for weight in stack.parameters()]
 
 
 def _bytes(weight: torch.Tensor | OpaqueWeight) -> int:

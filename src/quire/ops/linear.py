@@ -16,7 +16,13 @@ from quire.base.errors import ConfigError
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.formats import Packing, Quantization, check_quantization, core_packing
 from quire.ops.gpu import has_kernels, kernels_for
-from quire.ops.gpu_weights import GPUWeight, multiply, pack_for_gpu, quantise_for_gpu
+from quire.ops.gpu_weights import (
+    GPUWeight,
+    multiply,
+    pack_for_gpu,
+    quantise_for_gpu,
+    stack_experts,
+)
 from quire.ops.host_memory import HugeMemory
 from quire.ops.native import address, needed_core
 from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack, pack_stored
@@ -90,6 +96,15 @@ def pack_weight(
         return weight_NK
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK, TYPICAL_TOKENS)
     return packed
+
+
+def pack_experts(weight_ENK: torch.Tensor, quantization: Quantization | None) -> Weight:
+    """Return the weights of experts, which a GPU multiplies at once, quantised if that is asked
+    for: one expert after the other."""
+    if quantization is None:
+        return weight_ENK
+    check_quantization(dtype_name(weight_ENK.dtype), "cuda", (quantization.format,))
+    return stack_experts(quantise_for_gpu(each_NK, quantization) for each_NK in weight_ENK)
 
 
 def pack_rows(
