@@ -179,21 +179,3 @@ def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:
         raise fields.error("add_cross_attention", "models with an encoder are not supported")
     if fields.value("per_layer_config"):
         raise fields.error("per_layer_config", "layers with configs of their own are not supported")
-    quantised = fields.inner("quantization_config")
-    if quantised is not None and _has_quantised_weights(quantised):
-        raise quantised.error(
-            "quant_method",
-            "weights that are quantised so are not supported; take the checkpoint that was not"
-            " quantised, and --quantization, or a GGUF file",
-        )
-
-
-def _has_quantised_weights(quantised: Fields) -> bool:
-    """Tell whether weights are quantised: not where only keys and values are, as calibration for
-    them writes it."""
-    method = quantised.text("quant_method", "")
-    if method == "compressed-tensors":
-        return bool(quantised.value("config_groups"))
-    if method == "modelopt":
-        return bool(quantised.value("quant_algo") or quantised.inner("quantization"))
-    return True

@@ -5,6 +5,7 @@ each attention layer caches (design: "Cache groups"). The layers' options are re
 they are asked for, so that a model of another package may have options of its own.
 """
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass, field, replace
@@ -32,11 +33,19 @@ from quire.base.model_options import (
     opt_options,
     refuse_what_is_ignored,
 )
+from quire.base.quantization_config import QuantizationConfig, quantization_config
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
 from quire.base.text_config import text_part
 
 QUIRE, TRANSFORMERS = "quire", "transformers"  # whose class runs a model
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# What old quantisers wrote beside a config, and which these were where it does not say.
+QUANTIZATION_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 
 # What a config may say at most: far beyond every model, and small enough to be counted with.
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_VOCABULARY = 1 << 12, 1 << 14, 1 << 14, 1 << 26
@@ -155,6 +164,11 @@ class ModelSpec:
         return expert_options(self.fields, self.model_type, self.num_layers)
 
     @property
+    def quantization(self) -> QuantizationConfig | None:
+        """Read how the checkpoint's weights are quantised; None if they are not."""
+        return quantization_config(self.fields)
+
+    @property
     def gpt2(self) -> GPT2Options:
         return gpt2_options(self.fields)
 
@@ -166,6 +180,7 @@ class ModelSpec:
         """Raise ModelError for a config that a model of ours would not obey."""
         fields = self.fields
         refuse_what_is_ignored(fields, self.model_type)
+        _ = self.quantization
         check_activation(self.layers, self.model_type)
         if self.model_type in ROTARY_TYPES:
             _ = self.rope, self.experts
@@ -194,9 +209,20 @@ def read_config(directory: Path) -> dict[str, Any]:
     if is_gguf(directory):
         return gguf_config(GGUFFile(directory))
     try:
-        return read_object(directory / "config.json")
+        raw = read_object(directory / "config.json")
     except FileNotFoundError as error:
         raise ModelError(_no_config(directory)) from error
+    return raw | _quantization_beside(directory, raw)
+
+
+def _quantization_beside(directory: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config that a file of its own holds, as old quantisers wrote it."""
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        return {}
+    for name, method in QUANTIZATION_FILES.items():
+        with contextlib.suppress(FileNotFoundError):
+            return {"quantization_config": {"quant_method": method} | read_object(directory / name)}
+    return {}
 
 
 def _no_config(directory: Path) -> str:

@@ -1,8 +1,9 @@
 """Puts a model together layer by layer, so that no second copy of it ever exists.
 
 A layer's memory is taken when its first tensor comes. When its last one is there its weight is
-packed, quantised if that is asked for, and the unpacked one is given back. Layers that share a
-parameter (a head that is tied to the embedding) are made and packed together.
+packed, quantised if that is asked for, and the unpacked one is given back. Tensors of weights that
+come quantised wait, as the mapped file has them, until all of a layer are there. Layers that share
+a parameter (a head that is tied to the embedding) are made and packed together.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,14 +12,17 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import WeightFormats
-from quire.models.layers import Layer, ParamFactory, Source
+from quire.models.layers import Layer, Linear, LMHead, ParamFactory, Source, set_weight
 from quire.models.model import Model
 from quire.models.packing import Stored, pack_modules
+from quire.models.quantised.layers import QuantisedLayer
 from quire.models.registry import class_of
 from quire.ops.formats import Quantization
-from quire.ops.host_memory import HugeMemory, passing_memory
+from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
+from quire.ops.linear import pack_rows
 from quire.ops.packed import BLOCK_BYTES, BLOCK_VALUES
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
@@ -42,30 +46,40 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Mo
 class Unit:
     """Modules that share parameters; in most cases it is one module.
 
-    sources: names of the tensors that are still to come. parameters: each one's first owner and
-    its name there.
+    sources: names of the tensors that are still to come. arrived: those of quantised weights that
+    wait for the others, as the mapped file has them. parameters: each one's first owner and its
+    name there.
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.parameters: list[tuple[nn.Module, str]] = []
         self.sources: set[str] = set()
+        self.arrived: dict[str, torch.Tensor] = {}
         self.is_made = self.is_packed = False
 
     def make(self, device: torch.device, stored: Stored) -> None:
-        """Give memory to the parameters that have none. Of what is `stored`, to the blocks."""
+        """Give memory to the parameters that have none. Of what is `stored` in blocks, to these; a
+        weight that stays quantised is none."""
         made: dict[int, nn.Parameter] = {}
         if self.is_made:
             return
-        found = (stored[module] for module in self.modules if module in stored)
-        blocks = next((each.quantization for each in found if each.as_blocks), None)
+        found = [stored[module] for module in self.modules if module in stored]
+        in_blocks = (e for e in found if not isinstance(e, QuantisedLayer) and e.as_blocks)
+        blocks = next((each.quantization for each in in_blocks), None)
         for module in self.modules:
             for name, old in list(module.named_parameters(recurse=False)):
-                if old.device == META:
+                is_filled = name != "weight" or not _is_kept(module, stored)
+                if old.device == META and is_filled:
                     if id(old) not in made:
                         made[id(old)] = _with_memory(old, device, blocks)
                     setattr(module, name, made[id(old)])
         self.is_made = True
+
+
+def _is_kept(module: nn.Module, stored: Stored) -> bool:
+    found = stored.get(module)
+    return isinstance(found, QuantisedLayer) and found.is_kept
 
 
 def _with_memory(
@@ -93,16 +107,33 @@ class Assembly:
         stored: Stored = MappingProxyType({}),
     ) -> None:
         self.model = model
-        self._device, self._formats, self._stored = device, formats, stored
+        self._device, self._formats, self.stored = device, formats, stored
         self._memory = HugeMemory()
         self._units = _units(model)
         self._places: dict[str, list[tuple[Unit, Layer]]] = {}
+        self._quantised: dict[str, list[Unit]] = {}
+        self._zeros: set[str] = set()
+        self.waiting_bytes = 0
         for unit in self._units:
             for layer in unit.modules:
                 if isinstance(layer, Layer):
-                    for source in layer.sources():
-                        unit.sources.add(source.name)
-                        self._places.setdefault(source.name, []).append((unit, layer))
+                    self._find_place(unit, layer)
+
+    def _find_place(self, unit: Unit, layer: Layer) -> None:
+        """Note which tensors fill a layer of a unit."""
+        found = self.stored.get(layer)
+        parts = found.parts if isinstance(found, QuantisedLayer) else {}
+        for source in layer.sources():
+            part = parts.get(source.name)
+            if part is None:
+                unit.sources.add(source.name)
+                self._places.setdefault(source.name, []).append((unit, layer))
+                continue
+            for name in part.tensors.values():
+                unit.sources.add(name)
+                self._quantised.setdefault(name, []).append(unit)
+            self._quantised |= {name: [] for name in (*part.unused, *part.zeros)}
+            self._zeros |= set(part.zeros)
 
     @property
     def missing(self) -> list[str]:
@@ -115,17 +146,35 @@ class Assembly:
         places = self._places.get(name, [])
         for unit, layer in places:
             if name in unit.sources:
-                unit.make(self._device, self._stored)
+                unit.make(self._device, self.stored)
                 fill(layer.source(name))
                 unit.sources.remove(name)
                 if not unit.sources:
                     self._pack(unit)
         return bool(places)
 
+    def put(self, name: str, tensor: torch.Tensor) -> bool:
+        """Do that with a tensor that is mapped from a safetensors file. Those of a quantised weight
+        wait there until all of a unit have come. Raises ModelError for values that cannot be."""
+        if name not in self._quantised:
+            return self.fill(name, lambda source: source.fill(tensor))
+        if name in self._zeros and tensor.any():
+            raise ModelError(f"the tensor {name} is not 0, but the model has no such bias.")
+        units = [unit for unit in self._quantised[name] if name in unit.sources]
+        for unit in units:
+            unit.arrived[name] = tensor
+            unit.sources.remove(name)
+            self.waiting_bytes += tensor.nbytes // len(self._quantised[name])
+        for unit in dict.fromkeys(units):
+            if not unit.sources:
+                unit.make(self._device, self.stored)
+                self._pack(unit)
+        return True
+
     def fill_all(self, fill: Callable[[nn.Module, str, nn.Parameter], None]) -> None:
         """Fill each parameter once, in the order of the model's modules."""
         for unit in self._units:
-            unit.make(self._device, self._stored)
+            unit.make(self._device, self.stored)
             for module, name in unit.parameters:
                 fill(module, name, module.get_parameter(name))
             unit.sources.clear()
@@ -136,13 +185,31 @@ class Assembly:
         assert not self.missing
         for unit in self._units:
             if not unit.is_packed:
-                unit.make(self._device, self._stored)
+                unit.make(self._device, self.stored)
                 self._pack(unit)
         return self.model
 
     def _pack(self, unit: Unit) -> None:
-        pack_modules(unit.modules, self._formats, self._memory, self._stored)
+        for layer in unit.modules:
+            found = self.stored.get(layer)
+            if isinstance(found, QuantisedLayer) and isinstance(layer, Linear | LMHead):
+                self._fill_quantised(layer, found, unit.arrived)
+        for name, tensor in unit.arrived.items():
+            forget_pages(tensor)
+            self.waiting_bytes -= tensor.nbytes // len(self._quantised[name])
+        unit.arrived = {}
+        pack_modules(unit.modules, self._formats, self._memory, self.stored)
         unit.is_packed = True
+
+    def _fill_quantised(
+        self, layer: Linear | LMHead, found: QuantisedLayer, arrived: dict[str, torch.Tensor]
+    ) -> None:
+        if found.is_kept:
+            dtype, rows = layer.weight.dtype, found.weight(arrived)
+            set_weight(layer, pack_rows(rows, dtype, self._device, self._memory))
+            return
+        for name, part in found.parts.items():
+            part.fill(layer.source(name).destination, arrived)
 
 
 def _units(model: nn.Module) -> list[Unit]:

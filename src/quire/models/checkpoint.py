@@ -10,6 +10,7 @@ Whoever made the file may mean ill: the length is checked before anything is rea
 import json
 import struct
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,19 +65,32 @@ def _indexed_files(index: Path) -> list[Path]:
     return files
 
 
-def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
-    """Read the shape of each tensor from its file's header.
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says of a tensor. dtype: as safetensors names it, such as `BF16`."""
+
+    shape: Shape
+    dtype: str
+
+
+def safetensors_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
+    """Read what the files' headers say of each tensor.
 
     Raises ModelError for a file that cannot be read, or whose header is none, and for a tensor
     that two files hold.
     """
-    shapes: dict[str, Shape] = {}
+    headers: dict[str, TensorHeader] = {}
     places = TensorPlaces()
     for file in files:
-        for name, shape in _shapes_of(file).items():
+        for name, header in _headers_of(file).items():
             places.add(name, file, name)
-            shapes[name] = shape
-    return shapes
+            headers[name] = header
+    return headers
+
+
+def safetensors_shapes(files: Iterable[Path]) -> dict[str, Shape]:
+    """Read the shape of each tensor; errors are those of safetensors_headers."""
+    return {name: header.shape for name, header in safetensors_headers(files).items()}
 
 
 class TensorPlaces(dict[str, tuple[Path, str]]):
@@ -107,8 +121,11 @@ def tensor_ranges(path: Path) -> list[tuple[int, int]]:
     return _parsed(path, read)
 
 
-def _shapes_of(path: Path) -> dict[str, Shape]:
-    return _parsed(path, lambda header, _: {name: _shape(e) for name, e in header.items()})
+def _headers_of(path: Path) -> dict[str, TensorHeader]:
+    def read(header: Header, _: int) -> dict[str, TensorHeader]:
+        return {name: TensorHeader(_shape(e), str(e["dtype"])) for name, e in header.items()}
+
+    return _parsed(path, read)
 
 
 def _parsed(path: Path, read: Callable[[Header, int], T]) -> T:

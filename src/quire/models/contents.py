@@ -6,50 +6,106 @@ contradicts itself or the config is refused before anything is allocated or fill
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quire.base.errors import ModelError
-from quire.models.checkpoint import TensorPlaces
+from quire.models.checkpoint import TensorHeader, TensorPlaces, listed
 from quire.models.layers import Embedding, Layer, Source
 from quire.models.model import HEAD, Model
+from quire.models.packing import Stored
+from quire.models.quantised.layers import PLAIN, QuantisedLayer
 from quire.ops.host_memory import forget_pages
 
 COMPARED_ROWS = 1024
+# Ends of names of tensors that only quantised weights have.
+QUANTISED_ENDS = (
+    ".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks",
+    ".absmax", ".quant_map",
+)  # fmt: skip
 
 
-def check_contents(files: Iterable[Path], model: Model) -> None:
-    """Raise ModelError for a tensor that stands in two files, or under two names in one, for one of
-    another shape or kind than the model's, and for a head that is not what it is tied to."""
-    wanted = {source.name: source for source in _sources(model)}
-    places = TensorPlaces()
-    for file in files:
-        for name, shape, dtype in _headers(file):
-            names = model.names_of(name)
-            full = next((each for each in names if each in wanted), names[0])
-            places.add(full, file, name)
-            if full in wanted:
-                _check(name, shape, dtype, wanted[full])
-    tied = _tied_table(model)
-    if tied in places and HEAD in places:
-        _check_tied(places[HEAD], places[tied])
+class Contents:
+    """What the files of a checkpoint hold for a model. headers: by the names that its sources
+    have, or would have of quantised tensors."""
+
+    def __init__(self, files: Iterable[Path], model: Model) -> None:
+        """Raises ModelError for a file that cannot be read, and for a tensor that stands in two
+        files, or under two names in one."""
+        self._model = model
+        self._wanted = {source.name: source for source in _sources(model)}
+        modules = {name.rpartition(".")[0] for name in self._wanted}
+        self._places = TensorPlaces()
+        self.headers: dict[str, TensorHeader] = {}
+        for file in files:
+            for name, header in _headers(file):
+                names = model.names_of(name)
+                known = [each for each in names if each.rpartition(".")[0] in modules]
+                full = next((each for each in names if each in self._wanted), (*known, *names)[0])
+                self._places.add(full, file, name)
+                self.headers[full] = header
+
+    def check(self, stored: Stored = MappingProxyType({})) -> None:
+        """Raise ModelError for tensors that are missing or that nothing asks for, for one of
+        another shape or kind than the model's, and for a head that is not what it is tied to."""
+        parts = [
+            (name, part)
+            for found in stored.values()
+            if isinstance(found, QuantisedLayer)
+            for name, part in found.parts.items()
+        ]
+        quantised = {name for name, _ in parts}
+        missing = self._wanted.keys() - self.headers.keys() - quantised
+        known = {each for _, p in parts for each in (*p.tensors.values(), *p.unused, *p.zeros)}
+        known |= self._wanted.keys()
+        unknown = [
+            self._places[name][1]
+            for name in self.headers.keys() - known
+            if not self._model.ignores(self._places[name][1])
+        ]
+        for name, header in self.headers.items():
+            if name in self._wanted and name not in quantised:
+                _check(self._places[name][1], header, self._wanted[name])
+        check_complete(sorted(missing), sorted(unknown))
+        tied = _tied_table(self._model)
+        if tied in self._places and HEAD in self._places:
+            _check_tied(self._places[HEAD], self._places[tied])
 
 
 def tensor_names(files: Iterable[Path]) -> Iterator[str]:
     """Yield the names of all tensors of the files."""
     for file in files:
-        yield from (name for name, _, _ in _headers(file))
+        yield from (name for name, _ in _headers(file))
 
 
-def _headers(file: Path) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """(name, shape, dtype as the file has it) of each tensor."""
+def check_complete(missing: list[str], unknown: list[str]) -> None:
+    """Raise ModelError if there are any of these tensors."""
+    problems = []
+    if missing:
+        problems.append(f"lack {listed(missing)}")
+    if unknown:
+        problems.append(f"hold unknown tensors ({listed(unknown)})")
+    if not problems:
+        return
+    what = (
+        "check that both are of the same model and that its download is complete"
+        if not any(name.endswith(QUANTISED_ENDS) for name in unknown)
+        else "the weights are quantised, but quantization_config does not say so of these"
+    )
+    raise ModelError(
+        f"the weight files {' and '.join(problems)}. They do not match the model's config: {what}."
+    )
+
+
+def _headers(file: Path) -> Iterator[tuple[str, TensorHeader]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                 found = opened.get_slice(name)
-                yield name, tuple(found.get_shape()), found.get_dtype()
+                yield name, TensorHeader(tuple(found.get_shape()), found.get_dtype())
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
 
@@ -60,16 +116,17 @@ def _sources(model: nn.Module) -> Iterator[Source]:
             yield from layer.sources()
 
 
-def _check(name: str, shape: tuple[int, ...], dtype: str, source: Source) -> None:
-    if shape != source.checkpoint_shape:
+def _check(name: str, header: TensorHeader, source: Source) -> None:
+    if header.dtype not in PLAIN:
         raise ModelError(
-            f"the tensor {name} has the shape {list(shape)}, but config.json asks for"
-            f" {list(source.checkpoint_shape)}: the config and the weights are not of one model."
+            f"the tensor {name} holds {header.dtype}, not floating-point numbers of 16 bits or"
+            " more, and quantization_config does not say what it stands for: take the checkpoint"
+            " that was not quantised, or a GGUF file."
         )
-    if not dtype.startswith(("F", "BF")):
+    if header.shape != source.checkpoint_shape:
         raise ModelError(
-            f"the tensor {name} holds {dtype}, not floating-point numbers: quantised weights are"
-            " not supported; take the checkpoint that was not quantised, or a GGUF file."
+            f"the tensor {name} has the shape {list(header.shape)}, but config.json asks for"
+            f" {list(source.checkpoint_shape)}: the config and the weights are not of one model."
         )
 
 

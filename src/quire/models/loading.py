@@ -19,17 +19,18 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.base.text_config import PART_OF
 from quire.models.assembly import Assembly, empty_model
-from quire.models.checkpoint import checkpoint_files, listed
-from quire.models.contents import check_contents, tensor_names
-from quire.models.formats import AS_THEY_ARE, WeightFormats
+from quire.models.checkpoint import checkpoint_files, weight_files
+from quire.models.contents import Contents, check_complete, tensor_names
+from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.gguf.weights import gguf_tensors, stored_formats
-from quire.models.layers import HeadNorm, LayerNorm, RMSNorm, Source
+from quire.models.layers import HeadNorm, LayerNorm, RMSNorm
 from quire.models.model import Model
 from quire.models.packing import Stored, model_bytes, planned_bytes
+from quire.models.quantised.layers import quantised_layers
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import chosen_variants
 from quire.ops.host_memory import forget_pages
-from quire.ops.linear import dtype_name
+from quire.ops.linear import check_rows, dtype_name
 from quire.ops.packed import can_pack_natively
 
 logger = logging.getLogger("quire")
@@ -107,43 +108,69 @@ def load_model(
 def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict[str, str]:
     """Return the instruction set of each format that weights are packed in."""
     asked = [each for each in (formats.layers, formats.head) if each is not None]
-    used = {each.format for each in asked} | {each.quantization.format for each in stored.values()}
+    used = {each.format for each in asked}
+    used |= {e.quantization.format for e in stored.values() if isinstance(e, StoredFormat)}
     return chosen_variants(sorted({dtype_name(dtype)} | used))
 
 
 def formats_of_file(
     path: Path,
     spec: ModelSpec,
-    model: nn.Module,
+    model: Model,
     dtype: torch.dtype,
     device: torch.device,
     quantization: WeightFormats,
 ) -> Stored:
-    """Choose what layers are packed as because their weights are quantised in a GGUF file."""
-    as_stored = quantization == AS_THEY_ARE and is_gguf(path)
-    if not (as_stored and can_pack_natively(dtype, device)):
+    """Find the layers whose weights come quantised, and what they are packed as.
+
+    Nothing of a GGUF file where it is dequantised. The weights of another checkpoint stay what they
+    are, unless the settings say how weights are stored or the dtype is float64, which is for
+    reference: then they are computed.
+    """
+    as_stored = quantization == AS_THEY_ARE
+    if is_gguf(path):
+        is_packed = as_stored and can_pack_natively(dtype, device)
+        return stored_formats(GGUFFile(path), spec, model) if is_packed else {}
+    config = spec.quantization
+    if config is None:
         return {}
-    return stored_formats(GGUFFile(path), spec, model)
+    is_kept = as_stored and dtype != torch.float64
+    contents = _contents(weight_files(path), model)
+    found = quantised_layers(model, config, contents.headers, is_kept)
+    if found and quantization.is_quantised:
+        logger.warning(
+            "%s holds weights quantised by %s, which --quantization rounds a second time; without"
+            " it they stay what they are", path, config.method,
+        )  # fmt: skip
+    if found and is_kept:
+        check_rows(f"{config.method} weights", dtype, device)
+    return found
+
+
+def _contents(files: list[Path], model: Model) -> Contents:
+    model.adopt(tensor_names(files))
+    return Contents(files, model)
+
+
+def check_quantised(files: Iterable[Path], spec: ModelSpec) -> None:
+    """Raise ModelError if the tensors of a quantised checkpoint are not those that the config asks
+    for."""
+    model = empty_model(spec, torch.bfloat16, torch.device("cpu"))
+    contents, config = _contents(list(files), model), spec.quantization
+    assert config is not None
+    contents.check(quantised_layers(model, config, contents.headers, is_kept=True))
 
 
 def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress) -> None:
     """Copy each tensor of the files to the parameters that it fills."""
     files, model = list(files), assembly.model
-    check_contents(files, model)
+    Contents(files, model).check(assembly.stored)
     total, done = sum(file.stat().st_size for file in files), 0
-    unknown: list[str] = []
     for name, tensor in _tensors(files):
-
-        def fill(source: Source, tensor: torch.Tensor = tensor) -> None:
-            source.fill(tensor)
-
-        is_known = any(assembly.fill(each, fill) for each in model.names_of(name))
-        if not is_known and not model.ignores(name):
-            unknown.append(name)
+        any(assembly.put(each, tensor) for each in model.names_of(name))
         forget_pages(tensor)
         done += tensor.nbytes
-        report(min(done, total), total)
-    _check_complete(assembly, unknown)
+        report(min(done - assembly.waiting_bytes, total), total)
     report(total, total)
 
 
@@ -157,7 +184,7 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
             unknown.append(tensor.name)
         done += tensor.num_bytes
         report(done, total)
-    _check_complete(assembly, unknown)
+    check_complete(assembly.missing, unknown)
     report(total, total)
 
 
@@ -209,19 +236,6 @@ def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
-
-
-def _check_complete(assembly: Assembly, unknown: list[str]) -> None:
-    missing, problems = assembly.missing, []
-    if missing:
-        problems.append(f"lack {listed(missing)}")
-    if unknown:
-        problems.append(f"hold unknown tensors ({listed(unknown)})")
-    if problems:
-        raise ModelError(
-            f"the weight files {' and '.join(problems)}. They do not match the model's config:"
-            " check that both are of the same model and that its download is complete."
-        )
 
 
 def _check_room(num_bytes: int, most_bytes: int | None) -> None:

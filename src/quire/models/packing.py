@@ -11,13 +11,15 @@ from torch import nn
 from quire.models.experts import StackedExperts
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.layers import Embedding, Linear, LMHead, set_weight
+from quire.models.quantised.layers import QuantisedLayer
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory
 from quire.ops.linear import packing
 from quire.ops.opaque import OpaqueWeight
 from quire.ops.packed import pack_blocks
 
-Stored = Mapping[nn.Module, StoredFormat]
+# Of layers whose weights come quantised: from a GGUF file, or another checkpoint.
+Stored = Mapping[nn.Module, StoredFormat | QuantisedLayer]
 
 
 def pack_modules(
@@ -47,7 +49,9 @@ def _pack(
     layer: Linear | LMHead, format: Quantization | None, memory: HugeMemory | None, stored: Stored
 ) -> None:
     found = stored.get(layer)
-    if found is not None and found.as_blocks:
+    if isinstance(found, QuantisedLayer) and found.is_kept:
+        return  # packed when its last tensor came
+    if isinstance(found, StoredFormat) and found.as_blocks:
         set_weight(layer, pack_blocks(layer.weight, found.quantization, memory))
     else:
         layer.pack(_format_of(layer, format, stored), memory)
@@ -56,7 +60,10 @@ def _pack(
 def _format_of(
     layer: nn.Module, format: Quantization | None, stored: Stored
 ) -> Quantization | None:
-    return stored[layer].quantization if layer in stored else format
+    found = stored.get(layer)
+    if isinstance(found, QuantisedLayer) and not found.is_kept:
+        return format
+    return format if found is None else found.quantization
 
 
 def _of_layer(layer: Linear, formats: WeightFormats) -> Quantization | None:

@@ -123,6 +123,17 @@ def pack_rows(
     raise ConfigError(f"there is no kernel for weights stored as {kind} on {device.type}.")
 
 
+def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise ConfigError, saying what to do, where pack_rows has no kernel. what: the weights."""
+    if has_kernels(dtype, device):
+        return
+    raise ConfigError(
+        f"{what} are not multiplied as they are stored on {device.type} in {dtype_name(dtype)} so"
+        " far; --quantization none computes them in the dtype, --quantization int8 rounds them once"
+        " more."
+    )
+
+
 # The number of tokens that oneDNN's packed order is chosen for; any other number works with it.
 TYPICAL_TOKENS = 16
 

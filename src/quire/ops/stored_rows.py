@@ -121,6 +121,18 @@ def stacked(parts: list[StoredRows]) -> StoredRows:
     return Float4Rows(codes, torch.cat([part.exponents for part in float4]))
 
 
+def selected(rows: StoredRows, outputs: torch.Tensor | slice) -> StoredRows:
+    """Take some outputs, in the order of an index, int64."""
+    if isinstance(rows, Float4Rows):
+        return Float4Rows(rows.codes[outputs], rows.exponents[outputs])
+    if isinstance(rows, Float8Rows):
+        values = rows.values.view(torch.uint8)[outputs].view(torch.float8_e4m3fn)
+        return replace(rows, values=values, scales=rows.scales[outputs])
+    zeros = None if rows.zeros is None else rows.zeros[outputs]
+    scales, integers = rows.scales[outputs], rows.integers[outputs]
+    return replace(rows, integers=integers, scales=scales, zeros=zeros)
+
+
 def _stacked_integers(first: IntegerRows, parts: list[StoredRows]) -> IntegerRows:
     rows = [part for part in parts if isinstance(part, IntegerRows)]
     if len(rows) < len(parts) or len({(part.bits, part.group_size) for part in rows}) > 1:

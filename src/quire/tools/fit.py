@@ -18,6 +18,7 @@ from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fi
 from quire.models.checkpoint import listed, safetensors_shapes, weight_files
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.gguf.stored import our_name, stored_formats_of_parts
+from quire.models.loading import check_quantised
 from quire.models.outline import (
     LINEAR,
     FormatBytes,
@@ -26,6 +27,7 @@ from quire.models.outline import (
     outline,
     planned_weights,
 )
+from quire.models.quantised.parts import quantised_parts
 from quire.models.registry import model_spec
 from quire.models.source import ModelSource
 from quire.ops.formats import Packing, core_packing
@@ -124,6 +126,8 @@ class _Question:
         is_dummy = config.model.load_format == "dummy"
         if self.file is not None and formats == AS_THEY_ARE and in_core and not is_dummy:
             stored = stored_formats_of_parts(self.file, self.spec, self.outline.parts)
+        elif formats == AS_THEY_ARE and not is_dummy and config.model.dtype != "float64":
+            stored = quantised_parts(self.spec, self.outline.parts)
         return planned_weights(self.outline.parts, how, formats, stored)
 
     def weights_bytes(self, config: EngineConfig) -> int:
@@ -460,6 +464,8 @@ def _differences(question: _Question, config: EngineConfig, source: ModelSource)
         found = _tensors(question, source)
     except ModelError as error:
         return [f"the weight files could not be looked at: {error}"]
+    if spec.quantization is not None:
+        return _differences_of_quantised(spec, source)
     wanted = {
         name: shape for part in question.outline.parts for name, shape in part.tensors.items()
     }
@@ -479,6 +485,15 @@ def _differences(question: _Question, config: EngineConfig, source: ModelSource)
         ],
     }
     return [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
+
+
+def _differences_of_quantised(spec: ModelSpec, source: ModelSource) -> list[str]:
+    """List the first thing that is wrong with the tensors of a quantised checkpoint."""
+    try:
+        check_quantised(weight_files(source.directory), spec)
+    except ModelError as error:
+        return [str(error)]
+    return []
 
 
 def _tensors(question: _Question, source: ModelSource) -> dict[str, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
 from quire.base.model_options import refuse_what_is_ignored
 from quire.base.model_spec import DTYPE_BYTES, TRANSFORMERS, ModelSpec
+from quire.base.quantization_config import quantization_config
 from quire.models.hf.build import empty
 from quire.models.hf.configs import architecture
 
@@ -20,6 +21,7 @@ def transformers_spec(raw: dict[str, Any]) -> ModelSpec:
     over paged memory."""
     fields = Fields(raw)
     refuse_what_is_ignored(fields, "")
+    quantization_config(fields)
     found = architecture(raw)
     config = found.config
     made = empty(found, torch.float32)

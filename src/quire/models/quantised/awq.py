@@ -1,0 +1,50 @@
+"""AWQ's order for its product `gemm`, as AutoAWQ writes it, 4 bits.
+
+    qweight  int32 [K, N / 8]    outputs side by side in a word, in an order of their own
+    qzeros   int32 [G, N / 8]
+    scales   [G, N]
+
+weight[n, k] = scales[g, n] * (qweight[k, n] - qzeros[g, n]).
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.base.quantization_config import StoredWeight
+from quire.models.quantised.tensors import (
+    SCALES,
+    Shape,
+    Wanted,
+    group_of,
+    num_groups,
+    signed,
+    unpacked,
+)
+from quire.ops.stored_rows import IntegerRows
+
+OF_WORD = 8
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of each output in its word, counted from the lowest bits
+
+
+def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    outputs, inputs = shape
+    groups, words = num_groups(how, inputs), -(-outputs // OF_WORD)
+    return {
+        ".qweight": Wanted(((inputs, words),), ("I32",)),
+        ".qzeros": Wanted(((groups, words),), ("I32",)),
+        ".scales": Wanted(((groups, outputs),), SCALES),
+    }
+
+
+def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+    outputs, inputs = shape
+    numbers_KN = unpacked(found[".qweight"], 4, PLACES)[:, :outputs]
+    zeros_GN = signed(unpacked(found[".qzeros"], 4, PLACES)[:, :outputs], 4)
+    return IntegerRows(
+        signed(numbers_KN.t().contiguous(), 4),
+        4,
+        found[".scales"].float().t().contiguous(),
+        group_of(how, inputs),
+        zeros_GN.t().float().contiguous() if zeros_GN.any() else None,
+    )

@@ -1,0 +1,45 @@
+"""MXFP4: e2m1 numbers in blocks of 32 inputs with a power of two each.
+
+    NAME_blocks  uint8 [N, K / 32, 16]    two inputs in a byte, the first in its low half
+    NAME_scales  uint8 [N, K / 32]        exponents, plus 127
+
+as gpt-oss has them, of all experts in one tensor; compressed-tensors (`mxfp4-pack-quantized`) calls
+them weight_packed [N, K / 2] and weight_scale.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.base.quantization_config import StoredWeight
+from quire.models.quantised.tensors import POWERS, Shape, Wanted, unused
+from quire.ops.stored_rows import FLOAT4_BLOCK, Float4Rows
+
+BYTES = FLOAT4_BLOCK // 2
+
+
+def block_tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    *front, inputs = shape
+    blocks = -(-inputs // FLOAT4_BLOCK)
+    return {
+        "_blocks": Wanted(((*front, blocks, BYTES),), ("U8",)),
+        "_scales": Wanted(((*front, blocks),), POWERS),
+    }
+
+
+def block_rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float4Rows:
+    return Float4Rows(found["_blocks"].flatten(1), found["_scales"].view(torch.uint8))
+
+
+def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    outputs, inputs = shape
+    return {
+        ".weight_packed": Wanted(((outputs, inputs // 2),), ("U8",)),
+        ".weight_scale": Wanted(((outputs, -(-inputs // FLOAT4_BLOCK)),), POWERS),
+        ".input_scale": unused(),
+        ".input_global_scale": unused(),
+    }
+
+
+def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float4Rows:
+    return Float4Rows(found[".weight_packed"], found[".weight_scale"].view(torch.uint8))

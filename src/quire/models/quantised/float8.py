@@ -1,0 +1,55 @@
+"""e4m3 numbers with scales: per tensor, per output, in groups of inputs or in blocks of both.
+
+    weight                            float8_e4m3fn [N, K]
+    weight_scale_inv or weight_scale  [blocks of N, blocks of K], or as many as there are
+
+weight[n, k] = weight[n, k] * scale of its block, by whichever name. Which blocks there are is seen
+from the shape of the scales: what a config says is not always what its file holds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from quire.base.quantization_config import StoredWeight
+from quire.models.quantised.tensors import (
+    POWERS,
+    SCALES,
+    Shape,
+    Wanted,
+    group_of,
+    of_outputs,
+    powers_of_two,
+    scale_shapes,
+    unused,
+)
+from quire.ops.stored_rows import Float8Rows
+
+SCALE = ".weight_scale_inv"
+
+
+def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    shapes = (found for scope in _scopes(how) for found in scale_shapes(scope, shape))
+    return {
+        ".weight": Wanted((shape,), ("F8_E4M3",)),
+        SCALE: Wanted(tuple(dict.fromkeys(shapes)), (*SCALES, *POWERS), (".weight_scale",)),
+        ".activation_scale": unused(),
+        ".input_scale": unused(),
+        ".input_zero_point": unused(),
+        ".input_scale_ub": unused(),
+    }
+
+
+def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> Float8Rows:
+    scales = found[SCALE]
+    stored = tuple(scales.shape)
+    how = next(scope for scope in _scopes(how) if stored in scale_shapes(scope, shape))
+    if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        scales = powers_of_two(scales)
+    return Float8Rows(found[".weight"], of_outputs(scales, how, shape), group_of(how, shape[1]))
+
+
+def _scopes(how: StoredWeight) -> tuple[StoredWeight, ...]:
+    """What the config says, a scale per output, and one for all."""
+    return how, replace(how, rows=1, group_size=0), replace(how, rows=0, group_size=0)

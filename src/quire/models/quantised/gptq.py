@@ -1,0 +1,65 @@
+"""GPTQ's order, as AutoGPTQ and GPTQModel write it.
+
+    qweight  int32 [K * bits / 32, N]    inputs side by side in a word
+    qzeros   int32 [G, N * bits / 32]    outputs side by side; in version 1 each word is less by one
+                                         in each of its numbers
+    scales   [G, N]
+    g_idx    int32 [K]                   each input's group: with desc_act they were sorted
+
+weight[n, k] = scales[g, n] * (qweight[k, n] - qzeros[g, n]), g the group of k.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.base.errors import ModelError
+from quire.base.quantization_config import StoredWeight
+from quire.models.quantised.tensors import (
+    SCALES,
+    WORD,
+    Shape,
+    Wanted,
+    group_of,
+    num_groups,
+    signed,
+    sorted_by_group,
+    unpacked,
+)
+from quire.ops.stored_rows import IntegerRows
+
+ONES = {4: 0x11111111, 8: 0x01010101}
+
+
+def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    outputs, inputs = shape
+    groups, of_word = num_groups(how, inputs), WORD // how.bits
+    return {
+        ".qweight": Wanted(((-(-inputs // of_word), outputs),), ("I32",)),
+        ".qzeros": Wanted(((groups, -(-outputs // of_word)),), ("I32",)),
+        ".scales": Wanted(((groups, outputs),), SCALES),
+        ".g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False),
+    }
+
+
+def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+    outputs, inputs = shape
+    bits, group = how.bits, group_of(how, inputs)
+    integers = signed(unpacked(found[".qweight"].t(), bits)[:, :inputs], bits)
+    words = found[".qzeros"]
+    if how.zero_offset:  # whole words, with carries, as they were made
+        words = (words.long() + ONES[bits] * how.zero_offset).to(torch.int32)
+    zeros_GN = signed(unpacked(words, bits)[:, :outputs], bits)
+    order = None
+    if ".g_idx" in found:
+        order, is_even = sorted_by_group(found[".g_idx"], group)
+        if not is_even:
+            raise ModelError(f"g_idx has groups that are not of {group} inputs each")
+    return IntegerRows(
+        integers.contiguous() if order is None else integers[:, order],
+        bits,
+        found[".scales"].float().t().contiguous(),
+        group,
+        zeros_GN.t().float().contiguous() if zeros_GN.any() else None,
+        order,
+    )

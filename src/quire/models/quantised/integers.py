@@ -1,0 +1,46 @@
+"""Integers of a byte each, as compressed-tensors writes them (`int-quantized`).
+
+    weight             int8 [N, K]
+    weight_scale       [N, G], or as many as there are
+    weight_zero_point  int8, as the scales
+
+weight[n, k] = weight_scale[n, g] * (weight[n, k] - weight_zero_point[n, g]).
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.base.quantization_config import StoredWeight
+from quire.models.quantised.tensors import (
+    SCALES,
+    Shape,
+    Wanted,
+    group_of,
+    of_outputs,
+    scale_shapes,
+    unused,
+)
+from quire.ops.stored_rows import IntegerRows
+
+
+def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    scales = scale_shapes(how, shape)
+    return {
+        ".weight": Wanted((shape,), ("I8",)),
+        ".weight_scale": Wanted(scales, SCALES),
+        ".weight_zero_point": Wanted(scales, ("I8",), is_needed=how.has_zeros),
+        ".input_scale": unused(),
+        ".input_zero_point": unused(),
+    }
+
+
+def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+    zeros = found.get(".weight_zero_point")
+    return IntegerRows(
+        found[".weight"],
+        how.bits,
+        of_outputs(found[".weight_scale"], how, shape),
+        group_of(how, shape[1]),
+        of_outputs(zeros, how, shape) if zeros is not None and zeros.any() else None,
+    )

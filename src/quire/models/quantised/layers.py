@@ -1,0 +1,222 @@
+"""Which layers of a model a checkpoint holds quantised, and how their tensors become one weight.
+
+In: the headers of the weight files, the config, a model without memory. Out: a `QuantisedLayer` for
+each layer whose weight is stored so, or an error for tensors that do not fit together. A config
+says how weights are stored, the files which: a module that is plain there is taken as it is.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from quire.base import quantization_config as forms
+from quire.base.errors import ModelError
+from quire.base.quantization_config import QuantizationConfig, StoredWeight
+from quire.models.checkpoint import TensorHeader, listed
+from quire.models.layers import Linear, LMHead, Source
+from quire.models.quantised import awq, float4, float8, gptq, integers, packed
+from quire.models.quantised.sizes import quantization_of
+from quire.models.quantised.tensors import Shape, Wanted
+from quire.ops.formats import Quantization
+from quire.ops.stored_rows import StoredRows, selected, stacked
+
+WEIGHT = ".weight"
+PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+class TensorsOf(Protocol):
+    """Says which tensors a module has, by the ends of their names."""
+
+    def __call__(self, how: StoredWeight, shape: Shape) -> dict[str, Wanted]: ...
+
+
+class RowsOf(Protocol):
+    """Makes a weight of them."""
+
+    def __call__(
+        self, how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
+    ) -> StoredRows: ...
+
+
+class Form(NamedTuple):
+    """A way of storing weights. is_named_by_module: whether names begin with the module's, not the
+    weight's. turns: whether outputs come first even of layers whose plain weights are transposed:
+    the others are of layers that have none."""
+
+    tensors: TensorsOf
+    rows: RowsOf
+    is_named_by_module: bool = True
+    turns: bool = False
+
+
+FORMS: Mapping[str, Form] = {
+    forms.GPTQ: Form(gptq.tensors, gptq.rows, turns=True),
+    forms.AWQ: Form(awq.tensors, awq.rows, turns=True),
+    forms.PACKED: Form(packed.tensors, packed.rows),
+    forms.INTEGERS: Form(integers.tensors, integers.rows),
+    forms.FLOAT8: Form(float8.tensors, float8.rows),
+    forms.FLOAT4: Form(float4.tensors, float4.rows),
+    forms.FLOAT4_BLOCKS: Form(
+        float4.block_tensors, float4.block_rows, is_named_by_module=False, turns=True
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedPart:
+    """Outputs of a layer that are stored as one module.
+
+    source: of the layer; its destination tells how many outputs there are. tensors: of the weight
+    files, by the ends that the form knows. unused: others that belong to them. zeros: others that
+    must be zero.
+    """
+
+    source: Source
+    how: StoredWeight
+    tensors: Mapping[str, str]
+    unused: tuple[str, ...]
+    zeros: tuple[str, ...]
+
+    def rows(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
+        """Make the rows that the source fills. found: tensors, by their names. Raises ModelError
+        for values that cannot be."""
+        source, part = self.source, self.source.part
+        values = {end: found[name] for end, name in self.tensors.items()}
+        whole = _whole_shape(source)
+        if part is not None and len(whole) == 3:
+            values = {end: each[part.first] for end, each in values.items()}
+        try:
+            rows = FORMS[self.how.form].rows(self.how, whole[-2:], values)
+        except ModelError as error:
+            raise ModelError(f"{source.name} contradicts itself: {error}.") from error
+        if part is not None and len(whole) == 2:
+            rows = selected(rows, slice(part.first, part.first + part.count))
+        return rows if source.order is None else selected(rows, source.order)
+
+    def fill(self, destination: torch.Tensor, found: Mapping[str, torch.Tensor]) -> None:
+        """Write what the rows stand for, rounded once to the destination's dtype."""
+        dtype = torch.float64 if destination.dtype == torch.float64 else torch.float32
+        destination.copy_(self.rows(found).dequantised(dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedLayer:
+    """A layer with quantised parts. is_kept: whether its weight stays so; else it is computed."""
+
+    parts: Mapping[str, QuantisedPart]
+    is_kept: bool
+
+    @property
+    def quantization(self) -> Quantization:
+        """What the weight is packed as, if it is kept."""
+        part = next(iter(self.parts.values()))
+        return quantization_of(part.how, part.source.destination.shape[-1])
+
+    def weight(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
+        """Put the parts' rows one under the other. Raises ModelError where that cannot be."""
+        rows = [part.rows(found) for part in self.parts.values()]
+        try:
+            return rows[0] if len(rows) == 1 else stacked(rows)
+        except ValueError as error:
+            raise ModelError(_not_merged(list(self.parts), str(error))) from error
+
+
+def quantised_layers(
+    model: nn.Module,
+    config: QuantizationConfig,
+    headers: Mapping[str, TensorHeader],
+    is_kept: bool,
+) -> dict[nn.Module, QuantisedLayer]:
+    """Find the layers whose weights the files hold quantised. headers: by the names that sources
+    have. Raises ModelError for tensors that are missing, and of another shape or dtype."""
+    found: dict[nn.Module, QuantisedLayer] = {}
+    for layer in model.modules():
+        if not isinstance(layer, Linear | LMHead):
+            continue
+        sources = [each for each in layer.sources() if each.destination.dim() == 2]
+        biases = {each.name for each in layer.sources() if each.destination.dim() == 1}
+        parts = {each.name: _part(each, config, headers, biases) for each in sources}
+        quantised = {name: part for name, part in parts.items() if part is not None}
+        if not quantised:
+            continue
+        plain = parts.keys() - quantised.keys()
+        if is_kept and plain & headers.keys():
+            reason = f"{listed(sorted(plain))} is not quantised"
+            raise ModelError(_not_merged(list(parts), reason))
+        found[layer] = QuantisedLayer(quantised, is_kept)
+    return found
+
+
+def _part(
+    source: Source,
+    config: QuantizationConfig,
+    headers: Mapping[str, TensorHeader],
+    biases: Container[str],
+) -> QuantisedPart | None:
+    """Find the tensors of one module; None if it is plain, or not there at all. biases: that the
+    layer has; AutoGPTQ writes one of zeros for each layer that has none."""
+    module = source.name.removesuffix(WEIGHT)
+    how = config.stored_as(module)
+    plain = headers.get(source.name)
+    if how is None or (plain is not None and plain.dtype in PLAIN):
+        return None
+    form = FORMS[how.form]
+    stem = module if form.is_named_by_module else source.name
+    shape = _whole_shape(source)
+    wanted = form.tensors(how, shape)
+    names = {end: _present(stem, end, each, headers) for end, each in wanted.items()}
+    present = {end: name for end, name in names.items() if name in headers}
+    missing = [names[end] for end, each in wanted.items() if each.is_needed and end not in present]
+    if not any(wanted[end].is_needed for end in present):
+        return None
+    if missing:
+        raise ModelError(
+            f"{module} is stored as {how.form}, but the weight files lack {listed(missing)}: its"
+            " download is not complete, or config.json is of another checkpoint."
+        )
+    if source.transposed and not form.turns:
+        raise ModelError(f"{module} is stored as {how.form}, which is read for other layers only.")
+    for end, name in present.items():
+        _check(name, headers[name], wanted[end])
+    used = {end: name for end, name in present.items() if wanted[end].is_used}
+    unused = tuple(set(present.values()) - set(used.values()))
+    bias = f"{module}.bias"
+    zeros = (bias,) if bias in headers and bias not in biases else ()
+    return QuantisedPart(source, how, used, unused, zeros)
+
+
+def _present(stem: str, end: str, wanted: Wanted, headers: Mapping[str, TensorHeader]) -> str:
+    """Return the name that a tensor has, the first one if it is not there."""
+    names = [f"{stem}{each}" for each in (end, *wanted.other_names)]
+    return next((name for name in names if name in headers), names[0])
+
+
+def _check(name: str, header: TensorHeader, wanted: Wanted) -> None:
+    if wanted.shapes and header.shape not in wanted.shapes:
+        shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
+        raise ModelError(
+            f"the tensor {name} has the shape {list(header.shape)}, but config.json asks for"
+            f" {shapes}: the config and the weights are not of one model."
+        )
+    if wanted.dtypes and header.dtype not in wanted.dtypes:
+        raise ModelError(
+            f"the tensor {name} holds {header.dtype}, not {' or '.join(wanted.dtypes)} as"
+            " quantization_config has it: the config and the weights are not of one model."
+        )
+
+
+def _whole_shape(source: Source) -> Shape:
+    """Return the shape [N, K] of the stored module, or [experts, N, K] of all. Quantised weights
+    are stored so also where plain ones are transposed."""
+    shape = source.checkpoint_shape
+    return (*shape[:-2], shape[-1], shape[-2]) if source.transposed else shape
+
+
+def _not_merged(names: Iterable[str], reason: str) -> str:
+    return (
+        f"{listed(list(names))} are multiplied together, but stored in different ways ({reason});"
+        " --quantization none computes with them in the dtype."
+    )

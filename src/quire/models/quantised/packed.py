@@ -1,0 +1,80 @@
+"""Integers in words, as compressed-tensors writes them (`pack-quantized`).
+
+    weight_packed      int32 [N, K * bits / 32]    inputs side by side in a word
+    weight_scale       [N, G], or one number
+    weight_zero_point  int32 [N * bits / 32, G]    outputs side by side; one number: int8 as it is
+    weight_shape       [2]                         N and K
+    weight_g_idx       int32 [K]                   each input's group, where they were sorted
+
+weight[n, k] = weight_scale[n, g] * (weight_packed[n, k] - weight_zero_point[n, g]).
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from quire.base.errors import ModelError
+from quire.base.quantization_config import StoredWeight
+from quire.models.quantised.tensors import (
+    SCALES,
+    WORD,
+    Shape,
+    Wanted,
+    group_of,
+    num_groups,
+    of_outputs,
+    scale_shapes,
+    signed,
+    sorted_by_group,
+    unpacked,
+    unused,
+)
+from quire.ops.stored_rows import IntegerRows
+
+
+def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
+    outputs, inputs = shape
+    of_word = WORD // how.bits
+    found = {
+        ".weight_packed": Wanted(((outputs, -(-inputs // of_word)),), ("I32",)),
+        ".weight_scale": Wanted(scale_shapes(how, shape), SCALES),
+        ".weight_shape": Wanted(((2,),), ("I64", "I32"), is_needed=False),
+        ".weight_g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False),
+        ".input_scale": unused(),
+        ".input_zero_point": unused(),
+        ".input_global_scale": unused(),
+    }
+    if how.has_zeros and how.rows == 1:
+        packed = (-(-outputs // of_word), num_groups(how, inputs))
+        found[".weight_zero_point"] = Wanted((packed,), ("I32",))
+    elif how.has_zeros:
+        found[".weight_zero_point"] = Wanted(scale_shapes(how, shape), ("I8",))
+    return found
+
+
+def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> IntegerRows:
+    outputs, inputs = shape
+    bits, group = how.bits, group_of(how, inputs)
+    if ".weight_shape" in found and found[".weight_shape"].tolist() != list(shape):
+        raise ModelError(f"weight_shape is {found['.weight_shape'].tolist()}, not {list(shape)}")
+    integers = signed(unpacked(found[".weight_packed"], bits)[:, :inputs].contiguous(), bits)
+    order = None
+    if ".weight_g_idx" in found and not (found[".weight_g_idx"] < 0).any():
+        order, is_even = sorted_by_group(found[".weight_g_idx"], group)
+        if not is_even:
+            raise ModelError(f"weight_g_idx has groups that are not of {group} inputs each")
+    if order is not None:
+        integers = integers[:, order].contiguous()
+    scales = of_outputs(found[".weight_scale"], how, shape)
+    return IntegerRows(integers, bits, scales, group, _zeros(how, shape, found), order)
+
+
+def _zeros(
+    how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]
+) -> torch.Tensor | None:
+    if not how.has_zeros:
+        return None
+    stored = found[".weight_zero_point"]
+    if stored.dtype == torch.int32:
+        stored = signed(unpacked(stored.t(), how.bits)[:, : shape[0]], how.bits).t()
+    return of_outputs(stored, how, shape).contiguous() if stored.any() else None

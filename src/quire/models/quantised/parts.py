@@ -1,0 +1,29 @@
+"""Which parts of a model's outline a checkpoint holds quantised, foretold from the config alone."""
+
+from collections.abc import Iterable
+
+from quire.base.model_spec import ModelSpec
+from quire.base.quantization_config import QuantizationConfig, StoredWeight
+from quire.models.formats import StoredFormat
+from quire.models.outline import HEAD, LINEAR, Part
+from quire.models.quantised.sizes import quantization_of
+
+WEIGHT = ".weight"
+
+
+def quantised_parts(spec: ModelSpec, parts: Iterable[Part]) -> dict[int, StoredFormat]:
+    """Foretell by index what an outline's parts are packed as, from the config alone."""
+    config = spec.quantization
+    found: dict[int, StoredFormat] = {}
+    for index, part in enumerate(parts):
+        if config is None or part.kind not in (LINEAR, HEAD) or part.is_tied:
+            continue
+        how = next((_stored_as(config, name) for name in part.tensors), None)
+        if how is not None:
+            found[index] = StoredFormat(quantization_of(how, part.shape[-1]), as_blocks=False)
+    return found
+
+
+def _stored_as(config: QuantizationConfig, tensor: str) -> StoredWeight | None:
+    module = tensor.removesuffix(WEIGHT)
+    return None if config.leaves_out(module) else config.stored_as(module)

@@ -1,0 +1,336 @@
+"""Checkpoints of other quantisers: what their tensors stand for, exactly, and what is said when
+they are not what they should be.
+
+Covers `base/quantization_config.py`, `models/quantised/layers.py`.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from quire.base import quantization_config as forms
+from quire.base.config import ModelConfig
+from quire.base.errors import ConfigError, ModelError
+from quire.base.model_spec import load_spec, parse_spec
+from quire.base.quantization_config import StoredWeight
+from quire.models.assembly import all_weights
+from quire.models.formats import IN_THE_DTYPE, weight_formats
+from quire.models.loading import LoadOptions, load_model
+from quire.models.quantised.layers import FORMS
+from quire.models.registry import model_spec
+from quire.ops.native import core
+from tests.models import quantised_writers as writers
+from tests.models.checkpoints import LLAMA, exact_logits, random_tokens
+from tests.models.paged import CPU, run_paged
+from tests.models.quantised_writers import Format, compressed, float8, gptq, integers_of
+
+SEQUENCES = random_tokens(11, 3)
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
+
+FORMATS: dict[str, Format] = {
+    "gptq": gptq(4, 32),
+    "gptq asymmetric": gptq(4, 32, symmetric=False),
+    "gptq 8 bits": gptq(8, 32, symmetric=False),
+    "gptq rows": gptq(4, -1),
+    "gptq ordered": gptq(4, 32, desc_act=True, symmetric=False),
+    "gptq version 2": gptq(4, 32, symmetric=False, version=2),
+    "awq": writers.awq(32),
+    "packed": integers_of(4, "group", 32),
+    "packed asymmetric": integers_of(4, "group", 32, symmetric=False),
+    "packed ordered": integers_of(4, "group", 32, ordered=True),
+    "packed rows": integers_of(8, "channel", symmetric=False),
+    "packed tensor": integers_of(8, "tensor"),
+    "integers": integers_of(8, "channel", packed=False),
+    "integers asymmetric": integers_of(8, "channel", packed=False, symmetric=False),
+    "integers tensor": integers_of(8, "tensor", packed=False, symmetric=False),
+    "float blocks": float8("block", BLOCKS, end="weight_scale_inv"),
+    "float blocks bfloat16": float8("block", BLOCKS, end="weight_scale_inv", scale="bfloat16"),
+    "float powers": float8(
+        "block", BLOCKS | {"scale_fmt": "ue8m0"}, end="weight_scale_inv", scale="power"
+    ),
+    "float tensor": float8("tensor", STATIC, end="weight_scale"),
+    "fbgemm": float8("channel", {"quant_method": "fbgemm_fp8"}, end="weight_scale"),
+    "modelopt": float8(
+        "tensor",
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+        end="weight_scale",
+    ),
+    "float channel": float8(
+        "channel",
+        compressed("float-quantized", FLOAT | {"strategy": "channel"}),
+        end="weight_scale",
+    ),
+    "float groups": float8(
+        "group",
+        compressed("float-quantized", FLOAT | {"strategy": "group", "group_size": 32}),
+        end="weight_scale",
+    ),
+    "mxfp4": writers.float4(),
+}
+
+
+def exact_model(path: Path) -> Any:
+    return load_model(path, model_spec(path), torch.float64, CPU)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_what_the_format_says(name: str, tmp_path: Path) -> None:
+    quantised, plain = writers.write(tmp_path, FORMATS[name])
+    got, wanted = exact_model(quantised), exact_model(plain)
+    for (path, ours), (_, theirs) in zip(
+        got.named_parameters(), wanted.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), path
+    logits = run_paged(
+        got,
+        load_spec(quantised),
+        SEQUENCES,
+        [[4, 7], [3]],
+        backend="reference",
+        dtype=torch.float64,
+    )
+    for ours, theirs in zip(logits, exact_logits(plain, SEQUENCES), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["gptq ordered", "awq", "float blocks", "integers", "mxfp4"])
+def test_in_the_dtype_each_number_is_rounded_once(name: str, tmp_path: Path) -> None:
+    quantised, plain = writers.write(tmp_path, FORMATS[name])
+    options = LoadOptions(formats=IN_THE_DTYPE)
+    got = load_model(quantised, load_spec(quantised), torch.bfloat16, CPU, options)
+    wanted = load_model(plain, load_spec(plain), torch.bfloat16, CPU, options)
+    for ours, theirs in zip(all_weights(got), all_weights(wanted), strict=True):
+        assert torch.equal(bits(ours), bits(theirs)), ours[0]
+
+
+def bits(named: tuple[str, torch.nn.Module, str]) -> torch.Tensor:
+    _, owner, name = named
+    weight = getattr(owner, name)
+    return weight.data.contiguous().view(-1).view(torch.uint8)
+
+
+def test_transformers_reads_fp8_and_mxfp4_so(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 96, generator=generator)
+    tensors, _ = FORMATS["float blocks"].writer("m", weight)
+    theirs = Fp8Dequantize._dequantize_one(
+        None, tensors["weight"], tensors["weight_scale_inv"], torch.float32
+    )
+    how = StoredWeight(forms.FLOAT8, 8, 32, 32)
+    stored = {f".{end}": tensor for end, tensor in tensors.items()}
+    ours = FORMS[forms.FLOAT8].rows(how, (64, 96), stored)
+    assert torch.equal(ours.dequantised(), theirs)
+    blocks = torch.randint(256, (3, 64, 2, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(110, 140, (3, 64, 2), dtype=torch.uint8, generator=generator)
+    stored = {"_blocks": blocks[1], "_scales": scales[1]}
+    rows = FORMS[forms.FLOAT4_BLOCKS].rows(StoredWeight("mxfp4", 4, 32), (64, 64), stored)
+    # theirs are [experts, K, N]
+    wanted = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[1].t()
+    assert torch.equal(rows.dequantised(), wanted)
+
+
+# ---- what is left out, and by which name --------------------------------------------------------
+
+
+def test_modules_that_the_files_hold_as_they_are(tmp_path: Path) -> None:
+    """Ignore lists, a quantised head, and one part of a merged layer that is plain."""
+    form = replace(FORMATS["packed"], left_out=("v_proj", "layers.1.mlp.down_proj"))
+    quantised, plain = writers.write(tmp_path, form)
+    assert_same(exact_model(quantised), exact_model(plain))
+    with pytest.raises((ModelError, ConfigError), match=r"v_proj.weight is not quantised.*none"):
+        load_model(quantised, load_spec(quantised), torch.float32, CPU)
+
+
+def test_groups_by_name_pattern_and_class(tmp_path: Path) -> None:
+    words, eights = FORMATS["packed"], FORMATS["float channel"]
+
+    def writer(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
+        is_eight = module.endswith("down_proj") or module == "model.layers.0.self_attn.o_proj"
+        return (eights if is_eight else words).writer(module, weight)
+
+    groups = {
+        "a": words.config["config_groups"]["group_0"],
+        "b": eights.config["config_groups"]["group_0"]
+        | {
+            "targets": ["re:.*down_proj$", "model.layers.0.self_attn.o_proj"],
+            "format": "float-quantized",
+        },
+    }
+    config = words.config | {"config_groups": groups, "ignore": ["re:lm_.*"]}
+    quantised, plain = writers.write(tmp_path, Format(writer, config))
+    assert_same(exact_model(quantised), exact_model(plain))
+    read = load_spec(quantised).quantization
+    assert read is not None and read.leaves_out("lm_head") and not read.leaves_out("model.lm_head")
+
+
+def test_gptq_with_sizes_by_pattern(tmp_path: Path) -> None:
+    small, large = gptq(4, 32), gptq(8, 16)
+
+    def writer(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
+        return (large if module.endswith("o_proj") else small).writer(module, weight)
+
+    dynamic = {r"+:.*\.o_proj": {"bits": 8, "group_size": 16}, r"-:.*\.1\.mlp\.down": {}}
+    form = Format(writer, small.config | {"dynamic": dynamic}, ("lm_head", "1.mlp.down"))
+    quantised, plain = writers.write(tmp_path, form)
+    assert_same(exact_model(quantised), exact_model(plain))
+
+
+def test_the_config_of_an_old_quantiser_stands_in_a_file_of_its_own(tmp_path: Path) -> None:
+    quantised, plain = writers.write(tmp_path, FORMATS["gptq ordered"])
+    config = quantised / "config.json"
+    raw = json.loads(config.read_text())
+    stored = raw.pop("quantization_config")
+    config.write_text(json.dumps(raw))
+    with pytest.raises(ModelError, match=r"qweight.*quantization_config does not say so"):
+        exact_model(quantised)
+    del stored["quant_method"]
+    (quantised / "quantize_config.json").write_text(json.dumps(stored))
+    assert_same(exact_model(quantised), exact_model(plain))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gpt2", "phi3", "qwen3_moe"])
+def test_biases_fused_layers_and_experts(model_type: str, tmp_path: Path) -> None:
+    """Phi 3's queries, keys and values are one module; GPT-2's plain weights are transposed."""
+    more: dict[str, Any] = {}
+    form = replace(gptq(4, 32, symmetric=False), left_out=("lm_head", "wte", "wpe", "mlp.gate."))
+    if model_type == "gpt2":
+        more = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+        turned = form.writer
+
+        def writer(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
+            tensors, numbers = turned(module, weight.t().contiguous())
+            del tensors["bias"]
+            return tensors, numbers.t()
+
+        form = replace(form, writer=writer)
+    if model_type == "qwen2":
+        untouched = form.writer
+
+        def without_bias(module: str, weight: torch.Tensor) -> tuple[writers.Tensors, torch.Tensor]:
+            tensors, numbers = untouched(module, weight)
+            del tensors["bias"]
+            return tensors, numbers
+
+        form = replace(form, writer=without_bias)
+    if model_type == "phi3":
+        more = {"pad_token_id": 0}
+    if model_type == "qwen3_moe":
+        more = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    quantised, plain = writers.write(tmp_path, form, model_type, **more)
+    assert_same(exact_model(quantised), exact_model(plain))
+
+
+def test_a_class_of_transformers(tmp_path: Path) -> None:
+    quantised, plain = writers.write(tmp_path, FORMATS["gptq ordered"], "stablelm")
+    assert_same(exact_model(quantised), exact_model(plain))
+
+
+def assert_same(got: torch.nn.Module, wanted: torch.nn.Module) -> None:
+    for (path, ours), (_, theirs) in zip(
+        got.named_parameters(), wanted.named_parameters(), strict=True
+    ):
+        assert torch.equal(ours, theirs), path
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+O_PROJ = "model.layers.1.self_attn.o_proj"
+BROKEN: list[tuple[str, str, Any, str]] = [
+    (
+        "gptq",
+        "scales",
+        None,
+        r"o_proj is stored as gptq, but the weight files lack .*proj\.scales",
+    ),
+    ("gptq", "scales", torch.ones(3, 64), r"scales has the shape \[3, 64\], .* asks for \[2, 64\]"),
+    ("gptq", "qweight", torch.zeros(8, 64), r"qweight holds F32, not I32"),
+    ("gptq", "g_idx", torch.arange(64, dtype=torch.int32) % 3, r"not of 32 inputs each"),
+    ("gptq", "bias", torch.ones(64), r"bias is not 0, but the model has no such bias"),
+    (
+        "packed",
+        "weight_shape",
+        torch.tensor([64, 63]),
+        r"weight_shape is \[64, 63\], not \[64",
+    ),
+    ("float blocks", "weight_scale_inv", None, r"lack .*o_proj\.weight_scale_inv"),
+    ("float blocks", "weight_scale_inv", torch.ones(5, 2), r"shape \[5, 2\], but"),
+    ("float blocks", "more", torch.ones(5), r"hold unknown tensors \(.*o_proj\.more\)"),
+    ("awq", "qzeros", None, r"lack .*o_proj\.qzeros"),
+]
+
+
+@pytest.mark.parametrize(("name", "end", "tensor", "message"), BROKEN, ids=str)
+def test_tensors_that_do_not_fit(
+    name: str, end: str, tensor: torch.Tensor | None, message: str, tmp_path: Path
+) -> None:
+    quantised, _ = writers.write(tmp_path, FORMATS[name])
+    file = quantised / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(f"{O_PROJ}.{end}", None)
+    save_file(tensors if tensor is None else tensors | {f"{O_PROJ}.{end}": tensor}, file)
+    with pytest.raises(ModelError, match=message):
+        exact_model(quantised)
+
+
+GPTQ_CONFIG, AWQ_CONFIG = FORMATS["gptq"].config, FORMATS["awq"].config
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "aqlm"}, r"quant_method is 'aqlm'; .* not supported .*take the checkpoint"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"'bitsandbytes'; .* a GGUF file"),
+    (GPTQ_CONFIG | {"bits": 3}, r"bits is 3; only 4 and 8"),
+    (GPTQ_CONFIG | {"group_size": 0}, r"group_size is 0"),
+    (GPTQ_CONFIG | {"checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'"),
+    (GPTQ_CONFIG | {"is_marlin_format": True}, r"is_marlin_format is true"),
+    (GPTQ_CONFIG | {"rotation": "hadamard"}, r"rotation is 'hadamard'; what that does"),
+    (GPTQ_CONFIG | {"adapter": {"rank": 8}}, r"adapter is \{'rank': 8\}"),
+    (GPTQ_CONFIG | {"dynamic": {"+:(": {"bits": 8}}}, r"not a regular expression"),
+    (AWQ_CONFIG | {"version": "gemv"}, r"version is 'gemv'"),
+    (AWQ_CONFIG | {"bits": 8}, r"bits is 8; only 4"),
+    (AWQ_CONFIG | {"zero_point": False}, r"zero_point is false"),
+    (BLOCKS | {"fmt": "e5m2"}, r"fmt is 'e5m2'"),
+    (BLOCKS | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
+    (BLOCKS | {"expert_dtype": "fp4"}, r"expert_dtype is 'fp4'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, r"quant_algo is 'NVFP4'"),
+    (compressed("nvfp4-pack-quantized", FLOAT), r"format is 'nvfp4-pack-quantized'"),
+    (compressed("pack-quantized", {"num_bits": 3, "type": "int"}), r"num_bits is 3"),
+    (compressed("pack-quantized", {"num_bits": 8, "type": "float"}), r"type is 'float'"),
+    (compressed("float-quantized", FLOAT | {"strategy": "block"}), r"block_structure is null"),
+    (compressed("int-quantized", {"strategy": "token"}), r"strategy is 'token'"),
+    (compressed("int-quantized", {"dynamic": True}), r"dynamic is true"),
+    (
+        compressed("pack-quantized", FLOAT, quantization_status="frozen"),
+        r"quantization_status is 'frozen'",
+    ),
+    (
+        compressed("pack-quantized", FLOAT, sparsity_config={"format": "sparse-24-bitmask"}),
+        r"format is 'sparse-24-bitmask'",
+    ),
+    (
+        compressed("pack-quantized", FLOAT, transform_config={"config_groups": {"a": 1}}),
+        r"transform_config is \{",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=str)
+def test_refused_by_name_and_value(config: dict[str, Any], message: str) -> None:
+    raw = LLAMA | {"model_type": "llama", "quantization_config": config}
+    with pytest.raises(ModelError, match=message):
+        parse_spec(raw).check()
+
+
+def test_a_second_rounding_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    quantised, _ = writers.write(tmp_path, FORMATS["awq"])
+    formats = weight_formats(ModelConfig(quantization="int8"))
+    if core() is None:
+        pytest.skip("the C++ core is not built")
+    load_model(quantised, load_spec(quantised), torch.float32, CPU, LoadOptions(formats=formats))
+    assert "rounds a second time" in caplog.text
