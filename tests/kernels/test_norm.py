@@ -23,6 +23,15 @@ def test_rms_norm(shape: tuple[int, int], dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(found, wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def test_a_weight_of_more_precision(device: torch.device) -> None:
+    x = numbers(3, 100, seed=1, dtype=torch.float16, device=device)
+    weight = 1.0 + numbers(100, seed=2, dtype=torch.float32, device=device)
+    found, tolerance = norm.rms_norm(x, weight, 1e-5), TOLERANCE[torch.float16]
+    assert found.dtype == torch.float16
+    wanted = reference.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+
 def test_heads_with_weights_of_their_own(dtype: torch.dtype, device: torch.device) -> None:
     """As queries and keys share one call; also as a part of a wider tensor."""
     qkv = numbers(3, 6, 16, seed=3, dtype=dtype, device=device)

@@ -112,6 +112,18 @@ def test_as_the_operations_alone(
     assert torch.equal(case.qkv, before)
 
 
+def test_a_norm_of_more_precision(device: torch.device) -> None:
+    case = make_case(3, 1, 16, torch.float16, device, has_norm=True)
+    assert case.weight is not None
+    case.weight = 1.0 + case.weight.float() / 3
+    kv, (q, k, _) = make_kv(case, torch.float16, 16), case.wanted()
+    found, used = case.run(kv[:, 1]), case.slots >= 0
+    tolerance = TOLERANCE[torch.float16]
+    torch.testing.assert_close(found[used], q[used], atol=tolerance, rtol=tolerance)
+    stored = rows_of(kv, 1)[0, case.slots[used]]
+    torch.testing.assert_close(stored, k[used], atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1])
 def test_few_tokens(num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
     case = make_case(4, 2, 16, dtype, device, num_tokens=num_tokens)
