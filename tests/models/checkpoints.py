@@ -58,6 +58,14 @@ EXPERTS = QWEN3 | {
     "norm_topk_prob": True,
 }
 PHI3 = LLAMA | {"pad_token_id": 0, "num_hidden_layers": 2}
+NEOX = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+}
 # Heads of 16 dimensions, of which 12 are turned.
 LONGROPE = {
     "rope_type": "longrope",
@@ -143,6 +151,30 @@ VARIANTS = {
             "rope_parameters": LONGROPE | {"factor": 4.0},
             "partial_rotary_factor": 0.75,
             "original_max_position_embeddings": 128,
+        },
+    ),
+    "glm4": ("glm4", QWEN3 | {"num_hidden_layers": 2, "pad_token_id": 0}),
+    "glm4_plain": (
+        "glm4",
+        QWEN3
+        | {
+            "num_hidden_layers": 2,
+            "pad_token_id": 0,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+    ),
+    "gpt_neox": ("gpt_neox", NEOX),
+    "gpt_neox_serial": (
+        "gpt_neox",
+        NEOX
+        | {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_fast",
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0},
         },
     ),
     "opt": ("opt", OPT),

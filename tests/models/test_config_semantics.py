@@ -158,6 +158,20 @@ SAME: list[tuple[str, dict[str, Any], bool]] = [
     ("cohere2", {"sliding_window": 4}, True),
     ("cohere2", {"rope_parameters": {"rope_type": "linear", "factor": 3.0}}, True),
     ("cohere2", {"hidden_act": "gelu_new"}, True),
+    # gpt_neox
+    ("gpt_neox", {"use_parallel_residual": False}, True),
+    ("gpt_neox", {"rope_parameters": ABSENT, "rotary_pct": 1.0, "rotary_emb_base": 50}, True),
+    ("gpt_neox", {"rope_parameters": ABSENT, "rope_theta": 9.0, "num_key_value_heads": 1}, False),
+    ("gpt_neox", {"rope_scaling": {"type": "linear", "factor": 3.0}}, True),
+    ("gpt_neox", {"hidden_act": "gelu_python"}, False),
+    ("gpt_neox", {"hidden_act": "gelu_new", "layer_norm_eps": 0.3}, True),
+    ("gpt_neox", {"sliding_window": None, "rms_norm_eps": 0.3}, False),
+    # glm4
+    ("glm4", {"rope_parameters": ABSENT, "partial_rotary_factor": 1.0}, True),
+    ("glm4", {"rope_parameters": ABSENT}, False),
+    ("glm4", {"rope_scaling": YARN | {"partial_rotary_factor": 0.25}}, True),
+    ("glm4", {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 0.3}, True),
+    ("glm4", {"mlp_bias": True}, False),
 ]
 
 
@@ -244,6 +258,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("phi3_long", {"rope_scaling": LONGROPE | {"long_factor": [1.0]}}, "long_factor is .* 6 numbe"),
     ("phi3_long", {"rope_scaling": LONGROPE | {"long_factor": None}}, "long_factor is .* 6 numbe"),
     ("phi3_short", {"rope_scaling": LONGROPE | {"short_factor": "x"}}, "short_factor is 'x'"),
+    ("gpt_neox", {"hidden_act": "quick_gelu"}, "'quick_gelu' is not supported; supported are gelu"),
+    ("gpt_neox", {"head_dim": 8}, "head_dim is 8; heads of gpt_neox have 16"),
+    ("gpt_neox", {"sliding_window": 8}, "sliding_window is 8; gpt_neox has no windows"),
     ("phi3_long", {"original_max_position_embeddings": 1}, "original_max.* is 1; longrope needs"),
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true; only"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is true; only"),

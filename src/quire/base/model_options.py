@@ -15,7 +15,8 @@ KNOWN_TYPES = (*ROTARY_TYPES, "gpt2", "opt")
 MAX_EXPERTS = 1 << 14
 MAX_EXPERT_LAYERS = 1 << 17  # experts of all layers together
 DEFAULT_ACTIVATIONS = {"gpt2": "gelu_new", "opt": "relu"}
-ACTIVATIONS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")  # of these two
+# Of these two and gpt_neox.
+ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")  # of the others
 EXPERT_GATES = ("silu", "swish")
 

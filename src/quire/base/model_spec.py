@@ -267,7 +267,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
 
 def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
     """Return the number: as many as query heads where there is none."""
-    if model_type in ("gpt2", "opt"):
+    if model_type in ("gpt2", "opt", "gpt_neox"):
         return heads
     found = fields.integer("num_key_value_heads", default=heads, most=MAX_HEADS)
     if heads % found:
@@ -277,7 +277,7 @@ def _kv_heads(fields: Fields, model_type: str, heads: int) -> int:
 
 
 def _head_dim(fields: Fields, model_type: str, hidden: int, heads: int) -> int:
-    if model_type not in ("gpt2", "opt") and fields.has("head_dim"):
+    if model_type not in ("gpt2", "opt", "gpt_neox") and fields.has("head_dim"):
         return fields.integer("head_dim", most=MAX_HEAD_DIM)
     if hidden % heads:
         name = "hidden_size" if fields.has("hidden_size") else "n_embd"

@@ -150,13 +150,16 @@ class DecoderLayerKind(Protocol):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before it."""
+    """Attention and feed-forward, each with a norm before it, which checkpoints call so."""
+
+    before_attention: ClassVar[str] = "input_layernorm"
+    before_mlp: ClassVar[str] = "post_attention_layernorm"
 
     def __init__(self, at: LayerPlace) -> None:
         super().__init__()
-        self.attention_norm = norm_of(at, "input_layernorm")
+        self.attention_norm = norm_of(at, self.before_attention)
         self.attention = self.make_attention(at)
-        self.mlp_norm = norm_of(at, "post_attention_layernorm")
+        self.mlp_norm = norm_of(at, self.before_mlp)
         self.mlp = self.make_mlp(at)
 
     def make_attention(self, at: LayerPlace) -> nn.Module:
@@ -179,6 +182,31 @@ class DecoderLayer(nn.Module):
         return self.mlp(x_TD), residual_TD
 
 
+class SandwichLayer(DecoderLayer):
+    """Attention and feed-forward, each between two norms."""
+
+    after_attention: ClassVar[str]
+    after_mlp: ClassVar[str]
+
+    def __init__(self, at: LayerPlace) -> None:
+        super().__init__(at)
+        self.attention_end_norm = norm_of(at, self.after_attention)
+        self.mlp_end_norm = norm_of(at, self.after_mlp)
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        residual_TD: torch.Tensor | None,
+        rotary_rows: torch.Tensor | None,
+        backend: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See DecoderLayer."""
+        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
+        x_TD = self.attention_end_norm(self.attention(x_TD, rotary_rows, backend))[0]
+        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
+        return self.mlp_end_norm(self.mlp(x_TD))[0], residual_TD
+
+
 def norm_of(at: LayerPlace, name: str) -> RMSNorm:
     """Make an RMS norm of a layer over the model's width."""
     size, eps = at.spec.hidden_size, at.spec.layers.norm_eps
@@ -199,32 +227,39 @@ def layer_rope(spec: ModelSpec, options: DecoderOptions, layer: int) -> RopeOpti
 
 
 class Decoder(Model):
-    """A whole model of this family."""
+    """A whole model of this family. Names: of the checkpoint's modules, below base_prefix; of the
+    head as it is."""
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
+    embedding_name: ClassVar[str] = "embed_tokens"
+    norm_name: ClassVar[str] = "norm"
+    head_name: ClassVar[str] = "lm_head"
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
-        size, self._options = spec.hidden_size, options
-        self.embedding = Embedding("model.embed_tokens", spec.vocab_size, size, factory)
+        size, prefix, self._options = spec.hidden_size, self.base_prefix, options
+        name = f"{prefix}{self.embedding_name}"
+        self.embedding = Embedding(name, spec.vocab_size, size, factory)
         ropes = [layer_rope(spec, options, layer) for layer in range(spec.num_layers)]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
         self._rotary_of_layer = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
-            self.layer_kind(LayerPlace(spec, options, layer, f"model.layers.{layer}", factory))
+            self.layer_kind(LayerPlace(spec, options, layer, f"{prefix}layers.{layer}", factory))
             for layer in range(spec.num_layers)
         )
         self.norm = self.make_norm(spec, factory)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, size, factory, tied)
+        self.head = LMHead(self.head_name, spec.vocab_size, size, factory, tied)
 
     def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
         """Make the norm after the last layer; called with (x, residual)."""
         eps, offset = spec.layers.norm_eps, self._options.norm_offset
-        return RMSNorm("model.norm", spec.hidden_size, eps, factory, offset)
+        return RMSNorm(
+            f"{self.base_prefix}{self.norm_name}", spec.hidden_size, eps, factory, offset
+        )
 
     def forward(
         self,

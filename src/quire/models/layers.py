@@ -374,6 +374,8 @@ class Attention:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": relu,
     "gelu": gelu,
+    "gelu_python": gelu,
+    "gelu_fast": gelu_tanh,  # but for the tenth digit of its constant
     "gelu_new": gelu_tanh,
     "gelu_pytorch_tanh": gelu_tanh,
 }

@@ -15,7 +15,9 @@ from quire.base.text_config import text_part
 from quire.models.cohere2 import Cohere2
 from quire.models.gemma2 import Gemma2
 from quire.models.gemma3 import Gemma3
+from quire.models.glm4 import Glm4
 from quire.models.gpt2 import GPT2
+from quire.models.gpt_neox import GPTNeoX
 from quire.models.granite import Granite
 from quire.models.hf.configs import EXTRA, is_available
 from quire.models.hf.spec import transformers_spec
@@ -36,7 +38,9 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "cohere2": Cohere2,
     "gemma2": Gemma2,
     "gemma3_text": Gemma3,
+    "glm4": Glm4,
     "gpt2": GPT2,
+    "gpt_neox": GPTNeoX,
     "granite": Granite,
     "llama": Llama,
     "mistral": Mistral,
