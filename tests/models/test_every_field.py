@@ -106,7 +106,7 @@ def theirs(folder: Path) -> torch.Tensor | None:
 
 def ours(folder: Path) -> Ours:
     try:
-        spec = load_spec(folder)
+        spec = load_spec(folder).served_up_to(len(TOKENS))  # as transformers sees it (longrope)
         model = load_model(folder, spec, torch.float64, CPU)
     except (ModelError, ConfigError) as error:
         return Ours(refusal=str(error))

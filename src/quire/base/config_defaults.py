@@ -1,4 +1,5 @@
-"""What transformers takes for fields that a config leaves out, where its classes differ.
+"""What transformers takes for fields that a config leaves out, of each type that a model here is
+of, where its classes differ.
 
 A config that transformers wrote holds all of them; those on the hub are often written by hand. Only
 fields that change what is computed, and whose default is not already the reader's own.
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
     "gpt2": {"tie_word_embeddings": True},
     "opt": {"tie_word_embeddings": True},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},

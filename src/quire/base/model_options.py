@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
 
-# The types whose options are read here; those of others are read in their model's file.
+# The rotary types whose options are read here; most others read theirs in their model's file.
 ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-KNOWN_TYPES = (*ROTARY_TYPES, "gpt2", "opt")
 MAX_EXPERTS = 1 << 14
 MAX_EXPERT_LAYERS = 1 << 17  # experts of all layers together
-DEFAULT_ACTIVATIONS = {"gpt2": "gelu_new", "opt": "relu"}
-# Of these two and gpt_neox.
+# The field of the activation, and what it is without, where that is not hidden_act and silu.
+ACTIVATION_FIELDS = {
+    "gpt2": ("activation_function", "gelu_new"),
+    "opt": ("activation_function", "relu"),
+    "gpt_neox": ("hidden_act", "gelu"),
+    "gemma2": ("hidden_activation", "gelu_pytorch_tanh"),
+    "gemma3_text": ("hidden_activation", "gelu_pytorch_tanh"),
+}
+UNGATED_TYPES = ("gpt2", "opt", "gpt_neox")
 ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
-GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")  # of the others
+GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+EXPERT_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
 EXPERT_GATES = ("silu", "swish")
 
 
@@ -88,12 +95,10 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
         eps = 1e-5  # transformers leaves it to torch
     else:
         eps = fields.number("rms_norm_eps", 1e-6, above=False)
-    own = DEFAULT_ACTIVATIONS.get(model_type)
-    name = fields.text("activation_function", own) if own else fields.text("hidden_act", "silu")
     has_bias = model_type not in ("mistral", "qwen2")  # of these the architecture says it
     return LayerOptions(
         norm_eps=eps,
-        activation=name,
+        activation=fields.text(*_activation_field(model_type)),
         attention_bias=has_bias and fields.flag("attention_bias"),
         mlp_bias=model_type not in ROTARY_TYPES[1:] and fields.flag("mlp_bias"),
     )
@@ -101,17 +106,19 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
 
 def check_activation(layers: LayerOptions, model_type: str) -> None:
     """Raise ModelError if no feed-forward layer here has this function."""
-    name = layers.activation
-    if model_type not in DEFAULT_ACTIVATIONS:
-        gates = EXPERT_GATES if model_type.endswith("_moe") else GATES
-        if name not in gates:
-            raise ModelError(
-                f"{model_type} with hidden_act {name!r} is not supported; supported are"
-                f" {', '.join(gates)}."
-            )
-    elif name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ModelError(f"activation_function {name!r} is not supported; supported are {known}.")
+    known: tuple[str, ...] = EXPERT_GATES if model_type in EXPERT_TYPES else GATES
+    if model_type in UNGATED_TYPES:
+        known = ACTIVATIONS
+    field, _ = _activation_field(model_type)
+    if layers.activation not in known and model_type != "gpt_oss":  # has a gate of its own
+        raise ModelError(
+            f"{model_type} with {field} {layers.activation!r} is not supported; supported are"
+            f" {', '.join(known)}."
+        )
+
+
+def _activation_field(model_type: str) -> tuple[str, str]:
+    return ACTIVATION_FIELDS.get(model_type, ("hidden_act", "silu"))
 
 
 def gpt2_options(fields: Fields) -> GPT2Options:

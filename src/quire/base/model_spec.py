@@ -20,7 +20,6 @@ from quire.base.gguf_config import gguf_config
 from quire.base.json_file import read_object
 from quire.base.layer_windows import layer_windows
 from quire.base.model_options import (
-    KNOWN_TYPES,
     ROTARY_TYPES,
     ExpertOptions,
     GPT2Options,
@@ -177,14 +176,15 @@ class ModelSpec:
         return opt_options(self.fields, self.hidden_size)
 
     def check(self) -> None:
-        """Raise ModelError for a config that a model of ours would not obey."""
+        """Raise ModelError for a config that a model of ours would not obey, as far as that is not
+        read in the model's own file."""
         fields = self.fields
         refuse_what_is_ignored(fields, self.model_type)
         _ = self.quantization
         check_activation(self.layers, self.model_type)
         if self.model_type in ROTARY_TYPES:
             _ = self.rope, self.experts
-        else:
+        elif self.model_type in ("gpt2", "opt"):
             _ = self.gpt2 if self.model_type == "gpt2" else self.opt
 
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
@@ -196,10 +196,8 @@ def load_spec(directory: Path) -> ModelSpec:
     check all that a model of ours reads of it. Raises ModelError if it is absent or not
     understood."""
     spec = parse_spec(text_part(read_config(directory)))
-    if spec.model_type in KNOWN_TYPES:
+    if spec.model_type in DEFAULTS:
         spec.check()
-    elif spec.model_type in DEFAULTS:  # its own file checks the rest
-        refuse_what_is_ignored(spec.fields, spec.model_type)
     return spec
 
 
@@ -290,7 +288,7 @@ def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
         return fields.integer("n_inner", default=4 * hidden)
     if model_type == "opt":
         return fields.integer("ffn_dim")
-    if model_type in KNOWN_TYPES:
+    if model_type in DEFAULTS:
         return fields.integer("intermediate_size")
     return fields.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
 

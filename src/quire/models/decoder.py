@@ -136,7 +136,7 @@ class GatedMLP(nn.Module):
         outputs = [2 * inner // len(first)] * len(first)
         self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
         self.down = Linear([last], inner, [size], at.factory, bias=bias)
-        self._gate = gate(at.options.activation or at.spec.layers.activation)
+        self._gate = gate(at.spec.layers.activation)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(self._gate(self.gate_up(x_TD)))

@@ -1,43 +1,20 @@
-"""Gemma 2: norms before and after attention and feed-forward layer, windows in turn, soft caps.
-
-Shape legend: T tokens, D model dim.
-"""
+"""Gemma 2: norms before and after attention and feed-forward layer, windows in turn, soft caps."""
 
 import torch
-from torch import nn
 
 from quire.base.config_fields import Fields
 from quire.base.model_spec import ModelSpec
-from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, feed_forward, norm_of
+from quire.models.decoder import Decoder, SandwichLayer
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
-from quire.ops.attention.base import AttentionBackend
 
 
-class Gemma2Layer(nn.Module):
-    """Attention and feed-forward, each between two norms."""
+class Gemma2Layer(SandwichLayer):
+    """What checkpoints call its norms."""
 
-    def __init__(self, at: LayerPlace) -> None:
-        super().__init__()
-        self.attention_norm = norm_of(at, "input_layernorm")
-        self.attention = DecoderAttention(at)
-        self.after_attention = norm_of(at, "post_attention_layernorm")
-        self.mlp_norm = norm_of(at, "pre_feedforward_layernorm")
-        self.mlp = feed_forward(at)
-        self.after_mlp = norm_of(at, "post_feedforward_layernorm")
-
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        residual_TD: torch.Tensor | None,
-        rotary_rows: torch.Tensor | None,
-        backend: AttentionBackend,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See DecoderLayer."""
-        x_TD, residual_TD = self.attention_norm(x_TD, residual_TD)
-        x_TD = self.after_attention(self.attention(x_TD, rotary_rows, backend))[0]
-        x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
-        return self.after_mlp(self.mlp(x_TD))[0], residual_TD
+    after_attention = "post_attention_layernorm"
+    before_mlp = "pre_feedforward_layernorm"
+    after_mlp = "post_feedforward_layernorm"
 
 
 class Gemma2(Decoder):
@@ -52,7 +29,6 @@ class Gemma2(Decoder):
             qkv_bias=bias,
             output_bias=bias,
             norm_offset=1.0,
-            activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
             attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
             soft_cap=optional(fields, "attn_logit_softcapping"),
             embedding_scale=embedding_scale(spec, factory.dtype),

@@ -32,7 +32,6 @@ class Gemma3(Decoder):
             output_bias=bias,
             qk_norm=True,
             norm_offset=1.0,
-            activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
             ropes=[whole if window is None else local for window in spec.layer_windows],
             attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
             embedding_scale=embedding_scale(spec, factory.dtype),

@@ -24,7 +24,7 @@ class NeoXMLP(nn.Module):
         size, inner, name = at.spec.hidden_size, at.spec.intermediate_size, f"{at.name}.mlp"
         self.up = Linear([f"{name}.dense_h_to_4h"], size, [inner], at.factory, bias=True)
         self.down = Linear([f"{name}.dense_4h_to_h"], inner, [size], at.factory, bias=True)
-        self._activation = activation(at.spec.fields.text("hidden_act", "gelu"))
+        self._activation = activation(at.spec.layers.activation)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(self._activation(self.up(x_TD)))

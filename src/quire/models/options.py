@@ -13,12 +13,11 @@ class DecoderOptions:
     """Which optional parts the layers have, and their numbers.
 
     qk_norm: query and key heads are normalised before they are turned. norm_offset: what is added
-    to the weights of all RMS norms. activation: of the gate, by transformers' name; None is the
-    config's `hidden_act`. ropes: the rotary embedding of each layer, None where a layer has none;
-    () is the config's for all. interleaved: rotation pairs neighbours. attention_scale: of scores;
-    None is 1 / sqrt(head dim). soft_cap: of scores. has_sinks: each query head has a logit that no
-    token owns. embedding_scale, logits_scale: factors on the embedded tokens and on logits.
-    logits_soft_cap: after that.
+    to the weights of all RMS norms. ropes: the rotary embedding of each layer, None where a layer
+    has none; () is the config's for all. interleaved: rotation pairs neighbours. attention_scale:
+    of scores; None is 1 / sqrt(head dim). soft_cap: of scores. has_sinks: each query head has a
+    logit that no token owns. embedding_scale, logits_scale: factors on the embedded tokens and on
+    logits. logits_soft_cap: after that.
     """
 
     qkv_bias: bool = False
@@ -27,7 +26,6 @@ class DecoderOptions:
     qk_norm: bool = False
     experts: ExpertOptions | None = None
     norm_offset: float = 0.0
-    activation: str | None = None
     ropes: Sequence[RopeOptions | None] = ()
     interleaved: bool = False
     attention_scale: float | None = None
