@@ -49,7 +49,7 @@ def compile_config(config: Config) -> dict[str, Any]:
         "registers": registers,
         "stack": stack,
         "shared": binary.metadata.shared,
-        "has_wgmma": "HGMMA" in _machine_code(binary.asm["cubin"]) if config.needs_wgmma else None,
+        "has_wgmma": _has_wgmma(binary.asm["cubin"]) if config.needs_wgmma else None,
         "needs_wgmma": config.needs_wgmma,
         "fused": binary.asm["ptx"].count("fma") if is_ordered(config) else None,
     }
@@ -65,6 +65,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     found = RESOURCES.search(_run("cuobjdump", "-res-usage", cubin))
     assert found is not None, "cuobjdump tells no resources"
     return int(found[1]), int(found[2])
+
+
+def _has_wgmma(cubin: bytes) -> bool:
+    """Of 16 bits, or of e4m3."""
+    return re.search(r"\b[HQ]GMMA\b", _machine_code(cubin)) is not None
 
 
 def _machine_code(cubin: bytes) -> str:

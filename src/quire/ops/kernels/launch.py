@@ -37,6 +37,14 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
     return tl.float32 if INTERPRETED else DTYPES[dtype]
 
 
+def stages_that_fit(most: int, stage_bytes: int, device: torch.device) -> int:
+    """Count the stages of loads that fit shared memory; what is computed is the same with any."""
+    if device.type != "cuda":
+        return most
+    space = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return int(max(1, min(most, space // stage_bytes)))
+
+
 def next_power_of_2(number: int) -> int:
     """At least 1: a tile is never empty. (Triton's function of that name gives 0 for 0.)"""
     return 1 << max(0, number - 1).bit_length()

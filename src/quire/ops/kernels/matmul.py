@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.ops.kernels.launch import DTYPES, Config, dot_dtype
+from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
 
 ROW_GROUP = 8  # tiles of rows that are done beside each other
 
@@ -111,6 +111,7 @@ def matmul(
         return out_TO
     tile = tile_for(num_outputs, x_TI.dtype)
     grid = triton.cdiv(num_tokens, tile.rows) * triton.cdiv(num_outputs, tile.outputs)
+    step_bytes = (tile.rows + tile.outputs) * tile.inputs * x_TI.element_size()
     _matmul_kernel[(grid,)](
         x_TI.contiguous(),
         weight_OI,
@@ -123,18 +124,9 @@ def matmul(
         **_constants(tile, num_inputs),
         DOT=dot_dtype(x_TI.dtype),
         num_warps=tile.num_warps,
-        num_stages=_stages(tile, x_TI),
+        num_stages=stages_that_fit(tile.num_stages, step_bytes, x_TI.device),
     )
     return out_TO
-
-
-def _stages(tile: Tile, x_TI: torch.Tensor) -> int:
-    """Count the stages that fit shared memory; the order of sums is the same with any."""
-    if not x_TI.is_cuda:
-        return tile.num_stages
-    space = torch.cuda.get_device_properties(x_TI.device).shared_memory_per_block_optin
-    step_bytes = (tile.rows + tile.outputs) * tile.inputs * x_TI.element_size()
-    return int(max(1, min(tile.num_stages, space // step_bytes)))
 
 
 def _constants(tile: Tile, num_inputs: int) -> dict[str, int]:

@@ -34,7 +34,7 @@ import triton.language as tl
 
 from quire.ops.gpu_layout import GPULayout, layout_of
 from quire.ops.gpu_weights import GPUWeight
-from quire.ops.kernels.launch import DTYPES, Config, dot_dtype
+from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
 
 ROW_GROUP = 8  # tiles of tokens that are done beside each other
 PROGRAMS = 264  # that fill a GPU of 132 multiprocessors twice
@@ -385,7 +385,7 @@ def matmul(
         **_constants(tile),
         HAS_BIAS=bias_N is not None and splits == 1,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=stages_of(tile, weight, x_TK),
     )
     if splits > 1:
         _add_kernel[(num_tokens, triton.cdiv(num_outputs, SUM_WIDTH))](
@@ -393,6 +393,13 @@ def matmul(
             HAS_BIAS=bias_N is not None, WIDTH=SUM_WIDTH,
         )  # fmt: skip
     return out_TN
+
+
+def stages_of(tile: Tile, weight: GPUWeight, x: torch.Tensor) -> int:
+    """Count the chunks that are loaded ahead."""
+    words, inputs = weight.layout.words, weight.layout.chunk_inputs
+    chunk_bytes = 4 * tile.outputs * words + tile.tokens * inputs * x.element_size()
+    return stages_that_fit(tile.num_stages, chunk_bytes, x.device)
 
 
 def constants_of(weight: GPUWeight, dot: tl.dtype) -> dict[str, Any]:

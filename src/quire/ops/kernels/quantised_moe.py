@@ -36,6 +36,7 @@ from quire.ops.kernels.quantised import (
     config_of,
     constants_of,
     form_of,
+    stages_of,
     sums_of_chunks,
 )
 
@@ -191,7 +192,7 @@ def _product(
         BLOCK_N=tile.outputs,
         BLOCK_M=tile.tokens,
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=stages_of(tile, weight, x),
     )
     return out
 
