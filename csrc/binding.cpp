@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 10;
+constexpr int kInterfaceVersion = 11;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -129,9 +129,9 @@ void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::H
 }
 
 void make_packed_weight(quire::PackedWeight* at, int format, int variant, int64_t outputs,
-                        int64_t inputs, int64_t group, Address data) {
+                        int64_t inputs, int64_t group, int is_ordered, Address data) {
     new (at) quire::PackedWeight{static_cast<quire::WeightFormat>(format), variant, outputs, inputs,
-                                 group, as<const uint8_t*>(data)};
+                                 group, is_ordered != 0, as<const uint8_t*>(data)};
 }
 
 quire::MutableMatrix matrix(Address data, int element, int64_t rows, int64_t columns,
@@ -158,8 +158,18 @@ void linear_pack(Address data, const quire::PackedWeight& packed, Address weight
 }
 
 void linear_pack_blocks(Address data, const quire::PackedWeight& packed, Address blocks,
-                        int num_threads) {
-    quire::pack_blocks(as<uint8_t*>(data), packed, as<const uint8_t*>(blocks), num_threads);
+                        int64_t row_bytes, int num_threads) {
+    quire::pack_blocks(as<uint8_t*>(data), packed, as<const uint8_t*>(blocks), row_bytes,
+                       num_threads);
+}
+
+// zeros and order may be 0.
+void linear_pack_stored(Address data, const quire::PackedWeight& packed, Address values,
+                        Address scales, Address zeros, Address order, int num_threads) {
+    quire::pack_stored(as<uint8_t*>(data), packed,
+                       {as<const void*>(values), as<const void*>(scales), as<ConstFloats>(zeros),
+                        as<ConstInts>(order)},
+                       num_threads);
 }
 
 void linear_unpack_rows(Address out, int element, Address ids, int64_t count,
@@ -168,10 +178,10 @@ void linear_unpack_rows(Address out, int element, Address ids, int64_t count,
                        as<ConstInts>(ids));
 }
 
-// x: rows x inputs of an element type, with a stride between rows; bias may be 0.
+// x: rows x inputs of an element type. x_stride, out_stride: elements between rows. bias may be 0.
 void linear(Address out, Address x, Address bias, int element, int64_t rows, int64_t x_stride,
-            const quire::PackedWeight& packed, int num_threads) {
-    quire::linear(matrix(out, element, rows, packed.outputs, packed.outputs), packed,
+            int64_t out_stride, const quire::PackedWeight& packed, int num_threads) {
+    quire::linear(matrix(out, element, rows, packed.outputs, out_stride), packed,
                   matrix(x, element, rows, packed.inputs, x_stride), as<const void*>(bias),
                   num_threads);
 }
@@ -274,11 +284,12 @@ NB_MODULE(_core, m) {
           "block_size"_a, "total"_a, "longest"_a);
     nb::class_<quire::PackedWeight>(m, "PackedWeight")
         .def("__init__", &make_packed_weight, nb::kw_only(), "format"_a, "variant"_a, "outputs"_a,
-             "inputs"_a, "group"_a, "data"_a);
+             "inputs"_a, "group"_a, "is_ordered"_a, "data"_a);
     m.def("linear_variants", &linear_variants);
     m.def("linear_bytes", &quire::packed_bytes);
     m.def("linear_pack", &linear_pack, Unlocked());
     m.def("linear_pack_blocks", &linear_pack_blocks, Unlocked());
+    m.def("linear_pack_stored", &linear_pack_stored, Unlocked());
     m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());
     m.def("linear", &linear, Unlocked());
     m.def("linear_operand_bytes", &linear_operand_bytes);

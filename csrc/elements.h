@@ -29,6 +29,11 @@ inline float widen(Float16 value) {
     return float_of((magnitude >= 0x0F800000 ? special : scaled) | sign);
 }
 
+// An e4m3 that is no NaN, 2^8 too small, subnormal ones too.
+inline Float16 float8_as_half(uint8_t value) {
+    return {static_cast<uint16_t>((value & 0x80) << 8 | (value & 0x7F) << 7)};
+}
+
 // To the nearest, ties to even.
 inline void narrow(float& out, float value) { out = value; }
 

@@ -82,7 +82,7 @@ void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& 
         const Operand operand{x.rows, x.stride * size, values, nullptr, nullptr};
         return multiply(out, weight, operand, bias, num_threads);
     }
-    const OperandMemory memory(row_bytes, x.rows, weight.is_quantised() ? weight.groups() : 0);
+    const OperandMemory memory(row_bytes, x.rows, weight.rounds_activations() ? weight.groups() : 0);
     const MutableOperand& operand = memory.operand();
     const int threads = x.rows * x.columns < kAloneElements ? 1 : num_threads;
     parallel_for(x.rows, threads, [&](int64_t begin, int64_t end) {

@@ -5,10 +5,16 @@
 //
 //   panel p: outputs [p * P, (p + 1) * P)           P is the variant's (64 with AVX-512)
 //     float32, float16:   for each k:      P values
-//     bfloat16:           for each k pair: P times (even k, odd k)
-//     int8:   for each group: P scales (bfloat16), then for each 4 inputs: P times 4 bytes
-//     int4:   for each group: P scales (bfloat16), then for each 8 inputs: P times 4 bytes,
-//             low halves inputs 0..3, high halves inputs 4..7
+//     bfloat16, float8:   for each k pair: P times (even k, odd k); of float8 after the factors
+//     others: the factors of all groups, then for each group words of 32 bits, P of each:
+//       8 bits:  4 inputs
+//       4 bits:  8 inputs: low halves of the bytes 0..3, high halves 4..7
+//       5 bits:  five words hold 32 inputs (linear_codes.h), 6 bits: three words hold 16
+//     factors: for each block of groups what is nested (P float16, twice with offsets), then for each
+//       of its groups P scales, and P offsets if there are any
+//
+// After the last panel stands the order of the inputs (K int32) where they were sorted: column k of the
+// panels belongs to input order[k].
 //
 // So each output is a sum over k in one fixed order in one lane, whatever the number of rows: a row's
 // result has the same bits alone and in any batch, on any number of threads.
@@ -16,27 +22,48 @@
 
 #include <cstdint>
 
+#include "linear_formats.h"
+
 namespace quire {
 
-enum class WeightFormat : int { kFloat32, kBfloat16, kFloat16, kInt8, kInt4 };
 enum class Element : int { kFloat32, kBfloat16, kFloat16 };
 
-constexpr int64_t kInt4Offset = 8;  // an int4 is stored as itself + 8
+constexpr int64_t kMostOrderedGroup = 128;  // inputs, where they were sorted
 
-// What a packed weight is. group: inputs that share a scale (int8, int4), a multiple of 8; the last
-// group is filled up with zeros. variant: index into linear_kernels.
+// What a packed weight is. group: inputs that share a scale, a multiple of 8; the last group is filled
+// up with zeros. variant: index into linear_kernels. is_ordered: whether an order of inputs follows.
 struct PackedWeight {
     WeightFormat format;
     int variant;
     int64_t outputs;
     int64_t inputs;
     int64_t group;
+    bool is_ordered;
     const uint8_t* data;
 
+    const FormatParts& parts() const { return parts_of(format); }
     int64_t groups() const { return (inputs + group - 1) / group; }
-    bool is_quantised() const {
-        return format == WeightFormat::kInt8 || format == WeightFormat::kInt4;
+    bool has_groups() const { return parts().scales != Scales::kNone; }
+    // Whether activations become int8, with a scale per group.
+    bool rounds_activations() const { return has_groups() && parts().values != Values::kFloat8; }
+    const int32_t* order() const;  // null where inputs come as they are
+};
+
+// Where a panel's factors and values stand, in bytes from its begin. Of weights that have groups.
+struct PanelLayout {
+    explicit PanelLayout(const PackedWeight& weight);
+
+    int64_t panel, block_groups, header_bytes, scale_bytes, offset_bytes;
+    int64_t block_bytes;   // of a block's factors
+    int64_t values_begin;  // behind all factors
+    int64_t group_bytes;   // of a group's values
+
+    int64_t block(int64_t g) const { return g / block_groups * block_bytes; }
+    int64_t scales(int64_t g) const {
+        return block(g) + header_bytes + g % block_groups * (scale_bytes + offset_bytes);
     }
+    int64_t offsets(int64_t g) const { return scales(g) + scale_bytes; }
+    int64_t values(int64_t g) const { return values_begin + g * group_bytes; }
 };
 
 // Activations [T, K], contiguous within a row.
@@ -60,8 +87,7 @@ struct MutableMatrix {
 };
 
 // Activations as the multiplication reads them. values: float32, bfloat16 or int8, `stride` bytes
-// between rows. Of int8: scales[T, groups], and sums[T, groups], minus what the offset of the stored
-// weights adds to the products of a group.
+// between rows. Of int8: scales[T, groups], and sums[T, groups] of the integers.
 struct Operand {
     int64_t rows;
     int64_t stride;
@@ -106,6 +132,7 @@ extern const LinearKernels kLinearNeon, kLinearNeonDotprod, kLinearNeonI8mm;
 const LinearKernels& linear_kernels(int variant);
 int num_linear_variants();
 
+int32_t stored_bias(const PackedWeight& weight);  // what is added to integers that are stored
 int64_t packed_panel_bytes(const PackedWeight& weight);
 int64_t packed_bytes(const PackedWeight& weight);
 
@@ -114,10 +141,22 @@ int64_t packed_bytes(const PackedWeight& weight);
 void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& weight_NK, bool search,
                  int num_threads);
 
-// The same of rows that are blocks of 32 values already, each a float16 scale and integers of 8 or 4
-// bits (ggml's Q8_0 and Q4_0): int8 or int4 with a group of 32. Integers stay, scales become bfloat16.
-void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* blocks,
+// Numbers that a checkpoint stores. values: [N, K] int8, bytes of e4m3, or [N, K / 2] of two e2m1 each.
+// scales: float32 [N, groups] in a format that holds them, or e8m0. zeros: float32 [N, groups], or null
+// where the format has none; order: [K], or null.
+struct StoredArrays {
+    const void* values;
+    const void* scales;
+    const float* zeros;
+    const int64_t* order;
+};
+void pack_stored(uint8_t* data, const PackedWeight& weight, const StoredArrays& from,
                  int num_threads);
+
+// The same of rows that are blocks of ggml's, `row_bytes` apart: the kinds Q8_0 (kInt8F16) and Q4_0
+// (kInt4F16) in groups of 32, and those that formats are named after.
+void pack_blocks(uint8_t* data, const PackedWeight& weight, const uint8_t* blocks,
+                 int64_t row_bytes, int num_threads);
 
 // out[i] = row ids[i] of the weight, with the values that it has after packing.
 void unpack_rows(const MutableMatrix& out, const PackedWeight& weight, const int64_t* ids);

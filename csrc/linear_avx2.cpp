@@ -45,6 +45,22 @@ struct Isa {
         const __m128i halves = _mm_loadu_si128(static_cast<const __m128i*>(at));
         return low_halves(words_of(_mm256_cvtepu16_epi32(halves)));
     }
+    // Pairs of e4m3 as float16 of the same exponent bits, widened: 2^8 too small.
+    static inline void load_float8(const uint8_t* at, F& even, F& odd) {
+        const __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        const __m128i mask = _mm_set1_epi16(static_cast<int16_t>(0xBF80));
+        const __m128i low = _mm_srai_epi16(_mm_slli_epi16(pairs, 8), 1);
+        even = _mm256_cvtph_ps(_mm_and_si128(low, mask));
+        odd = _mm256_cvtph_ps(_mm_and_si128(_mm_srai_epi16(pairs, 1), mask));
+    }
+    template <int kBits>
+    static inline I shift_right(I words) {
+        return words >> kBits;
+    }
+    static inline I look_up(const uint8_t* table, I codes) {
+        const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+        return words_of(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(row), raw(codes)));
+    }
     static inline F low_halves(I words) { return reinterpret_cast<F>(words << 16); }
     static inline F high_halves(I words) { return reinterpret_cast<F>(words & -65536); }
     static inline I low_nibbles(I words) { return words & 0x0F0F0F0F; }

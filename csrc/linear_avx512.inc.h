@@ -43,6 +43,22 @@ struct Isa {
         const __m256i halves = _mm256_loadu_si256(static_cast<const __m256i*>(at));
         return low_halves(words_of(_mm512_cvtepu16_epi32(halves)));
     }
+    // Pairs of e4m3 as float16 of the same exponent bits, widened: 2^8 too small.
+    static inline void load_float8(const uint8_t* at, F& even, F& odd) {
+        const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xBF80));
+        const __m256i low = _mm256_srai_epi16(_mm256_slli_epi16(pairs, 8), 1);
+        even = _mm512_cvtph_ps(_mm256_and_si256(low, mask));
+        odd = _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(pairs, 1), mask));
+    }
+    template <int kBits>
+    static inline I shift_right(I words) {
+        return words >> kBits;
+    }
+    static inline I look_up(const uint8_t* table, I codes) {
+        const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+        return words_of(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), raw(codes)));
+    }
     static inline F low_halves(I words) { return reinterpret_cast<F>(words << 16); }
     static inline F high_halves(I words) { return reinterpret_cast<F>(words & -65536); }
     static inline I low_nibbles(I words) { return words & 0x0F0F0F0F; }

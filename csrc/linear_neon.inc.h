@@ -45,6 +45,21 @@ struct Isa {
     static inline F widen_bfloat16(const void* at) {
         return vreinterpretq_f32_u32(vshll_n_u16(halves(at), 16));
     }
+    // Pairs of e4m3 as float16 of the same exponent bits, widened: 2^8 too small.
+    static inline void load_float8(const uint8_t* at, F& even, F& odd) {
+        const int16x4_t pairs = vld1_s16(reinterpret_cast<const int16_t*>(at));
+        const int16x4_t mask = vdup_n_s16(static_cast<int16_t>(0xBF80));
+        const int16x4_t low = vshr_n_s16(vshl_n_s16(pairs, 8), 1);
+        even = vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(low, mask)));
+        odd = vcvt_f32_f16(vreinterpret_f16_s16(vand_s16(vshr_n_s16(pairs, 1), mask)));
+    }
+    template <int kBits>
+    static inline I shift_right(I words) {
+        return vshrq_n_s32(words, kBits);
+    }
+    static inline I look_up(const uint8_t* table, I codes) {
+        return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(codes)));
+    }
     static inline F low_halves(I words) { return vreinterpretq_f32_s32(vshlq_n_s32(words, 16)); }
     static inline F high_halves(I words) { return vreinterpretq_f32_s32(words & all(-65536)); }
     static inline I low_nibbles(I words) { return words & all(0x0F0F0F0F); }

@@ -23,13 +23,21 @@
 namespace quire {
 namespace {
 
-// Null if rows are better multiplied one by one. Integers are the same either way; sums of bfloat16
-// might not be, so these are in pairs always.
+template <class Pairs>
+PanelFunction grouped_pairs_function(const PackedWeight& weight) {
+    if (weight.parts().offsets == Offsets::kNone) return grouped_pairs_panel<Pairs>;
+    return grouped_pairs_panel<WithOffsets<Pairs>>;
+}
+
+// Null if rows are better multiplied one by one, or there are no pairs of the format. Integers are the
+// same either way; sums of bfloat16 might not be, so these are in pairs always.
 PanelFunction pairs_function(const PackedWeight& weight, int64_t rows) {
     if (weight.format == WeightFormat::kBfloat16) return dense_pairs_panel;
-    if (rows == 1 || !weight.is_quantised()) return nullptr;
-    if (weight.format == WeightFormat::kInt8) return quantised_pairs_panel<Int8Pairs>;
-    return weight.group % 16 == 0 ? quantised_pairs_panel<Int4Pairs> : nullptr;
+    if (rows == 1) return nullptr;
+    const Values values = weight.parts().values;
+    if (values == Values::kInt8) return grouped_pairs_function<Int8Pairs>(weight);
+    const bool is_int4 = values == Values::kInt4 && weight.group % Int4Pairs::kRowBytes == 0;
+    return is_int4 ? grouped_pairs_function<Int4Pairs>(weight) : nullptr;
 }
 
 void multiply_pairs(const MutableMatrix& out, const void* bias, const PackedWeight& weight,

@@ -140,49 +140,55 @@ void dense_pairs(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w,
     });
 }
 
-// What a group adds to acc, as in quantised_tile. at: the group's place in the first row's scales.
-template <int kRows>
+// What group `i` of the decoded ones adds to acc, as in grouped_tile. at: its place in the first row's
+// scales.
+template <class Weight, int kRows>
 QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Groups& part,
-                            const uint8_t* scales, bool is_first,
+                            const Factors& factors, int64_t i,
                             const int32x4_t (&sums)[(kRows + 1) / 2][kMatrices]) {
     unrolled<Isa::kVectors>(QUIRE_EACH(v) {
-        const float32x4_t scale = Isa::widen_bfloat16(scales + v * Isa::kLanes * 2);
+        const int64_t from = i * kPanel + v * Isa::kLanes;
+        const float32x4_t scale = Isa::load(factors.scales + from);
         unrolled<kRows>(QUIRE_EACH(r) {
             const auto& pair = sums[r / 2];
             const int32x4_t sum = r % 2 == 0 ? vuzp1q_s32(pair[2 * v], pair[2 * v + 1])
                                              : vuzp2q_s32(pair[2 * v], pair[2 * v + 1]);
             float* place = acc + r * kPanel + v * Isa::kLanes;
-            const float32x4_t both =
-                Isa::times(scale, Isa::all(x.scales[at + r * part.num_groups]));
-            const float32x4_t before = is_first ? Isa::zero() : Isa::load(place);
-            Isa::store(place, Isa::fma(Isa::to_float(sum), both, before));
+            const float x_scale = x.scales[at + r * part.num_groups];
+            const float32x4_t both = Isa::times(scale, Isa::all(x_scale));
+            const float32x4_t before = part.first + i == 0 ? Isa::zero() : Isa::load(place);
+            float32x4_t total = Isa::fma(Isa::to_float(sum), both, before);
+            if constexpr (kHasOffsets<Weight>) {
+                const auto x_sum = static_cast<float>(x.sums[at + r * part.num_groups]);
+                total = Isa::fma(Isa::load(factors.offsets + from), Isa::all(x_scale * x_sum), total);
+            }
+            Isa::store(place, total);
         });
     });
 }
 
-// The arguments are those of quantised_tile, but part.steps are double steps.
+// The arguments are those of grouped_tile, but part.steps are double steps.
 template <class Weight, int kRows>
-void quantised_pairs(float* acc, const Operand& x, int64_t row, const Groups& part,
-                     const uint8_t* w) {
+void grouped_pairs(float* acc, const Operand& x, int64_t row, const Groups& part,
+                   const Factors& factors, const uint8_t* w) {
     constexpr int kPairs = (kRows + 1) / 2;
-    for (int64_t g = part.first; g < part.first + part.groups; ++g) {
-        const int64_t at = row * part.num_groups + g;
+    for (int64_t i = 0; i < part.groups; ++i, w += part.bytes) {
+        const int64_t g = part.first + i, at = row * part.num_groups + g;
         const uint8_t* rows[2 * kPairs];
-        pair_rows<kRows>(rows, x.values + row * x.stride + g * part.steps * Weight::kRowBytes,
-                         x.stride);
+        pair_rows<kRows>(rows, x.values + row * x.stride + g * part.inputs, x.stride);
         int32x4_t sums[kPairs][kMatrices];
         unrolled<kPairs>(QUIRE_EACH(p) {
             constexpr int second = 2 * p + 1 < kRows ? 2 * p + 1 : 2 * p;
-            const int32x4_t start = vzip1q_s32(Isa::all(x.sums[at + 2 * p * part.num_groups]),
-                                               Isa::all(x.sums[at + second * part.num_groups]));
+            const int32_t r = x.sums[at + 2 * p * part.num_groups];
+            const int32_t s = x.sums[at + second * part.num_groups];
+            const int32x4_t start = vzip1q_s32(Isa::all(-part.bias * r), Isa::all(-part.bias * s));
             unrolled<kMatrices>(QUIRE_EACH(m) { sums[p][m] = start; });
         });
-        const uint8_t* scales = w;
-        w += kPanel * 2;
-        for (int64_t s = 0; s < part.steps; ++s, w += kDoubleStep) {
-            add_double_step<Weight, kPairs>(sums, w, rows, s * Weight::kRowBytes);
+        for (int64_t s = 0; s < part.steps; ++s) {
+            add_double_step<Weight, kPairs>(sums, w + s * kDoubleStep, rows,
+                                            s * Weight::kRowBytes);
         }
-        add_group<kRows>(acc, x, at, part, scales, g == 0, sums);
+        add_group<Weight, kRows>(acc, x, at, part, factors, i, sums);
     }
 }
 
@@ -220,16 +226,20 @@ void dense_pairs_panel(float* acc, const PackedWeight& weight, const Operand& x,
 }
 
 template <class Weight>
-void quantised_pairs_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
-                           int64_t rows, const uint8_t* w) {
+void grouped_pairs_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
+                         int64_t rows, const uint8_t* w) {
+    const PanelLayout layout(weight);
     const int64_t groups = weight.groups(), steps = weight.group / Weight::kRowBytes;
-    const int64_t group_bytes = kPanel * 2 + steps * kDoubleStep;
-    const int64_t chunk = kChunkBytes > group_bytes ? kChunkBytes / group_bytes : 1;
+    const int64_t chunk = chunk_groups(layout);
+    Factors factors;
     for (int64_t g = 0; g < groups; g += chunk) {
-        const Groups part{groups, g, groups - g < chunk ? groups - g : chunk, steps};
-        for_pair_tiles(rows, [&](int64_t first, auto count) {
-            quantised_pairs<Weight, count>(acc + first * kPanel, x, row + first, part,
-                                           w + g * group_bytes);
+        const int64_t count = groups - g < chunk ? groups - g : chunk;
+        decode_factors(factors, weight, layout, w, g, count);
+        const Groups part{groups, g, count, weight.group, layout.group_bytes, 0, steps,
+                          stored_bias(weight)};
+        for_pair_tiles(rows, [&](int64_t first, auto some) {
+            grouped_pairs<Weight, some>(acc + first * kPanel, x, row + first, part, factors,
+                                        w + layout.values(g));
         });
     }
 }

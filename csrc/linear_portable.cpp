@@ -41,6 +41,23 @@ struct Isa {
         const auto* halves = static_cast<const Bfloat16*>(at);
         return F{widen(halves[0]), widen(halves[1]), widen(halves[2]), widen(halves[3])};
     }
+    // Pairs of e4m3 as float16 of the same exponent bits, widened: 2^8 too small.
+    static inline void load_float8(const uint8_t* at, F& even, F& odd) {
+        for (int i = 0; i < 4; ++i) {
+            even[i] = widen(float8_as_half(at[2 * i]));
+            odd[i] = widen(float8_as_half(at[2 * i + 1]));
+        }
+    }
+    template <int kBits>
+    static inline I shift_right(I words) {
+        return words >> kBits;
+    }
+    static inline I look_up(const uint8_t* table, I codes) {
+        uint8_t bytes[16];
+        std::memcpy(bytes, &codes, sizeof bytes);
+        for (uint8_t& byte : bytes) byte = table[byte];
+        return read<I>(bytes);
+    }
     static inline F low_halves(I words) { return as_floats(words << 16); }
     static inline F high_halves(I words) { return as_floats(words & -65536); }
     static inline I low_nibbles(I words) { return words & 0x0F0F0F0F; }

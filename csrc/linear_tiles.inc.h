@@ -12,121 +12,19 @@
 
 #include "elements.h"
 #include "linear.h"
+#include "linear_weights.inc.h"
+
+#include "linear_factors.inc.h"
+#include "linear_operand.inc.h"
 
 namespace quire {
 namespace {
 
-constexpr int64_t kPanel = Isa::kVectors * Isa::kLanes;
 constexpr int64_t kBlockRows = 120;          // rows whose sums wait together
 constexpr int64_t kFetchRows = 10;  // rows from which on the next panel is fetched ahead
 constexpr int64_t kChunkBytes = 256 * 1024;  // of a panel: half of a small L2 cache
 
-#define QUIRE_INLINE inline __attribute__((always_inline))
-
-// --- formats: what one step along K loads, and how it is added ---
-
-struct Float32Weight {
-    using X = float;
-    static constexpr int64_t kDepth = 1;  // inputs of a step, which has kPanel * 4 bytes
-    static constexpr int64_t kVectorBytes = Isa::kLanes * 4;
-    struct Loaded {
-        typename Isa::F values;
-    };
-    static QUIRE_INLINE Loaded load(const uint8_t* w) { return {Isa::load(w)}; }
-    static QUIRE_INLINE void add(typename Isa::F& sum, const Loaded& w, const X* x) {
-        sum = Isa::fma(w.values, Isa::all(x[0]), sum);
-    }
-};
-
-struct Float16Weight {
-    using X = float;
-    static constexpr int64_t kDepth = 2, kVectorBytes = Isa::kLanes * 2;
-    struct Loaded {
-        typename Isa::F even, odd;
-    };
-    static QUIRE_INLINE Loaded load(const uint8_t* w) {
-        return {Isa::load_halves(w), Isa::load_halves(w + kPanel * 2)};
-    }
-    static QUIRE_INLINE void add(typename Isa::F& sum, const Loaded& w, const X* x) {
-        sum = Isa::fma(w.even, Isa::all(x[0]), sum);
-        sum = Isa::fma(w.odd, Isa::all(x[1]), sum);
-    }
-};
-
-// bfloat16 pairs as 32-bit words: their halves are floats after a shift and a mask.
-struct WidenedBfloat16Weight {
-    using X = float;
-    static constexpr int64_t kDepth = 2, kVectorBytes = Isa::kLanes * 4;
-    struct Loaded {
-        typename Isa::F even, odd;
-    };
-    static QUIRE_INLINE Loaded load(const uint8_t* w) {
-        const typename Isa::I words = Isa::load_words(w);
-        return {Isa::low_halves(words), Isa::high_halves(words)};
-    }
-    static QUIRE_INLINE void add(typename Isa::F& sum, const Loaded& w, const X* x) {
-        sum = Isa::fma(w.even, Isa::all(x[0]), sum);
-        sum = Isa::fma(w.odd, Isa::all(x[1]), sum);
-    }
-};
-
-#ifdef QUIRE_BFLOAT16_DOTS
-struct Bfloat16Weight {
-    using X = Bfloat16;
-    static constexpr int64_t kDepth = 2, kVectorBytes = Isa::kLanes * 4;
-    struct Loaded {
-        typename Isa::I words;
-    };
-    static QUIRE_INLINE Loaded load(const uint8_t* w) { return {Isa::load_words(w)}; }
-    static QUIRE_INLINE void add(typename Isa::F& sum, const Loaded& w, const X* x) {
-        sum = Isa::dot_bfloat16(sum, w.words, Isa::all_word(x));
-    }
-};
-#else
-using Bfloat16Weight = WidenedBfloat16Weight;
-#endif
-
-struct Int8Weight {
-    static constexpr int64_t kDepth = 4, kVectorBytes = Isa::kLanes * 4;
-    static constexpr int32_t kOffset = Isa::kInt8Offset;
-    struct Loaded {
-        typename Isa::I words;
-    };
-    static QUIRE_INLINE Loaded load(const uint8_t* w) { return {Isa::load_words(w)}; }
-    static QUIRE_INLINE void add(typename Isa::I& sum, const Loaded& w, const int8_t* x) {
-        sum = Isa::dot_bytes(sum, w.words, Isa::all_word(x));
-    }
-};
-
-struct Int4Weight {
-    static constexpr int64_t kDepth = 8, kVectorBytes = Isa::kLanes * 4;
-    static constexpr int32_t kOffset = kInt4Offset;
-    struct Loaded {
-        typename Isa::I low, high;
-    };
-    static QUIRE_INLINE Loaded load(const uint8_t* w) {
-        const typename Isa::I words = Isa::load_words(w);
-        return {Isa::low_nibbles(words), Isa::high_nibbles(words)};
-    }
-    static QUIRE_INLINE void add(typename Isa::I& sum, const Loaded& w, const int8_t* x) {
-        sum = Isa::dot_nibbles(sum, w.low, Isa::all_word(x));
-        sum = Isa::dot_nibbles(sum, w.high, Isa::all_word(x + 4));
-    }
-};
-
 // --- tiles ---
-
-// body(0), body(1), ... with numbers that are known to the compiler: arrays of sums that are indexed by
-// them are kept in registers, which those of a loop are not, even if it is unrolled later.
-template <int kCount, class Body>
-QUIRE_INLINE void unrolled(const Body& body) {
-    if constexpr (kCount > 0) {
-        unrolled<kCount - 1>(body);
-        body(std::integral_constant<int, kCount - 1>{});
-    }
-}
-
-#define QUIRE_EACH(index) [&](auto index) __attribute__((always_inline))
 
 // What a tile asks memory for while it computes: of each step the cache lines [begin, end),
 // `distance` bytes on, which is the same step of the next panel. From kFetchRows on the tiles share
@@ -146,6 +44,13 @@ struct Ahead {
 template <class Weight, int kRows, int kVectors, class Sum, class X>
 QUIRE_INLINE void add_step(Sum (&sums)[kRows][kVectors], const uint8_t* w, const X* const (&x)[kRows],
                            int64_t at) {
+    if constexpr (kTakesTurns<Weight>) {
+        unrolled<kVectors>(QUIRE_EACH(v) {
+            const typename Weight::Loaded loaded = Weight::load(w + v * Weight::kVectorBytes);
+            unrolled<kRows>(QUIRE_EACH(r) { Weight::add(sums[r][v], loaded, x[r] + at); });
+        });
+        return;
+    }
     typename Weight::Loaded loaded[kVectors];
     unrolled<kVectors>(QUIRE_EACH(v) { loaded[v] = Weight::load(w + v * Weight::kVectorBytes); });
     unrolled<kRows>(QUIRE_EACH(r) {
@@ -177,42 +82,59 @@ void dense_tile(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w, 
     });
 }
 
-// Some groups of a panel: of num_groups, `groups` groups of `steps` steps each, from `first` on.
+// Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs and
+// `bytes` bytes. Of each group are done `steps` steps from `step` on. bias: what was added to integers.
 struct Groups {
-    int64_t num_groups, first, groups, steps;
+    int64_t num_groups, first, groups, inputs, bytes, step, steps;
+    int32_t bias;
 };
 
-// The same of int8 activations: integers within a group, then the group's sum times both scales is
-// added in float32. w: the first group's scales; vector: the first of the panel's vectors.
+// The same of groups: sums within a group, integers where activations are int8, then the sum times
+// its scales is added in float32, and the offset times what the activations add up to.
 template <class Weight, bool kFetches, int kRows, int kVectors>
-void quantised_tile(float* acc, const Operand& x, int64_t row, const Groups& part, const uint8_t* w,
-                    int64_t vector, const Ahead& ahead) {
-    const int64_t steps = part.steps, num_groups = part.num_groups;
-    for (int64_t g = part.first; g < part.first + part.groups; ++g) {
-        const int64_t at = row * num_groups + g;
-        typename Isa::I sums[kRows][kVectors];
-        const int8_t* rows[kRows];
+void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
+                  const Factors& factors, int64_t lane, const uint8_t* w, const Ahead& ahead) {
+    using X = typename Weight::X;
+    constexpr bool kRounds = std::is_same_v<X, int8_t>;
+    constexpr int64_t kStepBytes = Weight::kWords * kPanel * 4;
+    for (int64_t i = 0; i < part.groups; ++i) {
+        const int64_t g = part.first + i, at = row * part.num_groups + g;
+        typename Weight::Sum sums[kRows][kVectors];
+        const X* rows[kRows];
         unrolled<kRows>(QUIRE_EACH(r) {
-            rows[r] = reinterpret_cast<const int8_t*>(x.values) + (row + r) * x.stride +
-                      g * steps * Weight::kDepth;
-            const typename Isa::I start = Isa::all(x.sums[at + r * num_groups]);
+            rows[r] = reinterpret_cast<const X*>(x.values + (row + r) * x.stride) +
+                      g * part.inputs + part.step * Weight::kDepth;
+            typename Weight::Sum start{};
+            if constexpr (kRounds) start = Isa::all(-part.bias * x.sums[at + r * part.num_groups]);
             unrolled<kVectors>(QUIRE_EACH(v) { sums[r][v] = start; });
         });
-        const uint8_t* scales = w + vector * Isa::kLanes * 2;
-        w += kPanel * 2 + vector * Weight::kVectorBytes;
-        for (int64_t s = 0; s < steps; ++s, w += kPanel * 4) {
-            if constexpr (kFetches) ahead.fetch(w);
-            add_step<Weight, kRows, kVectors>(sums, w, rows, s * Weight::kDepth);
+        const uint8_t* step = w + i * part.bytes;
+        for (int64_t s = 0; s < part.steps; ++s, step += kStepBytes) {
+            if constexpr (kFetches) {
+                unrolled<Weight::kWords>(QUIRE_EACH(n) { ahead.fetch(step + n * kPanel * 4); });
+            }
+            add_step<Weight, kRows, kVectors>(sums, step, rows, s * Weight::kDepth);
         }
-        w -= vector * Weight::kVectorBytes;
+        const bool is_first = g == 0 && part.step == 0;
         unrolled<kVectors>(QUIRE_EACH(v) {
-            const typename Isa::F scale = Isa::widen_bfloat16(scales + v * Isa::kLanes * 2);
+            const int64_t from = i * kPanel + lane + v * Isa::kLanes;
+            const typename Isa::F scale = Isa::load(factors.scales + from);
             unrolled<kRows>(QUIRE_EACH(r) {
                 float* place = acc + r * kPanel + v * Isa::kLanes;
-                const typename Isa::F both =
-                    Isa::times(scale, Isa::all(x.scales[at + r * num_groups]));
-                const typename Isa::F before = g == 0 ? Isa::zero() : Isa::load(place);
-                Isa::store(place, Isa::fma(Isa::to_float(sums[r][v]), both, before));
+                typename Isa::F total = is_first ? Isa::zero() : Isa::load(place);
+                if constexpr (kRounds) {
+                    const float x_scale = x.scales[at + r * part.num_groups];
+                    const typename Isa::F both = Isa::times(scale, Isa::all(x_scale));
+                    total = Isa::fma(Isa::to_float(sums[r][v]), both, total);
+                    if constexpr (kHasOffsets<Weight>) {
+                        const auto sum = static_cast<float>(x.sums[at + r * part.num_groups]);
+                        total = Isa::fma(Isa::load(factors.offsets + from),
+                                         Isa::all(x_scale * sum), total);
+                    }
+                } else {
+                    total = Isa::fma(sums[r][v], scale, total);
+                }
+                Isa::store(place, total);
             });
         });
     }
@@ -232,22 +154,22 @@ QUIRE_INLINE void tile_of(const Tile& tile) {
     }
 }
 
-template <class Tile>
+// Tiles are of nearly equal size, so none of those that fetch, which are several, is small.
+template <bool kFetches>
+constexpr int kFewestRows = kFetches ? Isa::kTileRows / 2 : 1;
+static_assert(kFetchRows >= Isa::kTileRows);
+
+template <class Tile, int kRows = Isa::kTileRows>
 void run_tile(const Tile& tile, int64_t rows) {
-    switch (rows) {
-        case 1: return tile_of<Tile, 1>(tile);
-        case 2: return tile_of<Tile, 2>(tile);
-        case 3: return tile_of<Tile, 3>(tile);
-        case 4: return tile_of<Tile, 4>(tile);
-        case 5: return tile_of<Tile, 5>(tile);
-        case 6: return tile_of<Tile, 6>(tile);
-        case 7: return tile_of<Tile, 7>(tile);
-        default: return tile_of<Tile, 8>(tile);
+    if constexpr (kRows > Tile::kFewestRows) {
+        if (rows < kRows) return run_tile<Tile, kRows - 1>(tile, rows);
     }
+    tile_of<Tile, kRows>(tile);
 }
 
 template <class Weight, bool kFetches>
 struct DenseTile {
+    static constexpr int kFewestRows = quire::kFewestRows<kFetches>;
     static constexpr int kWideRows = Isa::kWideRows;
     float* acc;
     const uint8_t* x;
@@ -266,20 +188,22 @@ struct DenseTile {
 };
 
 template <class Weight, bool kFetches>
-struct QuantisedTile {
-    static constexpr int kWideRows = Isa::kWideRows;
+struct GroupedTile {
+    static constexpr int kFewestRows = quire::kFewestRows<kFetches>;
+    static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
     float* acc;
     const Operand* x;
     int64_t row;
     Groups part;
+    const Factors* factors;
     const uint8_t* w;
     Ahead ahead;
 
-    // The scales of a vector have half the bytes of its weights, so w cannot simply be moved on.
     template <int kRows, int kVectors>
     void run(int vector) const {
-        quantised_tile<Weight, kFetches, kRows, kVectors>(acc + vector * Isa::kLanes, *x, row, part,
-                                                          w, vector, ahead);
+        const int64_t lane = vector * Isa::kLanes;
+        grouped_tile<Weight, kFetches, kRows, kVectors>(
+            acc + lane, *x, row, part, *factors, lane, w + vector * Weight::kVectorBytes, ahead);
     }
 };
 
@@ -322,19 +246,36 @@ void dense_panel(float* acc, const PackedWeight& weight, const Operand& x, int64
     for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, bytes, tile, s);
 }
 
+// Groups whose factors are decoded together: whole blocks, and of one chunk.
+int64_t chunk_groups(const PanelLayout& layout) {
+    const int64_t fitting = kChunkBytes / layout.group_bytes;
+    return fitting < 1 ? 1 : fitting < kFactorGroups ? fitting : kFactorGroups;
+}
+
 template <class Weight>
-void quantised_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
-                     int64_t rows, const uint8_t* w) {
-    const int64_t groups = weight.groups(), steps = weight.group / Weight::kDepth;
-    const int64_t group_bytes = kPanel * (2 + 4 * steps);
-    const int64_t chunk = kChunkBytes > group_bytes ? kChunkBytes / group_bytes : 1;
-    const auto tile = [&](int64_t first, int64_t count, const Ahead& ahead, int64_t g) {
-        const Groups part{groups, g, groups - g < chunk ? groups - g : chunk, steps};
-        run_tile_of<QuantisedTile, Weight>(count, ahead, acc + first * kPanel, &x, row + first, part,
-                                           w + g * group_bytes);
-    };
-    const int64_t bytes = packed_panel_bytes(weight);
-    for (int64_t g = 0; g < groups; g += chunk) for_tiles(rows, bytes, tile, g);
+void grouped_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
+                   int64_t rows, const uint8_t* w) {
+    const PanelLayout layout(weight);
+    const int64_t num_groups = weight.groups(), bytes = packed_panel_bytes(weight);
+    const int64_t steps = weight.group / Weight::kDepth, step_bytes = Weight::kWords * kPanel * 4;
+    const int64_t chunk = chunk_groups(layout);
+    // A group larger than a chunk is parted, unless its sums are integers, which are exact.
+    const bool is_parted = layout.group_bytes > kChunkBytes && !weight.rounds_activations();
+    const int64_t most = is_parted ? kChunkBytes / step_bytes : steps;
+    Factors factors;
+    for (int64_t g = 0; g < num_groups; g += chunk) {
+        const int64_t count = num_groups - g < chunk ? num_groups - g : chunk;
+        decode_factors(factors, weight, layout, w, g, count);
+        const auto tile = [&](int64_t first, int64_t some, const Ahead& ahead, int64_t step) {
+            const int64_t end = step + most < steps ? step + most : steps;
+            const Groups part{num_groups, g, count, weight.group, layout.group_bytes, step,
+                              end - step, stored_bias(weight)};
+            run_tile_of<GroupedTile, Weight>(some, ahead, acc + first * kPanel, &x, row + first,
+                                             part, &factors,
+                                             w + layout.values(g) + step * step_bytes);
+        };
+        for (int64_t step = 0; step < steps; step += most) for_tiles(rows, bytes, tile, step);
+    }
 }
 
 template <class T>
@@ -355,13 +296,23 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 using PanelFunction = void (*)(float*, const PackedWeight&, const Operand&, int64_t, int64_t,
                                const uint8_t*);
 
+template <class Weight>
+PanelFunction grouped_function(const PackedWeight& weight) {
+    if (weight.parts().offsets == Offsets::kNone) return grouped_panel<Weight>;
+    return grouped_panel<WithOffsets<Weight>>;
+}
+
 PanelFunction panel_function(const PackedWeight& weight) {
-    switch (weight.format) {
-        case WeightFormat::kFloat32: return dense_panel<Float32Weight>;
-        case WeightFormat::kBfloat16: return dense_panel<Bfloat16Weight>;
-        case WeightFormat::kFloat16: return dense_panel<Float16Weight>;
-        case WeightFormat::kInt8: return quantised_panel<Int8Weight>;
-        default: return quantised_panel<Int4Weight>;
+    switch (weight.parts().values) {
+        case Values::kFloat32: return dense_panel<Float32Weight>;
+        case Values::kBfloat16: return dense_panel<Bfloat16Weight>;
+        case Values::kFloat16: return dense_panel<Float16Weight>;
+        case Values::kFloat8: return grouped_panel<Float8Weight>;
+        case Values::kFloat4: return grouped_panel<Float4Weight>;
+        case Values::kInt4: return grouped_function<Int4Weight>(weight);
+        case Values::kInt5: return grouped_function<Int5Weight>(weight);
+        case Values::kInt6: return grouped_panel<Int6Weight>;
+        default: return grouped_function<Int8Weight>(weight);
     }
 }
 
@@ -384,95 +335,6 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
                 default: write_rows<Float16>(out, bias, acc, row, rows, p * kPanel);
             }
         }
-    }
-}
-
-// --- activations ---
-
-constexpr bool kReadsBfloat16 = sizeof(typename Bfloat16Weight::X) == 2;
-
-bool reads_bfloat16(const PackedWeight& weight) {
-    return kReadsBfloat16 && weight.format == WeightFormat::kBfloat16;
-}
-
-int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
-
-int64_t operand_bytes(const PackedWeight& weight, const Matrix& x) {
-    if (weight.is_quantised()) return weight.groups() * weight.group;
-    const Element read = reads_bfloat16(weight) ? Element::kBfloat16 : Element::kFloat32;
-    const bool pairs = weight.format != WeightFormat::kFloat32;
-    if (x.element == read && (!pairs || x.columns % 2 == 0)) return 0;
-    return even(x.columns) * (read == Element::kFloat32 ? 4 : 2);
-}
-
-// To int8, to the nearest. Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
-template <class T>
-void quantise_group(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t count) {
-    int32_t peak = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t magnitude = bits_of(widen(x[i])) & 0x7FFFFFFF;
-        peak = magnitude > peak ? magnitude : peak;
-    }
-    // Below this the inverse would overflow, and all values round to nothing anyway.
-    const float largest = float_of(peak), inverse = largest < 1e-30f ? 0.0f : 127.0f / largest;
-    scale = largest / 127.0f;
-    int32_t total = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t bits = bits_of(widen(x[i]) * inverse + 12582912.0f);
-        const auto value = static_cast<int8_t>(bits);
-        out[i] = value;
-        total += value;
-    }
-    sum = total;
-}
-
-template <class T>
-void quantise_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
-                  int64_t row) {
-    const int64_t groups = weight.groups(), group = weight.group;
-    auto* out = reinterpret_cast<int8_t*>(operand.values + row * operand.stride);
-    const int32_t offset =
-        weight.format == WeightFormat::kInt8 ? Int8Weight::kOffset : Int4Weight::kOffset;
-    for (int64_t g = 0; g < groups; ++g) {
-        const int64_t left = weight.inputs - g * group, count = left < group ? left : group;
-        const int64_t at = row * groups + g;
-        quantise_group(out + g * group, operand.scales[at], operand.sums[at], x + g * group, count);
-        operand.sums[at] *= -offset;
-    }
-    for (int64_t i = weight.inputs; i < groups * group; ++i) out[i] = 0;
-}
-
-template <class T>
-void prepare_row(const MutableOperand& operand, const PackedWeight& weight, const T* x,
-                 int64_t row) {
-    if (weight.is_quantised()) return quantise_row(operand, weight, x, row);
-    uint8_t* to = operand.values + row * operand.stride;
-    const int64_t count = weight.inputs, padded = even(count);
-    if (reads_bfloat16(weight)) {
-        auto* out = reinterpret_cast<Bfloat16*>(to);
-        for (int64_t i = 0; i < count; ++i) narrow(out[i], widen(x[i]));
-        if (padded > count) out[count] = Bfloat16{0};
-    } else {
-        auto* out = reinterpret_cast<float*>(to);
-        for (int64_t i = 0; i < count; ++i) out[i] = widen(x[i]);
-        if (padded > count) out[count] = 0.0f;
-    }
-}
-
-template <class T>
-void prepare_rows(const MutableOperand& operand, const PackedWeight& weight, const Matrix& x,
-                  int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-        prepare_row(operand, weight, static_cast<const T*>(x.data) + row * x.stride, row);
-    }
-}
-
-void prepare(const MutableOperand& operand, const PackedWeight& weight, const Matrix& x,
-             int64_t begin, int64_t end) {
-    switch (x.element) {
-        case Element::kFloat32: return prepare_rows<float>(operand, weight, x, begin, end);
-        case Element::kBfloat16: return prepare_rows<Bfloat16>(operand, weight, x, begin, end);
-        default: return prepare_rows<Float16>(operand, weight, x, begin, end);
     }
 }
 
@@ -502,12 +364,12 @@ int64_t repeat_step(int64_t steps, const Sum& zero) {
 }
 
 int64_t repeat(WeightFormat format, int64_t steps) {
-    switch (format) {
-        case WeightFormat::kFloat32: return repeat_step<Float32Weight, float>(steps, Isa::zero());
-        case WeightFormat::kBfloat16:
+    switch (parts_of(format).values) {
+        case Values::kFloat32: return repeat_step<Float32Weight, float>(steps, Isa::zero());
+        case Values::kBfloat16:
             return repeat_step<Bfloat16Weight, typename Bfloat16Weight::X>(steps, Isa::zero());
-        case WeightFormat::kFloat16: return repeat_step<Float16Weight, float>(steps, Isa::zero());
-        case WeightFormat::kInt8: return repeat_step<Int8Weight, int8_t>(steps, Isa::all(0));
+        case Values::kFloat16: return repeat_step<Float16Weight, float>(steps, Isa::zero());
+        case Values::kInt8: return repeat_step<Int8Weight, int8_t>(steps, Isa::all(0));
         default: return repeat_step<Int4Weight, int8_t>(steps, Isa::all(0));
     }
 }

@@ -67,7 +67,7 @@ MutableOperand Program::operand(const Instruction& instruction) const {
     const PackedWeight& weight = instruction.packed;
     const View& view = instruction.views[instruction.kind == Kind::kPrepare ? 0 : 1];
     const int64_t rows = step_.rows, stride = instruction.stride;
-    const int64_t groups = weight.is_quantised() ? weight.groups() : 0;
+    const int64_t groups = weight.rounds_activations() ? weight.groups() : 0;
     auto* values = reinterpret_cast<uint8_t*>(row(view, 0));
     auto* scales = reinterpret_cast<float*>(values + rows * stride);
     return {rows, stride, values, scales, reinterpret_cast<int32_t*>(scales + rows * groups)};

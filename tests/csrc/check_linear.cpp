@@ -17,6 +17,7 @@ namespace {
 using namespace quire;
 
 constexpr int64_t kMostRows = 19;
+constexpr int64_t kBlockInputs = 512, kRowBytes = 1024;  // of rows of blocks: more than any needs
 
 struct Case {
     WeightFormat format;
@@ -24,9 +25,11 @@ struct Case {
     int64_t outputs, inputs, group, rows;
     bool is_constant;  // largest magnitudes everywhere
 
+    // Rounded here, so that each bit of a product is known; stored: packed as a checkpoint has it.
     bool is_quantised() const {
         return format == WeightFormat::kInt8 || format == WeightFormat::kInt4;
     }
+    bool is_stored() const { return format > WeightFormat::kInt4; }
 };
 
 int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
@@ -123,9 +126,13 @@ class Layer {
         }
         for (int64_t i = 0; i < c.rows * c.inputs; ++i) x_.set(i, activation(random.next()));
         for (int64_t i = 0; i < c.outputs; ++i) bias_.set(i, random.next());
-        weight_ = {c.format, variant, c.outputs, c.inputs, c.group, nullptr};
+        weight_ = {c.format, variant, c.outputs, c.inputs, c.group, false, nullptr};
         data_.resize(static_cast<size_t>(packed_bytes(weight_)));
-        pack_weight(data_.data(), weight_, weight.all(), c.format == WeightFormat::kInt4, 1);
+        if (c.is_stored()) {
+            pack_numbers(random);
+        } else {
+            pack_weight(data_.data(), weight_, weight.all(), c.format == WeightFormat::kInt4, 1);
+        }
         weight_.data = data_.data();
         std::vector<int64_t> ids;
         for (int64_t n = 0; n < c.outputs; ++n) ids.push_back(n);
@@ -147,15 +154,42 @@ class Layer {
 
     // As the layout in linear.h says.
     float scale(int64_t n, int64_t g) const {
-        const int64_t panel = kernels().panel, shares = case_.format == WeightFormat::kInt8 ? 1 : 2;
-        const uint8_t* begin = data_.data() + n / panel * packed_panel_bytes(weight_) +
-                               g * panel * (2 + weight_.group / shares);
+        const PanelLayout layout(weight_);
+        const int64_t begin = n / layout.panel * packed_panel_bytes(weight_) + layout.scales(g);
         Bfloat16 stored;
-        std::memcpy(&stored, begin + n % panel * 2, sizeof stored);
+        std::memcpy(&stored, data_.data() + begin + n % layout.panel * 2, sizeof stored);
         return widen(stored);
     }
 
    private:
+    // Random numbers of the format, as a checkpoint stores them.
+    void pack_numbers(Random& random) {
+        const FormatParts& parts = weight_.parts();
+        const int64_t count = case_.outputs * case_.inputs, groups = case_.outputs * weight_.groups();
+        std::vector<uint8_t> codes(static_cast<size_t>(count + kRowBytes * case_.outputs));
+        for (uint8_t& code : codes) code = static_cast<uint8_t>(128 * (random.next() + 1));
+        if (case_.format >= WeightFormat::kQ4_1) {
+            // Every odd byte as that of a small float16.
+            for (size_t i = 1; i < codes.size(); i += 2) codes[i] = 0x20 | (codes[i] & 0x83);
+            return pack_blocks(data_.data(), weight_, codes.data(), kRowBytes, 1);
+        }
+        std::vector<float> scales(static_cast<size_t>(groups)), zeros(scales.size());
+        std::vector<uint8_t> powers(scales.size());
+        for (size_t i = 0; i < scales.size(); ++i) {
+            scales[i] = static_cast<float>(1 + i % 7) * 0x1p-9f;
+            zeros[i] = static_cast<float>(i % 15) - 7.0f;
+            powers[i] = static_cast<uint8_t>(120 + i % 5);
+        }
+        for (int64_t i = 0; i < count; ++i) {
+            uint8_t& code = codes[static_cast<size_t>(i)];
+            if (parts.values == quire::Values::kInt4) code = static_cast<uint8_t>((code & 15) - 8);
+            if (parts.values == quire::Values::kFloat8 && (code & 0x7F) == 0x7F) code = 0;
+        }
+        const void* factors = scales.data();
+        if (parts.scales == Scales::kPower) factors = powers.data();
+        pack_stored(data_.data(), weight_, {codes.data(), factors, zeros.data(), nullptr}, 1);
+    }
+
     // Exactly a bfloat16 where weights are, because a variant may round activations to it.
     float activation(float value) const {
         if (case_.is_constant) return value < 0 ? -2.0f : 2.0f;
@@ -189,10 +223,12 @@ class Check {
     int64_t count_ = 0, failures_ = 0;
 };
 
+double error_of(Element element) {
+    return element == Element::kFloat32 ? 0x1p-24 : element == Element::kBfloat16 ? 0x1p-8 : 0x1p-11;
+}
+
 void check_dense(Check& check, const Case& c, const Layer& layer, const Values& out) {
-    const double element_error = c.element == Element::kFloat32    ? 0x1p-24
-                                 : c.element == Element::kBfloat16 ? 0x1p-8
-                                                                   : 0x1p-11;
+    const double element_error = error_of(c.element);
     bool is_right = true;
     for (int64_t row = 0; row < c.rows; ++row) {
         for (int64_t n = 0; n < c.outputs; ++n) {
@@ -257,6 +293,36 @@ float quantised_sum(const Case& c, const Layer& layer, const QuantisedRow& x, in
     return total + layer.bias(n);
 }
 
+// Of stored numbers: near the sum in double precision, of activations as they are rounded.
+void check_stored(Check& check, const Case& c, const Layer& layer, const Values& out) {
+    const bool rounds = layer.weight().rounds_activations();
+    bool is_right = true;
+    for (int64_t row = 0; row < c.rows; ++row) {
+        std::vector<double> x;
+        if (rounds) {
+            const QuantisedRow rounded(c, layer, row);
+            for (int64_t k = 0; k < c.inputs; ++k) {
+                const float scale = rounded.scale(k / c.group);
+                x.push_back(static_cast<double>(scale) * rounded.value(k));
+            }
+        } else {
+            for (int64_t k = 0; k < c.inputs; ++k) x.push_back(layer.x().at(row, k));
+        }
+        for (int64_t n = 0; n < c.outputs; ++n) {
+            double sum = layer.bias(n), size = std::fabs(sum);
+            for (int64_t k = 0; k < c.inputs; ++k) {
+                const double product = layer.unpacked(n, k) * x[static_cast<size_t>(k)];
+                sum += product;
+                size += std::fabs(product);
+            }
+            // Offsets are added apart, so that more may cancel out than in the plain sum.
+            const double error = std::fabs(out.at(row, n) - sum);
+            is_right &= error <= 1e-5 * size + 1e-5 + error_of(c.element) * std::fabs(sum);
+        }
+    }
+    check.expect(is_right, c, "stored numbers: far from the sum in double precision");
+}
+
 void check_quantised(Check& check, const Case& c, const Layer& layer, const Values& out) {
     Values expected(c.element, 1, c.outputs);
     bool is_near = true, is_right = true;
@@ -293,6 +359,8 @@ void check_case(Check& check, const Case& c, int variant) {
     const Values out = layer.multiply(0, c.rows, 1);
     if (c.is_quantised()) {
         check_quantised(check, c, layer, out);
+    } else if (c.is_stored()) {
+        check_stored(check, c, layer, out);
     } else {
         check_dense(check, c, layer, out);
     }
@@ -334,6 +402,18 @@ std::vector<Case> cases() {
             all.push_back({f.format, element, 17, 1030, group_of(group, 1030), 3, true});
             const int64_t k = f.long_inputs;
             all.push_back({f.format, element, 17, k, group_of(group, k), 3, false});
+        }
+    }
+    for (int i = static_cast<int>(WeightFormat::kFloat8); i < static_cast<int>(WeightFormat::kCount); ++i) {
+        const auto format = static_cast<WeightFormat>(i);
+        const bool is_k = format >= WeightFormat::kQ2_K;
+        const bool is_block = format >= WeightFormat::kQ4_1 || format == WeightFormat::kFloat4;
+        const bool is_small = is_k && format != WeightFormat::kQ4_K && format != WeightFormat::kQ5_K;
+        const int64_t group = is_small ? 16 : 32;
+        all.push_back({format, Element::kFloat32, 70, kBlockInputs, group, kMostRows, false});
+        if (is_block) continue;
+        for (const int64_t other : {int64_t{24}, int64_t{128}}) {
+            all.push_back({format, Element::kBfloat16, 33, 301, other, kMostRows, false});
         }
     }
     return all;

@@ -6,9 +6,11 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.ops.formats import (
+    CORE_DTYPES,
     FORMATS,
     GROUP_SIZES,
-    INPUTS_OF_A_WORD,
+    NAMES,
+    SIZES,
     Packing,
     Quantization,
     check_quantization,
@@ -25,24 +27,27 @@ needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not buil
 
 
 @needs_core
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", NAMES)
 @pytest.mark.parametrize("index", range(len(variants())), ids=variants())
 def test_bytes_are_the_cores(index: int, format: str) -> None:
     """Of every variant, format and group, also where outputs and inputs fill no panel and group."""
     module, variant = core(), variants()[index]
     assert module is not None
-    is_quantised = format in ("int8", "int4")
-    sizes = (*GROUP_SIZES, *([0] if format == "int8" else [])) if is_quantised else (0,)
-    for (outputs, inputs), size in itertools.product(SHAPES, sizes):
+    is_quantised, own = format not in CORE_DTYPES, SIZES[format]
+    sizes = (*GROUP_SIZES, *([0] if format in ("int8", "fp8") else [])) if is_quantised else (0,)
+    shapes = [(outputs, 256 * inputs) for outputs, inputs in SHAPES] if own.block_bytes else SHAPES
+    for (outputs, inputs), size in itertools.product(shapes, [own.group] if own.group else sizes):
         chosen = Quantization(format, size) if is_quantised else None
         group = chosen.group_of(inputs) if chosen is not None else 1
-        layout = WeightLayout(FORMATS.index(format), index, outputs, inputs, group)
+        layout = WeightLayout(NAMES.index(format), index, outputs, inputs, group)
         got = packed_bytes((outputs, inputs), format, chosen, panel_of(variant))
         assert got == module.linear_bytes(layout.at(0, module)), (outputs, inputs, size)
 
 
-def test_all_formats_have_words() -> None:
-    assert set(INPUTS_OF_A_WORD) == set(FORMATS)
+def test_names_begin_with_what_is_measured() -> None:
+    """Formats and the core have one order; each is multiplied as one of the measured."""
+    assert NAMES[: len(FORMATS)] == FORMATS
+    assert {each.is_measured_as for each in SIZES.values()} <= set(FORMATS)
 
 
 def test_a_head_and_the_table_tied_to_it() -> None:
@@ -82,9 +87,9 @@ def test_where_quantised_weights_cannot_be_used(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
-        check_quantization(dtype, device, ["int8"])
+        check_quantization(dtype, device)
 
 
-def test_a_gpu_has_a_kernel_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_has_kernels_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    check_quantization("bfloat16", "cuda", ["fp8", "int4", "int8"])
+    check_quantization("bfloat16", "cuda")

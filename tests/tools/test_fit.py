@@ -109,15 +109,15 @@ def test_the_plan_of_a_gguf_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Quantised layers as the file has them; a tied table of 4 bits becomes 8."""
+    """Quantised layers as the file has them, tied tables, too."""
     source = resolve_model(str(convert(folders[variant], tmp_path / "model.gguf", kind)))
     found = fitted(source, SOME_BYTES, **settings)
     check_same(found, built(monkeypatch, source, SOME_BYTES, **settings))
     assert found.warnings == ()
     names = {each.name for each in found.weights}
-    assert ("int8 in groups of 32" in names) == (
-        not settings and (kind == Q8_0 or load_spec(source.directory).tie_embeddings)
-    )
+    assert ("int8 in groups of 32" in names) == (not settings and kind == Q8_0)
+    is_int4 = settings.get("quantization") == "int4" or (not settings and kind == Q4_0)
+    assert ("int4 in groups of 32" in names) == is_int4
     assert [each.weights for each in found.alternatives][::2] == [
         "as in the file",
         found.config.model.dtype,

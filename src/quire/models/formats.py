@@ -26,9 +26,8 @@ class WeightFormats:
 
     def check(self, dtype: str, device: str) -> None:
         """Raise ConfigError, saying what to do, where they cannot be used. device: its type."""
-        asked = {each.format for each in (self.layers, self.head) if each is not None}
-        if asked:
-            check_quantization(dtype, device, sorted(asked))
+        if self.is_quantised:
+            check_quantization(dtype, device)
 
 
 AS_THEY_ARE = WeightFormats()

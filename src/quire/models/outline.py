@@ -14,7 +14,7 @@ from quire.models.assembly import empty_model
 from quire.models.formats import StoredFormat, WeightFormats
 from quire.models.layers import Embedding, Layer, Linear, LMHead
 from quire.models.model import Model
-from quire.ops.formats import Packing, Quantization
+from quire.ops.formats import SIZES, Packing, Quantization
 
 PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
 Shape = tuple[int, ...]
@@ -128,9 +128,12 @@ def part_bytes(part: Part, packing: Packing, format: Quantization | None) -> int
 
 
 def format_name(format: Quantization | None, dtype: str) -> str:
-    """Name a format for people."""
+    """Name a format for people, who need not know which float type its scales are."""
     if format is None:
         return dtype
+    name = format.format.replace("_f16", "").replace("_f32", "").replace("_zeros", " with zeros")
+    if SIZES[format.format].group:
+        return name
     if not format.group_size:
-        return f"{format.format} with a scale per output"
-    return f"{format.format} in groups of {format.group_size}"
+        return f"{name} with a scale per output"
+    return f"{name} in groups of {format.group_size}"

@@ -21,23 +21,70 @@ from quire.ops.native_types import WeightLayout
 
 VARIANT = "QUIRE_CPU_VARIANT"  # the environment variable; one that this CPU runs
 
-FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")
+FORMATS = ("float32", "bfloat16", "float16", "int8", "int4")  # that are measured
 CORE_DTYPES = FORMATS[:3]  # of activations that the core multiplies
-QUANTISED = FORMATS[3:]
 ATTENTION = "float32"  # what the core's attention multiplies in, whatever keys are stored as
 GROUP_SIZES = (32, 64, 128)
 MOST_INPUTS_OF_A_ROW = 65_536  # more products of 8 bits could overflow 32
 ROUND_INPUTS = 8
-SCALE_BYTES = 2
-# Inputs of an output that a 32-bit word of a panel holds.
-INPUTS_OF_A_WORD = {"float32": 1, "bfloat16": 2, "float16": 2, "int8": 4, "int4": 8}
+MOST_OF_A_STORED_GROUP = 128  # inputs: activations become int8 in groups, so larger ones are parted
+NESTED_INPUTS = 256  # of a block of GGUF's K formats
+
+
+@dataclass(frozen=True)
+class FormatSizes:
+    """What the core's order of a format takes (csrc/linear_formats.h).
+
+    bits: of an input of an output. factor_bytes: of scale and offset, for each output and group.
+    block_bytes: what the groups of a block of NESTED_INPUTS share. group: inputs of one, where the
+    format has no other; 0: any. is_measured_as: which of FORMATS has the same arithmetic.
+    """
+
+    bits: int
+    is_measured_as: str
+    factor_bytes: int = 0
+    block_bytes: int = 0
+    group: int = 0
+
+
+def _integer_sizes() -> dict[str, FormatSizes]:
+    """Integers with scales that are float16 or float32 instead of bfloat16, or with zero points."""
+    found = {}
+    for bits in (8, 4):
+        for zeros in ("", "_zeros"):
+            for kind, scale_bytes in (("", 2), ("_f16", 2), ("_f32", 4)):
+                size = scale_bytes * (2 if zeros else 1)
+                found[f"int{bits}{kind}{zeros}"] = FormatSizes(bits, f"int{bits}", size)
+    return found
+
+
+# By name. The order of the names is that of the core's numbers.
+SIZES = {
+    "float32": FormatSizes(32, "float32"),
+    "bfloat16": FormatSizes(16, "bfloat16"),
+    "float16": FormatSizes(16, "float16"),
+    "int8": FormatSizes(8, "int8", 2),
+    "int4": FormatSizes(4, "int4", 2),
+    "fp8": FormatSizes(8, "float16", 4),
+    "mxfp4": FormatSizes(4, "int4", 1, group=32),
+    **{name: sizes for name, sizes in _integer_sizes().items() if name not in FORMATS},
+    "q4_1": FormatSizes(4, "int4", 4, group=32),
+    "q5_0": FormatSizes(5, "int4", 2, group=32),
+    "q5_1": FormatSizes(5, "int4", 4, group=32),
+    "q2_k": FormatSizes(4, "int4", 2, 4, group=16),
+    "q3_k": FormatSizes(4, "int4", 1, 2, group=16),
+    "q4_k": FormatSizes(4, "int4", 2, 4, group=32),
+    "q5_k": FormatSizes(5, "int4", 2, 4, group=32),
+    "q6_k": FormatSizes(6, "int4", 1, 2, group=16),
+}
+NAMES = tuple(SIZES)
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are stored: `int8` or `int4`, with a scale per `group_size` inputs of an output,
-    or for int8 with 0 per output; `fp8` (e4m3) with one per output. The C++ core rounds activations
-    to int8 in the groups of integers, as they come."""
+    """How weights are stored: one of NAMES, with a scale per `group_size` inputs of an output, or
+    with 0 per output. The C++ core rounds activations to int8 in the groups of integers, as they
+    come."""
 
     format: str
     group_size: int
@@ -46,7 +93,7 @@ class Quantization:
         """Count the inputs that share a scale, filled up where the number of inputs asks for it."""
         if self.group_size:
             return self.group_size
-        if num_inputs > MOST_INPUTS_OF_A_ROW:
+        if num_inputs > MOST_INPUTS_OF_A_ROW and rounds_activations(self.format):
             raise ConfigError(
                 f"a layer has {num_inputs:,} inputs, too many for int8 with one scale per output;"
                 f" give quantization_group_size {GROUP_SIZES[-1]}."
@@ -103,13 +150,14 @@ def packed_bytes(
     """Count the bytes of a weight [N, K] in the core's order: whole panels of outputs, whole groups
     of inputs. dtype: its own, which counts if it is not quantised."""
     outputs, inputs = shape
+    rows = -(-outputs // panel) * panel
     if quantization is None:
-        words, scales = -(-inputs // INPUTS_OF_A_WORD[dtype]), 0
-    else:
-        group = quantization.group_of(inputs)
-        scales = -(-inputs // group)
-        words = scales * group // INPUTS_OF_A_WORD[quantization.format]
-    return -(-outputs // panel) * panel * (4 * words + SCALE_BYTES * scales)
+        return rows * 4 * -(-inputs * SIZES[dtype].bits // 32)
+    sizes, group = SIZES[quantization.format], quantization.group_of(inputs)
+    groups = -(-inputs // group)
+    blocks = inputs // NESTED_INPUTS if sizes.block_bytes else 0
+    row_bytes = groups * (group * sizes.bits // 8 + sizes.factor_bytes) + blocks * sizes.block_bytes
+    return rows * row_bytes
 
 
 @functools.cache
@@ -129,7 +177,7 @@ def chosen_variant(format: str) -> str:
         return name
     if len(variants()) == 1:
         return variants()[0]
-    return choose_variant(measurement().speeds[format], variants())
+    return choose_variant(measurement().speeds[SIZES[format].is_measured_as], variants())
 
 
 def forced_variant() -> str | None:
@@ -148,9 +196,9 @@ def chosen_variants(formats: Iterable[str]) -> dict[str, str]:
 def measured_speed(format: str) -> Speed | None:
     """Return how fast one thread is with weights of a format; None if the core does not multiply
     them, or is not there."""
-    if format not in FORMATS or core() is None:
+    if format not in SIZES or core() is None:
         return None
-    return measurement().speeds[format][chosen_variant(format)]
+    return measurement().speeds[SIZES[format].is_measured_as][chosen_variant(format)]
 
 
 @functools.cache
@@ -176,8 +224,13 @@ def measurement_file() -> KernelFile:
 def panel_of(variant: str) -> int:
     """Count the outputs per panel of an instruction set, from the bytes of one weight."""
     core = needed_core()
-    one_float32 = WeightLayout(FORMATS.index("float32"), variants().index(variant), 1, 1, 1)
+    one_float32 = WeightLayout(NAMES.index("float32"), variants().index(variant), 1, 1, 1)
     return core.linear_bytes(one_float32.at(0, core)) // DTYPE_BYTES["float32"]
+
+
+def rounds_activations(format: str) -> bool:
+    """Tell whether products with a format round activations to int8."""
+    return format not in (*CORE_DTYPES, "fp8")
 
 
 def core_packing(dtype: str) -> Packing | None:
@@ -186,14 +239,14 @@ def core_packing(dtype: str) -> Packing | None:
     if dtype not in CORE_DTYPES or core() is None:
         return None
     panel = panel_of(chosen_variant(dtype))
-    panels = ((each, panel_of(chosen_variant(each))) for each in QUANTISED)
+    panels = ((each, panel_of(chosen_variant(each))) for each in NAMES if each not in CORE_DTYPES)
     others = tuple((each, other) for each, other in panels if other != panel)
     return Packing(dtype, panel, is_reordered=True, other_panels=others)
 
 
-def check_quantization(dtype: str, device: str, formats: Iterable[str]) -> None:
-    """Raise ConfigError, saying what to do, where weights quantised to these formats cannot be
-    multiplied. device: its type."""
+def check_quantization(dtype: str, device: str) -> None:
+    """Raise ConfigError, saying what to do, where quantised weights cannot be multiplied.
+    device: its type."""
     if dtype not in CORE_DTYPES:
         raise ConfigError(f"quantization needs dtype {', '.join(CORE_DTYPES)}, not {dtype}.")
     if device not in ("cpu", "cuda"):
@@ -208,10 +261,6 @@ def check_quantization(dtype: str, device: str, formats: Iterable[str]) -> None:
                 " CUDA builds of torch), or leave quantization out."
             )
         return
-    unknown = [each for each in formats if each not in QUANTISED]
-    if unknown:
-        known = ", ".join(QUANTISED)
-        raise ConfigError(f"a CPU has no kernel for weights in {unknown[0]}; take one of {known}.")
     if core() is None:
         raise ConfigError(
             "quantization needs the C++ core, which was not built here; install a C++17 compiler"

@@ -108,6 +108,6 @@ def _product(
     out = np.empty(rows * outputs, np.float32)
 
     def multiply() -> None:
-        core.linear(out.ctypes.data, x.ctypes.data, 0, FLOAT32, rows, inputs, weight, 1)
+        core.linear(out.ctypes.data, x.ctypes.data, 0, FLOAT32, rows, inputs, outputs, weight, 1)
 
     return multiply

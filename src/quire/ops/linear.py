@@ -69,6 +69,7 @@ def _native_linear(
         ELEMENTS[dtype],
         x_TK.shape[0],
         x_TK.stride(0),
+        outputs,
         weight.core,
         num_threads(),
     )
@@ -89,7 +90,7 @@ def pack_weight(
     if quantization is not None:
         if has_kernels(dtype, device):
             return quantise_for_gpu(weight_NK, quantization)
-        check_quantization(dtype_name(dtype), device.type, (quantization.format,))
+        check_quantization(dtype_name(dtype), device.type)
     if can_pack_natively(dtype, device):
         return pack(weight_NK, quantization, memory=memory)
     if not can_pack(dtype, device):
@@ -103,7 +104,7 @@ def pack_experts(weight_ENK: torch.Tensor, quantization: Quantization | None) ->
     for: one expert after the other."""
     if quantization is None:
         return weight_ENK
-    check_quantization(dtype_name(weight_ENK.dtype), "cuda", (quantization.format,))
+    check_quantization(dtype_name(weight_ENK.dtype), "cuda")
     return stack_experts(quantise_for_gpu(each_NK, quantization) for each_NK in weight_ENK)
 
 

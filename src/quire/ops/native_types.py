@@ -67,8 +67,9 @@ class Core(Protocol):
     ) -> CoreKV: ...  # fmt: skip
     def HeadRows(self, *, data: int, element: int, stride: int) -> CoreRows: ...
     def PackedWeight(
-        self, *, format: int, variant: int, outputs: int, inputs: int, group: int, data: int
-    ) -> CoreWeight: ...
+        self, *, format: int, variant: int, outputs: int, inputs: int, group: int,
+        is_ordered: int, data: int,
+    ) -> CoreWeight: ...  # fmt: skip
     def Program(
         self, widths: Sequence[int], places: Sequence[int], arena: int, variant: int, /
     ) -> CoreProgram: ...
@@ -129,26 +130,32 @@ class Core(Protocol):
         num_threads: int, /,
     ) -> None: ...  # fmt: skip
     def linear_pack_blocks(
-        self, data: int, packed: CoreWeight, blocks: int, num_threads: int, /
+        self, data: int, packed: CoreWeight, blocks: int, row_bytes: int, num_threads: int, /
     ) -> None: ...
+    def linear_pack_stored(
+        self, data: int, packed: CoreWeight, values: int, scales: int, zeros: int, order: int,
+        num_threads: int, /,
+    ) -> None: ...  # fmt: skip
     def linear_unpack_rows(
         self, out: int, element: int, ids: int, count: int, weight: CoreWeight, /
     ) -> None: ...
     def linear(
         self, out: int, x: int, bias: int, element: int, rows: int, x_stride: int,
-        weight: CoreWeight, num_threads: int, /,
+        out_stride: int, weight: CoreWeight, num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
 
 class WeightLayout(NamedTuple):
     """What a packed weight is, without its data. format, variant: the core's numbers; group:
-    inputs that share a scale, 1 where there are no scales."""
+    inputs that share a scale, 1 where there are no scales; is_ordered: 1 where inputs were sorted,
+    else 0."""
 
     format: int
     variant: int
     outputs: int
     inputs: int
     group: int
+    is_ordered: int = 0
 
     def at(self, address: int, core: Core) -> CoreWeight:
         """Return the weight whose data stand there, as the core's functions take it."""

@@ -7,28 +7,40 @@ the variant, the instruction set that is the fastest for the format here (kernel
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from quire.base.errors import ConfigError
 from quire.ops.formats import (
-    FORMATS,
-    GROUP_SIZES,
+    MOST_OF_A_STORED_GROUP,
+    NAMES,
+    NESTED_INPUTS,
     ROUND_INPUTS,
+    SIZES,
     Quantization,
     chosen_variant,
+    rounds_activations,
     variants,
 )
 from quire.ops.host_memory import HugeMemory, aligned
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreWeight, WeightLayout
 from quire.ops.opaque import OpaqueWeight
-from quire.ops.stored_rows import StoredRows
+from quire.ops.quantise import quantised
+from quire.ops.stored_rows import (
+    FLOAT4_BLOCK,
+    Float4Rows,
+    Float8Rows,
+    IntegerRows,
+    StoredRows,
+    stacked,
+)
 from quire.ops.threads import num_threads
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BLOCK_VALUES = 32
-BLOCK_BYTES = {"int8": 34, "int4": 18}
+BLOCK_BYTES = {"int8_f16": 34, "int4_f16": 18}
 VALUES_AT_ONCE = 1 << 18
 
 
@@ -41,7 +53,7 @@ class PackedWeight(OpaqueWeight):
 
     @property
     def format(self) -> str:
-        return FORMATS[self.layout.format]
+        return NAMES[self.layout.format]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,6 +118,10 @@ def pack(
             f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
             f" cannot be quantised to {quantization.format}."
         )
+    if quantization is not None and quantization.format == "fp8":
+        parts = weight_NK.split(max(1, VALUES_AT_ONCE // weight_NK.shape[1]))
+        rows = stacked([quantised(part, quantization) for part in parts])
+        return pack_stored(rows, memory, variant)
     packed = PackedWeight(_empty(layout, memory), layout)
     needed_core().linear_pack(
         packed.data.data_ptr(),
@@ -121,22 +137,159 @@ def pack(
 def pack_blocks(
     blocks_NB: torch.Tensor, quantization: Quantization, memory: HugeMemory | None = None
 ) -> PackedWeight:
-    """Pack rows of ggml's blocks, uint8 (BLOCK_BYTES each: a float16 scale and 32 integers), as an
-    int8 or int4 weight with groups of 32. The integers stay as they are; scales become bfloat16,
-    which changes them by at most 1 in 256."""
+    """Pack rows of ggml's blocks, uint8 (BLOCK_BYTES each), whose numbers stay what they are."""
     outputs, row_bytes = blocks_NB.shape
     inputs = row_bytes // BLOCK_BYTES[quantization.format] * quantization.group_size
     assert quantization.group_size == BLOCK_VALUES
     layout = _layout((outputs, inputs), torch.float32, quantization, None)
     packed = PackedWeight(_empty(layout, memory), layout)
-    blocks = address(blocks_NB, torch.uint8)
-    needed_core().linear_pack_blocks(packed.data.data_ptr(), packed.core, blocks, num_threads())
+    needed_core().linear_pack_blocks(
+        packed.data.data_ptr(),
+        packed.core,
+        address(blocks_NB, torch.uint8),
+        row_bytes,
+        num_threads(),
+    )
     return packed
 
 
-def pack_stored(rows: StoredRows, memory: HugeMemory | None = None) -> PackedWeight:
-    """Pack a weight that a checkpoint quantised; its numbers stay what they are."""
-    raise ConfigError(f"the core does not multiply weights stored as {type(rows).__name__}.")
+def pack_stored(
+    rows: StoredRows, memory: HugeMemory | None = None, variant: str | None = None
+) -> PackedWeight:
+    """Pack a weight that a checkpoint quantised; its numbers stay what they are.
+
+    Raises ConfigError for groups that the core does not have, and for what is no number.
+    """
+    if isinstance(rows, IntegerRows):
+        return _pack_integers(rows, memory, variant)
+    if isinstance(rows, Float8Rows):
+        return _pack_float8(rows, memory, variant)
+    return _pack_float4(rows, memory, variant)
+
+
+def _pack_integers(
+    rows: IntegerRows, memory: HugeMemory | None, variant: str | None
+) -> PackedWeight:
+    inputs = rows.shape[1]
+    group = stored_group(rows.group_size, inputs)
+    _check_finite(rows.scales, rows.zeros)
+    scales = _of_groups(rows.scales, rows.group_size, group, inputs)
+    zeros = None
+    if rows.zeros is not None and rows.zeros.any():
+        zeros = _of_groups(rows.zeros, rows.group_size, group, inputs)
+    arrays = StoredArrays(rows.integers, torch.int8, scales, zeros, rows.order)
+    return _pack_arrays(integer_format(rows), rows.shape, group, arrays, memory, variant)
+
+
+def _pack_float8(rows: Float8Rows, memory: HugeMemory | None, variant: str | None) -> PackedWeight:
+    inputs = rows.shape[1]
+    group = rows.group_size
+    if group >= inputs:
+        group = aligned(inputs, ROUND_INPUTS)
+    elif group % ROUND_INPUTS:
+        raise ConfigError(_no_group(group))
+    codes = rows.values.view(torch.uint8)
+    _check_finite(rows.scales)
+    if ((codes & 0x7F) == 0x7F).any():
+        raise ConfigError("an FP8 weight holds values that are no numbers.")
+    scales = _of_groups(rows.scales, group, group, inputs)
+    arrays = StoredArrays(codes, torch.uint8, scales)
+    return _pack_arrays("fp8", rows.shape, group, arrays, memory, variant)
+
+
+def _pack_float4(rows: Float4Rows, memory: HugeMemory | None, variant: str | None) -> PackedWeight:
+    if (rows.exponents == 255).any():
+        raise ConfigError("an MXFP4 weight holds scales that are no numbers.")
+    arrays = StoredArrays(rows.codes, torch.uint8, rows.exponents)
+    return _pack_arrays("mxfp4", rows.shape, FLOAT4_BLOCK, arrays, memory, variant)
+
+
+def integer_format(rows: IntegerRows) -> str:
+    """Choose the smallest format that holds the scales and zero points exactly."""
+    zeros = rows.zeros is not None and bool(rows.zeros.any())
+    ending = "_zeros" if zeros else ""
+    if not zeros or _is_exact(rows.zeros, torch.bfloat16):
+        for kind, dtype in (("", torch.bfloat16), ("_f16", torch.float16)):
+            if _is_exact(rows.scales, dtype):
+                return f"int{rows.bits}{kind}{ending}"
+    return f"int{rows.bits}_f32{ending}"
+
+
+def stored_group(group_size: int, num_inputs: int) -> int:
+    """Return the group in which a checkpoint's groups of this size are packed: one of at most
+    MOST_OF_A_STORED_GROUP inputs that divides it, since activations are rounded in the same groups.
+    Raises ConfigError for a size that is no multiple of ROUND_INPUTS."""
+    if group_size >= num_inputs:
+        return min(aligned(num_inputs, ROUND_INPUTS), MOST_OF_A_STORED_GROUP)
+    sizes = range(MOST_OF_A_STORED_GROUP, 0, -ROUND_INPUTS)
+    found = next((size for size in sizes if group_size % size == 0), None)
+    if found is None:
+        raise ConfigError(_no_group(group_size))
+    return found
+
+
+def _no_group(size: int) -> str:
+    return (
+        f"groups of {size} inputs cannot be multiplied; the core needs multiples of {ROUND_INPUTS}."
+    )
+
+
+def _of_groups(values_NG: torch.Tensor, size: int, group: int, num_inputs: int) -> torch.Tensor:
+    """Return the values for each group of `group` inputs, which divides `size`."""
+    count = -(-num_inputs // group)
+    if values_NG.shape[1] == 1:
+        return values_NG.expand(-1, count).contiguous()
+    return values_NG.repeat_interleave(size // group, dim=1)[:, :count].contiguous()
+
+
+def _is_exact(values: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    return values is not None and bool((values.to(dtype).float() == values).all())
+
+
+def _check_finite(*parts: torch.Tensor | None) -> None:
+    if not all(part is None or bool(part.isfinite().all()) for part in parts):
+        raise ConfigError("a quantised weight has scales or zero points that are not finite.")
+
+
+class StoredArrays(NamedTuple):
+    """What the core's linear_pack_stored takes. dtype: of the values."""
+
+    values: torch.Tensor
+    dtype: torch.dtype
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+
+def _pack_arrays(
+    format: str,
+    shape: tuple[int, int],
+    group: int,
+    arrays: StoredArrays,
+    memory: HugeMemory | None,
+    variant: str | None,
+) -> PackedWeight:
+    layout = _layout_of(format, shape, group, variant, int(arrays.order is not None))
+    packed = PackedWeight(_empty(layout, memory), layout)
+    values, scales = arrays.values.contiguous(), arrays.scales.contiguous()
+    order = None if arrays.order is None else arrays.order.contiguous()
+    needed_core().linear_pack_stored(
+        packed.data.data_ptr(),
+        packed.core,
+        address(values, arrays.dtype),
+        address(scales, scales.dtype),
+        0 if arrays.zeros is None else address(arrays.zeros, torch.float32),
+        0 if order is None else address(order, torch.int64),
+        num_threads(),
+    )
+    return packed
+
+
+def _layout_of(
+    format: str, shape: tuple[int, int], group: int, variant: str | None, is_ordered: int = 0
+) -> WeightLayout:
+    index = variants().index(variant or chosen_variant(format))
+    return WeightLayout(NAMES.index(format), index, *shape, group, is_ordered)
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:
@@ -149,17 +302,28 @@ def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
     """Make a packed weight of memory that holds one. Raises ValueError for numbers that `pack`
     does not make here, or that ask for another size."""
     layout = WeightLayout(*map(int, numbers))
-    if not 0 <= layout.format < len(FORMATS) or min(layout.outputs, layout.inputs) < 1:
+    if not 0 <= layout.format < len(NAMES) or min(layout.outputs, layout.inputs) < 1:
         raise ValueError(f"there is no packed weight of {numbers}")
-    format, groups = FORMATS[layout.format], {1}
-    if format in ("int8", "int4"):
-        per_output = aligned(layout.inputs, ROUND_INPUTS) if format == "int8" else 0
-        groups = {*GROUP_SIZES, per_output} - {0}
-    is_known = layout.group in groups
+    format = NAMES[layout.format]
+    is_known = layout.is_ordered in (0, 1) and _has_group(format, layout)
     is_known = is_known and layout.variant == variants().index(chosen_variant(format))
     if not is_known or len(data) != bytes_of(layout):
         raise ValueError(f"a packed weight of {numbers} is not what it should be")
     return PackedWeight(data, layout)
+
+
+def _has_group(format: str, layout: WeightLayout) -> bool:
+    """Tell whether weights of a format are packed in such groups here."""
+    sizes, group = SIZES[format], layout.group
+    if not sizes.factor_bytes:
+        return group == 1
+    if sizes.group:
+        filled = NESTED_INPUTS if sizes.block_bytes else 1
+        return group == sizes.group and layout.inputs % filled == 0
+    most = MOST_OF_A_STORED_GROUP if rounds_activations(format) else layout.inputs
+    if format in ("int8", "fp8") and group == aligned(layout.inputs, ROUND_INPUTS):
+        return True
+    return 0 < group <= most and group % ROUND_INPUTS == 0
 
 
 def _empty(layout: WeightLayout, memory: HugeMemory | None) -> torch.Tensor:
@@ -178,5 +342,4 @@ def _layout(
     outputs, inputs = shape
     name = str(dtype).removeprefix("torch.") if quantization is None else quantization.format
     group = 1 if quantization is None else quantization.group_of(inputs)
-    index = variants().index(variant or chosen_variant(name))
-    return WeightLayout(FORMATS.index(name), index, outputs, inputs, group)
+    return _layout_of(name, (outputs, inputs), group, variant)

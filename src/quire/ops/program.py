@@ -16,6 +16,7 @@ from enum import IntEnum
 
 import torch
 
+from quire.ops.formats import rounds_activations
 from quire.ops.linear import Weight
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CoreProgram, CoreWeight, WeightLayout
@@ -382,7 +383,7 @@ def operand_stride(weight: PackedWeight) -> int:
 def num_groups(weight: PackedWeight) -> int:
     """Count the scales of one row of a product's int8 activations; 0 if they are not int8."""
     layout = weight.layout
-    return -(-layout.inputs // layout.group) if weight.format in ("int8", "int4") else 0
+    return -(-layout.inputs // layout.group) if rounds_activations(weight.format) else 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

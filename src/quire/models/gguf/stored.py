@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from quire.base.gguf import GGUFFile, TensorKind
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat
-from quire.models.outline import HEAD, PLAIN, Part
+from quire.models.outline import PLAIN, Part
 from quire.ops.formats import Quantization
 
-AS_STORED = {"Q8_0": Quantization("int8", 32), "Q4_0": Quantization("int4", 32)}
+AS_STORED = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16", 32)}
+OTHERS = Quantization("int8", 32)
 
 DECODER = {
     "token_embd": "model.embed_tokens",
@@ -55,10 +56,9 @@ def stored_formats_of_parts(
     kinds = kinds_by_name(file, spec)
     found: dict[int, StoredFormat] = {}
     for index, part in enumerate(parts):
-        is_table = part.kind == HEAD and part.is_tied
         format = None
         if part.kind != PLAIN:
-            format = stored_format(part.tensors, kinds, is_looked_up=is_table)
+            format = stored_format(part.tensors, kinds)
         if format is not None:
             found[index] = format
     return found
@@ -69,22 +69,20 @@ def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
     return {our_name(place.name, spec): place.kind for place in file.tensors.values()}
 
 
-def stored_format(
-    names: Iterable[str], kinds: Mapping[str, TensorKind], is_looked_up: bool
-) -> StoredFormat | None:
+def stored_format(names: Iterable[str], kinds: Mapping[str, TensorKind]) -> StoredFormat | None:
     """Choose what to pack a layer as whose weight these tensors fill; None for plain numbers.
 
-    The core multiplies the integers of Q8_0 and Q4_0 as they are, if all parts of a layer are that.
+    The core multiplies the numbers of Q8_0 and Q4_0 as they are, if all parts of a layer are that.
     Others, all of at most 6 bits, become int8 in groups of 32, which adds a few hundredths to the
-    error that they have; so does a table of Q4_0 that a tied head shares: it is looked up, too.
+    error that they have.
     """
     parts = {kinds[name] for name in names if name in kinds}
     if not parts or any(kind.is_float for kind in parts):
         return None
     of = {kind.name for kind in parts}
-    if of == {"Q8_0"} or (of == {"Q4_0"} and not is_looked_up):
+    if len(of) == 1 and of <= AS_STORED.keys():
         return StoredFormat(AS_STORED[min(of)], as_blocks=True)
-    return StoredFormat(AS_STORED["Q8_0"], as_blocks=False)
+    return StoredFormat(OTHERS, as_blocks=False)
 
 
 def our_name(name: str, spec: ModelSpec) -> str:

@@ -101,7 +101,7 @@ def stored_formats(
         table = tables.get(id(module.weight))
         parts = (module if table is None else table).sources()
         names = [part.name for part in parts if part.destination.dim() == 2]
-        format = stored_format(names, kinds, is_looked_up=table is not None)
+        format = stored_format(names, kinds)
         if format is not None:
             found[module] = format
     return found

@@ -1,0 +1,106 @@
+// The formats of packed weights: how numbers are stored, what they are multiplied by, and what is
+// added to them.
+#pragma once
+
+#include <cstdint>
+
+namespace quire {
+
+// In the order of ops/formats.py. Of the names, _F16, _F32: scales of that kind instead of bfloat16;
+// _ZEROS: with zero points. kFloat8: e4m3. kFloat4: MXFP4. kQ...: GGUF's.
+enum class WeightFormat : int {
+    kFloat32, kBfloat16, kFloat16, kInt8, kInt4,
+    kFloat8, kFloat4,
+    kInt8F16, kInt8F32, kInt8Zeros, kInt8F16Zeros, kInt8F32Zeros,
+    kInt4F16, kInt4F32, kInt4Zeros, kInt4F16Zeros, kInt4F32Zeros,
+    kQ4_1, kQ5_0, kQ5_1, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K,
+    kCount,
+};
+
+enum class Values : int { kFloat32, kBfloat16, kFloat16, kFloat8, kFloat4, kInt4, kInt5, kInt6, kInt8 };
+
+// kPower: an e8m0. kNested: an integer per group times a float16 per block of groups.
+enum class Scales : int { kNone, kBfloat16, kFloat16, kFloat32, kPower, kNested };
+
+// What is added to scale * integer. kZeros: -scale * zero, a bfloat16 or with float32 scales a float32.
+// kMinima: a float16. kNested: minus such a product.
+enum class Offsets : int { kNone, kZeros, kMinima, kNested };
+
+// signed_scales: of kNested. bias: what is stored is the integer plus this (of int8 the variant's).
+struct FormatParts {
+    Values values;
+    Scales scales;
+    Offsets offsets;
+    int32_t bias;
+    bool signed_scales;
+};
+
+constexpr int32_t kFloat4Bias = 12;  // MXFP4's largest number, doubled
+constexpr int64_t kNestedInputs = 256;  // of a block of nested factors
+
+constexpr FormatParts kFormatParts[] = {
+    {Values::kFloat32, Scales::kNone, Offsets::kNone, 0, false},
+    {Values::kBfloat16, Scales::kNone, Offsets::kNone, 0, false},
+    {Values::kFloat16, Scales::kNone, Offsets::kNone, 0, false},
+    {Values::kInt8, Scales::kBfloat16, Offsets::kNone, 0, false},
+    {Values::kInt4, Scales::kBfloat16, Offsets::kNone, 8, false},
+    {Values::kFloat8, Scales::kFloat32, Offsets::kNone, 0, false},
+    {Values::kFloat4, Scales::kPower, Offsets::kNone, kFloat4Bias, false},
+    {Values::kInt8, Scales::kFloat16, Offsets::kNone, 0, false},
+    {Values::kInt8, Scales::kFloat32, Offsets::kNone, 0, false},
+    {Values::kInt8, Scales::kBfloat16, Offsets::kZeros, 0, false},
+    {Values::kInt8, Scales::kFloat16, Offsets::kZeros, 0, false},
+    {Values::kInt8, Scales::kFloat32, Offsets::kZeros, 0, false},
+    {Values::kInt4, Scales::kFloat16, Offsets::kNone, 8, false},
+    {Values::kInt4, Scales::kFloat32, Offsets::kNone, 8, false},
+    {Values::kInt4, Scales::kBfloat16, Offsets::kZeros, 8, false},
+    {Values::kInt4, Scales::kFloat16, Offsets::kZeros, 8, false},
+    {Values::kInt4, Scales::kFloat32, Offsets::kZeros, 8, false},
+    {Values::kInt4, Scales::kFloat16, Offsets::kMinima, 0, false},
+    {Values::kInt5, Scales::kFloat16, Offsets::kNone, 16, false},
+    {Values::kInt5, Scales::kFloat16, Offsets::kMinima, 0, false},
+    {Values::kInt4, Scales::kNested, Offsets::kNested, 0, false},
+    {Values::kInt4, Scales::kNested, Offsets::kNone, 4, true},
+    {Values::kInt4, Scales::kNested, Offsets::kNested, 0, false},
+    {Values::kInt5, Scales::kNested, Offsets::kNested, 0, false},
+    {Values::kInt6, Scales::kNested, Offsets::kNone, 32, true},
+};
+static_assert(sizeof kFormatParts / sizeof *kFormatParts == static_cast<int>(WeightFormat::kCount));
+
+constexpr const FormatParts& parts_of(WeightFormat format) {
+    return kFormatParts[static_cast<int>(format)];
+}
+
+constexpr int64_t bits_of(Values values) {
+    switch (values) {
+        case Values::kFloat32: return 32;
+        case Values::kBfloat16:
+        case Values::kFloat16: return 16;
+        case Values::kFloat8:
+        case Values::kInt8: return 8;
+        case Values::kInt6: return 6;
+        case Values::kInt5: return 5;
+        default: return 4;
+    }
+}
+
+constexpr int64_t bytes_of(Scales scales) {
+    switch (scales) {
+        case Scales::kNone: return 0;
+        case Scales::kFloat32: return 4;
+        case Scales::kPower:
+        case Scales::kNested: return 1;
+        default: return 2;
+    }
+}
+
+constexpr int64_t bytes_of(Offsets offsets, Scales scales) {
+    switch (offsets) {
+        case Offsets::kNone: return 0;
+        case Offsets::kZeros: return bytes_of(scales);
+        case Offsets::kMinima: return 2;
+        default: return 1;
+    }
+}
+
+}  // namespace quire

@@ -1,0 +1,51 @@
+// Where the parts of a packed weight stand.
+#include "linear.h"
+
+namespace quire {
+namespace {
+
+int64_t panel_of(const PackedWeight& weight) { return linear_kernels(weight.variant).panel; }
+
+int64_t panels_bytes(const PackedWeight& weight) {
+    const int64_t panel = panel_of(weight);
+    return (weight.outputs + panel - 1) / panel * packed_panel_bytes(weight);
+}
+
+}  // namespace
+
+PanelLayout::PanelLayout(const PackedWeight& weight) : panel(panel_of(weight)) {
+    const FormatParts& parts = weight.parts();
+    const bool is_nested = parts.scales == Scales::kNested;
+    const int64_t num_nested = parts.offsets == Offsets::kNested ? 2 : 1;
+    block_groups = is_nested ? kNestedInputs / weight.group : 1;
+    header_bytes = is_nested ? panel * 2 * num_nested : 0;
+    scale_bytes = panel * bytes_of(parts.scales);
+    offset_bytes = panel * bytes_of(parts.offsets, parts.scales);
+    block_bytes = header_bytes + block_groups * (scale_bytes + offset_bytes);
+    values_begin = weight.groups() / block_groups * block_bytes;
+    group_bytes = panel * weight.group * bits_of(parts.values) / 8;
+}
+
+const int32_t* PackedWeight::order() const {
+    if (!is_ordered) return nullptr;
+    return reinterpret_cast<const int32_t*>(data + panels_bytes(*this));
+}
+
+int32_t stored_bias(const PackedWeight& weight) {
+    const FormatParts& parts = weight.parts();
+    if (parts.values != Values::kInt8) return parts.bias;
+    return static_cast<int32_t>(linear_kernels(weight.variant).int8_offset);
+}
+
+int64_t packed_panel_bytes(const PackedWeight& weight) {
+    if (weight.has_groups()) return PanelLayout(weight).values(weight.groups());
+    const int64_t words = weight.format == WeightFormat::kFloat32 ? weight.inputs
+                                                                  : (weight.inputs + 1) / 2;
+    return panel_of(weight) * 4 * words;
+}
+
+int64_t packed_bytes(const PackedWeight& weight) {
+    return panels_bytes(weight) + (weight.is_ordered ? weight.inputs * 4 : 0);
+}
+
+}  // namespace quire
