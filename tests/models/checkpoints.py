@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 
 from quire.base.model_spec import ModelSpec, load_spec
+from quire.tools.verify.precision import WholePrecision
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 VOCAB = 97
@@ -255,25 +254,10 @@ class Checkpoint:
         return self.model(torch.tensor([tokens])).logits[0]
 
 
-class InFloat64(TorchFunctionMode):
-    """Does in float64 what transformers does in float32 whatever a model's dtype: norms, rotary
-    embeddings, softmax."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        def exact(value: Any) -> Any:
-            return torch.float64 if value is torch.float32 else value
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        named = {name: exact(value) for name, value in (kwargs or {}).items()}
-        return func(*map(exact, args), **named)
-
-
 @torch.inference_mode()
 def exact_logits(directory: Path, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """[tokens, V] of each sequence by transformers, all of it in float64."""
-    with InFloat64():
+    with WholePrecision():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float64, **EAGER
         )

@@ -1,0 +1,74 @@
+"""`quire verify MODEL`: the model here beside the same weights in transformers' class.
+
+Exit status 0 if all is equal within rounding, 1 if something differs, 2 if it could not be
+compared.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, QuireError
+from quire.cli.settings import add_some_settings, given_settings, human_integer
+
+SETTINGS = (
+    "model", "tokenizer", "revision", "dtype", "model_impl", "load_format", "seed", "quantization",
+    "quantization_group_size", "quantized_head", "block_size", "kv_cache_dtype", "device",
+    "attention_backend",
+)  # fmt: skip
+EQUAL, DIFFERS, NOT_COMPARED = 0, 1, 2
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "verify",
+        usage="quire verify [MODEL] [option ...]",
+        help="a model here beside the same weights in transformers",
+        description="Compare MODEL (the demo model if absent) with the same weights in"
+        " transformers' class: layer by layer; at once, token by token, in chunks, beside other"
+        " sequences; with each attention backend, each format of weights and of keys and values"
+        " that this machine runs. What is printed says where a difference beyond rounding begins:"
+        " attach it to a bug. Exit status 0 equal within rounding, 1 different, 2 not compared.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--prompt", metavar="TEXT", help="what is continued; one of ours if absent")
+    parser.add_argument(
+        "--tokens", metavar="NUMBER", type=human_integer, default=16,
+        help="how many tokens transformers chooses after the prompt (default: 16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--against", metavar="DIRECTORY",
+        help="the checkpoint that transformers reads in place of MODEL, such as the one that MODEL"
+        " was converted from",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the whole report there")
+    add_some_settings(parser, SETTINGS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    try:
+        return _verify(arguments)
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return NOT_COMPARED
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    if arguments.tokens < 0:
+        raise ConfigError(f"--tokens must be at least 0, got {arguments.tokens}.")
+    from quire.tools.verify.report import WITHIN, as_data, lines
+    from quire.tools.verify.verify import Asked, Verification
+
+    config = config_from_flat(**given_settings(arguments))
+    asked = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
+
+    report = Verification(asked, lambda run: print(f"  {run.name}", file=sys.stderr)).run()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_data(report), indent=2) + "\n", "utf-8")
+    for line in lines(report):
+        print(line)
+    return EQUAL if report.verdict == WITHIN else DIFFERS

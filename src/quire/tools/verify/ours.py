@@ -1,0 +1,82 @@
+"""A model here, over paged memory, computed in each way that an engine might: what its parts give.
+
+Shape legend: L tokens of the sequence.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from quire.base.model_spec import TRANSFORMERS, ModelSpec
+from quire.tools.verify.paged import Chunks, Paging, run_paged
+from quire.tools.verify.precision import WholePrecision
+from quire.tools.verify.watch import Trace, Watcher
+
+AT_ONCE, TOKEN_BY_TOKEN, CHUNKS = "at once", "token by token", "in odd chunks"
+BESIDE_OTHERS = "in chunks beside others"
+WAYS = (AT_ONCE, TOKEN_BY_TOKEN, CHUNKS, BESIDE_OTHERS)
+ODD = (7, 1, 5, 13, 1, 3)
+OTHERS = (5, 61, 1)  # lengths of the neighbours
+OTHERS_CHUNKS = ((2, 0, 3), (0, 17, 1, 1, 30, 12), (0, 0, 0, 1))
+
+
+@dataclass(frozen=True)
+class Way:
+    """Sequences and how they are cut into steps. watched: the number of that which is compared."""
+
+    sequences: Sequence[Sequence[int]]
+    chunks: Chunks
+    watched: int = 0
+
+
+def way(name: str, tokens: Sequence[int], vocab_size: int) -> Way:
+    """Cut a sequence in one of WAYS."""
+    if name == AT_ONCE:
+        return Way([tokens], [[len(tokens)]])
+    if name == TOKEN_BY_TOKEN:
+        return Way([tokens], [[1] * len(tokens)])
+    chunks = list(_cut(len(tokens)))
+    if name == CHUNKS:
+        return Way([tokens], [chunks])
+    numbers = random.Random(0)
+    others = [[numbers.randrange(vocab_size) for _ in range(length)] for length in OTHERS]
+    return Way([others[0], tokens, *others[1:]], [OTHERS_CHUNKS[0], chunks, *OTHERS_CHUNKS[1:]], 1)
+
+
+def _cut(length: int) -> Iterator[int]:
+    number = 0
+    while length:
+        size = min(length, ODD[number % len(ODD)])
+        yield size
+        length, number = length - size, number + 1
+
+
+def trace(model: Any, spec: ModelSpec, asked: Way, paging: Paging) -> Trace:
+    """Return what the parts of the model give for the watched sequence; of a model that runs in one
+    call only what enters the head, and logits.
+
+    Raises ConfigError for a backend that cannot serve it here, Untraceable for a model that cannot
+    run in one call.
+    """
+    watched = asked.watched
+    layers = 0 if paging.native else spec.num_layers
+    watcher = Watcher(model, layers, model.head)
+
+    def on_step(lens: Sequence[int]) -> None:
+        first = sum(lens[:watched])
+        watcher.rows = slice(first, first + lens[watched])
+
+    # What their code computes in float32 it computes there also when it runs here.
+    is_theirs = spec.implementation == TRANSFORMERS and paging.dtype.itemsize == 8
+    with watcher.watching(), WholePrecision() if is_theirs else nullcontext():
+        logits = run_paged(model, spec, asked.sequences, asked.chunks, paging, on_step)
+    return watcher.trace(logits[watched].cpu())
+
+
+def is_hooked(model: nn.Module, spec: ModelSpec) -> bool:
+    """Tell whether the model shows its layers."""
+    return any(isinstance(m, nn.ModuleList) and len(m) == spec.num_layers for m in model.modules())

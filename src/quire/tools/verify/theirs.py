@@ -1,0 +1,149 @@
+"""A checkpoint in transformers' class: what its layers give, and which tokens it chooses.
+
+Shape legend: L tokens of the sequence, V vocabulary.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.base.errors import MissingDependency, ModelError
+from quire.base.model_spec import ModelSpec
+from quire.models.hf.configs import EXTRA, is_available
+from quire.tools.verify.precision import WholePrecision
+from quire.tools.verify.watch import Trace, Watcher
+
+Tensors = Mapping[str, torch.Tensor]
+# Plain torch, also for experts: grouped products know no float64.
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What transformers makes of a prompt.
+
+    tokens: the prompt and what it chooses after it. trace: of all tokens in one pass. cache_error:
+    how far its own logits with a cache are from those, relative to their size.
+    """
+
+    tokens: list[int]
+    num_prompt: int
+    trace: Trace
+    cache_error: float
+
+
+def check_transformers() -> None:
+    """Raise MissingDependency where there is no transformers to compare with."""
+    if not is_available():
+        raise MissingDependency(
+            f"quire verify compares with the transformers package, which is not installed: {EXTRA}."
+        )
+
+
+class Theirs:
+    """transformers' model. tensors: its weights, where they are not read from the directory.
+
+    Raises ModelError where the class does not take the config or the weights.
+    """
+
+    def __init__(
+        self, directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors | None
+    ) -> None:
+        self._spec, self._dtype = spec, dtype
+        with self._precision():
+            self._model = _load(directory, spec, dtype, tensors)
+
+    def reference(self, prompt: Sequence[int], num_tokens: int) -> Reference:
+        """Choose so many tokens greedily with a cache, then compute all of them at once."""
+        with self._precision(), torch.inference_mode():
+            tokens, cached_LV = self._greedy(prompt, num_tokens)
+            head = self._model.get_output_embeddings()
+            watcher = Watcher(self._model, self._spec.num_layers, head)
+            with watcher.watching():
+                logits_LV = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
+            trace = watcher.trace(logits_LV)
+        whole_LV = logits_LV[len(prompt) - 1 : -1] if num_tokens else logits_LV[:0]
+        error = (cached_LV - whole_LV).norm() / whole_LV.norm() if num_tokens else torch.zeros(())
+        return Reference(tokens, len(prompt), trace, error.item())
+
+    def _greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
+        """Return the prompt with what follows it, and the logits [new tokens, V] that chose it."""
+        tokens, ids, cache, rows = list(prompt), list(prompt), None, []
+        for _ in range(num_tokens):
+            out = self._model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0, -1])
+            ids = [int(rows[-1].argmax())]
+            tokens += ids
+        return tokens, torch.stack(rows) if rows else torch.empty(0)
+
+    def _precision(self) -> Any:
+        return WholePrecision() if self._dtype == torch.float64 else nullcontext()
+
+
+def _load(directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors | None) -> Any:
+    import transformers
+
+    with _quiet():
+        try:
+            if tensors is None:
+                model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                    directory, dtype=dtype, output_loading_info=True, **EAGER
+                )
+            else:
+                config = _config(spec.raw)
+                classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+                model, info = classes[type(config)].from_pretrained(
+                    None, config=config, state_dict=dict(tensors), dtype=dtype,
+                    output_loading_info=True, **EAGER,
+                )  # fmt: skip
+        except Exception as error:  # whatever its checks raise
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            raise ModelError(f"transformers does not load this model: {reason}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        named = ", ".join(missing[:MOST_NAMED])
+        raise ModelError(f"transformers finds no weights for {len(missing)} tensors: {named}.")
+    _take_divisors(model, spec)
+    return model.eval()
+
+
+def _config(raw: Mapping[str, Any]) -> Any:
+    """Make transformers' config of ours, which may come from a GGUF file."""
+    import transformers
+
+    values = {n: v for n, v in raw.items() if n not in ("model_type", "quantization_config")}
+    rope = values.get("rope_parameters") or {}
+    if "divisors" in rope:  # of a GGUF file; put in afterwards
+        values["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    return transformers.AutoConfig.for_model(raw["model_type"], **values)
+
+
+def _take_divisors(model: Any, spec: ModelSpec) -> None:
+    """Divide the frequencies by what a GGUF file says, for which transformers has no name."""
+    divisors = (spec.raw.get("rope_parameters") or {}).get("divisors")
+    if divisors is not None:
+        for name, buffer in model.named_buffers():
+            if name.endswith("inv_freq"):
+                buffer /= torch.tensor(divisors, dtype=buffer.dtype)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep its progress bars and warnings off the terminal."""
+    from transformers.utils import logging
+
+    level, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shows_progress:
+            logging.enable_progress_bar()

@@ -1,0 +1,345 @@
+"""Compares a model here with the same weights in transformers' class, in every way to compute it.
+
+transformers goes first and is given back before ours is loaded, so that one copy at a time is in
+memory; two, where it must be given our numbers because it cannot read the files (a GGUF file, dummy
+weights). All but the formats that round on purpose must be equal within the rounding of the dtype.
+Those are compared with their own dequantised numbers, so that a wrong product is told from a coarse
+format.
+"""
+
+import dataclasses
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.base.config import EngineConfig, ModelConfig, flat_settings
+from quire.base.errors import ConfigError, OutOfMemory, QuireError
+from quire.base.gguf import is_gguf
+from quire.base.model_spec import ModelSpec
+from quire.base.sampling_params import SamplingParams
+from quire.engine.text import build_text_side
+from quire.models.assembly import empty_model
+from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weight_formats
+from quire.models.loading import LoadOptions, formats_of_file, load_model
+from quire.models.packing import planned_bytes
+from quire.models.registry import model_spec
+from quire.models.source import ModelSource, resolve_model
+from quire.ops.native import core
+from quire.ops.program import Untraceable
+from quire.runner.build import choose_device, load_format_of, torch_dtype
+from quire.runner.derive import choose_dtype
+from quire.runner.memory_plan import available_cpu_bytes
+from quire.serve.llm import LLM
+from quire.tools.verify.compare import (
+    BOUNDS,
+    LOSSY,
+    TokensChosen,
+    differences,
+    tokens_chosen,
+)
+from quire.tools.verify.facts import facts_of
+from quire.tools.verify.ours import AT_ONCE, BESIDE_OTHERS, WAYS, trace, way
+from quire.tools.verify.paged import CPU, Paging
+from quire.tools.verify.report import Report, Run
+from quire.tools.verify.theirs import Reference, Tensors, Theirs, check_transformers
+from quire.tools.verify.watch import LOGITS, Trace
+from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
+
+TRANSFORMERS, DEQUANTISED = "transformers", "the dequantised weights"
+PLAIN, AS_STORED = "plain", "as in the file"
+PROMPT = (
+    "Once upon a time a little fox lived at the edge of a wood. Every evening it counted: one, two,"
+    " three, 17 + 25 = 42. Then it asked:"
+)
+RANDOM_TOKENS = 40  # of a model without a tokenizer
+MOST_MORE = 512  # tokens that are added so that a window is left
+ROOM = 1.25  # of the weights, for what computing takes besides
+ENGINE_ROWS = 4
+MIB = 1 << 20
+OnRun = Callable[[Run], None]
+Chosen = tuple[str, bool]  # an attention backend, and whether the model runs in one call
+
+
+@dataclass(frozen=True)
+class Asked:
+    """config: whose settings say which model, and limit what is tried where they are given. prompt:
+    a text; None is one of ours. num_tokens: that transformers chooses. against: a directory that
+    transformers reads in the model's place. spec: what the model here is made of, if not of its own
+    config."""
+
+    config: EngineConfig
+    prompt: str | None = None
+    num_tokens: int = 16
+    against: str | None = None
+    spec: ModelSpec | None = None
+
+
+@dataclass
+class Verification:
+    """One comparison; `run` does all of it. on_run: is told each result as it comes."""
+
+    asked: Asked
+    on_run: OnRun = field(default=lambda run: None)
+
+    def run(self) -> Report:
+        """Raises MissingDependency without transformers, ModelError for a model that one of the two
+        does not load, OutOfMemory where it does not fit, ConfigError for a wrong setting."""
+        check_transformers()
+        config, asked = self.asked.config, self.asked
+        self._source = resolve_model(config.model.model, config.model.revision, progress=False)
+        spec = asked.spec or model_spec(self._source.directory, config.model.model_impl)
+        prompt = _prompt(asked, self._source, spec)
+        if len(prompt) + asked.num_tokens > spec.max_position:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens, which with {asked.num_tokens} more is beyond"
+                f" the model's {spec.max_position}; give a shorter one with --prompt."
+            )
+        self._spec = spec.served_up_to(len(prompt) + asked.num_tokens)
+        self._device = choose_device(config.device)
+        self._exact = self._exact_dtype()
+        self._reference = self._theirs(prompt)
+        runs = []
+        for run in self._all_runs():
+            self.on_run(run)
+            runs.append(run)
+        chosen = self._reference.tokens[len(prompt) :]
+        facts = facts_of(config, self._source, self._spec, str(self._exact))
+        return Report(facts, prompt, chosen, self._reference.cache_error, tuple(runs))
+
+    # ---- transformers' side ----------------------------------------------------------------------
+
+    @property
+    def _is_read_by_theirs(self) -> bool:
+        path = self._source.directory
+        is_dummy = load_format_of(self.asked.config, self._source) == "dummy"
+        quantised = self._spec.raw.get("quantization_config") is not None
+        return self.asked.against is not None or not (is_gguf(path) or is_dummy or quantised)
+
+    def _exact_dtype(self) -> torch.dtype:
+        """Choose float64 where there is room for it, else float32. Raises OutOfMemory."""
+        copies = 1 if self._is_read_by_theirs else 2
+        free, needed = available_cpu_bytes(), 0
+        for dtype in (torch.float64, torch.float32):
+            empty = empty_model(self._spec, dtype, CPU)
+            needed = int(planned_bytes(empty, dtype, CPU, IN_THE_DTYPE) * copies * ROOM)
+            if needed <= free:
+                return dtype
+        raise OutOfMemory(
+            f"comparing takes {needed / MIB:,.0f} MiB ({copies} x the weights in float32, and a"
+            f" quarter), but {free / MIB:,.0f} MiB are free; take a smaller model of the same kind."
+        )
+
+    def _theirs(self, prompt: list[int]) -> Reference:
+        directory, tensors = self._source.directory, None
+        if self.asked.against is not None:
+            directory = resolve_model(self.asked.against, progress=False).directory
+        elif not self._is_read_by_theirs:
+            tensors = self._our_tensors()
+        theirs = Theirs(directory, self._spec, self._exact, tensors)
+        del tensors
+        reference = theirs.reference(prompt, self.asked.num_tokens)
+        del theirs
+        gc.collect()
+        return reference
+
+    def _our_tensors(self) -> Tensors:
+        return checkpoint_tensors(self._load(self._exact, IN_THE_DTYPE, CPU))
+
+    # ---- our side --------------------------------------------------------------------------------
+
+    def _load(
+        self, dtype: torch.dtype, formats: WeightFormats, device: torch.device | None = None
+    ) -> Any:
+        config = self.asked.config
+        options = LoadOptions(load_format_of(config, self._source), config.model.seed, formats)
+        where = device or self._device
+        return load_model(self._source.directory, self._spec, dtype, where, options)
+
+    def _all_runs(self) -> Iterator[Run]:
+        config = self.asked.config
+        asks_plain = config.model.quantization in (None, "none")
+        yield from self._plain_runs(self._exact, [("reference", False)], WAYS)
+        if self._exact != torch.float32 and asks_plain:
+            yield from self._plain_runs(torch.float32, self._backends(), WAYS, self._kv_formats())
+        served = torch_dtype(choose_dtype(config.model.dtype, self._spec, self._device.type))
+        if served.itemsize == 2 and asks_plain:
+            yield from self._plain_runs(served, self._backends()[-1:], (BESIDE_OTHERS,))
+        for name, formats in self._quantised():
+            yield self._quantised_run(name, formats)
+        yield self._served_run()
+
+    def _backends(self) -> list[Chosen]:
+        """Return those to try, the one that an engine takes last."""
+        name = self.asked.config.attention_backend
+        found: list[Chosen] = [("torch", False)]
+        if self._device.type != "cpu":
+            found += [("triton", False)]
+        elif core() is not None:
+            found += [("cpu", False), ("cpu", True)]
+        if name == "auto":
+            return found
+        return [each for each in found if each[0] == name] or [(name, False)]
+
+    def _kv_formats(self) -> list[str]:
+        given = self.asked.config.cache.kv_cache_dtype
+        return [given] if given != "auto" else ["int8"]
+
+    def _plain_runs(
+        self,
+        dtype: torch.dtype,
+        backends: Sequence[Chosen],
+        ways: Sequence[str],
+        kv_formats: Sequence[str] = (),
+    ) -> Iterator[Run]:
+        model = self._load(dtype, IN_THE_DTYPE)
+        for name, native in backends:
+            paging = self._paging(name, dtype, native)
+            for how in ways:
+                yield self._compared(PLAIN, model, paging, how, BOUNDS[dtype])
+        for kv_format in kv_formats:
+            name, native = backends[-1]
+            paging = dataclasses.replace(self._paging(name, dtype, native), kv_format=kv_format)
+            yield self._compared(PLAIN, model, paging, BESIDE_OTHERS, LOSSY)
+
+    def _paging(self, backend: str, dtype: torch.dtype, native: bool) -> Paging:
+        size = self.asked.config.cache.block_size
+        return Paging(size, backend, dtype, self._device, native=native)
+
+    def _compared(self, weights: str, model: Any, paging: Paging, how: str, bound: float) -> Run:
+        run = Run(
+            weights, _name(paging.dtype), paging.backend + (", one call" if paging.native else ""),
+            paging.kv_format, how, TRANSFORMERS, bound,
+        )  # fmt: skip
+        reference = self._reference
+        try:
+            got = self._trace(model, paging, how)
+        except (ConfigError, Untraceable) as error:
+            return dataclasses.replace(run, refusal=str(error))
+        found = differences(got, reference.trace, paging.dtype, bound)
+        return dataclasses.replace(run, differences=tuple(found), tokens=self._tokens(got))
+
+    def _trace(self, model: Any, paging: Paging, how: str) -> Trace:
+        asked = way(how, self._reference.tokens, self._spec.vocab_size)
+        return trace(model, self._spec, asked, paging)
+
+    def _tokens(self, got: Trace) -> TokensChosen | None:
+        reference = self._reference
+        if len(reference.tokens) == reference.num_prompt:
+            return None
+        return tokens_chosen(got, reference.trace, reference.tokens, reference.num_prompt)
+
+    # ---- formats that round ----------------------------------------------------------------------
+
+    def _quantised(self) -> Iterator[tuple[str, WeightFormats]]:
+        """Yield what to quantise to: what was asked for, else all that there is; and what a file
+        holds quantised."""
+        model = self.asked.config.model
+        empty = empty_model(self._spec, torch.float32, self._device)
+        stored = formats_of_file(
+            self._source.directory, self._spec, empty, torch.float32, self._device, AS_THEY_ARE
+        )
+        if stored and model.quantization is None:
+            yield AS_STORED, AS_THEY_ARE
+        choices = {f.name: f.metadata for f in dataclasses.fields(ModelConfig)}["quantization"]
+        names = choices["choices"] if model.quantization is None else (model.quantization,)
+        for name in names:
+            if name != "none":
+                yield name, weight_formats(dataclasses.replace(model, quantization=name))
+
+    def _quantised_run(self, name: str, formats: WeightFormats) -> Run:
+        """Compare quantised weights with a model that has their numbers in float."""
+        backend, native = self._backends()[-1]
+        paging = self._paging(backend, torch.float32, native)
+        run = Run(
+            name, "float32", backend + (", one call" if native else ""), "auto", BESIDE_OTHERS,
+            f"{DEQUANTISED} in float32", LOSSY,
+        )  # fmt: skip
+        try:
+            formats.check("float32", self._device.type)
+            packed = self._load(torch.float32, formats)
+            got = self._trace(packed, paging, BESIDE_OTHERS)
+            plain = self._load(torch.float32, IN_THE_DTYPE)
+        except QuireError as error:
+            return dataclasses.replace(run, refusal=str(error))
+        take_dequantised(plain, packed)
+        exact = self._trace(plain, self._paging("reference", torch.float32, False), AT_ONCE)
+        rounding = _relative(exact[LOGITS], self._reference.trace[LOGITS])
+        found = differences(got, exact, torch.float32, LOSSY)
+        return dataclasses.replace(
+            run, differences=tuple(found), tokens=self._tokens(got), weights_rounding=rounding
+        )
+
+    # ---- the engine ------------------------------------------------------------------------------
+
+    def _served_run(self) -> Run:
+        """Let the whole engine choose the tokens, with the settings that were given."""
+        reference = self._reference
+        prompt = reference.tokens[: reference.num_prompt]
+        settings = flat_settings(self.asked.config) | {"disable_log_stats": True}
+        settings |= {"max_model_len": len(reference.tokens), "max_num_seqs": ENGINE_ROWS}
+        run = Run("as given", "", "", "", "by the engine", TRANSFORMERS, LOSSY)
+        if self.asked.spec is not None or not self.asked.num_tokens:
+            return dataclasses.replace(run, refusal="there is nothing for it to choose")
+        params = SamplingParams(temperature=0, max_tokens=self.asked.num_tokens, ignore_eos=True)
+        try:
+            with LLM(**settings) as llm:
+                config = llm.engine.config
+                output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+        except QuireError as error:
+            return dataclasses.replace(run, refusal=str(error))
+        tokens = self._same_until(output.outputs[0].token_ids, config)
+        return dataclasses.replace(
+            run, dtype=config.model.dtype, attention=config.attention_backend,
+            kv=config.cache.kv_cache_dtype, tokens=tokens,
+        )  # fmt: skip
+
+    def _same_until(self, chosen: Sequence[int], config: EngineConfig) -> TokensChosen:
+        """Compare tokens that were chosen one after the other. Behind the first that differs
+        nothing can be compared. The error of logits there is what rounding may come to."""
+        reference = self._reference
+        wanted = reference.tokens[reference.num_prompt :]
+        pairs = list(zip(chosen, wanted, strict=True))
+        place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
+        if place is None:
+            return TokensChosen(len(pairs), len(pairs))
+        logits_V = reference.trace[LOGITS][reference.num_prompt - 1 + place].double()
+        margin = (logits_V[wanted[place]] - logits_V[chosen[place]]).item()
+        is_exact = config.model.quantization is None and config.cache.kv_cache_dtype == "auto"
+        error = BOUNDS[torch_dtype(config.model.dtype)] * logits_V.std().item()
+        return TokensChosen(len(pairs), place, place, margin, error if is_exact else margin)
+
+
+def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    error = (got.double() - wanted.double()).norm() / wanted.double().norm()
+    return float(error.item())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _prompt(asked: Asked, source: ModelSource, spec: ModelSpec) -> list[int]:
+    """Return token ids: of the text, or random ones for a model without a tokenizer; in front of
+    ours random ones, if else no token would leave a window."""
+    tokenizer = build_text_side(asked.config.model, source).tokenizer
+    numbers = random.Random(0)
+    if tokenizer is None and asked.prompt is not None:
+        raise ConfigError(f"{source.name} has no tokenizer; leave out --prompt, or give one.")
+    if asked.prompt is not None:
+        assert tokenizer is not None
+        found = tokenizer.encode(asked.prompt)
+        if not found:
+            raise ConfigError("the prompt has no tokens; give a longer one with --prompt.")
+        return found
+    found = []
+    if tokenizer is not None:
+        found = [each for each in tokenizer.encode(PROMPT) if each < spec.vocab_size]
+    windows = [w for w in spec.layer_windows if w is not None and w <= MOST_MORE]
+    length = max([RANDOM_TOKENS, *(2 * w for w in windows)])
+    length = max(1, min(length, spec.max_position - asked.num_tokens))
+    more = [numbers.randrange(spec.vocab_size) for _ in range(length - len(found))]
+    return [*more, *found][:length]

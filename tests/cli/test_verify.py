@@ -1,0 +1,50 @@
+"""`quire verify` as a command: exit status, report, what it asks for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.tools.verify import theirs
+from tests.cli.commands import run
+from tests.models.checkpoints import write_checkpoint
+
+QUICK = ("--quantization", "none", "--attention-backend", "reference", "--tokens", "2")
+
+
+def test_equal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", "llama")
+    capsys.readouterr()
+    report = tmp_path / "report.json"
+    status, out, err = run(capsys, "verify", str(tmp_path / "model"), *QUICK, "--json", str(report))
+    assert status == 0
+    assert out.startswith("equal within rounding: 9 ways to compute\nversions\n")
+    assert "plain, float64, reference, KV auto, at once" in err, "how far it is"
+    assert json.loads(report.read_text())["verdict"] == "equal within rounding"
+
+
+def test_different(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "model", "llama")
+    write_checkpoint(tmp_path / "other", "llama3_rope")
+    status, out, _ = run(
+        capsys, "verify", str(tmp_path / "model"), *QUICK, "--against", str(tmp_path / "other")
+    )
+    assert status == 1
+    assert "layer 0: attention, or the norm before it, from token 1 (plain, float64" in out
+
+
+def test_not_compared(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, "llama")
+    for arguments, message in (
+        (("--tokens", "-1"), "--tokens must be at least 0, got -1"),
+        (("--tokens", "128"), "which with 128 more is beyond the model's 128"),
+        (("--prompt", "hello"), "has no tokenizer; leave out --prompt"),
+        (("--against", "/no/such"), "there is no directory /no/such"),
+    ):
+        status, _, err = run(capsys, "verify", str(tmp_path), *QUICK, *arguments)
+        assert status == 2 and message in err, err
+    monkeypatch.setattr(theirs, "is_available", lambda: False)
+    status, _, err = run(capsys, "verify", str(tmp_path))
+    assert status == 2 and 'not installed: pip install "quire[transformers]"' in err

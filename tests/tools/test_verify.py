@@ -1,0 +1,250 @@
+"""`quire verify` finds nothing where there is nothing, and planted faults where they are.
+
+Covers `tools/verify/theirs.py` and `tools/verify/paged.py`.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.config import config_from_flat
+from quire.base.errors import ModelError, OutOfMemory
+from quire.base.model_spec import ModelSpec, load_spec
+from quire.models.formats import IN_THE_DTYPE
+from quire.models.loading import LoadOptions, load_model
+from quire.ops.native import core
+from quire.tools.verify import verify as verify_module
+from quire.tools.verify.compare import differences, tokens_chosen
+from quire.tools.verify.ours import WAYS
+from quire.tools.verify.paged import CPU
+from quire.tools.verify.report import DIFFERS, WITHIN, Report, Run, as_data, lines
+from quire.tools.verify.verify import AS_STORED, Asked, Verification
+from quire.tools.verify.watch import LOGITS
+from quire.tools.verify.weights import checkpoint_tensors
+from tests.models.checkpoints import VARIANTS, write_checkpoint
+from tests.models.gguf_writer import Q8_0, convert
+
+Tensors = dict[str, torch.Tensor]
+
+
+def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None = None,
+           **settings: Any) -> Report:  # fmt: skip
+    """With what is tried cut to the reference backend in float64, unless settings say more."""
+    quick = {"quantization": "none", "attention_backend": "reference"}
+    config = config_from_flat(model=str(model), **(quick | settings))
+    where = None if against is None else str(against)
+    return Verification(Asked(config, num_tokens=4, against=where, spec=spec)).run()
+
+
+def first(report: Report) -> tuple[str, int | None]:
+    """Where the first difference arises: point and token."""
+    assert report.verdict == DIFFERS
+    assert report.failed is not None and report.failed.first is not None
+    return report.failed.first.point, report.failed.first.position
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama", "gpt2", "opt_350m", "qwen3_moe", "qwen2_windows", "gemma2", "phi3_long"]
+)
+def test_what_is_equal(variant: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, variant)
+    report = verify(tmp_path)
+    assert report.verdict == WITHIN, "\n".join(lines(report))
+    exact = [run for run in report.runs if run.dtype == "float64"]
+    assert [run.computed for run in exact] == list(WAYS)
+    num_layers = load_spec(tmp_path).num_layers
+    for run in exact:
+        points = [each.point for each in run.differences]
+        assert len(points) == 2 * num_layers + 3, "each layer twice; embedding, hidden, logits"
+        assert run.tokens is not None and run.tokens.same == run.tokens.count == 4
+    assert report.runs[-1].computed == "by the engine" and report.runs[-1].tokens is not None
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_backends_and_formats_of_this_machine(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "qwen3_tied")
+    report = verify(tmp_path, quantization=None, attention_backend="auto", kv_cache_dtype="auto")
+    assert report.verdict == WITHIN, "\n".join(lines(report))
+    ran = [run for run in report.runs if run.refusal is None]
+    assert {"reference", "torch", "cpu", "cpu, one call", "auto"} == {r.attention for r in ran}
+    assert {"plain", "int8", "int4"} <= {run.weights for run in ran}
+    assert {"auto", "int8"} == {run.kv for run in ran}
+    rounded = {r.weights: r.weights_rounding for r in ran if r.weights_rounding is not None}
+    assert 0.001 < rounded["int8"] < rounded["int4"] < 1
+
+
+# ---- planted faults --------------------------------------------------------------------------
+
+
+def with_fields(spec: ModelSpec, fields: Mapping[str, Any]) -> ModelSpec:
+    return dataclasses.replace(spec, raw={**spec.raw, **fields})
+
+
+def wrong_theta(spec: ModelSpec) -> ModelSpec:
+    return with_fields(spec, {"rope_parameters": {"rope_type": "default", "rope_theta": 9999.0}})
+
+
+def wrong_eps(spec: ModelSpec) -> ModelSpec:
+    return with_fields(spec, {"rms_norm_eps": 2e-6})
+
+
+def wrong_activation(spec: ModelSpec) -> ModelSpec:
+    return with_fields(spec, {"hidden_act": "gelu"})
+
+
+def wrong_window(spec: ModelSpec) -> ModelSpec:
+    return dataclasses.replace(spec, layer_windows=(None, 5, 6))
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        (wrong_theta, ("layers.0.attention", 1)),  # position 0 is not turned
+        (wrong_eps, ("layers.0.attention", 0)),
+        (wrong_activation, ("layers.0", 0)),
+        (wrong_window, ("layers.1.attention", 5)),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_a_wrong_option_is_found(
+    fault: Callable[[ModelSpec], ModelSpec], place: tuple[str, int], tmp_path: Path
+) -> None:
+    spec = write_checkpoint(tmp_path, "qwen2_windows").spec
+    assert first(verify(tmp_path, spec=fault(spec))) == place
+
+
+def swapped_queries_and_keys(tensors: Tensors) -> None:
+    name = "model.layers.1.self_attn.{}_proj.weight"
+    tensors[name.format("q")][:16], tensors[name.format("k")] = (
+        tensors[name.format("k")].clone(),
+        tensors[name.format("q")][:16].clone(),
+    )
+
+
+def one_number_of_a_projection(tensors: Tensors) -> None:
+    tensors["model.layers.2.mlp.down_proj.weight"][3, 5] += 1e-4
+
+
+def one_number_of_the_head(tensors: Tensors) -> None:
+    tensors["lm_head.weight"][7, 3] += 1e-3
+
+
+def last_norm(tensors: Tensors) -> None:
+    tensors["model.norm.weight"] *= 1.0001
+
+
+def embedding(tensors: Tensors) -> None:
+    tensors["model.embed_tokens.weight"] *= 1.0001
+
+
+@pytest.mark.parametrize(
+    ("fault", "point"),
+    [
+        (swapped_queries_and_keys, "layers.1.attention"),
+        (one_number_of_a_projection, "layers.2"),
+        (one_number_of_the_head, LOGITS),
+        (last_norm, "hidden"),
+        (embedding, "embedding"),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_a_wrong_weight_is_found(
+    fault: Callable[[Tensors], None], point: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path / "right", "llama")
+    write_checkpoint(tmp_path / "wrong", "llama")
+    path = tmp_path / "wrong" / "model.safetensors"
+    tensors = load_file(path)
+    fault(tensors)
+    save_file(tensors, path)
+    report = verify(tmp_path / "wrong", against=tmp_path / "right")
+    assert first(report)[0] == point
+    text = "\n".join(lines(report))
+    assert text.startswith(f"{DIFFERS} from transformers, first at ")
+    assert "point by point" in text
+
+
+def test_a_near_tie_is_told_from_an_error() -> None:
+    wanted = {LOGITS: torch.tensor([[0.0, 1.0, 0.999], [3.0, 1.0, 0.0], [0.0, 0.0, 1.0]])}
+    got = {LOGITS: torch.tensor([[0.0, 0.998, 1.0], [3.0, 1.0, 0.0], [0.0, 0.0, 1.0]])}
+    found = tokens_chosen(got, wanted, [5, 1, 0, 2], prompt=1)
+    assert (found.count, found.same, found.position, found.is_tie) == (3, 2, 0, True)
+    assert not dataclasses.replace(found, error=1e-4).is_tie
+    run = Run("plain", "float32", "cpu", "auto", "at once", "transformers", 1.0, tokens=found)
+    assert run.is_within
+    assert not dataclasses.replace(run, tokens=dataclasses.replace(found, error=1e-4)).is_within
+
+
+def test_nan_is_a_difference() -> None:
+    wanted = {LOGITS: torch.ones(2, 3)}
+    (found,) = differences({LOGITS: torch.full((2, 3), torch.nan)}, wanted, torch.float32, 0.5)
+    assert found.position == 0
+    run = Run("plain", "float32", "cpu", "auto", "at once", "us", 0.5, differences=(found,))
+    assert not run.is_within
+
+
+# ---- what transformers cannot read itself ----------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_are_those_of_the_checkpoint(variant: str, tmp_path: Path) -> None:
+    """So that transformers is given what the file has, whatever our layers make of it."""
+    spec = write_checkpoint(tmp_path, variant).spec
+    options = LoadOptions(formats=IN_THE_DTYPE)
+    model = load_model(tmp_path, spec, torch.float64, CPU, options)
+    found, wanted = checkpoint_tensors(model), load_file(tmp_path / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        torch.testing.assert_close(found[name], values.double(), rtol=0, atol=1e-15, msg=name)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama3_rope", "qwen3", "gpt2"])
+def test_gguf(variant: str, tmp_path: Path) -> None:
+    """Beside its own dequantised weights."""
+    write_checkpoint(tmp_path, variant)
+    path = convert(tmp_path, tmp_path / "model.gguf", Q8_0)
+    settings = {"attention_backend": "cpu" if core() is not None else "torch"}
+    report = verify(path, quantization=None, **settings)
+    assert report.verdict == WITHIN, "\n".join(lines(report))
+    stored = [run for run in report.runs if run.weights == AS_STORED and run.refusal is None]
+    assert len(stored) == (core() is not None)
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "mistral")
+    (tmp_path / "model.safetensors").unlink()
+    assert verify(tmp_path, load_format="dummy").verdict == WITHIN
+
+
+def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, "llama")
+    monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 300 << 10)
+    assert {run.dtype for run in verify(tmp_path).runs} >= {"float64", "float32"}
+    monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 200 << 10)
+    assert {run.dtype for run in verify(tmp_path).runs} == {"float32"}
+    monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 10 << 10)
+    with pytest.raises(OutOfMemory, match="comparing takes .* MiB .* are free; take a smaller"):
+        verify(tmp_path)
+
+
+def test_what_transformers_refuses(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "right", "llama")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ModelError, match="transformers does not load this model"):
+        verify(tmp_path / "right", against=tmp_path / "other")
+
+
+def test_the_whole_report_is_data(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    data = json.loads(json.dumps(as_data(verify(tmp_path))))
+    assert data["verdict"] == WITHIN and len(data["tokens"]) == 4
+    assert data["versions"]["transformers"] and data["model"]["type"] == "llama"
+    assert data["settings"]["attention_backend"] == "reference"
+    assert data["runs"][0]["differences"][0]["point"] == "embedding"
+    assert data["runs"][0]["is_within"] is True and data["runs"][0]["first"] is None
