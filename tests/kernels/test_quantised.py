@@ -233,6 +233,7 @@ def test_what_stands_beside_rows_is_not_read(device: torch.device) -> None:
 # ---- models ----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
 @pytest.mark.parametrize("format", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("variant", ["llama", "qwen3_tied"])
 def test_a_model_with_quantised_weights(

@@ -123,6 +123,7 @@ def test_a_token_has_the_same_bits_among_any_others(
     assert len(found) == 1
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
 def test_a_model_with_quantised_experts(
     tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,76 @@
+"""Quantised weights on a GPU: the same tokens by recorded steps and others, near the unquantised.
+
+`make gpu-check PART=models` runs these; elsewhere they are not collected. Every step of them fails
+if it makes the host wait (`debug_transfers`).
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from quire import SamplingParams
+from quire.ops.formats import Quantization
+from quire.ops.gpu_weights import multiply, quantise_for_gpu
+from quire.ops.quantise import quantised
+from tests.gpu.test_runner import GREEDY, PROMPTS, open_llm, rounds
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ["int8", "int4", "fp8"]
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"compilation": "full"},
+    "piecewise": {"compilation": "piecewise"},
+    "deterministic": {"deterministic": True},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_recorded_steps_give_the_tokens_of_others(format: str, architecture: str) -> None:
+    settings = {"quantization": format}
+    with open_llm(architecture, "triton", enforce_eager=True, **settings) as llm:
+        wanted = rounds(llm, GREEDY, 1)
+    for mode in MODES.values():
+        with open_llm(architecture, "triton", max_num_seqs=5, **settings, **mode) as llm:
+            assert rounds(llm, GREEDY) == 3 * wanted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_log_probabilities_are_near_the_unquantised(format: str, dtype: str) -> None:
+    """Of prompts that are given."""
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, prompt_logprobs=0)
+    found = []
+    for quantization in (None, format):
+        with open_llm("llama", "triton", dtype=dtype, quantization=quantization) as llm:
+            outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        found.append(
+            torch.tensor(
+                [
+                    position[token].logprob
+                    for output in outputs
+                    for token, position in zip(
+                        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+                    )
+                ]
+            )
+        )
+    near = {"int8": 0.1, "fp8": 0.3, "int4": 1.0}[format]
+    assert float((found[0] - found[1]).abs().max()) < near
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("num_tokens", [1, 30, 100, 700])
+def test_products_of_a_real_layers_size(num_tokens: int, format: str, dtype: torch.dtype) -> None:
+    """Against float64; with many rows of e4m3, which are rounded too, near it."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    weight = torch.randn(6144, 4096, device="cuda", generator=generator) / 64
+    x = torch.randn(num_tokens, 4096, device="cuda", generator=generator).to(dtype)
+    quantization = Quantization(format, {"int8": 128, "int4": 32, "fp8": 0}[format])
+    exact = quantised(weight, quantization).dequantised(torch.float64)
+    wanted = x.double() @ exact.T
+    found = multiply(x, quantise_for_gpu(weight, quantization)).double()
+    most = 0.05 if format == "fp8" and num_tokens > 128 else 4e-3
+    assert (found - wanted).norm() / wanted.norm() < most
