@@ -19,8 +19,10 @@ NAMES = [
 # Products fused with sums where compilers may not choose to: those that the merge asks for, two
 # rows of a thread's tile in attention, and one of each part that is loaded together.
 FUSED = {"attention": 2, "attention_merge": 8}
+QUANTISED = ["fp8_matmul", *(name for name in NAMES if name.startswith("quantised"))]
+OTHERS = [name for name in NAMES if name not in FUSED and name not in QUANTISED]
 # A process takes seconds to start. Attention takes as long to compile as all others.
-GROUPS = {"attention": list(FUSED), "others": [name for name in NAMES if name not in FUSED]}
+GROUPS = {"attention": list(FUSED), "quantised": QUANTISED, "others": OTHERS}
 
 
 @pytest.mark.parametrize("names", GROUPS.values(), ids=GROUPS.keys())
