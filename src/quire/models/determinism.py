@@ -13,6 +13,7 @@ from torch import nn
 from quire.base.errors import ConfigError
 from quire.models.experts import StackedExperts
 from quire.models.layers import Embedding, Linear, LMHead
+from quire.models.model import Model
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.gpu import kernels_for
 from quire.ops.gpu_weights import GPUWeight
@@ -29,8 +30,14 @@ def make_deterministic(model: nn.Module) -> None:
     """Give the weights that are multiplied a fixed order of sums. No memory is copied, and what
     shares a weight (a tied embedding) goes on sharing it. Doing it twice changes nothing.
 
-    Raises ConfigError, with the model unchanged, where a weight can have no fixed order.
+    Raises ConfigError, with the model unchanged, where a weight can have no fixed order, or where
+    something else than operations computes.
     """
+    if isinstance(model, Model) and not model.only_operations:
+        raise ConfigError(
+            "deterministic is for models that compute by quire's operations alone; this one runs by"
+            " code of transformers, whose sums have no fixed order."
+        )
     made: dict[int, FixedOrderWeight | GPUWeight] = {}
     for name, weight in _multiplied(model):
         if isinstance(weight, GPUWeight) and id(weight) not in made:

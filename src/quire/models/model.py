@@ -21,10 +21,12 @@ class Model(nn.Module):
 
     base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
     ignored_tensors: ends of the names of tensors that no layer needs.
+    only_operations: whether it computes nothing but by quire's operations.
     """
 
     base_prefix = ""
     ignored_tensors: tuple[str, ...] = ()
+    only_operations = True
     head: LMHead
 
     def forward(

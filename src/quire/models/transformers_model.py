@@ -3,10 +3,12 @@
 Shape legend: T tokens, R rows, D model dim, V vocabulary.
 
 What its class computes stays as it is, but for what quire has layers for (hf/build.py): linear
-layers, the table of tokens and the head. Attention is quire's (hf/attention.py).
+layers, norms, the table of tokens and the head; and attention (hf/attention.py). Where all that is
+left between these can be told as quire's operations (hf/lower.py), the model runs as those.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -36,9 +38,13 @@ class TransformersModel(Model):
         if windows != spec.layer_windows:
             raise made.seen.error(f"its layers' windows are {windows}, not {spec.layer_windows}")
         rebuilt = Rebuilt(made, found.is_part, nowhere, factory.device)
+        self._steps = rebuilt.steps
         self._run, self._paged, self._names = rebuilt.run, rebuilt.paged, rebuilt.names
         self.base, self.rest, self.held = rebuilt.base, rebuilt.rest, rebuilt.held
         self.head = rebuilt.head
+        self.only_operations = self._steps is not None
+        has_products = any(p.dim() > 1 for p in self.held.parameters())
+        self._num_threads = None if has_products else 1
         _give_memory(self, factory)
 
     def forward(
@@ -51,12 +57,17 @@ class TransformersModel(Model):
     ) -> torch.Tensor:
         """See Model. There is no intermediate: the class does not say where a layer begins."""
         assert intermediate_TD is None
+        if self._steps is not None:
+            inputs = input_ids_T, positions_T, attention, inputs_embeds_TD
+            found: torch.Tensor = self._steps(*inputs)
+            return found
         if isinstance(attention, TracedAttention):
             raise Untraceable("transformers' code computes beside quire's operations")
         self._paged.backend = attention
-        if inputs_embeds_TD is not None:
-            return self._run(None, positions_T[None], inputs_embeds=inputs_embeds_TD[None])[0]
-        return self._run(input_ids_T[None], positions_T[None])[0]
+        with _threads(self._num_threads if positions_T.device.type == "cpu" else None):
+            if inputs_embeds_TD is not None:
+                return self._run(None, positions_T[None], inputs_embeds=inputs_embeds_TD[None])[0]
+            return self._run(input_ids_T[None], positions_T[None])[0]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.rest(inputs_embeds=hidden_RD[None], use_cache=False).logits
@@ -70,6 +81,21 @@ class TransformersModel(Model):
 
     def ignores(self, name: str) -> bool:
         return self._names.is_foreign(name) or super().ignores(self._names.canonical(name))
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Let torch compute with so many threads. Beside the core's, which make all large products,
+    more would wait for each other."""
+    before = torch.get_num_threads()
+    if number is None or number == before:
+        yield
+        return
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _give_memory(model: nn.Module, factory: ParamFactory) -> None:

@@ -15,7 +15,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,14 @@ NAME = "quire"
 PLACE = "quire_place"  # the attribute of an attention module that holds its PagedLayer
 
 Operator = Callable[..., torch.Tensor]
+
+
+class Tracer(Protocol):
+    """What is called instead of attending, while a model is translated (lower.py)."""
+
+    def attend(
+        self, layer: int, qkv: tuple[torch.Tensor, ...], options: tuple[Any, ...]
+    ) -> torch.Tensor: ...
 
 
 class _Operators:
@@ -74,6 +82,7 @@ class Paged:
 
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
+        self.tracer: Tracer | None = None
         self.operator = _operators().attention
         self.handle = _operators().add(self)
 
@@ -134,7 +143,10 @@ def paged_attention(
     cap, sinks_N = kwargs.get("softcap"), kwargs.get("s_aux")
     paged, layer = place.paged, place.layer
     sinks_N = None if sinks_N is None else sinks_N.to(accumulation_dtype(query.dtype))
-    if torch.compiler.is_compiling():
+    if paged.tracer is not None:
+        qkv = q_TNH, k_TKH, v_TKH
+        out_TNH = paged.tracer.attend(layer, qkv, (scale, cap, sinks_N))
+    elif torch.compiler.is_compiling():
         operands = (q_TNH, k_TKH, v_TKH, sinks_N)
         out_TNH = paged.operator(*operands, paged.handle, layer, float(scale), float(cap or 0.0))
     else:

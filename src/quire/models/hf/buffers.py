@@ -11,15 +11,11 @@ META = torch.device("meta")
 
 
 @torch.no_grad()
-def make_real(model: Any, name: str, module: nn.Module, device: torch.device) -> None:
-    """Give a module's buffers that no checkpoint holds their values, on a device, as transformers
-    does when it loads: by the model's own rule of how modules begin. Raises ModelError for what
-    that leaves out."""
-    passing = [
-        each
-        for each, values in module.named_buffers(recurse=False)
-        if each in module._non_persistent_buffers_set
-    ]
+def make_real(model: Any, name: str, module: nn.Module) -> None:
+    """Give a module's buffers that no checkpoint holds their values, as transformers does when it
+    loads: by the model's own rule of how modules begin. Raises ModelError for what that leaves
+    out."""
+    passing = _passing(module)
     for each in passing:
         empty = torch.empty_like(module.get_buffer(each), device="cpu")
         if empty.is_floating_point():
@@ -31,9 +27,19 @@ def make_real(model: Any, name: str, module: nn.Module, device: torch.device) ->
         values = module.get_buffer(each)
         if values.is_floating_point() and values.isnan().any():
             raise ModelError(f"{type(model).__name__} cannot run: {name}.{each} has no value.")
-        setattr(module, each, values.to(device))
     for each, values in vars(module).items():
         if isinstance(values, torch.Tensor) and values.device == META:
             raise ModelError(
                 f"{type(model).__name__} cannot run: {name}.{each} is made in a way of its own."
             )
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Move a module's buffers that no checkpoint holds to a device."""
+    for each in _passing(module):
+        setattr(module, each, module.get_buffer(each).to(device))
+
+
+def _passing(module: nn.Module) -> list[str]:
+    own = [name for name, _ in module.named_buffers(recurse=False)]
+    return [name for name in own if name in module._non_persistent_buffers_set]

@@ -1,5 +1,6 @@
 """Makes a transformers model without memory and puts quire's layers in the place of its own."""
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,21 +11,29 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.models.hf import attention, buffers
+from quire.models.hf.arrange import Arrangement
 from quire.models.hf.configs import Architecture
+from quire.models.hf.lower import Lowering
 from quire.models.hf.modules import (
     Held,
     NamedEmbedding,
     NamedHead,
+    NamedLayerNorm,
     NamedLinear,
+    NamedRMSNorm,
     Product,
     SharedInput,
     is_linear,
     stored_buffers,
 )
 from quire.models.hf.names import CheckpointNames
+from quire.models.hf.norms import is_gelu_by_tanh, norm_of
+from quire.models.hf.steps import Steps
 from quire.models.hf.watch import Watch, watch
 from quire.models.layers import Layer, ParamFactory
 from quire.ops.attention.traced import TracedAttention
+
+logger = logging.getLogger(__name__)
 
 # Ends of the names of linear layers that choose experts, or how much an expert counts.
 ROUTERS = ("gate", "router", "shared_expert_gate", "router.layer")
@@ -59,7 +68,8 @@ class Rebuilt:
     """The parts of a model whose layers were replaced.
 
     base: up to the head. rest: the model without it, called with `inputs_embeds` in the place of
-    what base returns. paged: what the attention modules share.
+    what base returns. paged: what the attention modules share. steps: what base computes as quire's
+    operations, if it can be told so.
     """
 
     def __init__(
@@ -84,7 +94,11 @@ class Rebuilt:
                 config._attn_implementation = attention.NAME
         self._try()
         for name, module in self._modules():
-            buffers.make_real(model, name, module, device)
+            buffers.make_real(model, name, module)
+        self._replace_rows()
+        self.steps = self._lowered(device)
+        for module in (*self.base.modules(), *self.rest.modules()):
+            buffers.move(module, device)
         self.held = nn.ModuleList(self._hold())
         model.config._experts_implementation = EXPERTS.get(device.type, "eager")
 
@@ -142,6 +156,52 @@ class Rebuilt:
         product = Product(layer, names.index(last))
         for index, name in enumerate(names):
             _put(self._model, name, SharedInput(product, index))
+
+    def _replace_rows(self) -> None:
+        """Replace norms and activations by those of quire that give the same numbers. Those of
+        transformers compute in float32 at most; in float64 they stay."""
+        if self._factory.dtype == torch.float64:
+            return
+        for name, module in list(self._modules()):
+            if is_gelu_by_tanh(module):
+                self._put(name, nn.GELU("tanh"))
+            found = None if isinstance(module, Layer) or name in self._wide else norm_of(module)
+            if found is not None and found.is_rms:
+                sizes = found.size, found.eps, found.offset
+                self._put(name, NamedRMSNorm(name, *sizes, self.names, self._factory))
+            elif found is not None:
+                own = found.size, found.eps, found.parts
+                self._put(name, NamedLayerNorm(name, *own, self.names, self._factory))
+
+    def _lowered(self, device: torch.device) -> Steps | None:
+        """Translate the base into quire's operations; None where that cannot be."""
+        if self._factory.dtype == torch.float64:
+            return None
+        lowering = Lowering(device)
+        layers = NamedEmbedding, NamedLinear, NamedRMSNorm, NamedLayerNorm
+        traced = [each for each in self.base.modules() if isinstance(each, layers)]
+        for layer in traced:
+            layer.tracer = lowering
+        self.paged.tracer = lowering
+        try:
+            last = lowering.follow(self.run)
+            return Arrangement(lowering.calls, lowering.buffers, last).steps()
+        except Exception as reason:  # also what its code raises when it meets no memory
+            why = str(reason).strip().splitlines() or [repr(reason)]
+            logger.info("%s runs by its own code: %s", type(self._model).__name__, why[0])
+            return None
+        finally:
+            self.paged.tracer = None
+            for layer in traced:
+                layer.tracer = None
+
+    def _put(self, name: str, module: nn.Module) -> None:
+        """Put a module in the place of the one of this name in the whole model."""
+        at = f"{self._seen.direct[0]}."
+        if name.startswith(at):
+            _put(self.base, name.removeprefix(at), module)
+        else:
+            _put(self.rest, name, module)
 
     @torch.no_grad()
     def _try(self) -> None:
@@ -225,7 +285,7 @@ def _factor_of(model: Any, name: str, table: nn.Embedding) -> float | None:
     """Find the number that a table's rows are scaled by; None if something else is done to them."""
     if type(table) is nn.Embedding:
         return 1.0
-    buffers.make_real(model, name, table, torch.device("cpu"))
+    buffers.make_real(model, name, table)
     ids = torch.arange(3)[None]
     rows = torch.rand(3, table.embedding_dim, dtype=table.weight.dtype) + 0.5
     ones = torch.ones_like(rows)

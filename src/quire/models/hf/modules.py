@@ -7,15 +7,26 @@ Parameters of modules that stay transformers' own are held by a layer beside the
 fills them; both have the same parameter, so that it is loaded and counted once.
 """
 
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from quire.models.hf.names import CheckpointNames
-from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, Source
+from quire.models.layers import (
+    Embedding,
+    Layer,
+    LayerNorm,
+    Linear,
+    LMHead,
+    ParamFactory,
+    RMSNorm,
+    Source,
+)
 from quire.ops.linear import linear
+from quire.ops.rms_norm import rms_norm
 from quire.ops.scale import scale
 
 
@@ -31,8 +42,20 @@ def is_turned(module: nn.Module) -> bool:
     return type(module) is Conv1D
 
 
+class Tracer(Protocol):
+    """What layers call instead of computing, while a model is translated (lower.py)."""
+
+    def embedding(self, layer: nn.Module, ids: torch.Tensor, width: int) -> torch.Tensor: ...
+
+    def layer(
+        self, layer: nn.Module, x: torch.Tensor, width: int, linear: bool
+    ) -> torch.Tensor: ...
+
+
 class NamedLinear(Linear):
     """A Linear whose input has any number of dimensions before the last."""
+
+    tracer: Tracer | None = None
 
     def __init__(
         self,
@@ -52,8 +75,18 @@ class NamedLinear(Linear):
         self._checkpoint, self.keeps_dtype = checkpoint, keeps_dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tracer is not None:
+            return self.tracer.layer(self, x, sum(self.part_sizes), linear=True)
+        if x.dim() == 2:
+            return linear(x, self.weight, self.bias)
         out_TO = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
         return out_TO.view(*x.shape[:-1], -1)
+
+    def reorder(self, order: torch.Tensor) -> None:
+        """Load the rows in this order, int64 [O], in which those of each module are together."""
+        begins = itertools.accumulate(self.part_sizes, initial=0)
+        parts = order.split(self.part_sizes)
+        self._orders = tuple(part - begin for part, begin in zip(parts, begins, strict=False))
 
     def sources(self) -> list[Source]:
         return self._checkpoint.expand(super().sources())
@@ -94,6 +127,8 @@ class Product(nn.Module):
 class NamedEmbedding(Embedding):
     """A table whose rows may be scaled after they were looked up."""
 
+    tracer: Tracer | None = None
+
     def __init__(
         self,
         name: str,
@@ -106,10 +141,65 @@ class NamedEmbedding(Embedding):
         self._checkpoint, self._factor = checkpoint, factor
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.tracer is not None:
+            return self.tracer.embedding(self, ids, self.weight.shape[1])
         rows_TD = super().forward(ids.reshape(-1))
         if self._factor != 1.0:
             rows_TD = scale(rows_TD, self._factor)
         return rows_TD.view(*ids.shape, -1)
+
+    def sources(self) -> list[Source]:
+        return self._checkpoint.expand(super().sources())
+
+
+class NamedRMSNorm(RMSNorm):
+    """An RMSNorm by itself, over the last of any number of dimensions."""
+
+    tracer: Tracer | None = None
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        offset: float,
+        checkpoint: CheckpointNames,
+        factory: ParamFactory,
+    ) -> None:
+        super().__init__(name, size, eps, factory, offset)
+        self._checkpoint, self.eps = checkpoint, eps
+
+    def forward(self, x: torch.Tensor, _: Any = None) -> Any:
+        if self.tracer is not None:
+            return self.tracer.layer(self, x, x.shape[-1], linear=False)
+        return rms_norm(x, self.weight, self.eps)
+
+    def sources(self) -> list[Source]:
+        return self._checkpoint.expand(super().sources())
+
+
+class NamedLayerNorm(LayerNorm):
+    """A LayerNorm over the last of any number of dimensions. parts: which parameters it has."""
+
+    tracer: Tracer | None = None
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        eps: float,
+        parts: Sequence[str],
+        checkpoint: CheckpointNames,
+        factory: ParamFactory,
+    ) -> None:
+        has = "weight" in parts, "bias" in parts
+        super().__init__(name, size, eps, factory, *has)
+        self._checkpoint = checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.tracer is not None:
+            return self.tracer.layer(self, x, x.shape[-1], linear=False)
+        return super().forward(x)
 
     def sources(self) -> list[Source]:
         return self._checkpoint.expand(super().sources())

@@ -1,0 +1,141 @@
+"""A forward pass as a list of quire's operations over buffers: what lower.py makes of a model.
+
+Shape legend: T tokens, W columns, N heads, H head dim, E = H / 2.
+
+A buffer is the result of an operation, [T, W]. Operations read consecutive columns of buffers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quire.ops.add import add
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.gelu import gelu, gelu_tanh
+from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
+from quire.ops.relu import relu
+from quire.ops.rms_norm import add_rms_norm
+from quire.ops.rotary import rotary, rotary_rows
+from quire.ops.scale import scale
+from quire.ops.silu_mul import silu_mul
+
+ROW_WISE: dict[str, Callable[..., torch.Tensor]] = {
+    "add": add,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+    "silu gate": silu_mul,
+    "gelu gate": gelu_mul,
+    "gelu_tanh gate": gelu_tanh_mul,
+}
+LAYER, EMBEDDING, ADD_NORM, ROTARY, SCALE, ATTEND = (
+    "layer", "embedding", "add_norm", "rotary", "scale", "attend",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Read:
+    """Columns of a buffer, as [T, W], or as [T, heads, W / heads]."""
+
+    buffer: int
+    first: int
+    width: int
+    heads: int = 0
+
+    def of(self, buffers: Sequence[Any]) -> torch.Tensor:
+        whole: torch.Tensor = buffers[self.buffer]
+        if whole.dim() > 2:
+            whole = whole.flatten(1)
+        if self.width != whole.shape[1]:
+            whole = whole[:, self.first : self.first + self.width]
+        return whole.unflatten(1, (self.heads, -1)) if self.heads else whole
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """An operation. name: of ROW_WISE, or one of the others above. writes: buffers. layer: whose
+    parameters it has; of ATTEND the number of the layer. options: what else it is called with."""
+
+    name: str
+    reads: tuple[Read, ...]
+    writes: tuple[int, ...]
+    layer: Any = None
+    options: tuple[Any, ...] = ()
+
+
+class Steps(nn.Module):
+    """Runs them. last: what is read in the end, [T, D]."""
+
+    def __init__(self, steps: Sequence[Step], num_buffers: int, last: Read) -> None:
+        super().__init__()
+        self.steps, self._num_buffers, self._last = tuple(steps), num_buffers, last
+
+    def forward(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        embeds_TD: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return hidden states [T, D]. embeds: in the place of the embedded ids."""
+        buffers = [None] * self._num_buffers
+        run = Run(ids_T, positions_T, attention, buffers, embeds_TD)
+        for step in self.steps:
+            run.carry_out(step)
+        return self._last.of(run.buffers)
+
+
+@dataclass
+class Run:
+    """One pass over buffers, of which one is made by each operation."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    attention: AttentionBackend
+    buffers: list[Any]
+    embeds_TD: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._factors: dict[int, torch.Tensor] = {}
+
+    def carry_out(self, step: Step) -> None:
+        operands = [read.of(self.buffers) for read in step.reads]
+        self.buffers[step.writes[0]] = self.result(step, operands)
+
+    def result(self, step: Step, operands: list[torch.Tensor]) -> torch.Tensor:
+        made: torch.Tensor
+        if step.name == LAYER:
+            made = step.layer(*operands)
+            return made
+        if step.name == ATTEND:
+            return self._attend(step, operands)
+        if step.name == ROTARY:
+            return rotary(operands[0], self._rotary_rows(step, operands[0].dtype))
+        if step.name == SCALE:
+            return scale(operands[0], *step.options)
+        if step.name == ADD_NORM:
+            x_TD, residual_TD = operands
+            normed, total = add_rms_norm(x_TD, residual_TD, step.layer.weight, step.layer.eps)
+            self.buffers[step.writes[1]] = total
+            return normed
+        if step.name == EMBEDDING:
+            embeds_TD = self.embeds_TD
+            made = step.layer(self.ids_T) if embeds_TD is None else embeds_TD
+            return made
+        return ROW_WISE[step.name](*operands)
+
+    def _attend(self, step: Step, operands: list[torch.Tensor]) -> torch.Tensor:
+        q_TNH, k_TKH, v_TKH = operands
+        scale, soft_cap, sinks_N = step.options
+        self.attention.write(step.layer, k_TKH, v_TKH)
+        return self.attention.run(step.layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
+
+    def _rotary_rows(self, step: Step, dtype: torch.dtype) -> torch.Tensor:
+        frequencies_E, factor = step.options
+        key = id(frequencies_E)
+        if key not in self._factors:
+            self._factors[key] = rotary_rows(self.positions_T, frequencies_E, factor, dtype)
+        return self._factors[key]
