@@ -36,11 +36,12 @@ FORMATS = {
         ("int8 but head", "int8", 32, "none"),
         ("int4", "int4", None, "auto"),
         ("int4 with head", "int4", 64, "int4"),
+        ("fp8", "fp8", None, "auto"),
     ]
 }
 # Of the logits' norm. The weights are random, with no redundancy, and the layers few.
 MOST_ERROR = {"int8": 0.08, "int8 rows": 0.08, "int8 but head": 0.08, "int4": 0.7}
-MOST_ERROR |= {"int4 with head": 0.7}
+MOST_ERROR |= {"int4 with head": 0.7, "fp8": 0.25}
 
 
 @pytest.mark.parametrize("formats", FORMATS)

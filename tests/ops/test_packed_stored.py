@@ -209,7 +209,7 @@ def test_bytes_are_known_before_and_views_restored(name: str) -> None:
     order_bytes = 4 * rows.shape[1] if weight.layout.is_ordered else 0
     planned = packed_bytes(rows.shape, "float32", quantization, panel_of(weight.variant))
     assert weight.nbytes == planned + order_bytes
-    again = packed_view(weight.data, list(weight.layout))
+    again = packed_view(weight.data, [list(weight.layout)])
     assert again.layout == weight.layout and torch.equal(unpacked(again), unpacked(weight))
     for wrong in (
         {"group": 20},
@@ -219,7 +219,7 @@ def test_bytes_are_known_before_and_views_restored(name: str) -> None:
         {"outputs": 400},
     ):
         with pytest.raises(ValueError):
-            packed_view(weight.data, list(weight.layout._replace(**wrong)))
+            packed_view(weight.data, [list(weight.layout._replace(**wrong))])
 
 
 def test_what_is_no_number_is_refused() -> None:

@@ -37,7 +37,12 @@ FORMATS = {
         f"{name} of {group}": weight_formats(
             ModelConfig(quantization=name, quantization_group_size=group, quantized_head=head)
         )
-        for name, group, head in [("int8", 0, "int8"), ("int8", 32, "none"), ("int4", 32, "int4")]
+        for name, group, head in [
+            ("int8", 0, "int8"),
+            ("int8", 32, "none"),
+            ("int4", 32, "int4"),
+            ("fp8", 0, "fp8"),
+        ]  # fmt: skip
     },
 }
 

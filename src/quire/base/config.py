@@ -96,8 +96,9 @@ class ModelConfig:
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
     quantization: str | None = setting(
         None,
-        "store the weights in 8 or 4 bits (CPUs with the C++ core, which multiply in integers; GPUs"
-        " with triton, also fp8); none takes the dtype; if absent they are as in the model's files",
+        "store the weights in 8 or 4 bits (CPUs with the C++ core, which multiplies in integers but"
+        " for fp8; GPUs with triton); none takes the dtype; if absent they are as in the model's"
+        " files",
         choices=("none", "fp8", "int8", "int4"),
     )
     quantization_group_size: int | None = setting(

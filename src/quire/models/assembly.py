@@ -6,7 +6,7 @@ come quantised wait, as the mapped file has them, until all of a layer are there
 a parameter (a head that is tied to the embedding) are made and packed together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MappingProxyType
 
 import torch
@@ -23,7 +23,7 @@ from quire.models.registry import class_of
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
 from quire.ops.linear import pack_rows
-from quire.ops.packed import BLOCK_BYTES, BLOCK_VALUES
+from quire.ops.packed import block_row_bytes
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
 LARGE_BYTES = 1 << 20
@@ -66,7 +66,7 @@ class Unit:
             return
         found = [stored[module] for module in self.modules if module in stored]
         in_blocks = (e for e in found if not isinstance(e, QuantisedLayer) and e.as_blocks)
-        blocks = next((each.quantization for each in in_blocks), None)
+        blocks = next((each.formats for each in in_blocks), ())
         for module in self.modules:
             for name, old in list(module.named_parameters(recurse=False)):
                 is_filled = name != "weight" or not _is_kept(module, stored)
@@ -83,11 +83,11 @@ def _is_kept(module: nn.Module, stored: Stored) -> bool:
 
 
 def _with_memory(
-    empty: nn.Parameter, device: torch.device, blocks: Quantization | None
+    empty: nn.Parameter, device: torch.device, blocks: Sequence[Quantization]
 ) -> nn.Parameter:
     shape, dtype = tuple(empty.shape), empty.dtype
-    if blocks is not None and len(shape) == 2:
-        row_bytes = shape[1] // BLOCK_VALUES * BLOCK_BYTES[blocks.format]
+    if blocks and len(shape) == 2:
+        row_bytes = max(block_row_bytes(each, shape[1]) for each in blocks)
         shape, dtype = (shape[0], row_bytes), torch.uint8
     if device.type == "cpu" and empty.nbytes >= LARGE_BYTES:
         values = passing_memory(shape, dtype)

@@ -36,11 +36,16 @@ IN_THE_DTYPE = WeightFormats(as_stored=False)
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """What a layer of a quantised file is packed as. as_blocks: its weight comes as ggml's blocks
-    (`packed.pack_blocks`), which hold the same integers; otherwise it comes as numbers."""
+    """What a layer of a quantised file is packed as: how many of its outputs in which format, in
+    their order. as_blocks: its weight comes as ggml's blocks (`packed.pack_blocks`), which hold the
+    same numbers; otherwise it comes as numbers."""
 
-    quantization: Quantization
+    stretches: tuple[tuple[int, Quantization], ...]
     as_blocks: bool
+
+    @property
+    def formats(self) -> tuple[Quantization, ...]:
+        return tuple(format for _, format in self.stretches)
 
 
 def weight_formats(config: ModelConfig) -> WeightFormats:

@@ -109,7 +109,8 @@ def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict
     """Return the instruction set of each format that weights are packed in."""
     asked = [each for each in (formats.layers, formats.head) if each is not None]
     used = {each.format for each in asked}
-    used |= {e.quantization.format for e in stored.values() if isinstance(e, StoredFormat)}
+    in_file = (each for each in stored.values() if isinstance(each, StoredFormat))
+    used |= {format.format for each in in_file for format in each.formats}
     return chosen_variants(sorted({dtype_name(dtype)} | used))
 
 

@@ -4,7 +4,7 @@ Made of the layers themselves, with parameters that have no memory. `quire fit` 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -109,13 +109,15 @@ def planned_weights(
     by index, whose weights are quantised in a GGUF file."""
     sizes: dict[str, int] = {}
     for index, part in enumerate(parts):
-        name, num_bytes = packing.dtype, part.num_bytes
-        if part.kind != PLAIN:
-            format = {LINEAR: formats.layers, HEAD: formats.head}.get(part.kind)
-            format = stored[index].quantization if index in stored else format
-            name = format_name(format, packing.dtype)
-            num_bytes = part_bytes(part, packing, format)
-        sizes[name] = sizes.get(name, 0) + num_bytes
+        if part.kind == PLAIN:
+            sizes[packing.dtype] = sizes.get(packing.dtype, 0) + part.num_bytes
+            continue
+        format = {LINEAR: formats.layers, HEAD: formats.head}.get(part.kind)
+        whole = ((part.shape[0], format),)
+        for outputs, own in stored[index].stretches if index in stored else whole:
+            name, stretch = format_name(own, packing.dtype), (outputs, *part.shape[1:])
+            num_bytes = part_bytes(replace(part, shape=stretch), packing, own)
+            sizes[name] = sizes.get(name, 0) + num_bytes
     found = [FormatBytes(name, num_bytes) for name, num_bytes in sizes.items()]
     return sorted(found, key=lambda each: -each.num_bytes)
 

@@ -52,18 +52,21 @@ def _pack(
     if isinstance(found, QuantisedLayer) and found.is_kept:
         return  # packed when its last tensor came
     if isinstance(found, StoredFormat) and found.as_blocks:
-        set_weight(layer, pack_blocks(layer.weight, found.quantization, memory))
+        set_weight(layer, pack_blocks(layer.weight, found.stretches, memory))
     else:
-        layer.pack(_format_of(layer, format, stored), memory)
+        layer.pack(_stretches(layer, format, stored)[0][1], memory)
 
 
-def _format_of(
-    layer: nn.Module, format: Quantization | None, stored: Stored
-) -> Quantization | None:
+def _stretches(
+    layer: Linear | LMHead, format: Quantization | None, stored: Stored
+) -> tuple[tuple[int, Quantization | None], ...]:
+    """Return how many outputs of a layer are packed in which format, in their order."""
     found = stored.get(layer)
-    if isinstance(found, QuantisedLayer) and not found.is_kept:
-        return format
-    return format if found is None else found.quantization
+    if isinstance(found, StoredFormat):
+        return found.stretches
+    if found is not None and found.is_kept:
+        format = found.quantization
+    return ((layer.weight.shape[0], format),)
 
 
 def _of_layer(layer: Linear, formats: WeightFormats) -> Quantization | None:
@@ -106,10 +109,10 @@ def planned_bytes(
     total += sum(how.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts)
     for module in packed:
         if isinstance(module, Linear):
-            format = _format_of(module, _of_layer(module, formats), stored)
-            total += how.weight_bytes(tuple(module.weight.shape), format)
+            for outputs, format in _stretches(module, _of_layer(module, formats), stored):
+                total += how.weight_bytes((outputs, module.weight.shape[1]), format)
     for head, tables in _tied(model.modules()):
-        format = _format_of(head, formats.head, stored)
+        ((_, format),) = _stretches(head, formats.head, stored)
         total += how.head_bytes(tuple(head.weight.shape), format, is_tied=bool(tables))
     return total
 

@@ -33,11 +33,11 @@ from quire.models.file_identity import file_identity
 from quire.models.layers import Layer
 from quire.ops.host_memory import ALIGNMENT, aligned, free_disk_bytes, mapped_file
 from quire.ops.native import INTERFACE_VERSION
-from quire.ops.packed import PackedWeight, packed_view
+from quire.ops.packed import Packed, PackedParts, PackedWeight, packed_view
 
 logger = logging.getLogger("quire")
 
-VERSION = 2  # raised whenever what is written, or what packing makes of a weight, changes
+VERSION = 3  # raised whenever what is written, or what packing makes of a weight, changes
 MAGIC = b"QUIREWTS"
 HEADER = struct.Struct("<8sQQQ32s")
 PAGE = 4096
@@ -211,9 +211,9 @@ def _indexed(model: nn.Module) -> tuple[list[dict[str, Any]], list[torch.Tensor]
             found[id(weight)]["names"].append(full_name)
             continue
         entry: dict[str, Any] = {"names": [full_name], "offset": offset}
-        if isinstance(weight, PackedWeight):
+        if isinstance(weight, PackedWeight | PackedParts):
             piece = weight.data
-            entry |= {"numbers": weight.layout}
+            entry |= {"numbers": [part.layout for part in weight.parts]}
         else:
             piece = weight.detach().contiguous().view(-1).view(torch.uint8)
             entry |= {"dtype": str(weight.dtype).removeprefix("torch.")}
@@ -237,7 +237,7 @@ def _end(index: Iterable[dict[str, Any]]) -> int:
     return max((entry["offset"] + entry["nbytes"] for entry in index), default=0)
 
 
-def _read(file: int, key: str, model: nn.Module) -> list[nn.Parameter | PackedWeight]:
+def _read(file: int, key: str, model: nn.Module) -> list[nn.Parameter | Packed]:
     """The weights in the order of all_weights. Raises one of UNUSABLE for a file that is not
     what `store` writes for this model."""
     magic, start, num_bytes, index_bytes, digest = HEADER.unpack(_read_bytes(file, 0, HEADER.size))
@@ -252,7 +252,7 @@ def _read(file: int, key: str, model: nn.Module) -> list[nn.Parameter | PackedWe
     if os.fstat(file).st_size != start + num_bytes or start < HEADER.size + index_bytes:
         raise ValueError("it is damaged (its size)")
     data = mapped_file(file, start + num_bytes)[start:]
-    by_name: dict[str, nn.Parameter | PackedWeight] = {}
+    by_name: dict[str, nn.Parameter | Packed] = {}
     shapes = {name: getattr(module, own).shape for name, module, own in all_weights(model)}
     for entry in index["weights"]:
         wanted = shapes[entry["names"][0]]
@@ -264,17 +264,16 @@ def _read(file: int, key: str, model: nn.Module) -> list[nn.Parameter | PackedWe
     return [by_name[name] for name in shapes]
 
 
-def _weight(
-    entry: dict[str, Any], shape: torch.Size, data: torch.Tensor
-) -> nn.Parameter | PackedWeight:
+def _weight(entry: dict[str, Any], shape: torch.Size, data: torch.Tensor) -> nn.Parameter | Packed:
     begin, num_bytes = entry["offset"], entry["nbytes"]
     if not 0 <= begin <= begin + num_bytes <= len(data) or begin % ALIGNMENT:
         raise ValueError(f"{entry['names']} lie outside of it")
     piece = data[begin : begin + num_bytes]
     if "numbers" in entry:
-        if entry["numbers"][2:4] != list(shape):
+        packed = packed_view(piece, entry["numbers"])
+        if packed.shape != tuple(shape):
             raise ValueError(f"{entry['names']} have another shape")
-        return packed_view(piece, entry["numbers"])
+        return packed
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype) or num_bytes != shape.numel() * dtype.itemsize:
         raise ValueError(f"{entry['names']} have another size")

@@ -25,12 +25,20 @@ from quire.ops.gpu_weights import (
 )
 from quire.ops.host_memory import HugeMemory
 from quire.ops.native import address, needed_core
-from quire.ops.packed import ELEMENTS, PackedWeight, can_pack_natively, pack, pack_stored
+from quire.ops.packed import (
+    ELEMENTS,
+    Packed,
+    PackedParts,
+    PackedWeight,
+    can_pack_natively,
+    pack,
+    pack_stored,
+)
 from quire.ops.registry import op
 from quire.ops.stored_rows import StoredRows
 from quire.ops.threads import num_threads
 
-Weight = torch.Tensor | PackedWeight | GPUWeight
+Weight = torch.Tensor | PackedWeight | PackedParts | GPUWeight
 
 
 @op("linear")
@@ -38,7 +46,7 @@ def linear(
     x_TK: torch.Tensor, weight_NK: Weight, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[T, N] in x's dtype. The weight is a plain tensor or what pack_weight made of it."""
-    if isinstance(weight_NK, PackedWeight):
+    if isinstance(weight_NK, PackedWeight | PackedParts):
         return _native_linear(x_TK, weight_NK, bias_N)
     if isinstance(weight_NK, GPUWeight):
         return multiply(x_TK, weight_NK, bias_N)
@@ -54,25 +62,27 @@ def linear(
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 
-def _native_linear(
-    x_TK: torch.Tensor, weight: PackedWeight, bias_N: torch.Tensor | None
-) -> torch.Tensor:
+def _native_linear(x_TK: torch.Tensor, weight: Packed, bias_N: torch.Tensor | None) -> torch.Tensor:
     (outputs, inputs), dtype = weight.shape, x_TK.dtype
     assert x_TK.dim() == 2 and x_TK.shape[1] == inputs
     out_TN = torch.empty(x_TK.shape[0], outputs, dtype=dtype)
     if x_TK.stride(1) != 1:
         x_TK = x_TK.contiguous()
-    needed_core().linear(
-        out_TN.data_ptr(),
-        x_TK.data_ptr(),
-        0 if bias_N is None else address(bias_N, dtype),
-        ELEMENTS[dtype],
-        x_TK.shape[0],
-        x_TK.stride(0),
-        outputs,
-        weight.core,
-        num_threads(),
-    )
+    first = 0
+    for part in weight.parts:
+        end = first + part.shape[0]
+        needed_core().linear(
+            out_TN[:, first:].data_ptr(),
+            x_TK.data_ptr(),
+            0 if bias_N is None else address(bias_N[first:end], dtype),
+            ELEMENTS[dtype],
+            x_TK.shape[0],
+            x_TK.stride(0),
+            outputs,
+            part.core,
+            num_threads(),
+        )
+        first = end
     return out_TN
 
 

@@ -39,8 +39,19 @@ from quire.ops.stored_rows import (
 from quire.ops.threads import num_threads
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-BLOCK_VALUES = 32
-BLOCK_BYTES = {"int8_f16": 34, "int4_f16": 18}
+# Values and bytes of ggml's blocks that are packed as a format.
+BLOCKS = {
+    "int8_f16": (32, 34),
+    "int4_f16": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q2_k": (256, 84),
+    "q3_k": (256, 110),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+}
 VALUES_AT_ONCE = 1 << 18
 
 
@@ -50,6 +61,10 @@ class PackedWeight(OpaqueWeight):
 
     data: torch.Tensor
     layout: WeightLayout
+
+    @property
+    def parts(self) -> tuple["PackedWeight", ...]:
+        return (self,)
 
     @property
     def format(self) -> str:
@@ -90,6 +105,30 @@ class PackedWeight(OpaqueWeight):
         return out_UK
 
 
+@dataclass(frozen=True, eq=False)
+class PackedParts(OpaqueWeight):
+    """Weights of several formats with the same inputs, the outputs of one after the other's, as of
+    a merged layer whose parts a file stores differently. data: that of all."""
+
+    data: torch.Tensor
+    parts: tuple[PackedWeight, ...]
+
+    @property
+    def format(self) -> str:
+        return ", ".join(part.format for part in self.parts)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+Packed = PackedWeight | PackedParts
+
+
 def can_pack_natively(dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether the core multiplies activations of this dtype."""
     return device.type == "cpu" and dtype in ELEMENTS and core() is not None
@@ -122,7 +161,7 @@ def pack(
         parts = weight_NK.split(max(1, VALUES_AT_ONCE // weight_NK.shape[1]))
         rows = stacked([quantised(part, quantization) for part in parts])
         return pack_stored(rows, memory, variant)
-    packed = PackedWeight(_empty(layout, memory), layout)
+    packed = PackedWeight(_empty(bytes_of(layout), memory), layout)
     needed_core().linear_pack(
         packed.data.data_ptr(),
         packed.core,
@@ -135,22 +174,45 @@ def pack(
 
 
 def pack_blocks(
-    blocks_NB: torch.Tensor, quantization: Quantization, memory: HugeMemory | None = None
-) -> PackedWeight:
-    """Pack rows of ggml's blocks, uint8 (BLOCK_BYTES each), whose numbers stay what they are."""
-    outputs, row_bytes = blocks_NB.shape
-    inputs = row_bytes // BLOCK_BYTES[quantization.format] * quantization.group_size
-    assert quantization.group_size == BLOCK_VALUES
-    layout = _layout((outputs, inputs), torch.float32, quantization, None)
-    packed = PackedWeight(_empty(layout, memory), layout)
-    needed_core().linear_pack_blocks(
-        packed.data.data_ptr(),
-        packed.core,
-        address(blocks_NB, torch.uint8),
-        row_bytes,
-        num_threads(),
+    blocks_NB: torch.Tensor,
+    stretches: Sequence[tuple[int, Quantization]],
+    memory: HugeMemory | None = None,
+) -> Packed:
+    """Pack rows of ggml's blocks, uint8, whose numbers stay what they are. stretches: how many rows
+    are in which format, in their order; only the largest fill all bytes."""
+    row_bytes = blocks_NB.shape[1]
+    inputs = min(
+        row_bytes // BLOCKS[each.format][1] * BLOCKS[each.format][0] for _, each in stretches
     )
+    layouts = [_layout_of(each.format, (n, inputs), each.group_size, None) for n, each in stretches]
+    sizes = [aligned(bytes_of(layout)) for layout in layouts]
+    data = _empty(sum(sizes), memory)
+    packed, first = packed_parts(data, layouts), 0
+    for part, (count, _) in zip(packed.parts, stretches, strict=True):
+        blocks = address(blocks_NB, torch.uint8) + first * row_bytes
+        needed_core().linear_pack_blocks(
+            part.data.data_ptr(), part.core, blocks, row_bytes, num_threads()
+        )
+        first += count
     return packed
+
+
+def packed_parts(data: torch.Tensor, layouts: Sequence[WeightLayout]) -> Packed:
+    """Make a weight of memory that holds one or several, each at a multiple of ALIGNMENT bytes."""
+    if len(layouts) == 1:
+        return PackedWeight(data[: bytes_of(layouts[0])], layouts[0])
+    parts, begin = [], 0
+    for layout in layouts:
+        num_bytes = bytes_of(layout)
+        parts.append(PackedWeight(data[begin : begin + num_bytes], layout))
+        begin += aligned(num_bytes)
+    return PackedParts(data[:begin], tuple(parts))
+
+
+def block_row_bytes(format: Quantization, num_inputs: int) -> int:
+    """Count the bytes of an output's blocks."""
+    values, num_bytes = BLOCKS[format.format]
+    return num_inputs // values * num_bytes
 
 
 def pack_stored(
@@ -270,7 +332,7 @@ def _pack_arrays(
     variant: str | None,
 ) -> PackedWeight:
     layout = _layout_of(format, shape, group, variant, int(arrays.order is not None))
-    packed = PackedWeight(_empty(layout, memory), layout)
+    packed = PackedWeight(_empty(bytes_of(layout), memory), layout)
     values, scales = arrays.values.contiguous(), arrays.scales.contiguous()
     order = None if arrays.order is None else arrays.order.contiguous()
     needed_core().linear_pack_stored(
@@ -298,18 +360,27 @@ def _is_finite(weight_NK: torch.Tensor) -> bool:
     return all(part.isfinite().all() for part in weight_NK.split(rows))
 
 
-def packed_view(data: torch.Tensor, numbers: Sequence[int]) -> PackedWeight:
-    """Make a packed weight of memory that holds one. Raises ValueError for numbers that `pack`
-    does not make here, or that ask for another size."""
+def packed_view(data: torch.Tensor, numbers: Sequence[Sequence[int]]) -> Packed:
+    """Make a packed weight of memory that holds one. numbers: each part's layout. Raises ValueError
+    for numbers that packing does not make here, or that ask for another size."""
+    layouts = [_known_layout(each) for each in numbers]
+    sizes = [bytes_of(layout) for layout in layouts]
+    total = sizes[0] if len(sizes) == 1 else sum(map(aligned, sizes))
+    if len(data) != total or len({layout.inputs for layout in layouts}) != 1:
+        raise ValueError(f"a packed weight of {numbers} is not what it should be")
+    return packed_parts(data, layouts)
+
+
+def _known_layout(numbers: Sequence[int]) -> WeightLayout:
     layout = WeightLayout(*map(int, numbers))
     if not 0 <= layout.format < len(NAMES) or min(layout.outputs, layout.inputs) < 1:
         raise ValueError(f"there is no packed weight of {numbers}")
     format = NAMES[layout.format]
     is_known = layout.is_ordered in (0, 1) and _has_group(format, layout)
     is_known = is_known and layout.variant == variants().index(chosen_variant(format))
-    if not is_known or len(data) != bytes_of(layout):
+    if not is_known:
         raise ValueError(f"a packed weight of {numbers} is not what it should be")
-    return PackedWeight(data, layout)
+    return layout
 
 
 def _has_group(format: str, layout: WeightLayout) -> bool:
@@ -326,8 +397,7 @@ def _has_group(format: str, layout: WeightLayout) -> bool:
     return 0 < group <= most and group % ROUND_INPUTS == 0
 
 
-def _empty(layout: WeightLayout, memory: HugeMemory | None) -> torch.Tensor:
-    num_bytes = bytes_of(layout)
+def _empty(num_bytes: int, memory: HugeMemory | None) -> torch.Tensor:
     if memory is None:
         return torch.empty(num_bytes, dtype=torch.uint8)
     return memory.empty(num_bytes)

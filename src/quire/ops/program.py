@@ -11,7 +11,7 @@ model's dtype: between its weights, a program rounds nothing.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -20,7 +20,7 @@ from quire.ops.formats import rounds_activations
 from quire.ops.linear import Weight
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CoreProgram, CoreWeight, WeightLayout
-from quire.ops.packed import ELEMENTS, PackedWeight
+from quire.ops.packed import ELEMENTS, PackedParts, PackedWeight
 from quire.ops.registry import OpRecord
 
 CACHE_LINE = 16  # floats
@@ -327,18 +327,27 @@ class Tracer:
     def _linear(
         self, out: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> None:
-        if not isinstance(weight, PackedWeight):
+        if not isinstance(weight, PackedWeight | PackedParts):
             raise Untraceable("a weight is not packed for the core")
-        operand = view = self._view(x)
+        view, own = self._view(x), self._new(out)
+        operands = [self._operand(view, part) for part in weight.parts]
+        first = 0
+        for part, (operand, stride) in zip(weight.parts, operands, strict=True):
+            place, end = replace(own, offset=own.offset + first), first + part.shape[0]
+            own_bias = _float(None if bias is None else bias[first:end])
+            views = place, operand
+            self._emit(Instruction(Kind.MULTIPLY, views, stride=stride, bias=own_bias, packed=part))
+            first = end
+
+    def _operand(self, view: View, weight: PackedWeight) -> tuple[View, int]:
+        """Return activations as the product reads them, and the bytes between their rows."""
         stride = operand_stride(weight)
         if stride == 0:
-            stride = 4 * self._draft.widths[view.buffer]
-        else:
-            operand = View(len(self._draft.widths))
-            self._draft.widths.append(stride // 4 + 2 * num_groups(weight))
-            self._emit(Instruction(Kind.PREPARE, (operand, view), stride=stride, packed=weight))
-        kind, views = Kind.MULTIPLY, (self._new(out), operand)
-        self._emit(Instruction(kind, views, stride=stride, bias=_float(bias), packed=weight))
+            return view, 4 * self._draft.widths[view.buffer]
+        operand = View(len(self._draft.widths))
+        self._draft.widths.append(stride // 4 + 2 * num_groups(weight))
+        self._emit(Instruction(Kind.PREPARE, (operand, view), stride=stride, packed=weight))
+        return operand, stride
 
     def _kv_write(
         self, _out: None, _backend: object, layer: int, k: torch.Tensor, v: torch.Tensor

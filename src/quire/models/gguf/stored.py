@@ -2,6 +2,7 @@
 packed. No torch.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -9,10 +10,12 @@ from quire.base.gguf import GGUFFile, TensorKind
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat
 from quire.models.outline import PLAIN, Part
-from quire.ops.formats import Quantization
+from quire.ops.formats import SIZES, Quantization
 
-AS_STORED = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16", 32)}
-OTHERS = Quantization("int8", 32)
+FORMATS = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16", 32)} | {
+    name: Quantization(name.lower(), SIZES[name.lower()].group)
+    for name in ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+}
 
 DECODER = {
     "token_embd": "model.embed_tokens",
@@ -58,7 +61,10 @@ def stored_formats_of_parts(
     for index, part in enumerate(parts):
         format = None
         if part.kind != PLAIN:
-            format = stored_format(part.tensors, kinds)
+            sizes = {
+                name: math.prod(shape) // part.shape[1] for name, shape in part.tensors.items()
+            }
+            format = stored_format(sizes, kinds)
         if format is not None:
             found[index] = format
     return found
@@ -69,20 +75,24 @@ def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
     return {our_name(place.name, spec): place.kind for place in file.tensors.values()}
 
 
-def stored_format(names: Iterable[str], kinds: Mapping[str, TensorKind]) -> StoredFormat | None:
-    """Choose what to pack a layer as whose weight these tensors fill; None for plain numbers.
+def stored_format(
+    outputs: Mapping[str, int], kinds: Mapping[str, TensorKind]
+) -> StoredFormat | None:
+    """Choose what to pack a layer as whose weight these tensors fill, each so many outputs; None
+    where one of them holds plain numbers, or is not there.
 
-    The core multiplies the numbers of Q8_0 and Q4_0 as they are, if all parts of a layer are that.
-    Others, all of at most 6 bits, become int8 in groups of 32, which adds a few hundredths to the
-    error that they have.
+    The core multiplies all of GGUF's quantised formats as they are, also where the parts of a layer
+    are of several.
     """
-    parts = {kinds[name] for name in names if name in kinds}
-    if not parts or any(kind.is_float for kind in parts):
+    if not outputs or any(name not in kinds or kinds[name].is_float for name in outputs):
         return None
-    of = {kind.name for kind in parts}
-    if len(of) == 1 and of <= AS_STORED.keys():
-        return StoredFormat(AS_STORED[min(of)], as_blocks=True)
-    return StoredFormat(OTHERS, as_blocks=False)
+    stretches: list[tuple[int, Quantization]] = []
+    for name, count in outputs.items():
+        format = FORMATS[kinds[name].name]
+        if stretches and stretches[-1][1] == format:
+            count += stretches.pop()[0]
+        stretches.append((count, format))
+    return StoredFormat(tuple(stretches), as_blocks=True)
 
 
 def our_name(name: str, spec: ModelSpec) -> str:

@@ -61,9 +61,11 @@ class GGUFTensor:
         as_blocks = destination.dtype == torch.uint8
         # What a checkpoint of gpt2 holds transposed, llama.cpp stores as all the others.
         wanted = tuple(destination.shape[1:] if source.repeated else destination.shape)
-        if as_blocks:
-            num_values = wanted[1] // self.kind.block_bytes * self.kind.block_size
+        if as_blocks:  # of a merged layer's parts, those of the most bytes fill their rows
+            num_bytes = min(self.stored.shape[1], wanted[1])
+            num_values = num_bytes // self.kind.block_bytes * self.kind.block_size
             wanted = (wanted[0], num_values)
+            destination = destination[:, :num_bytes]
         if self.shape != wanted:
             raise ModelError(
                 f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
@@ -100,8 +102,8 @@ def stored_formats(
             continue
         table = tables.get(id(module.weight))
         parts = (module if table is None else table).sources()
-        names = [part.name for part in parts if part.destination.dim() == 2]
-        format = stored_format(names, kinds)
+        matrices = (part for part in parts if part.destination.dim() == 2)
+        format = stored_format({m.name: len(m.destination) for m in matrices}, kinds)
         if format is not None:
             found[module] = format
     return found

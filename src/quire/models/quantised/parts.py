@@ -20,7 +20,8 @@ def quantised_parts(spec: ModelSpec, parts: Iterable[Part]) -> dict[int, StoredF
             continue
         how = next((_stored_as(config, name) for name in part.tensors), None)
         if how is not None:
-            found[index] = StoredFormat(quantization_of(how, part.shape[-1]), as_blocks=False)
+            format = quantization_of(how, part.shape[-1])
+            found[index] = StoredFormat(((part.shape[0], format),), as_blocks=False)
     return found
 
 
