@@ -21,17 +21,21 @@ from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import load_spec, parse_spec
 from quire.base.quantization_config import StoredWeight
 from quire.models.assembly import all_weights
-from quire.models.formats import IN_THE_DTYPE, weight_formats
-from quire.models.loading import LoadOptions, load_model
+from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, weight_formats
+from quire.models.layers import Linear
+from quire.models.loading import LoadOptions, formats_of_file, load_model
+from quire.models.packing import model_bytes, planned_bytes
 from quire.models.quantised.layers import FORMS
-from quire.models.registry import model_spec
+from quire.models.registry import make_model, model_spec
 from quire.ops.native import core
+from quire.ops.packed import PackedWeight
 from tests.models import quantised_writers as writers
 from tests.models.checkpoints import LLAMA, exact_logits, random_tokens
 from tests.models.paged import CPU, run_paged
 from tests.models.quantised_writers import Format, compressed, float8, gptq, integers_of
 
 SEQUENCES = random_tokens(11, 3)
+WHOLE = SEQUENCES, [[11], [3]]
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -114,8 +118,9 @@ def test_in_the_dtype_each_number_is_rounded_once(name: str, tmp_path: Path) -> 
 
 def bits(named: tuple[str, torch.nn.Module, str]) -> torch.Tensor:
     _, owner, name = named
-    weight = getattr(owner, name)
-    return weight.data.contiguous().view(-1).view(torch.uint8)
+    weight = getattr(owner, name).data
+    weight = weight.to_dense() if weight.is_mkldnn else weight
+    return weight.contiguous().view(-1).view(torch.uint8)
 
 
 def test_transformers_reads_fp8_and_mxfp4_so(tmp_path: Path) -> None:
@@ -334,3 +339,31 @@ def test_a_second_rounding_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixt
         pytest.skip("the C++ core is not built")
     load_model(quantised, load_spec(quantised), torch.float32, CPU, LoadOptions(formats=formats))
     assert "rounds a second time" in caplog.text
+
+
+# ---- as they are stored ------------------------------------------------------------------------
+
+# Activations become int8 beside integers; beside fp8 they stay what they are.
+MOST_ERROR = {"float": 0.001, "fbgemm": 0.001, "modelopt": 0.001}
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_stay_quantised(name: str, tmp_path: Path) -> None:
+    quantised, plain = writers.write(tmp_path, FORMATS[name])
+    spec, dtype = load_spec(quantised), torch.float32
+    model = load_model(quantised, spec, dtype, CPU)
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            assert isinstance(layer.weight, PackedWeight)
+            assert layer.weight.format not in ("float32", "bfloat16")
+    wanted = torch.cat(run_paged(exact_model(plain), load_spec(plain), *WHOLE, dtype=torch.float64))
+    got = torch.cat(run_paged(model, spec, *WHOLE))
+    error = ((got - wanted).norm() / wanted.norm()).item()
+    assert error < MOST_ERROR.get(name.split()[0], 0.08), error
+    empty = make_model(spec, dtype, torch.device("meta"))
+    stored = formats_of_file(quantised, spec, empty, dtype, CPU, AS_THEY_ARE)
+    assert planned_bytes(empty, dtype, CPU, AS_THEY_ARE, stored) == pytest.approx(
+        model_bytes(model),
+        rel=0.03,  # the order of inputs is not planned for
+    )

@@ -71,8 +71,8 @@ class StoredWeight:
     """How a weight [N, K] is stored.
 
     form: one of those above. bits: of each number. group_size: inputs that share a scale, rows:
-    outputs that share it; 0 is all. has_zeros: whether zero points are stored. zero_offset: what is
-    missing in stored zero points.
+    outputs that share it; 0 is all. has_zeros: whether zero points differ from the middle.
+    zero_offset: what is missing in stored zero points.
     """
 
     form: str
@@ -143,7 +143,9 @@ def _gptq(fields: Fields) -> QuantizationConfig:
         raise fields.error("pack_dtype", "only int32 is supported")
     bits = _bits(fields, "wbits" if fields.has("wbits") else "bits", (4, 8))
     offset = 1 if layout == "gptq" else 0
-    base = StoredWeight(GPTQ, bits, _group_size(fields, "group_size"), 1, True, offset)
+    base = StoredWeight(
+        GPTQ, bits, _group_size(fields, "group_size"), 1, not fields.flag("sym", True), offset
+    )
     left_out = () if fields.flag("lm_head") else (HEAD,)
     return QuantizationConfig("gptq", (*_overrides(fields, base), ("Linear", base)), left_out)
 

@@ -109,8 +109,11 @@ def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict
     """Return the instruction set of each format that weights are packed in."""
     asked = [each for each in (formats.layers, formats.head) if each is not None]
     used = {each.format for each in asked}
-    in_file = (each for each in stored.values() if isinstance(each, StoredFormat))
-    used |= {format.format for each in in_file for format in each.formats}
+    for each in stored.values():
+        if isinstance(each, StoredFormat):
+            used |= {format.format for format in each.formats}
+        elif each.is_kept:
+            used.add(each.quantization().format)
     return chosen_variants(sorted({dtype_name(dtype)} | used))
 
 

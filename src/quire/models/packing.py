@@ -58,14 +58,14 @@ def _pack(
 
 
 def _stretches(
-    layer: Linear | LMHead, format: Quantization | None, stored: Stored
+    layer: Linear | LMHead, format: Quantization | None, stored: Stored, *, is_gpu: bool = False
 ) -> tuple[tuple[int, Quantization | None], ...]:
     """Return how many outputs of a layer are packed in which format, in their order."""
     found = stored.get(layer)
     if isinstance(found, StoredFormat):
         return found.stretches
     if found is not None and found.is_kept:
-        format = found.quantization
+        format = found.quantization(is_gpu=is_gpu)
     return ((layer.weight.shape[0], format),)
 
 
@@ -109,10 +109,11 @@ def planned_bytes(
     total += sum(how.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts)
     for module in packed:
         if isinstance(module, Linear):
-            for outputs, format in _stretches(module, _of_layer(module, formats), stored):
-                total += how.weight_bytes((outputs, module.weight.shape[1]), format)
+            format = _of_layer(module, formats)
+            for outputs, each in _stretches(module, format, stored, is_gpu=how.is_gpu):
+                total += how.weight_bytes((outputs, module.weight.shape[1]), each)
     for head, tables in _tied(model.modules()):
-        ((_, format),) = _stretches(head, formats.head, stored)
+        ((_, format),) = _stretches(head, formats.head, stored, is_gpu=how.is_gpu)
         total += how.head_bytes(tuple(head.weight.shape), format, is_tied=bool(tables))
     return total
 

@@ -136,12 +136,12 @@ def pack_rows(
 
 def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raise ConfigError, saying what to do, where pack_rows has no kernel. what: the weights."""
-    if has_kernels(dtype, device):
+    if has_kernels(dtype, device) or can_pack_natively(dtype, device):
         return
     raise ConfigError(
-        f"{what} are not multiplied as they are stored on {device.type} in {dtype_name(dtype)} so"
-        " far; --quantization none computes them in the dtype, --quantization int8 rounds them once"
-        " more."
+        f"{what} cannot be multiplied as they are stored on {device.type} in {dtype_name(dtype)}"
+        " here: a CPU needs the C++ core, a GPU Triton, and both a dtype of 16 bits or, for the"
+        " core, 32. --quantization none computes the weights in the dtype."
     )
 
 

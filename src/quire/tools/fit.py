@@ -127,7 +127,7 @@ class _Question:
         if self.file is not None and formats == AS_THEY_ARE and in_core and not is_dummy:
             stored = stored_formats_of_parts(self.file, self.spec, self.outline.parts)
         elif formats == AS_THEY_ARE and not is_dummy and config.model.dtype != "float64":
-            stored = quantised_parts(self.spec, self.outline.parts)
+            stored = quantised_parts(self.spec, self.outline.parts, is_gpu=how.is_gpu)
         return planned_weights(self.outline.parts, how, formats, stored)
 
     def weights_bytes(self, config: EngineConfig) -> int:

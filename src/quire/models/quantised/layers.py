@@ -70,13 +70,14 @@ class QuantisedPart:
     """Outputs of a layer that are stored as one module.
 
     source: of the layer; its destination tells how many outputs there are. tensors: of the weight
-    files, by the ends that the form knows. unused: others that belong to them. zeros: others that
-    must be zero.
+    files, by the ends that the form knows. scales: the dtype of these. unused: others that belong
+    to them. zeros: others that must be zero.
     """
 
     source: Source
     how: StoredWeight
     tensors: Mapping[str, str]
+    scales: str
     unused: tuple[str, ...]
     zeros: tuple[str, ...]
 
@@ -109,11 +110,11 @@ class QuantisedLayer:
     parts: Mapping[str, QuantisedPart]
     is_kept: bool
 
-    @property
-    def quantization(self) -> Quantization:
-        """What the weight is packed as, if it is kept."""
+    def quantization(self, *, is_gpu: bool = False) -> Quantization:
+        """Say what the weight is packed as, if it is kept."""
         part = next(iter(self.parts.values()))
-        return quantization_of(part.how, part.source.destination.shape[-1])
+        inputs = part.source.destination.shape[-1]
+        return quantization_of(part.how, inputs, part.scales, is_gpu=is_gpu)
 
     def weight(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
         """Put the parts' rows one under the other. Raises ModelError where that cannot be."""
@@ -185,7 +186,8 @@ def _part(
     unused = tuple(set(present.values()) - set(used.values()))
     bias = f"{module}.bias"
     zeros = (bias,) if bias in headers and bias not in biases else ()
-    return QuantisedPart(source, how, used, unused, zeros)
+    scales = next(headers[name].dtype for end, name in used.items() if "scale" in end)
+    return QuantisedPart(source, how, used, scales, unused, zeros)
 
 
 def _present(stem: str, end: str, wanted: Wanted, headers: Mapping[str, TensorHeader]) -> str:

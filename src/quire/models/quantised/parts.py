@@ -11,7 +11,9 @@ from quire.models.quantised.sizes import quantization_of
 WEIGHT = ".weight"
 
 
-def quantised_parts(spec: ModelSpec, parts: Iterable[Part]) -> dict[int, StoredFormat]:
+def quantised_parts(
+    spec: ModelSpec, parts: Iterable[Part], *, is_gpu: bool
+) -> dict[int, StoredFormat]:
     """Foretell by index what an outline's parts are packed as, from the config alone."""
     config = spec.quantization
     found: dict[int, StoredFormat] = {}
@@ -20,7 +22,7 @@ def quantised_parts(spec: ModelSpec, parts: Iterable[Part]) -> dict[int, StoredF
             continue
         how = next((_stored_as(config, name) for name in part.tensors), None)
         if how is not None:
-            format = quantization_of(how, part.shape[-1])
+            format = quantization_of(how, part.shape[-1], is_gpu=is_gpu)
             found[index] = StoredFormat(((part.shape[0], format),), as_blocks=False)
     return found
 

@@ -1,10 +1,27 @@
-"""What weights that stay quantised are packed as, foretold from how they are stored. No torch."""
+"""What weights that stay quantised are packed as, foretold from how they are stored."""
 
-from quire.base.quantization_config import StoredWeight
+from quire.base.quantization_config import FLOAT4, FLOAT4_BLOCKS, FLOAT8, StoredWeight
 from quire.ops.formats import Quantization
+from quire.ops.packed import stored_group
+from quire.ops.stored_rows import FLOAT4_BLOCK
+
+KINDS = {"F16": "_f16", "F32": "_f32"}  # of scales, in the names of the core's formats
 
 
-def quantization_of(how: StoredWeight, num_inputs: int) -> Quantization:
-    """Say what the weight of a layer with so many inputs is packed as."""
+def quantization_of(
+    how: StoredWeight, num_inputs: int, scales: str = "F16", *, is_gpu: bool = False
+) -> Quantization:
+    """Say what the weight of a layer with so many inputs is packed as, or what takes as much.
+    scales: their dtype, as safetensors names it.
+
+    Raises ConfigError for groups that cannot be multiplied.
+    """
     group = how.group_size if 0 < how.group_size < num_inputs else 0
-    return Quantization(f"int{how.bits}", group)
+    if how.form == FLOAT8:
+        return Quantization("fp8", group)
+    if how.form in (FLOAT4, FLOAT4_BLOCKS):
+        return Quantization("mxfp4", FLOAT4_BLOCK)
+    if is_gpu:
+        return Quantization(f"int{how.bits}", group)
+    name = f"int{how.bits}{KINDS.get(scales, '')}{'_zeros' if how.has_zeros else ''}"
+    return Quantization(name, stored_group(group or num_inputs, num_inputs))
