@@ -74,7 +74,7 @@ LONGROPE = {
 
 GEMMA2 = QWEN3 | {
     "num_hidden_layers": 4,
-    "query_pre_attn_scalar": 24,
+    "query_pre_attn_scalar": 16,
     "sliding_window": 6,
     "attn_logit_softcapping": 1.5,
     "final_logit_softcapping": 3.0,
@@ -86,8 +86,8 @@ GEMMA3 = GEMMA2 | {
 }
 GRANITE = LLAMA | {
     "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.1,
-    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.125,
+    "residual_multiplier": 0.625,
     "logits_scaling": 2.5,
 }
 SMOLLM3 = LLAMA | {"num_hidden_layers": 4, "pad_token_id": 0}
@@ -185,6 +185,7 @@ VARIANTS = {
         "gemma2",
         GEMMA2
         | {
+            "query_pre_attn_scalar": 24,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "attention_bias": True,
@@ -192,7 +193,7 @@ VARIANTS = {
             "layer_types": ["full_attention", "sliding_attention"] * 2,
         },
     ),
-    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3": ("gemma3_text", GEMMA3 | {"query_pre_attn_scalar": 24}),
     "gemma3_scaled": (
         "gemma3_text",
         GEMMA3

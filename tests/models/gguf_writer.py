@@ -2,8 +2,6 @@
 converter would write it (its names, its order of Llama's rows, its way to scale frequencies)."""
 
 import json
-import math
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +13,14 @@ import numpy.typing as npt
 from safetensors.torch import load_file
 
 from quire.models.checkpoint import weight_files
+from tests.models.gguf_facts import (
+    ARCHITECTURES,
+    arranged,
+    metadata,
+    rope_tensors,
+    tensor_name,
+    with_stacked_experts,
+)
 
 F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30
 BLOCK = {F32: 1, F16: 1, BF16: 1, Q4_0: 32, Q8_0: 32}
@@ -124,125 +130,30 @@ def _q4_0(blocks: Array) -> Array:
 
 # ---- checkpoints -----------------------------------------------------------------------------
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "transformer.wte": "token_embd",
-    "transformer.wpe": "position_embd",
-    "transformer.ln_f": "output_norm",
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
-KEYS = {
-    "block_count": ("num_hidden_layers", "n_layer"),
-    "context_length": ("max_position_embeddings", "n_positions"),
-    "embedding_length": ("hidden_size", "n_embd"),
-    "attention.head_count": ("num_attention_heads", "n_head"),
-    "attention.head_count_kv": ("num_key_value_heads",),
-    "attention.key_length": ("head_dim",),
-    "attention.value_length": ("head_dim",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
-    "attention.layer_norm_epsilon": ("layer_norm_epsilon",),
-    "attention.sliding_window": ("sliding_window",),
-}
-
 
 def convert(
     folder: Path, path: Path, kind: int = F32, extra: Mapping[str, Any] | None = None
 ) -> Path:
     """The checkpoint of a directory as one GGUF file. extra: more metadata."""
     config = json.loads((folder / "config.json").read_text())
-    tensors = {}
+    held: dict[str, Array] = {}
     for file in weight_files(folder):
-        for name, tensor in load_file(file).items():
-            values = tensor.float().numpy()
-            tensors[_name(name)] = stored(_arranged(name, values, config), kind)
+        held |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
+    tensors = {
+        tensor_name(name, config["model_type"]): stored(arranged(name, values, config), kind)
+        for name, values in with_stacked_experts(held).items()
+    }
     if "output.weight" in tensors and config.get("tie_word_embeddings"):
         del tensors["output.weight"]
-    divisors = rope_divisors(config)
-    if divisors is not None:
-        tensors["rope_freqs.weight"] = stored(divisors, F32)
+    tensors |= {name: stored(values, F32) for name, values in rope_tensors(config).items()}
     return write_gguf(path, model_metadata(config) | dict(extra or {}), tensors)
 
 
 def model_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config["model_type"]
-    architecture = "llama" if kind == "mistral" else kind
-    found: dict[str, Any] = {"general.architecture": architecture, "general.name": "tiny"}
-    for key, names in KEYS.items():
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if value is not None and not (key.endswith("window") and kind != "mistral"):
-            found[f"{architecture}.{key}"] = value
-    hidden = found[f"{architecture}.embedding_length"]
-    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    found[f"{architecture}.feed_forward_length"] = inner
-    if kind != "gpt2":
-        rope = config.get("rope_parameters") or {}
-        found[f"{architecture}.rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
-        if rope.get("rope_type") in ("linear", "yarn"):
-            found[f"{architecture}.rope.scaling.type"] = rope["rope_type"]
-            found[f"{architecture}.rope.scaling.factor"] = float(rope["factor"])
-        if rope.get("rope_type") == "yarn":
-            length = rope["original_max_position_embeddings"]
-            found[f"{architecture}.rope.scaling.original_context_length"] = length
-    return found
-
-
-def rope_divisors(config: Mapping[str, Any]) -> Array | None:
-    """Llama 3's rule, worked out for each frequency."""
-    rope = config.get("rope_parameters") or {}
-    if rope.get("rope_type") != "llama3":
-        return None
-    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    length, factors = rope["original_max_position_embeddings"], []
-    for i in range(0, size, 2):
-        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / size)
-        if wavelength < length / high:
-            factors.append(1.0)
-        elif wavelength > length / low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (length / wavelength - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, np.float32)
-
-
-def _name(name: str) -> str:
-    stem, _, kind = name.rpartition(".")
-    found = re.fullmatch(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)", stem)
-    if found is None:
-        return f"{NAMES[stem]}.{kind}"
-    return f"blk.{found.group(1)}.{NAMES[found.group(2)]}.{kind}"
-
-
-def _arranged(name: str, values: Array, config: Mapping[str, Any]) -> Array:
-    if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
-        return values.T
-    is_rotated = re.search(r"\.([qk])_proj\.", name)
-    if not is_rotated or config["model_type"] not in ("llama", "mistral"):
-        return values
-    heads = config["num_attention_heads"]
-    if is_rotated.group(1) == "k":
-        heads = config["num_key_value_heads"]
-    halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
-    return halves.swapaxes(1, 2).reshape(values.shape)
+    architecture = ARCHITECTURES.get(kind, kind)
+    own = {f"{architecture}.{key}": value for key, value in metadata(config).items()}
+    return {"general.architecture": architecture, "general.name": "tiny"} | own
 
 
 # ---- tokenizers ------------------------------------------------------------------------------

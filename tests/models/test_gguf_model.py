@@ -1,6 +1,7 @@
 """A checkpoint written as a GGUF file is the same model.
 
-Covers `base/gguf_config.py` and `models/gguf/stored.py`.
+Covers `base/gguf_config.py`, `base/gguf_families.py`, `models/gguf/stored.py` and
+`models/gguf/names.py`.
 """
 
 import json
@@ -22,6 +23,7 @@ from quire.models.gguf.stored import FORMATS
 from quire.models.gguf.weights import gguf_tensors
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
+from quire.models.registry import make_model
 from quire.models.source import resolve_model
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import variants
@@ -62,10 +64,38 @@ CONVERTIBLE = [
     "mistral",
     "mistral_window",
     "gpt2",
+    "gemma2",
+    "gemma3_scaled",
+    "olmo2",
+    "olmo2_biases",
+    "granite",
+    "granite_biases",
+    "smollm3",
+    "cohere2",
+    "phi3",
+    "phi3_long",
+    "phi3_short",
+    "glm4",
+    "glm4_plain",
+    "gpt_neox",
+    "qwen3_moe",
 ]
-# types of which no files are read
-NOT_YET = ("gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "cohere2", "phi3")
-NOT_YET = (*NOT_YET, "glm4", "gpt_neox", "mixtral", "qwen2_moe", "gpt_oss")
+# What no such file can say: other biases, caps, layers without rotation or experts, activations.
+INEXPRESSIBLE = {
+    "opt",
+    "opt_350m",
+    "opt_plain",
+    "gpt2_scaled",
+    "qwen2_windows",
+    "gemma2_plain",
+    "gemma3",
+    "smollm3_windows",
+    "cohere2_biases",
+    "gpt_neox_serial",
+    "qwen3_moe_some",
+    "qwen3_moe_window",
+}
+ROUNDED = ("gemma2", "gemma3_text")  # their norms' weights are 1 more in the file, in float32
 SEQUENCES = random_tokens(23, 5, 61, 1)
 WHOLE = [[23], [5], [61], [1]]
 # Of the spec: what a GGUF file does not say, or says otherwise.
@@ -88,11 +118,13 @@ def logits(model: torch.nn.Module, spec: ModelSpec, dtype: torch.dtype) -> list[
     return run_paged(model, spec, SEQUENCES, WHOLE, backend="reference", dtype=dtype)
 
 
+def has_divisors(spec: ModelSpec) -> bool:
+    rope = spec.raw.get("rope_parameters", {})
+    return "divisors" in rope or "long_factor" in rope
+
+
 def test_all_of_our_architectures_that_llama_cpp_knows_are_tried() -> None:
-    left_out = {name for name in VARIANTS if name not in CONVERTIBLE}
-    left_out -= {name for name in left_out if VARIANTS[name][0] in NOT_YET}
-    experts = {"qwen3_moe", "qwen3_moe_some", "qwen3_moe_window"}
-    assert left_out - experts == {"opt", "opt_350m", "opt_plain", "gpt2_scaled", "qwen2_windows"}
+    assert {name for name in VARIANTS if name not in CONVERTIBLE} == INEXPRESSIBLE
 
 
 def test_spec(checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -113,8 +145,8 @@ def test_float32_gives_the_same_logits(checkpoint: Checkpoint, tmp_path: Path) -
         logits(wanted, checkpoint.spec, torch.float64),
         strict=True,
     )
-    # The file has its norms' epsilon, and llama3's divisors, in float32.
-    limit = 1e-5 if spec.raw.get("rope_parameters", {}).get("divisors") else 1e-8
+    # The file has its norms' epsilon in float32.
+    limit = 1e-5 if spec.raw.get("model_type") in ROUNDED or has_divisors(spec) else 1e-8
     for got_TV, wanted_TV in pairs:
         torch.testing.assert_close(got_TV, wanted_TV, rtol=limit, atol=limit)
 
@@ -195,6 +227,8 @@ def test_source(llama: Checkpoint, tmp_path: Path) -> None:
 
 EMBEDDING = {"token_embd.weight": stored(np.zeros((4, 8)), F32)}
 NAN = float("nan")
+OF_QWEN2 = {key.replace("llama", "qwen2"): value for key, value in META.items()}
+OF_QWEN2["general.architecture"] = "qwen2"
 
 
 @pytest.mark.parametrize(
@@ -203,7 +237,8 @@ NAN = float("nan")
         ({"general.architecture": "mamba"}, "'mamba'; GGUF files are read of llama, qwen2, qwen3"),
         ({"general.architecture": 3}, "general.architecture must be a text"),
         ({"split.count": 3}, "one of 3 parts of a model; join them"),
-        ({"llama.expert_count": 8}, "a mixture of experts"),
+        ({"llama.expert_count": 8}, "blk.0.ffn_gate_exps.weight is missing, but the metadata asks"),
+        (OF_QWEN2 | {"qwen2.expert_count": 8}, "a mixture of experts"),
         ({"llama.block_count": 0}, "llama.block_count is 0"),
         ({"llama.block_count": 1 << 30}, r"blk.1.attn_q.weight is missing"),
         ({"llama.feed_forward_length": 1 << 30}, r"ffn_up.weight has the shape \[8, 8\], but"),
@@ -227,6 +262,43 @@ def test_metadata_that_is_not_supported(
     tensors = {name: stored(values, F32) for name, values in complete().items()}
     with pytest.raises(ModelError, match=message):
         load_spec(write_gguf(tmp_path / "model.gguf", META | change, tensors))
+
+
+@pytest.mark.parametrize(
+    ("variant", "change", "message"),
+    [
+        ("gemma2", {"attention.sliding_window_pattern": [True]}, "an array of 1 for 4 layers"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0; it must be"),
+        ("gemma2", {"logit_scale": 2.0}, "logit_scale is 2.0, which models here do not obey"),
+        ("gemma3_scaled", {"attn_logit_softcapping": 5.0}, "softcapping is 5.0, which models here"),
+        ("olmo2", {"attention.sliding_window": 8}, "sliding_window is 8; models of olmo2 have no"),
+        ("granite", {"rope.scaling.finetuned": False}, "finetuned is false; granite has a rotary"),
+        ("phi3", {"rope.dimension_count": 10}, "dimension_count is 10, but heads have 8 dimens"),
+        ("glm4", {"rope.dimension_sections": [2, 1, 1, 0]}, "of a model that reads images"),
+        ("glm4", {"expert_count": 2}, "expert_count is 2; such a mixture of experts is not supp"),
+        ("qwen3_moe", {"expert_count": 7}, r"ffn_gate_exps.weight has the shape \[6, 24, 32\]"),
+    ],
+)
+def test_what_a_family_does_not_obey_is_refused(
+    tmp_path: Path, variant: str, change: dict[str, Any], message: str
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    own = model_metadata({"model_type": checkpoint.spec.model_type} | checkpoint.spec.raw)
+    prefix = own["general.architecture"]
+    extra = {f"{prefix}.{key}": value for key, value in change.items()}
+    path = convert(checkpoint.directory, tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(ModelError, match=message):
+        make_model(load_spec(path), torch.float32, torch.device("meta"))
+
+
+def test_phi3_with_one_set_of_factors(tmp_path: Path) -> None:
+    tensors = {name: stored(values, F32) for name, values in complete().items()}
+    tensors["rope_factors_long.weight"] = stored(np.ones(2), F32)
+    meta = {key.replace("llama", "phi3"): value for key, value in META.items()}
+    path = tmp_path / "model.gguf"
+    write_gguf(path, meta | {"general.architecture": "phi3"}, tensors)
+    with pytest.raises(ModelError, match="has one of rope_factors_long.weight and rope_factors_sh"):
+        load_spec(path)
 
 
 def test_no_language_model(tmp_path: Path) -> None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
-from quire.base.gguf_config import ROPE_FACTORS
+from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
 from quire.models.checkpoint import listed, safetensors_shapes, weight_files
 from quire.models.formats import AS_THEY_ARE, weight_formats
-from quire.models.gguf.stored import our_name, stored_formats_of_parts
+from quire.models.gguf.names import our_names
+from quire.models.gguf.stored import stored_formats_of_parts
 from quire.models.loading import check_quantised
 from quire.models.outline import (
     LINEAR,
@@ -501,5 +502,5 @@ def _tensors(question: _Question, source: ModelSource) -> dict[str, tuple[int, .
     turned, are not compared. Raises ModelError."""
     if question.file is None:
         return safetensors_shapes(weight_files(source.directory))
-    names = (name for name in question.file.tensors if name != ROPE_FACTORS)
-    return {our_name(name, question.spec): ANY for name in names}
+    places = (p for p in question.file.tensors.values() if p.name not in OF_CONFIG)
+    return {name: ANY for place in places for name in our_names(place, question.spec)}

@@ -8,7 +8,7 @@ exists.
 import re
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,21 +18,26 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, TensorKind
-from quire.base.gguf_config import ROPE_FACTORS
+from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat
 from quire.models.gguf.dequantise import dequantise
-from quire.models.gguf.stored import kinds_by_name, our_name, stored_format
+from quire.models.gguf.names import our_names
+from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.layers import Embedding, Linear, LMHead, Source
 
+PERMUTED = ("llama", "granite", "smollm3")
+EXPERTS = "_exps."  # in the names of tensors that hold all experts of a layer
 VALUES_AT_ONCE = 1 << 18  # 1 MB of float32: stays in the cache between its steps
 
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor as the file has it. A vector counts as rows of one value each.
+    """A tensor as the file has it, or one expert's part of it. A vector counts as rows of one value
+    each.
 
     name: as our layers call it. order: which of the file's rows each of ours is; None: the same.
+    offset: is added to every value.
     """
 
     name: str
@@ -40,6 +45,7 @@ class GGUFTensor:
     shape: tuple[int, ...]
     stored: npt.NDArray[np.uint8]
     order: npt.NDArray[np.int64] | None = None
+    offset: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -66,17 +72,38 @@ class GGUFTensor:
             num_values = num_bytes // self.kind.block_bytes * self.kind.block_size
             wanted = (wanted[0], num_values)
             destination = destination[:, :num_bytes]
+        if source.part is not None:
+            assert source.part.dimension == 0, "files hold rows"
+            wanted = (source.part.whole[0], *wanted[1:])
         if self.shape != wanted:
             raise ModelError(
                 f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
                 f" asks for {list(wanted)}: the file contradicts itself."
             )
+        offset = source.offset + self.offset
+        self._taken(source)._fill(destination, as_blocks)
+        if offset:
+            destination.add_(offset)
+
+    def _taken(self, source: Source) -> "GGUFTensor":
+        """Choose the rows that a source asks for, in its order."""
+        order = np.arange(self.shape[0]) if self.order is None else self.order
+        if source.part is not None:
+            order = order[source.part.first : source.part.first + source.part.count]
+        if source.order is not None:
+            order = order[source.order.cpu().numpy()]
+        if source.part is None and source.order is None:
+            return self
+        return replace(self, order=order)
+
+    def _fill(self, destination: torch.Tensor, as_blocks: bool) -> None:
+        num_rows = len(self.stored) if self.order is None else len(self.order)
         if len(self.shape) == 1:
-            destination.copy_(torch.from_numpy(self._values(0, len(self.stored))[:, 0]))
+            destination.copy_(torch.from_numpy(self._values(0, num_rows)[:, 0]))
             return
         step = max(1, VALUES_AT_ONCE // self.shape[1])
-        for start in range(0, self.shape[0], step):
-            stop = min(start + step, self.shape[0])
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
             rows = self.blocks(start, stop) if as_blocks else self._values(start, stop)
             destination[start:stop].copy_(_tensor(rows))
 
@@ -110,33 +137,51 @@ def stored_formats(
 
 
 def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
-    """All tensors of the file, one at a time. Those that we have no name for keep theirs."""
+    """All tensors of the file, one at a time, those of experts one by one. Those that we have no
+    name for keep theirs."""
     for place in file.tensors.values():
-        if place.name == ROPE_FACTORS:  # part of the config
+        if place.name in OF_CONFIG:
             continue
-        if len(place.shape) > 2 or (len(place.shape) == 1 and not place.kind.is_float):
+        names, shape = our_names(place, spec), place.shape
+        if len(shape) == 3 and names != [place.name] and EXPERTS in place.name:
+            shape = shape[1:]
+        if len(shape) > 2 or (len(shape) == 1 and not place.kind.is_float):
             raise ModelError(
                 f"{file.path}: the tensor {place.name} of type {place.kind.name} has the shape"
                 f" {list(place.shape)}, which no layer of {spec.model_type} has."
             )
-        stored = np.frombuffer(file.data(place), np.uint8).reshape(place.shape[0], -1)
-        order = _row_order(place.name, file, spec, len(stored))
-        yield GGUFTensor(our_name(place.name, spec), place.kind, place.shape, stored, order)
+        stored = np.frombuffer(file.data(place), np.uint8).reshape(len(names), shape[0], -1)
+        order = _row_order(place.name, file, spec, shape[0])
+        offset = -1.0 if _is_norm_of_gemma(place.name, spec) else 0.0
+        for name, each in zip(names, stored, strict=True):
+            yield GGUFTensor(name, place.kind, shape, each, order, offset)
         file.forget(place)
+
+
+def _is_norm_of_gemma(name: str, spec: ModelSpec) -> bool:
+    """Tell whether a file holds 1 + weight where checkpoints hold the weight."""
+    return spec.model_type.startswith("gemma") and name.endswith("norm.weight")
 
 
 def _row_order(
     name: str, file: GGUFFile, spec: ModelSpec, num_rows: int
 ) -> npt.NDArray[np.int64] | None:
-    """Return the order of rows of llama's queries and keys; None for all others.
+    """Return which of the file's rows each row of a checkpoint's tensor is; None: the same.
 
-    llama.cpp rotates neighbours (0, 1), (2, 3), ... of a head where we rotate (0, H/2), (1, H/2+1),
-    ..., so its files hold the rows of each head as 0, H/2, 1, H/2+1, ...
+    For architectures of PERMUTED, llama.cpp turns neighbours (0, 1), (2, 3), ... of a head where
+    checkpoints mean (0, H/2), (1, H/2+1), ..., so their files hold the rows of each head of queries
+    and keys as 0, H/2, 1, H/2+1, ... Of gpt_neox, checkpoints hold queries, keys and values of one
+    head together, files all queries, all keys, all values.
     """
-    is_permuted = file.text("general.architecture") == "llama" and re.fullmatch(
+    size = spec.head_dim
+    if spec.model_type == "gpt_neox" and re.fullmatch(r"blk\.\d+\.attn_qkv\..+", name):
+        if num_rows != 3 * spec.num_heads * size:
+            return None  # a wrong number of rows is found when the parameter is filled
+        return np.arange(num_rows).reshape(3, -1, size).swapaxes(0, 1).reshape(-1)
+    is_permuted = file.text("general.architecture") in PERMUTED and re.fullmatch(
         r"blk\.\d+\.attn_[qk]\.(weight|bias)", name
     )
-    if not is_permuted or num_rows % spec.head_dim or spec.head_dim % 2:
-        return None  # a wrong number of rows is found when the parameter is filled
-    rows = np.arange(num_rows).reshape(-1, spec.head_dim // 2, 2)
+    if not is_permuted or num_rows % size or size % 2:
+        return None
+    rows = np.arange(num_rows).reshape(-1, size // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)

@@ -1,0 +1,73 @@
+"""The rotary embedding of a GGUF file, as configs write it."""
+
+import math
+from typing import Any
+
+from quire.base.errors import ModelError
+from quire.base.gguf_metadata import Metadata
+
+FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+OF_CONFIG = (FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that no layer has
+
+
+def rope(meta: Metadata, rotated: int) -> dict[str, Any]:
+    """Return `rope_parameters`, with the frequencies' divisors if there are any. rotated: how many
+    dimensions of a head are turned."""
+    theta = meta.number("rope.freq_base", 10000.0)
+    kind = meta.text("rope.scaling.type", "none")
+    factor = meta.number("rope.scaling.factor", meta.number("rope.scale_linear", 1.0))
+    if not meta.has("rope.scaling.type") and meta.has("rope.scale_linear"):
+        kind = "linear"
+    if kind not in ("none", "linear", "yarn") or factor <= 0 or theta <= 0:
+        raise ModelError(
+            f"{meta.file.path}: the rotary embedding {kind!r} with the base {theta} and the"
+            f" factor {factor} is not supported; supported are none, linear and yarn."
+        )
+    divisors = meta.vector(FACTORS, rotated // 2)
+    if kind == "yarn":
+        if divisors:
+            raise ModelError(f"{meta.file.path} has both yarn and {FACTORS}.")
+        return {"rope_theta": theta} | _yarn(meta, factor)
+    if divisors:
+        scale = factor if kind == "linear" else 1.0
+        divided = [scale * divisor for divisor in divisors]
+        return {"rope_theta": theta, "rope_type": "divisors", "divisors": divided}
+    if kind == "linear" and factor != 1.0:
+        return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
+    return {"rope_theta": theta, "rope_type": "default"}
+
+
+def longrope(meta: Metadata, rotated: int) -> dict[str, Any]:
+    """Return the same for Phi 3, whose files may hold two sets of divisors."""
+    long, short = (meta.vector(name, rotated // 2) for name in (LONG_FACTORS, SHORT_FACTORS))
+    if not long and not short:
+        return rope(meta, rotated)
+    if not (long and short):
+        raise ModelError(f"{meta.file.path} has one of {LONG_FACTORS} and {SHORT_FACTORS} only.")
+    found: dict[str, Any] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+    if meta.has("rope.scaling.attn_factor"):
+        found["attention_factor"] = meta.number("rope.scaling.attn_factor")
+    return found | {"rope_theta": meta.number("rope.freq_base", 10000.0)}
+
+
+def turned_part(rotated: int, head_dim: int) -> float:
+    """Return the share of each head that is turned; `int(head_dim * share)` is `rotated`."""
+    share = rotated / head_dim
+    return share if int(head_dim * share) == rotated else math.nextafter(share, 2.0)
+
+
+def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
+    """Read yarn's fields. llama.cpp multiplies yarn's own factor on attention by `attn_factor`."""
+    sharpness = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    config = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "attention_factor": meta.number("rope.scaling.attn_factor", 1.0) * sharpness,
+        "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": meta.number("rope.scaling.yarn_beta_slow", 1.0),
+    }
+    if meta.has("rope.scaling.original_context_length"):
+        length = meta.count("rope.scaling.original_context_length")
+        config["original_max_position_embeddings"] = length
+    return config

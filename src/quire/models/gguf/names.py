@@ -1,0 +1,123 @@
+"""What the tensors of a GGUF file are called here. No torch."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from quire.base.gguf import TensorPlace
+from quire.base.model_spec import ModelSpec
+
+IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+EXPERT = "{}"  # stands for an expert's number where a tensor holds all experts of a layer
+
+
+@dataclass(frozen=True)
+class Names:
+    """Our names by llama.cpp's. whole: of the tensors that stand alone. layers: what is in front of
+    a layer's number. in_layer: what comes after it."""
+
+    whole: Mapping[str, str]
+    layers: str
+    in_layer: Mapping[str, str]
+
+    def but(self, **in_layer: str) -> "Names":
+        """Return the same with other names in layers."""
+        return Names(self.whole, self.layers, {**self.in_layer, **in_layer})
+
+
+DECODER = Names(
+    {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"},
+    "model.layers",
+    {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_q_norm": "self_attn.q_norm",
+        "attn_k_norm": "self_attn.k_norm",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    },
+)
+GEMMA = DECODER.but(
+    post_attention_norm="post_attention_layernorm",
+    ffn_norm="pre_feedforward_layernorm",
+    post_ffw_norm="post_feedforward_layernorm",
+)
+QWEN_MOE = DECODER.but(
+    ffn_gate_inp="mlp.gate",
+    ffn_gate_exps="mlp.experts.{}.gate_proj",
+    ffn_up_exps="mlp.experts.{}.up_proj",
+    ffn_down_exps="mlp.experts.{}.down_proj",
+)
+BY_TYPE = {
+    "gpt2": Names(
+        {
+            "token_embd": "transformer.wte",
+            "position_embd": "transformer.wpe",
+            "output_norm": "transformer.ln_f",
+            "output": "lm_head",
+        },
+        "transformer.h",
+        {
+            "attn_norm": "ln_1",
+            "attn_qkv": "attn.c_attn",
+            "attn_output": "attn.c_proj",
+            "ffn_norm": "ln_2",
+            "ffn_up": "mlp.c_fc",
+            "ffn_down": "mlp.c_proj",
+        },
+    ),
+    "gpt_neox": Names(
+        {
+            "token_embd": "gpt_neox.embed_in",
+            "output_norm": "gpt_neox.final_layer_norm",
+            "output": "embed_out",
+        },
+        "gpt_neox.layers",
+        {
+            "attn_norm": "input_layernorm",
+            "attn_qkv": "attention.query_key_value",
+            "attn_output": "attention.dense",
+            "ffn_norm": "post_attention_layernorm",
+            "ffn_up": "mlp.dense_h_to_4h",
+            "ffn_down": "mlp.dense_4h_to_h",
+        },
+    ),
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "glm4": DECODER.but(
+        post_attention_norm="post_self_attn_layernorm",
+        post_ffw_norm="post_mlp_layernorm",
+        ffn_up="mlp.gate_up_proj",
+    ),
+    "olmo2": DECODER.but(
+        post_attention_norm="post_attention_layernorm",
+        post_ffw_norm="post_feedforward_layernorm",
+    ),
+    "phi3": DECODER.but(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj"),
+    "qwen3_moe": QWEN_MOE,
+}
+
+
+def our_names(place: TensorPlace, spec: ModelSpec) -> list[str]:
+    """Return the names that our layers ask for, one for each expert where a tensor holds them all.
+    What they have no name for keeps its own."""
+    name = _our_name(place.name, BY_TYPE.get(spec.model_type, DECODER))
+    if EXPERT not in name:
+        return [name]
+    return [name.replace(EXPERT, str(expert)) for expert in range(place.shape[0])]
+
+
+def _our_name(name: str, names: Names) -> str:
+    stem, _, kind = name.rpartition(".")
+    found = IN_LAYER.fullmatch(stem)
+    if found is None:
+        ours = names.whole.get(stem)
+        return name if ours is None else f"{ours}.{kind}"
+    layer, part = found.groups()
+    part = names.in_layer.get(part, "")
+    return f"{names.layers}.{layer}.{part}.{kind}" if part else name

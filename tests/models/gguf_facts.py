@@ -1,0 +1,248 @@
+"""What llama.cpp's converter calls things, by the model_type of the checkpoint: tensors, metadata,
+and the order of rows. Read from it, not from our reader."""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Config = Mapping[str, Any]
+
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "gpt_neox": "gptneox",
+    "gpt_oss": "gpt-oss",
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    # GPT-2
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    # GPT-NeoX
+    "gpt_neox.embed_in": "token_embd",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "attention.query_key_value": "attn_qkv",
+    "attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
+AFTER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+GEMMA = AFTER | {"pre_feedforward_layernorm": "ffn_norm"}
+OWN_NAMES: dict[str, dict[str, str]] = {
+    "olmo2": AFTER,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "glm4": {
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+}
+KEYS = {
+    "block_count": ("num_hidden_layers", "n_layer"),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "attention.head_count": ("num_attention_heads", "n_head"),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_epsilon", "layer_norm_eps"),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+}
+# Those of one type, by the config's names.
+OWN_KEYS: dict[str, dict[str, str]] = {
+    "mistral": {"sliding_window": "attention.sliding_window"},
+    "gemma2": {
+        "sliding_window": "attention.sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma3_text": {
+        "sliding_window": "attention.sliding_window",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "granite": {
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    },
+    "cohere2": {"sliding_window": "attention.sliding_window", "logit_scale": "logit_scale"},
+    "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
+}
+PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+TURN_PARTS = ("phi3", "glm4", "gpt_neox")
+
+
+def metadata(config: Config) -> dict[str, Any]:
+    """Of the model, each key without the architecture in front."""
+    kind = config["model_type"]
+    found: dict[str, Any] = {}
+    for key, names in KEYS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None:
+            found[key] = value
+    for name, key in OWN_KEYS.get(kind, {}).items():
+        if config.get(name) is not None:
+            found[key] = config[name]
+    hidden = found["embedding_length"]
+    inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
+    found["feed_forward_length"] = inner
+    if kind in PATTERNS:
+        found |= _pattern(config, PATTERNS[kind])
+    if kind != "gpt2":
+        found |= _rope(config)
+    return found
+
+
+def _pattern(config: Config, every: int) -> dict[str, Any]:
+    """The converter leaves it out where it is the usual one; llama.cpp reads it."""
+    kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
+    usual = [(layer + 1) % every != 0 for layer in range(len(kinds))]
+    return {} if kinds == usual else {"attention.sliding_window_pattern": kinds}
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    found: dict[str, Any] = {}
+    if "sliding_attention" in rope:
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+    rope = rope.get("full_attention", rope)
+    found["rope.freq_base"] = float(rope.get("rope_theta", 10000.0))
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found["rope.scaling.type"] = rope["rope_type"]
+        found["rope.scaling.factor"] = float(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        length = rope["original_max_position_embeddings"]
+        found["rope.scaling.original_context_length"] = length
+    if config["model_type"] in TURN_PARTS:
+        part = rope.get("partial_rotary_factor", 1.0)
+        found["rope.dimension_count"] = int(part * head_dim(config))
+    if config["model_type"] == "phi3":
+        found["attention.sliding_window"] = config.get("sliding_window") or 0
+        length, trained = (
+            config["max_position_embeddings"],
+            config["original_max_position_embeddings"],
+        )
+        found["rope.scaling.original_context_length"] = trained
+        factor = rope.get("factor") or length / trained
+        if "long_factor" in rope:
+            scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+            found["rope.scaling.attn_factor"] = scale
+    return found
+
+
+def rope_tensors(config: Config) -> dict[str, Array]:
+    """Llama 3's rule, worked out for each frequency, and Phi 3's factors."""
+    rope = config.get("rope_parameters") or {}
+    if "long_factor" in rope:
+        return {
+            f"rope_factors_{kind}.weight": np.array(rope[f"{kind}_factor"], np.float32)
+            for kind in ("long", "short")
+        }
+    if rope.get("rope_type") != "llama3":
+        return {}
+    size = head_dim(config)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    length, factors = rope["original_max_position_embeddings"], []
+    for i in range(0, size, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (i / size)
+        if wavelength < length / high:
+            factors.append(1.0)
+        elif wavelength > length / low:
+            factors.append(rope["factor"])
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
+
+
+def head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def tensor_name(name: str, model_type: str) -> str:
+    names = NAMES | OWN_NAMES.get(model_type, {})
+    stem, _, kind = name.rpartition(".")
+    found = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)", stem)
+    if found is None:
+        return f"{names[stem]}.{kind}"
+    return f"blk.{found.group(1)}.{names[found.group(2)]}.{kind}"
+
+
+def arranged(name: str, values: Array, config: Config) -> Array:
+    """A tensor as files hold it."""
+    kind = config["model_type"]
+    if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
+        return values.T
+    if kind.startswith("gemma") and name.endswith("norm.weight"):
+        return values + 1
+    if ".query_key_value." in name:
+        heads = config["num_attention_heads"]
+        by_head = values.reshape(heads, 3, len(values) // heads // 3, *values.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(values.shape)
+    is_rotated = re.search(r"\.([qk])_proj\.", name)
+    if not is_rotated or kind not in PERMUTED:
+        return values
+    heads = config["num_attention_heads"]
+    if is_rotated.group(1) == "k":
+        heads = config["num_key_value_heads"]
+    halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def with_stacked_experts(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Put the experts of a layer, which checkpoints hold one by one, into one tensor."""
+    found: dict[str, Array] = {}
+    experts: dict[str, dict[int, Array]] = {}
+    for name, values in tensors.items():
+        parts = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
+        if parts is None:
+            found[name] = values
+        else:
+            layer, number, rest = parts.groups()
+            experts.setdefault(f"{layer}.{rest}", {})[int(number)] = values
+    for name, each in experts.items():
+        found[name] = np.stack([each[number] for number in range(len(each))])
+    return found
