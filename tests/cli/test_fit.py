@@ -41,7 +41,7 @@ def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
         "tokens each  512  2,048  4,096",
     ):
         assert line in out
-    assert "not in quire yet" in out and "warnings" not in out
+    assert "GPUs from 8.9 on" in out and "warnings" not in out
     assert max(map(len, out.splitlines())) <= 100
 
 

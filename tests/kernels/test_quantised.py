@@ -25,6 +25,7 @@ from quire.ops import linear as linear_module
 from quire.ops.formats import Packing, Quantization
 from quire.ops.gpu_layout import layout_of
 from quire.ops.gpu_weights import (
+    BITS,
     GPUWeight,
     join_outputs,
     multiply,
@@ -145,7 +146,7 @@ def _numbers_kernel(
 def test_each_code_is_its_number(format: str, dot: torch.dtype, device: torch.device) -> None:
     """All of them, as 16-bit operands too. Of bfloat16, in which the interpreter cannot compute,
     torch does what follows the bits."""
-    layout = replace(layout_of(format, 0, 128), words=16)
+    layout = replace(layout_of(BITS[format], 0, 128), words=16)
     codes = torch.arange(16 * layout.chunk_inputs).view(16, -1) % (1 << layout.bits)
     stored = {"int4": codes - 8, "int8": codes - 128}.get(format, codes).to(torch.float32)
     if format == "fp8":
@@ -344,7 +345,7 @@ def test_weights_of_other_kinds_side_by_side(device: torch.device) -> None:
 
 
 def test_what_has_no_kernel_is_refused(device: torch.device) -> None:
-    with pytest.raises(ConfigError, match="int4 weights with a scale for each 24 inputs"):
+    with pytest.raises(ConfigError, match="weights of 4 bits with a scale for each 24 inputs"):
         pack_for_gpu(integers(96, 4, 24), device)
     rows = float8(64, 64)
     rows.values.view(torch.uint8)[3, 5] = 0x7F

@@ -12,17 +12,19 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.model_spec import load_spec
 from quire.kv.sizing import MIB
+from quire.models import experts
+from quire.models.formats import weight_formats
 from quire.models.packing import model_bytes, planned_bytes
 from quire.models.registry import make_model
 from quire.models.source import ModelSource, resolve_model
-from quire.ops import formats, packed
+from quire.ops import formats, gpu, packed
 from quire.ops.native import core
 from quire.runner import build, derive
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.graph_sizes import GRAPH_BYTES, MOST_MIXED, ladder
 from quire.runner.memory_plan import GPU_CONTEXT_BYTES, GPU_RESERVE_BYTES, workspace_bytes
 from quire.tools.devices import GPUS, Device, find_gpu
-from quire.tools.fit import NOT_YET, Alternative, Fit, fit
+from quire.tools.fit import Alternative, Fit, fit
 from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_writer import Q4_0, Q8_0, convert
 
@@ -215,20 +217,47 @@ def test_a_gpu() -> None:
     notes = {(a.weights, a.kv): a.note for a in found.alternatives}
     assert notes.pop(("bfloat16", "auto")) == "as asked"
     assert notes.pop(("bfloat16", "int8")) == "" and "8.9" in notes.pop(("bfloat16", "fp8"))
-    assert set(notes.values()) == {NOT_YET} and ("fp8", "fp8") in notes
+    assert {note for (_, kv), note in notes.items() if kv != "fp8"} == {""}
+    assert {weights for weights, _ in notes} == {"fp8", "int8", "int4"}
     sizes = {a.weights: a.weights_bytes for a in found.alternatives}
-    embeddings = 2 * spec.vocab_size * spec.hidden_size * 2
-    assert sizes["fp8"] == pytest.approx((weights - embeddings) / 2 + embeddings, rel=0.001)
+    table = spec.vocab_size * spec.hidden_size * 2
+    assert sizes["fp8"] == pytest.approx((weights - table) / 2 + table, rel=0.001)
     assert found.warnings == ()
 
 
-def test_what_gpus_cannot_do_yet_is_said() -> None:
-    config = config_from_flat(quantization="int4", kv_cache_dtype="int8", max_model_len=8192)
-    found = fit(config, resolve_model("shape:qwen3-8b"), find_gpu("24GB"))
-    assert len(found.warnings) == 1 and NOT_YET in found.warnings[0]
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("shape", ["qwen3-8b", "qwen3-0.6b", "qwen3-30b-a3b"])
+def test_weights_quantised_on_a_gpu(
+    shape: str, quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As large as the engine plans them, experts beside each other and tied tables, too."""
+    pytest.importorskip("triton")
+    settings = {"quantization": quantization, "kv_cache_dtype": "int8", "dtype": "bfloat16"}
+    config = config_from_flat(max_model_len=8192, **settings)
+    found = fit(config, resolve_model(f"shape:{shape}"), find_gpu("80GB"))
+    assert found.warnings == ()
     asked = [a for a in found.alternatives if a.note.startswith("as asked")]
-    assert [(a.weights, a.kv, a.note) for a in asked] == [("int4", "int8", f"as asked; {NOT_YET}")]
+    assert [(a.weights, a.kv, a.note) for a in asked] == [(quantization, "int8", "as asked")]
     assert asked[0].weights_bytes == found.memory.weights_bytes
+    monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
+    monkeypatch.setattr(experts, "experts_class", lambda device: experts.StackedExperts)
+    empty = make_model(found.spec, torch.bfloat16, torch.device("meta"))
+    planned = planned_bytes(
+        empty, torch.bfloat16, torch.device("cpu"), weight_formats(config.model)
+    )
+    assert planned == found.memory.weights_bytes
+
+
+def test_quantised_weights_where_nothing_else_helps_on_a_gpu() -> None:
+    source, config = resolve_model("shape:llama-3.1-8b"), config_from_flat(max_model_len=8192)
+    with pytest.raises(
+        OutOfMemory, match="fit with --quantization fp8 or with --quantization int4."
+    ):
+        fit(config, source, find_gpu("16GiB"))
+    with pytest.raises(OutOfMemory, match="fit with --quantization int4 --gpu-memory-utilization"):
+        fit(config, source, find_gpu("8GiB"))
+    quantised = config_from_flat(max_model_len=8192, quantization="fp8")
+    assert fit(quantised, source, find_gpu("16GiB"))
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ class Packing:
     def weight_bytes(self, shape: tuple[int, ...], quantization: Quantization | None) -> int:
         """Count the bytes of one weight [N, K] when it is packed, or on a GPU of [E, N, K]."""
         if self.is_gpu and quantization is not None:
-            return gpu_weight_bytes(shape, quantization.format, quantization.group_size)
+            sizes = SIZES[quantization.format]
+            group = quantization.group_size or sizes.group
+            return gpu_weight_bytes(shape, sizes.bits, group, sizes.factor_bytes)
         if self.panel:
             name = self.dtype if quantization is None else quantization.format
             panel = dict(self.other_panels).get(name, self.panel)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
 MOST_WORDS = {4: 16, 8: 32}  # by bits; a chunk is 128 inputs then
 LEAST_PLANE = 16  # inputs that one matrix instruction multiplies
 
@@ -45,20 +44,20 @@ class GPULayout:
         return -(-self.num_chunks(num_inputs) * self.chunk_inputs // self.group)
 
 
-def layout_of(format: str, group_size: int, num_inputs: int) -> GPULayout:
-    """Choose the layout of a weight whose groups have that many inputs, 0 being all of them.
+def layout_of(bits: int, group_size: int, num_inputs: int) -> GPULayout:
+    """Choose the layout of a weight of 4 or 8 bits whose groups have that many inputs, 0 being all
+    of them.
 
     Raises ConfigError for groups that matrix instructions do not fit.
     """
-    bits = BITS[format]
     most = MOST_WORDS[bits]
     if group_size == 0 or group_size >= num_inputs:
         return GPULayout(bits, most, 0)
     plane = math.gcd(group_size, 2 * most)
     if plane < LEAST_PLANE:
         raise ConfigError(
-            f"there is no kernel for {format} weights with a scale for each {group_size} inputs"
-            f" on a GPU: groups must be multiples of {LEAST_PLANE}."
+            f"there is no kernel for weights of {bits} bits with a scale for each {group_size}"
+            f" inputs on a GPU: groups must be multiples of {LEAST_PLANE}."
         )
     layout = GPULayout(bits, plane // 2, group_size)
     if group_size % layout.chunk_inputs:  # then scales are repeated
@@ -66,10 +65,10 @@ def layout_of(format: str, group_size: int, num_inputs: int) -> GPULayout:
     return layout
 
 
-def gpu_weight_bytes(shape: tuple[int, ...], format: str, group_size: int) -> int:
-    """Count the bytes of a weight [N, K], or [E, N, K] of experts, that loading quantised."""
+def gpu_weight_bytes(shape: tuple[int, ...], bits: int, group_size: int, factor_bytes: int) -> int:
+    """Count the bytes of a weight [N, K], or [E, N, K] of experts. bits: of an input, for which it
+    takes 4 or 8. factor_bytes: of the scale, and the zero, of an output's group."""
     *others, num_inputs = shape
-    layout = layout_of(format, group_size, num_inputs)
-    scale_bytes = 4 if format == "fp8" else 2
+    layout = layout_of(4 if bits <= 4 else 8, group_size, num_inputs)
     codes = 4 * layout.num_chunks(num_inputs) * layout.words
-    return math.prod(others) * (codes + scale_bytes * layout.num_groups(num_inputs))
+    return math.prod(others) * (codes + factor_bytes * layout.num_groups(num_inputs))

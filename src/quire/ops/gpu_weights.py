@@ -30,6 +30,7 @@ from quire.ops.opaque import OpaqueWeight
 from quire.ops.quantise import quantised
 from quire.ops.stored_rows import FLOAT4_BLOCK, Float4Rows, Float8Rows, StoredRows
 
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "mxfp4": 4}
 VALUES_AT_ONCE = 1 << 24
 FEW_ROWS = 128  # up to so many, reading the weight takes longer than multiplying with it
 
@@ -149,7 +150,7 @@ def _packed(
     order: torch.Tensor | None = None,
 ) -> GPUWeight:
     num_inputs = codes_NK.shape[1]
-    layout = layout_of(format, group_size, num_inputs)
+    layout = layout_of(BITS[format], group_size, num_inputs)
     return GPUWeight(
         format,
         num_inputs,

@@ -4,7 +4,6 @@ On a CPU the workspace is computed from the model's shape; on a GPU a worst-case
 No torch: `quire fit` computes the same plan before anything is loaded.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from quire.base.config import AUTO_LENGTH, EngineConfig
@@ -134,17 +133,15 @@ def make_plan(
     workspace: int,
     budget: int,
     total_bytes: int,
-    block_bytes: Sequence[int] = (),
 ) -> MemoryPlan:
     """Cut the budget (or kv_cache_memory_bytes, if given) into blocks.
 
     The plan's max_model_len is the config's, and if that is to be what fits, what does.
-    block_bytes: of each group, if they are not what the config says.
     """
     cache, scheduler = config.cache, config.scheduler
     length = config.model.max_model_len
     assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
-    block_bytes = block_bytes or block_bytes_of(config, spec)
+    block_bytes = block_bytes_of(config, spec)
     pool = (spec.cache_groups, block_bytes, cache.kv_cache_memory_bytes or budget, cache.block_size)
     rows = (scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     if length == AUTO_LENGTH:

@@ -21,7 +21,6 @@ from quire.models.gguf.names import our_names
 from quire.models.gguf.stored import stored_formats_of_parts
 from quire.models.loading import check_quantised
 from quire.models.outline import (
-    LINEAR,
     FormatBytes,
     Outline,
     Stored,
@@ -49,8 +48,6 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth"
 LENGTHS = (512, 2048, 8192)
 TIGHT_UTILIZATION = 0.97
 FEW_TOKENS = 2048
-SCALE_BYTES = 4  # of fp8: one per output
-NOT_YET = "not in quire yet"
 FP8_GPUS = "GPUs from 8.9 on"
 SHORTEST = 2  # tokens: a prompt of one, and its answer
 ANY: tuple[int, ...] = ()  # a shape that is not compared
@@ -134,17 +131,14 @@ class _Question:
     def weights_bytes(self, config: EngineConfig) -> int:
         return sum(each.num_bytes for each in self.weights(config))
 
-    def plan(
-        self, config: EngineConfig, weights_bytes: int, block_bytes: tuple[int, ...] = ()
-    ) -> MemoryPlan:
-        """Divide the memory. Raises OutOfMemory. block_bytes: if they are not what the config
-        says."""
+    def plan(self, config: EngineConfig, weights_bytes: int) -> MemoryPlan:
+        """Divide the memory. Raises OutOfMemory."""
         total = self.device.memory_bytes
         if self.device.kind == CPU:
             return plan_cpu_memory(config, self.spec, weights_bytes, total)
         budget = max(0, self.budget(config, weights_bytes))
         workspace = workspace_of(config, self.spec)
-        plan = make_plan(config, self.spec, weights_bytes, workspace, budget, total, block_bytes)
+        plan = make_plan(config, self.spec, weights_bytes, workspace, budget, total)
         return dataclasses.replace(plan, graph_bytes=estimated_graph_bytes(config, self.spec))
 
     def budget(self, config: EngineConfig, weights_bytes: int) -> int:
@@ -181,7 +175,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     """
     spec = model_spec(source.directory, config.model.model_impl)
     config = derive_config(config, spec, device.kind)
-    if device.kind == CPU:
+    if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)
     file = GGUFFile(source.directory) if is_gguf(source.directory) else None
     made = outline(spec, config.model.dtype)
@@ -208,17 +202,17 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
 
 
 def _packing(device: Device, config: EngineConfig) -> Packing:
-    """Return how weights are stored there. Quantised ones, which GPUs do not have yet, are counted
-    there without the core's filling up."""
-    dtype, is_quantised = config.model.dtype, weight_formats(config.model).is_quantised
+    """Return how weights are stored there."""
+    dtype = config.model.dtype
     if device.kind != CPU:
-        return Packing(dtype, panel=int(is_quantised))
+        return Packing(dtype, is_gpu=dtype != "float64")
     return core_packing(dtype) or Packing(dtype, is_reordered=_is_reordered(dtype))
 
 
 def _has_int8(device: Device, config: EngineConfig) -> bool:
-    """Tell whether weights, keys and values can be integers there, or on a GPU may be one day."""
-    return device.kind != CPU or core_packing(config.model.dtype) is not None
+    """Tell whether weights, keys and values can be integers there."""
+    how = _packing(device, config)
+    return how.is_gpu or how.panel > 0
 
 
 def _is_reordered(dtype: str) -> bool:
@@ -261,24 +255,23 @@ def _requests_of(
 
 
 def _alternatives(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
-    """Try all pairs of formats of weights and of keys and values; on GPUs also what they could do
-    in fp8."""
+    """Try all pairs of formats of weights and of keys and values."""
     on_cpu = question.device.kind == CPU
     in_eight = ("int8",) if _has_int8(question.device, config) else ()
     for quantization in _quantizations(question, config):
-        is_served = on_cpu or quantization in (None, "none")
         for kv in ("auto", *in_eight, *(() if on_cpu else ("fp8",))):
-            note = NOT_YET if not is_served else FP8_GPUS if kv == "fp8" else ""
+            note = FP8_GPUS if kv == "fp8" else ""
             yield _alternative(question, config, quantization, kv, note)
-    if not on_cpu:
-        yield from _in_fp8(question, config)
 
 
 def _quantizations(question: _Question, config: EngineConfig) -> list[str | None]:
     """List quantisations; None is what a GGUF file holds, of others the dtype."""
     is_file = question.file is not None and question.device.kind == CPU
     in_dtype: list[str | None] = [None, "none"] if is_file else ["none"]
-    return [*in_dtype, *(["int8", "int4"] if _has_int8(question.device, config) else [])]
+    if not _has_int8(question.device, config):
+        return in_dtype
+    in_float8 = [] if question.device.kind == CPU else ["fp8"]
+    return [*in_dtype, *in_float8, "int8", "int4"]
 
 
 def _alternative(
@@ -302,23 +295,7 @@ def _alternative(
     name = "as in the file" if quantization is None else quantization
     name = config.model.dtype if quantization == "none" else name
     total = question.weights_bytes(other)
-    return _row(question, other, (name, kv), total, (), note)
-
-
-def _in_fp8(question: _Question, config: EngineConfig) -> Iterator[Alternative]:
-    """Count linear layers in 8 bits of floating point with a scale per output; keys and values
-    too."""
-    plain = _replaced(config, quantization="none", kv_cache_dtype="auto")
-    total = question.weights_bytes(plain)
-    size = _packing(question.device, plain).dtype_bytes
-    for part in question.outline.parts:
-        if part.kind == LINEAR:
-            outputs, inputs = part.shape
-            total += outputs * inputs * (1 - size) + outputs * SCALE_BYTES
-    groups, tokens = question.spec.cache_groups, config.cache.block_size
-    in_fp8 = tuple(group.block_bytes(tokens, 1) for group in groups)
-    yield _row(question, plain, ("fp8", "auto"), total, (), NOT_YET)
-    yield _row(question, plain, ("fp8", "fp8"), total, in_fp8, NOT_YET)
+    return _row(question, other, (name, kv), total, note)
 
 
 def _row(
@@ -326,12 +303,11 @@ def _row(
     config: EngineConfig,
     names: tuple[str, str],
     weights_bytes: int,
-    block_bytes: tuple[int, ...],
     note: str,
 ) -> Alternative:
     weights, kv = names
     try:
-        memory = question.plan(config, weights_bytes, block_bytes)
+        memory = question.plan(config, weights_bytes)
     except OutOfMemory:
         note = "; ".join(each for each in (note, "does not fit") if each)
         return Alternative(weights, kv, weights_bytes, 0, 0, 0, note)
@@ -354,10 +330,9 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
     is_share = device.kind == CPU and config.cache.kv_cache_memory_bytes is None
     share = ", at most a quarter of that memory," if is_share else ""
     request = "any request" if length == AUTO_LENGTH else f"one request of {length:,} tokens"
-    helping: list[str] = []
-    for words, other in _smaller(question, config, weights_bytes):
-        if not any(each in words for each in helping) and _fits(question, other):
-            helping.append(words)
+    helping = _helping(question, _smaller(question, config, weights_bytes))
+    if not helping and device.kind != CPU:
+        helping = _helping(question, _quantised_on_gpu(config))
     advice = f"It would fit with {' or with '.join(helping)}."
     if not helping:
         advice = "None of the settings makes it fit: take a smaller model or a larger device."
@@ -367,6 +342,15 @@ def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> s
         f" workspace ({workspace / MIB:,.0f} MiB){graphs} and a KV pool{share} that holds"
         f" {request}. {advice}"
     )
+
+
+def _helping(question: _Question, settings: Iterator[tuple[str, EngineConfig]]) -> list[str]:
+    """Return the words of settings with which it fits, and no fewer."""
+    found: list[str] = []
+    for words, other in settings:
+        if not any(each in words for each in found) and _fits(question, other):
+            found.append(words)
+    return found
 
 
 def _lacking(question: _Question, config: EngineConfig, weights_bytes: int) -> int:
@@ -426,6 +410,15 @@ def _smaller_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     yield f"{words} --max-model-len auto", _replaced(config, **all_of_it)
 
 
+def _quantised_on_gpu(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
+    sizes = {"quantization_group_size": None, "quantized_head": "auto"}
+    for name in ("fp8", "int4"):
+        quantised = _replaced(config, quantization=name, **sizes)
+        yield f"--quantization {name}", quantised
+        for words, other in _smaller_on_gpu(quantised):
+            yield f"--quantization {name} {words}", other
+
+
 def _replaced(config: EngineConfig, **settings: object) -> EngineConfig:
     """Return the config with other settings, by flat names."""
     parts = {}
@@ -446,9 +439,6 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
             yield "keys and values in int8 need the C++ core and a dtype that it has"
         if config.cache.kv_cache_dtype == "fp8":
             yield "keys and values in fp8 are for GPUs; a CPU has int8"
-    else:
-        if weight_formats(config.model).is_quantised:
-            yield f"quantised weights work on CPUs only so far: on GPUs they are {NOT_YET}"
     if pool is not None and pool > max(0, left):
         sizes = f"{pool / MIB:,.0f} MiB, but only {max(0, left) / MIB:,.0f} MiB"
         yield f"kv_cache_memory_bytes is {sizes} are left for it"

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.gpu_layout import GPULayout, layout_of
-from quire.ops.gpu_weights import GPUWeight
+from quire.ops.gpu_weights import BITS, GPUWeight
 from quire.ops.kernels.launch import DTYPES, Config, dot_dtype, stages_that_fit
 
 ROW_GROUP = 8  # tiles of tokens that are done beside each other
@@ -452,7 +452,7 @@ def config_of(kernel: Any, constants: dict[str, Any], types: dict[str, str], til
 def _config(
     format: str, group: int, tile: Tile, zeros: str = "none", dtype: torch.dtype = torch.bfloat16
 ) -> Config:
-    layout, kind = layout_of(format, group, 4096), DTYPES[dtype]
+    layout, kind = layout_of(BITS[format], group, 4096), DTYPES[dtype]
     types = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr"), f"*{kind}")
     types["scales_ptr"] = {"mxfp4": "*u8", "fp8": "*fp32"}.get(format, "*bf16")
     types["zeros_ptr"] = {"whole": "*i8", "any": "*fp32"}.get(zeros, types["scales_ptr"])

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from quire.ops.gpu_layout import layout_of
-from quire.ops.gpu_weights import GPUWeight
+from quire.ops.gpu_weights import BITS, GPUWeight
 from quire.ops.kernels.launch import Config, dot_dtype
 from quire.ops.kernels.moe import sum_of_pairs
 from quire.ops.kernels.moe_sort import sort_by_expert
@@ -201,7 +201,8 @@ def _product(
 
 
 def _config(format: str, group: int, num_inputs: int, tile: Tile, num_chosen: int) -> Config:
-    form = form_of(format, "none", layout_of(format, group, num_inputs), num_inputs, tl.bfloat16)
+    layout = layout_of(BITS[format], group, num_inputs)
+    form = form_of(format, "none", layout, num_inputs, tl.bfloat16)
     constants: dict[str, Any] = form | {"HAS_BIAS": format == "mxfp4", "NUM_CHOSEN": num_chosen}
     constants |= {"BLOCK_N": tile.outputs, "BLOCK_M": tile.tokens}
     types = {"scales_ptr": {"mxfp4": "*u8", "fp8": "*fp32"}.get(format, "*bf16")}
