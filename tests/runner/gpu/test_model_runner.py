@@ -18,7 +18,9 @@ from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import StepReader
 from quire.engine.bisect import combine
 from quire.engine.build import make_scheduler
+from quire.models import formats
 from quire.models.source import resolve_model
+from quire.ops import gpu
 from quire.ops.kernels.launch import INTERPRETED
 from quire.runner.build import BuiltRunner, build_runner
 from quire.runner.gpu import slots
@@ -114,6 +116,19 @@ def test_everything_is_told_long_before_it_is_done(
     with on_the_host():
         assert found == drive(build("torch"))
     assert sum(len(tokens) for tokens in found.values()) == sum(4 + i for i in range(6)) + 8
+
+
+@pytest.mark.parametrize("quantization", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_quantised_products_are_recorded_and_read_nothing(
+    quantization: str,
+    devices: list[LateDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
+    monkeypatch.setattr(formats, "check_quantization", lambda *_: None)  # it asks for the core
+    weights = {"quantization": quantization}
+    found = drive(build("triton", compilation="full", **weights), devices[-1])
+    assert found == drive(build("triton", enforce_eager=True, **weights), devices[-1])
 
 
 MASKED = {"r0", "r3", "r4"}
