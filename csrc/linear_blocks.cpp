@@ -17,7 +17,7 @@ constexpr int64_t kBlock = 32;
 struct Block {
     uint8_t codes[kNestedInputs];
     uint8_t scales[16], minima[16];  // of groups, where they are nested
-    const uint8_t* scale;            // float16
+    const uint8_t* scale;            // float16; of MXFP4 an exponent
     const uint8_t* minimum;          // float16, or null
 };
 
@@ -36,6 +36,11 @@ void low_and_high(uint8_t* codes, const uint8_t* packed, int64_t count) {
 void read_q8_0(Block& block, const uint8_t* at) {
     block.scale = at;
     for (int64_t i = 0; i < kBlock; ++i) block.codes[i] = at[2 + i];  // a bias is added later
+}
+
+void read_mxfp4(Block& block, const uint8_t* at) {
+    block.scale = at;
+    low_and_high(block.codes, at + 1, kBlock / 2);
 }
 
 void read_q4(Block& block, const uint8_t* at, bool has_minimum) {
@@ -139,6 +144,7 @@ BlockKind kind_of(WeightFormat format) {
         case WeightFormat::kInt8F16: return {32, 34, read_q8_0};
         case WeightFormat::kInt4F16:
             return {32, 18, [](Block& b, const uint8_t* at) { read_q4(b, at, false); }};
+        case WeightFormat::kFloat4: return {32, 17, read_mxfp4};
         case WeightFormat::kQ4_1:
             return {32, 20, [](Block& b, const uint8_t* at) { read_q4(b, at, true); }};
         case WeightFormat::kQ5_0:
@@ -171,7 +177,8 @@ class BlockPacker {
             const int64_t first = b * block_groups;
             const int64_t scale = is_nested ? layout.block(first) : layout.scales(first);
             const int64_t minimum = is_nested ? scale + layout.panel * 2 : layout.offsets(first);
-            lane_.put(panel, scale, lane, block_.scale, 2);
+            const size_t scale_bytes = parts_.scales == Scales::kPower ? 1 : 2;
+            lane_.put(panel, scale, lane, block_.scale, scale_bytes);
             if (block_.minimum != nullptr) lane_.put(panel, minimum, lane, block_.minimum, 2);
             for (int64_t g = 0; g < block_groups; ++g) put_group(panel, lane, first + g, g);
         }

@@ -397,7 +397,9 @@ def rows(weight: Packed, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @needs_core
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("kind", "format"), [(Q8_0, "int8_f16"), (Q4_0, "int4_f16")])
-@pytest.mark.parametrize("variant", ["llama", "qwen3_tied", "gpt2"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "qwen3_tied", "gpt2", "gpt_neox", "phi3", "glm4", "qwen3_moe"]
+)
 def test_blocks_are_multiplied_as_they_are(
     variant: str, kind: int, format: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -428,6 +430,8 @@ def random_blocks(kind: TensorKind, num_rows: int, num_inputs: int) -> torch.Ten
     records = blocks.reshape(-1).view(LAYOUTS[kind.name])
     for name in {"d", "m"} & set(LAYOUTS[kind.name].names or ()):
         records[name] = numbers.normal(scale=0.1, size=len(records))
+    if "exponent" in (LAYOUTS[kind.name].names or ()):
+        records["exponent"] = numbers.integers(118, 128, size=len(records))
     return torch.from_numpy(blocks.reshape(num_rows, -1))
 
 

@@ -76,11 +76,12 @@ KINDS = {
     13: TensorKind("Q5_K", 256, 176),
     14: TensorKind("Q6_K", 256, 210),
     30: TensorKind("BF16", 1, 2),
+    39: TensorKind("MXFP4", 32, 17),
 }
 # Only for the error message.
 OTHER_KINDS = {
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S",
-    22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    22: "IQ2_S", 23: "IQ4_XS", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
 }  # fmt: skip
 
 Scalar = int | float | bool | str

@@ -43,6 +43,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 BLOCKS = {
     "int8_f16": (32, 34),
     "int4_f16": (32, 18),
+    "mxfp4": (32, 17),
     "q4_1": (32, 20),
     "q5_0": (32, 22),
     "q5_1": (32, 24),

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, np.dtype[Any]] = {
     "Q5_0": np.dtype([SCALE, ("high", "<u4"), ("q", "u1", (16,))]),
     "Q5_1": np.dtype([SCALE, MIN, ("high", "<u4"), ("q", "u1", (16,))]),
     "Q8_0": np.dtype([SCALE, ("q", "i1", (32,))]),
+    "MXFP4": np.dtype([("exponent", "u1"), ("q", "u1", (16,))]),
     "Q2_K": np.dtype([("scales", "u1", (16,)), ("q", "u1", (2, 32)), SCALE, MIN]),
     "Q3_K": np.dtype([("high", "u1", (32,)), ("q", "u1", (2, 32)), ("scales", "u1", (12,)), SCALE]),
     "Q4_K": np.dtype([SCALE, MIN, SCALES_AND_MINIMA, ("q", "u1", (4, 32))]),
@@ -76,6 +77,14 @@ def _q8_0(blocks: Records) -> Values:
     return _scaled(blocks["q"], blocks["d"])
 
 
+def _mxfp4(blocks: Records) -> Values:
+    """Numbers of 4 bits, e2m1, here doubled, and a power of two for all of a block."""
+    doubled = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.float32)
+    table = np.concatenate((doubled, 0 - doubled))  # no zero below zero, as there
+    scale = np.ldexp(np.float32(1), blocks["exponent"].astype(np.int32) - 128)
+    return table[_nibbles(blocks["q"], 16)] * scale[:, None]
+
+
 def _q2_k(blocks: Records) -> Values:
     scales, minima = blocks["scales"] & 15, blocks["scales"] >> 4
     q = _fields(blocks["q"], 2).reshape(-1, 16, 16)
@@ -120,6 +129,7 @@ FORMATS: dict[str, Callable[[Records], Values]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,

@@ -12,7 +12,7 @@ from quire.ops.formats import SIZES, Quantization
 
 FORMATS = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16", 32)} | {
     name: Quantization(name.lower(), SIZES[name.lower()].group)
-    for name in ("Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+    for name in ("MXFP4", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 }
 
 
