@@ -29,6 +29,9 @@ from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import checkpoint_tensors
 from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert
+from tests.models.quantised_writers import Format, awq, float4, gptq
+from tests.models.quantised_writers import write as write_quantised
+from tests.tools.test_port import foreign
 
 Tensors = dict[str, torch.Tensor]
 
@@ -214,6 +217,26 @@ def test_gguf(variant: str, tmp_path: Path) -> None:
     assert report.verdict == WITHIN, "\n".join(lines(report))
     stored = [run for run in report.runs if run.weights == AS_STORED and run.refusal is None]
     assert len(stored) == (core() is not None)
+
+
+@pytest.mark.parametrize("form", [gptq(4, 32), awq(32), float4()], ids=["gptq", "awq", "mxfp4"])
+def test_a_quantised_checkpoint(form: Format, tmp_path: Path) -> None:
+    """Beside its own dequantised weights, and beside those that it stands for."""
+    quantised, plain = write_quantised(tmp_path, form)
+    settings = {"attention_backend": "cpu" if core() is not None else "torch"}
+    report = verify(quantised, quantization=None, **settings)
+    assert report.verdict == WITHIN, "\n".join(lines(report))
+    stored = [run for run in report.runs if run.weights == AS_STORED and run.refusal is None]
+    assert len(stored) == (core() is not None)
+    assert verify(quantised, against=plain).verdict == WITHIN
+
+
+@pytest.mark.parametrize("model_type", ["stablelm", "starcoder2"])
+def test_models_of_transformers_classes(model_type: str, tmp_path: Path) -> None:
+    folder = foreign(tmp_path, model_type)
+    report = verify(folder)
+    assert report.verdict == WITHIN, "\n".join(lines(report))
+    assert report.facts["model"]["class of"] == "transformers"
 
 
 def test_dummy_weights(tmp_path: Path) -> None:

@@ -13,12 +13,24 @@ from collections.abc import Iterable, Sequence
 
 from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
-from quire.cli import bench, chat, doctor, explain, fit, generate, replay, serve, trace, verify
+from quire.cli import (
+    bench,
+    chat,
+    doctor,
+    explain,
+    fit,
+    generate,
+    port,
+    replay,
+    serve,
+    trace,
+    verify,
+)
 from quire.cli.config_file import describe, resolve
 
 logger = logging.getLogger("quire")
 
-COMMANDS = (serve, chat, generate, bench, doctor, fit, verify, replay, explain, trace)
+COMMANDS = (serve, chat, generate, bench, doctor, fit, verify, port, replay, explain, trace)
 LONG_FLAG = re.compile(r"--[A-Za-z][\w-]*(?==|$)")
 
 

@@ -1,0 +1,1 @@
+"""`quire port`: what a class for another type of model begins with."""

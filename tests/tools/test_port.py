@@ -1,0 +1,195 @@
+"""`quire port` names the nearest architecture, lists what differs, and begins a class that runs."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.base.errors import ConfigError, ModelError
+from quire.base.model_spec import load_spec
+from quire.cli.port import lines
+from quire.models import registry
+from quire.models.loading import load_model
+from quire.tools.port.nearest import Nearest, find_nearest, read_checkpoint
+from quire.tools.port.skeleton import TINY, class_name, module_name, write_skeleton
+from tests.cli.commands import run
+from tests.models.checkpoints import random_tokens, write_checkpoint
+from tests.models.paged import CPU, run_paged
+
+TOKENS = random_tokens(20)
+
+
+def renamed(folder: Path, variant: str, model_type: str, **fields: Any) -> Path:
+    """A checkpoint of a variant under another type's name."""
+    write_checkpoint(folder, variant)
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {"model_type": model_type} | fields
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def foreign(folder: Path, model_type: str) -> Path:
+    """A tiny checkpoint of a type that we have no class for."""
+    known = transformers.AutoConfig.for_model(model_type).to_dict()
+    sizes = {name: size for name, size in TINY.items() if name in known and name != "head_dim"}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(model_type, **sizes, **tokens)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def nearest_of(folder: Path) -> Nearest:
+    return find_nearest(read_checkpoint(folder))
+
+
+def imported(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def logits(folder: Path) -> torch.Tensor:
+    spec = load_spec(folder)
+    model = load_model(folder, spec, torch.float64, CPU)
+    return run_paged(model, spec, TOKENS, [[20]], backend="reference", dtype=torch.float64)[0]
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "gemma2", "gpt_neox"])
+def test_a_type_of_ours_under_another_name_runs(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path / "ours", variant)
+    folder = renamed(tmp_path / "model", variant, "fable-2")
+    checkpoint = read_checkpoint(folder)
+    found = find_nearest(checkpoint)
+    assert (found.model_type, found.fields, found.tensors) == (variant, (), ())
+    files = write_skeleton(checkpoint, found, tmp_path / "out")
+    assert [path.name for path in files] == ["fable_2.py", "test_fable_2.py", "pyproject.toml"]
+    made = imported(files[0], monkeypatch)
+    monkeypatch.setitem(registry.MODELS, "fable-2", made.Fable2)
+    assert torch.equal(logits(folder), logits(tmp_path / "ours"))
+
+
+def test_stablelm(tmp_path: Path) -> None:
+    found = nearest_of(foreign(tmp_path, "stablelm"))
+    assert found.model_type == "llama"
+    assert {field.name for field in found.fields} == {"rope_parameters", "layer_norm_eps"}
+    rope, eps = sorted(found.fields, key=lambda field: field.name, reverse=True)
+    assert rope.is_refused and "partial_rotary_factor is 0.25" in rope.ours
+    assert eps.value == 1e-5 and eps.ours == "llama reads rms_norm_eps"
+    assert {(each.name, each.theirs, each.ours) for each in found.tensors} == {
+        ("model.layers.N.input_layernorm.bias", (32,), None),
+        ("model.layers.N.post_attention_layernorm.bias", (32,), None),
+        ("model.norm.bias", (32,), None),
+    }
+
+
+def test_starcoder2(tmp_path: Path) -> None:
+    found = nearest_of(foreign(tmp_path, "starcoder2"))
+    assert found.model_type == "qwen2", "which has biases of queries, keys and values"
+    assert {"norm_epsilon", "use_bias"} <= {field.name for field in found.fields}
+    names = {each.name: each for each in found.tensors}
+    assert names["model.layers.N.mlp.c_fc.weight"].theirs == (40, 32)
+    assert names["model.layers.N.mlp.gate_proj.weight"].theirs is None
+    assert names["model.layers.N.self_attn.o_proj.bias"].count == 3
+
+
+def test_what_is_open_is_refused_until_it_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = foreign(tmp_path / "model", "stablelm")
+    checkpoint = read_checkpoint(folder)
+    files = write_skeleton(checkpoint, find_nearest(checkpoint), tmp_path / "out")
+    made = imported(files[0], monkeypatch)
+    monkeypatch.setitem(registry.MODELS, "stablelm", made.Stablelm)
+    with pytest.raises(ModelError, match="rope_parameters is .*; the class for stablelm does not"):
+        logits(folder)
+    made.OPEN_FIELDS.clear()
+    with pytest.raises(ModelError, match=r"no place yet for model.layers.N.input_layernorm.bias, "):
+        logits(folder)
+
+
+def test_the_test_that_is_written_compares_with_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the class as it stands it fails; with a right one it passes."""
+    folder = foreign(tmp_path / "model", "stablelm")
+    checkpoint = read_checkpoint(folder)
+    files = write_skeleton(checkpoint, find_nearest(checkpoint), tmp_path / "out")
+    made = imported(files[0], monkeypatch)
+    tests = imported(files[1], monkeypatch)
+    with pytest.raises(ModelError, match="the class for stablelm does not read it yet"):
+        tests.test_it_is_equal(tmp_path / "tiny", monkeypatch)
+    # A Llama is what is left once its config says the same as ours.
+    write_checkpoint(tmp_path / "llama", "llama")
+    config = json.loads((tmp_path / "llama" / "config.json").read_text())
+    made.OPEN_FIELDS.clear()
+    made.OPEN_TENSORS.clear()
+    tests.TYPE, tests.TINY = "llama", {n: v for n, v in config.items() if n != "model_type"}
+    tests.test_it_is_equal(tmp_path / "right", monkeypatch)
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(renamed(tmp_path / "model", "qwen2", "fable"))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "test_fable.py").write_text("mine")
+    with pytest.raises(ConfigError, match="has test_fable.py already; nothing is overwritten"):
+        write_skeleton(checkpoint, find_nearest(checkpoint), out)
+    assert [path.name for path in out.iterdir()] == ["test_fable.py"]
+
+
+def test_without_weights_the_config_tells(tmp_path: Path) -> None:
+    folder = renamed(tmp_path, "gemma2", "fable")
+    (folder / "model.safetensors").unlink()
+    found = nearest_of(folder)
+    assert found.model_type == "gemma2" and not found.tensors
+    assert "by config.json alone" in next(lines(read_checkpoint(folder), found))
+
+
+def test_sizes_under_other_names(tmp_path: Path) -> None:
+    folder = renamed(tmp_path, "llama", "fable")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["d_model"] = config.pop("hidden_size")
+    path.write_text(json.dumps(config))
+    found = nearest_of(folder)
+    assert found.model_type == "llama" and found.is_same
+
+
+def test_what_is_no_such_checkpoint(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "llama", "llama")
+    with pytest.raises(ConfigError, match="type 'llama' are supported; compare .* `quire verify"):
+        read_checkpoint(tmp_path / "llama")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelError, match="has no config.json"):
+        read_checkpoint(tmp_path / "empty")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = foreign(tmp_path / "model", "stablelm")
+    capsys.readouterr()
+    status, out, err = run(capsys, "port", str(folder), "--out", str(tmp_path / "out"))
+    assert (status, err) == (0, "")
+    assert out.startswith("stablelm is nearest to llama: 12 of 15 names of tensors are those of")
+    assert f"written: {tmp_path}/out/stablelm.py" in out
+    status, _, err = run(capsys, "port", str(folder), "--out", str(tmp_path / "out"))
+    assert status == 1 and "nothing is overwritten" in err
+
+
+def test_names() -> None:
+    assert [module_name(each) for each in ("a-b", "3d", "class")] == [
+        "a_b",
+        "model_3d",
+        "model_class",
+    ]
+    assert class_name("fable_x-2") == "FableX2"
