@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.ops.clamped_gate import clamped_gate
 from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import gate as kernels
@@ -31,6 +32,16 @@ def test_gate(gate: str, shape: tuple[int, int], dtype: torch.dtype, device: tor
     atol = TOLERANCE[dtype] * (1 if gate == "silu_mul" else 4)
     torch.testing.assert_close(found, wanted, atol=atol, rtol=TOLERANCE[dtype])
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(3, 128), (2, 2 * 1025)])
+def test_clamped_gate(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x = numbers(*shape, seed=1, dtype=dtype, device=device)
+    x[0, :2] = torch.tensor([torch.nan, -1e4])
+    found, tolerance = kernels.clamped_gate(x, 1.7, 3.0), TOLERANCE[dtype]
+    wanted = clamped_gate(x, 1.7, 3.0)
+    assert found[0, 0].isnan() and found[0, 1] == 0
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
 def test_rows_of_a_wider_tensor(device: torch.device) -> None:

@@ -3,10 +3,13 @@
 Covers `ops/kernels/moe_sort.py`.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
 from quire.ops import moe as reference
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.kernels import moe, moe_sort
 from quire.ops.kernels.moe import Tile
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
@@ -188,6 +191,19 @@ def test_every_tile(num_tokens: int, tile: Tile, dtype: torch.dtype, device: tor
         pytest.skip("float32 has a tile of its own")
     arguments = problem(num_tokens, (5, 2, 48, 32), dtype, device)
     check(moe.grouped_experts(*arguments, tile), reference.moe_experts(*arguments))
+
+
+@pytest.mark.parametrize("clamped", [None, ClampedGate(1.7, 0.6)], ids=str)
+@pytest.mark.parametrize(("num_tokens", "is_fixed"), [(3, False), (9, False), (3, True)])
+def test_biases_and_a_clamped_gate(
+    num_tokens: int, is_fixed: bool, clamped: Any, dtype: torch.dtype, device: torch.device
+) -> None:
+    """By the path for a few tokens, by that for many, and in a fixed order."""
+    arguments = problem(num_tokens, (6, 2, 40, 36), dtype, device)
+    biases = tuple(numbers(6, size, seed=size, dtype=dtype, device=device) for size in (2 * 36, 40))
+    wanted = reference.moe_experts(*arguments, biases, clamped)
+    check(moe.moe_experts(*arguments, is_fixed, biases, clamped), wanted)
+    assert not torch.allclose(reference.moe_experts(*arguments), wanted, atol=0.1)
 
 
 @pytest.mark.parametrize("num_tokens", [4, 40])

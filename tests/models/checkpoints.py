@@ -65,6 +65,15 @@ NEOX = {
     "num_attention_heads": 2,
     "max_position_embeddings": 128,
 }
+SHARED = EXPERTS | {"head_dim": 8, "shared_expert_intermediate_size": 20, "qkv_bias": True}
+MIXTRAL = LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 2}
+OSS = QWEN3 | {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 1.5,
+    "rope_parameters": YARN_ROPE | {"truncate": False, "rope_theta": 500.0},
+}
 # Heads of 16 dimensions, of which 12 are turned.
 LONGROPE = {
     "rope_type": "longrope",
@@ -126,6 +135,36 @@ VARIANTS = {
     "qwen3_moe_window": (
         "qwen3_moe",
         EXPERTS | {"use_sliding_window": True, "sliding_window": 6, "num_experts_per_tok": 1},
+    ),
+    "mixtral": ("mixtral", MIXTRAL | {"sliding_window": None}),
+    "mixtral_window": ("mixtral", MIXTRAL | {"sliding_window": 9, "num_experts_per_tok": 1}),
+    "qwen2_moe": ("qwen2_moe", SHARED),
+    # The third layer alone has no experts; the first two of four have a window in turn.
+    "qwen2_moe_some": (
+        "qwen2_moe",
+        SHARED
+        | {
+            "norm_topk_prob": False,
+            "qkv_bias": False,
+            "num_hidden_layers": 4,
+            "mlp_only_layers": [2],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 2,
+        },
+    ),
+    "gpt_oss": ("gpt_oss", OSS),
+    "gpt_oss_plain": (
+        "gpt_oss",
+        OSS
+        | {
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention"] * 2,
+            "num_hidden_layers": 2,
+            "num_experts_per_tok": 5,
+            "swiglu_alpha": 1.1,
+        },
     ),
     "mistral": ("mistral", LLAMA | {"sliding_window": None}),
     "mistral_window": ("mistral", LLAMA | {"sliding_window": 9}),

@@ -37,6 +37,7 @@ ALSO_CALLED = {
     "rope_scaling": ("rope_parameters", "original_max_position_embeddings"),
     "num_local_experts": ("num_experts",),
     "num_experts": ("num_local_experts",),
+    "use_sliding_window": ("sliding_window",),
 }
 
 

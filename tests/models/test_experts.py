@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
+from quire.base.model_options import EXPERTS as EXPERTS_OF
 from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models import experts
 from quire.models.experts import ExpertList, SparseMLP, StackedExperts
@@ -22,7 +23,13 @@ from quire.ops.native import core
 from quire.ops.packed import PackedWeight
 from quire.runner.step_size import linear_parameters
 from quire.tools.limits import step_cost
-from tests.models.checkpoints import EXPERTS, VARIANTS, random_tokens, write_checkpoint
+from tests.models.checkpoints import (
+    EXPERTS,
+    VARIANTS,
+    exact_logits,
+    random_tokens,
+    write_checkpoint,
+)
 from tests.models.paged import CPU, run_paged
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
@@ -55,6 +62,45 @@ def test_stacked_as_on_a_gpu(variant: str, tmp_path: Path, monkeypatch: pytest.M
     assert model_bytes(model) == 8 * sum(torch.Size(shape).numel() for shape in sizes)
     empty = make_model(checkpoint.spec, torch.float64, META)
     assert planned_bytes(empty, torch.float64, CPU) == model_bytes(model)
+
+
+MIXTURES = sorted(name for name, (kind, _) in VARIANTS.items() if kind in EXPERTS_OF)
+
+
+@pytest.mark.parametrize("stacks", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_one_by_one_and_in_one_tensor(
+    variant: str, together: bool, stacks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the hub has them, and as transformers 5 writes them where it does not go back to that."""
+    checkpoint = write_checkpoint(tmp_path, variant)
+    if together:
+        (tmp_path / "model.safetensors").unlink()
+        checkpoint.model.save_pretrained(tmp_path, save_original_format=False)
+    if stacks:
+        monkeypatch.setattr(experts, "experts_class", lambda device: StackedExperts)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    is_together = any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    assert is_together == (together or variant.startswith("gpt_oss"))
+    model = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
+    got = logits(model, checkpoint.spec, torch.float64)
+    (wanted,) = exact_logits(tmp_path, TOKENS)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_lists_are_stacked_where_weights_came_quantised(variant: str, tmp_path: Path) -> None:
+    """What a GPU is given then computes the same, and takes the lists' place."""
+    checkpoint = write_checkpoint(tmp_path, variant)
+    model = load_model(tmp_path, checkpoint.spec, torch.float64, CPU)
+    wanted, num_bytes = logits(model, checkpoint.spec, torch.float64), model_bytes(model)
+    for layer in model.modules():
+        if isinstance(layer, SparseMLP):
+            layer.finish(torch.device("cuda"))
+            assert isinstance(layer.experts, StackedExperts)
+    torch.testing.assert_close(logits(model, checkpoint.spec, torch.float64), wanted)
+    assert model_bytes(model) == num_bytes
 
 
 def test_a_gpu_gets_them_stacked() -> None:
@@ -160,7 +206,7 @@ def test_the_sizes_of_qwen3_30b_a3b() -> None:
     assert cost.weight_bytes == 2 * (cost.layers + cost.head)
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe_some", "qwen3_moe_window"])
+@pytest.mark.parametrize("variant", MIXTURES)
 def test_parameters_that_multiply_a_token(variant: str) -> None:
     spec = parse_spec({"model_type": VARIANTS[variant][0]} | VARIANTS[variant][1])
     assert linear_parameters(spec) == step_cost(spec, torch.float32).layers

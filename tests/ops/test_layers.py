@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from quire.ops.add import add
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.embedding import embedding
+from quire.ops.gated_add import gated_add
 from quire.ops.gelu import gelu, gelu_tanh
 from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.layer_norm import layer_norm
@@ -67,6 +69,23 @@ def test_layer_norm(dtype: torch.dtype) -> None:
     check(layer_norm(x, None, None, 1e-5), plain, dtype)
     check(layer_norm(x, weight, None, 1e-5), plain * weight.double(), dtype)
     check(layer_norm(x, weight, bias, 1e-5), plain * weight.double() + bias.double(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clamped_gate(dtype: torch.dtype) -> None:
+    gate_up = random(6, 26, dtype=dtype) * 2
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    gate, up = gate.minimum(torch.tensor(1.5)), up.clamp(-1.5, 1.5)
+    assert (gate == 1.5).any() and (up == 1.5).any() and (up == -1.5).any()
+    wanted = gate / (1 + (-1.7 * gate).exp()) * (up + 1)
+    check(ClampedGate(1.7, 1.5)(gate_up), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gated_add(dtype: torch.dtype) -> None:
+    x, y = random(6, 13, dtype=dtype), random(6, 13, dtype=dtype, seed=1)
+    gate = random(6, 1, dtype=dtype, seed=2)
+    check(gated_add(x, y, gate), x.double() + y.double() / (1 + (-gate.double()).exp()), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

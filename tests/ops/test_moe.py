@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.linear import pack_weight
 from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
@@ -71,6 +72,27 @@ def test_experts(num_tokens: int) -> None:
     assert record.names == ["moe_experts"]
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moe_experts(x, ids, weights, [*gate_up], [*down]), got)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_experts_with_biases_and_a_clamped_gate(num_tokens: int) -> None:
+    x = numbers(num_tokens, D, seed=1)
+    ids, weights = moe_route(numbers(num_tokens, E, seed=2), C, True)
+    gate_up, down = experts()
+    biases = numbers(E, 2 * F, seed=5), numbers(E, D, seed=6)
+    wanted = torch.zeros_like(x)
+    for token, expert, weight in zip(
+        torch.arange(num_tokens).repeat_interleave(C), ids.flatten(), weights.flatten(), strict=True
+    ):
+        both = gate_up[expert] @ x[token] + biases[0][expert]
+        gate, up = both[:F].clamp(max=0.7), both[F:].clamp(-0.7, 0.7)
+        inner = gate * (1.3 * gate).sigmoid() * (up + 1)
+        wanted[token] += weight * (down[expert] @ inner + biases[1][expert])
+    clamped = ClampedGate(1.3, 0.7)
+    got = moe_experts(x, ids, weights, gate_up, down, biases, clamped)
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    lists = [*biases[0]], [*biases[1]]
+    assert torch.equal(moe_experts(x, ids, weights, [*gate_up], [*down], lists, clamped), got)
 
 
 def test_experts_without_tokens_are_not_looked_at() -> None:

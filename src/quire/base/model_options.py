@@ -24,8 +24,15 @@ ACTIVATION_FIELDS = {
 UNGATED_TYPES = ("gpt2", "opt", "gpt_neox")
 ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
-EXPERT_TYPES = ("qwen2_moe", "qwen3_moe", "mixtral")
 EXPERT_GATES = ("silu", "swish")
+# Of types with experts: their number, those of a token and the size of each, where a config does
+# not say it; experts without an own size have intermediate_size.
+EXPERTS: dict[str, tuple[int, int, int | None]] = {
+    "qwen2_moe": (60, 4, 1408),
+    "qwen3_moe": (128, 8, 768),
+    "mixtral": (8, 2, None),
+    "gpt_oss": (128, 4, None),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class ExpertOptions:
 
     num_chosen: experts that a token is sent to. inner_size: of one expert's feed-forward layer.
     normalises: whether the weights of the chosen add up to 1. step, dense_layers: every step-th
-    layer has experts, but for these.
+    layer has experts, but for these. shared_size: of an expert that all tokens are sent to; 0
+    where there is none.
     """
 
     num_experts: int
@@ -74,6 +82,12 @@ class ExpertOptions:
     normalises: bool
     step: int = 1
     dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
+
+    @property
+    def token_size(self) -> int:
+        """Return the size of the feed-forward layers that a token goes through."""
+        return self.num_chosen * self.inner_size + self.shared_size
 
     def is_sparse(self, layer: int) -> bool:
         """Tell whether this layer has experts."""
@@ -82,8 +96,9 @@ class ExpertOptions:
     def activations(self, size: int) -> int:
         """Bound the elements that a layer makes of a token of so many: each expert's product and
         output, the inputs of one expert, sums in float32, and the router's."""
-        inner = self.inner_size
-        return self.num_chosen * (inner + size) + 3 * inner + 8 * size + 8 * self.num_experts
+        inner = self.inner_size + self.shared_size
+        outputs = self.num_chosen * (self.inner_size + size)
+        return outputs + 3 * inner + 8 * size + 8 * self.num_experts
 
 
 def layer_options(fields: Fields, model_type: str) -> LayerOptions:
@@ -106,7 +121,7 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
 
 def check_activation(layers: LayerOptions, model_type: str) -> None:
     """Raise ModelError if no feed-forward layer here has this function."""
-    known: tuple[str, ...] = EXPERT_GATES if model_type in EXPERT_TYPES else GATES
+    known: tuple[str, ...] = EXPERT_GATES if model_type in EXPERTS else GATES
     if model_type in UNGATED_TYPES:
         known = ACTIVATIONS
     field, _ = _activation_field(model_type)
@@ -144,28 +159,30 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
 
     Checkpoints on the hub say num_experts, those that transformers 5 writes num_local_experts.
     """
-    if model_type != "qwen3_moe":
+    if model_type not in EXPERTS:
         return None
-    names = ("num_experts", "num_local_experts")
-    counts = [fields.integer(n, default=128, least=0, most=MAX_EXPERTS) for n in names]
-    if all(map(fields.has, names)) and counts[0] != counts[1]:
-        raise fields.error(names[0], f"but num_local_experts, another name for it, is {counts[1]}")
-    num_experts = counts[0] if fields.has(names[0]) else counts[1]
-    if num_experts == 0:
+    count, num_chosen, inner = EXPERTS[model_type]
+    num_experts = _num_experts(fields, model_type, count)
+    if num_experts == 0 and inner is not None:
         return None
     if num_experts * num_layers > MAX_EXPERT_LAYERS:
         raise fields.error(
-            names[0] if fields.has(names[0]) else names[1],
+            "num_experts" if fields.has("num_experts") else "num_local_experts",
             f"with {num_layers} layers that is more than {MAX_EXPERT_LAYERS} experts",
         )
-    options = ExpertOptions(
-        num_experts,
-        num_chosen=fields.integer("num_experts_per_tok", default=8, least=0),
-        inner_size=fields.integer("moe_intermediate_size", default=768, least=0),
-        normalises=fields.flag("norm_topk_prob"),
-        step=fields.integer("decoder_sparse_step", default=1, least=0),
-        dense_layers=fields.integers("mlp_only_layers"),
-    )
+    num_chosen = fields.integer("num_experts_per_tok", default=num_chosen, least=0)
+    if inner is None:
+        options = ExpertOptions(num_experts, num_chosen, fields.integer("intermediate_size"), True)
+    else:
+        options = ExpertOptions(
+            num_experts,
+            num_chosen,
+            inner_size=fields.integer("moe_intermediate_size", default=inner, least=0),
+            normalises=fields.flag("norm_topk_prob"),
+            step=fields.integer("decoder_sparse_step", default=1, least=0),
+            dense_layers=fields.integers("mlp_only_layers"),
+            shared_size=_shared_size(fields, model_type),
+        )
     if not 1 <= options.num_chosen <= num_experts:
         raise fields.error(
             "num_experts_per_tok",
@@ -179,6 +196,21 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
             f" {options.step} and {options.inner_size}",
         )
     return options
+
+
+def _num_experts(fields: Fields, model_type: str, default: int) -> int:
+    """Read it, which has two names but in qwen2_moe."""
+    names = ("num_experts", "num_local_experts")[: 1 if model_type == "qwen2_moe" else 2]
+    counts = [fields.integer(n, default=default, least=0, most=MAX_EXPERTS) for n in names]
+    if all(map(fields.has, names)) and counts[0] != counts[-1]:
+        raise fields.error(names[0], f"but num_local_experts, another name for it, is {counts[1]}")
+    return counts[0] if fields.has(names[0]) else counts[-1]
+
+
+def _shared_size(fields: Fields, model_type: str) -> int:
+    if model_type != "qwen2_moe":
+        return 0
+    return fields.integer("shared_expert_intermediate_size")
 
 
 def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:

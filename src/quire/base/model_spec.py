@@ -182,8 +182,9 @@ class ModelSpec:
         refuse_what_is_ignored(fields, self.model_type)
         _ = self.quantization
         check_activation(self.layers, self.model_type)
+        _ = self.experts
         if self.model_type in ROTARY_TYPES:
-            _ = self.rope, self.experts
+            _ = self.rope
         elif self.model_type in ("gpt2", "opt"):
             _ = self.gpt2 if self.model_type == "gpt2" else self.opt
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
+from quire.models.experts import SparseMLP
 from quire.models.formats import WeightFormats
 from quire.models.layers import Layer, Linear, LMHead, ParamFactory, Source, set_weight
 from quire.models.model import Model
@@ -187,6 +188,9 @@ class Assembly:
             if not unit.is_packed:
                 unit.make(self._device, self.stored)
                 self._pack(unit)
+        for module in self.model.modules():
+            if isinstance(module, SparseMLP):
+                module.finish(self._device)
         return self.model
 
     def _pack(self, unit: Unit) -> None:

@@ -8,6 +8,7 @@ parts here. The residual stream is carried beside the hidden states, so that its
 the norm.
 """
 
+from collections.abc import Iterable
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import RopeOptions
-from quire.models.experts import SparseMLP
+from quire.models.experts import ExpertList, SparseMLP, StackedExperts
 from quire.models.gates import gate
 from quire.models.kv_scales import NAME_ENDS
 from quire.models.layers import (
@@ -122,16 +123,18 @@ class DecoderAttention(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)). names: of the checkpoint's modules below `inside`; two,
-    where gate and up are one there."""
+    where gate and up are one there. inner: its size, if not that of the config."""
 
     def __init__(
         self,
         at: LayerPlace,
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         inside: str = "mlp",
+        inner: int | None = None,
     ) -> None:
         super().__init__()
-        inner, size, bias = at.spec.intermediate_size, at.spec.hidden_size, at.options.mlp_bias
+        inner = at.spec.intermediate_size if inner is None else inner
+        size, bias = at.spec.hidden_size, at.options.mlp_bias
         *first, last = (f"{at.name}.{inside}.{each}" for each in names)
         outputs = [2 * inner // len(first)] * len(first)
         self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
@@ -217,7 +220,7 @@ def feed_forward(at: LayerPlace) -> nn.Module:
     """Make the mixture of experts of a layer that has one, else its gated feed-forward layer."""
     experts = at.options.experts
     if experts is not None and experts.is_sparse(at.layer):
-        return SparseMLP(f"{at.name}.mlp", at.spec.hidden_size, experts, at.factory)
+        return SparseMLP(f"{at.name}.mlp", at.spec, experts, at.factory)
     return GatedMLP(at)
 
 
@@ -253,6 +256,13 @@ class Decoder(Model):
         self.norm = self.make_norm(spec, factory)
         tied = self.embedding if spec.tie_embeddings else None
         self.head = LMHead(self.head_name, spec.vocab_size, size, factory, tied)
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """See Model: experts stand there one by one, or together."""
+        stored = {own for name in names for own in self.names_of(name)}
+        for module in self.modules():
+            if isinstance(module, ExpertList | StackedExperts):
+                module.adopt(stored)
 
     def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
         """Make the norm after the last layer; called with (x, residual)."""

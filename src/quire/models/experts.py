@@ -4,19 +4,94 @@ Shape legend: T tokens, E experts, C experts of a token, D model dim, F feed-for
 expert, G = 2 F.
 
 A GPU multiplies the weights of all experts at once, so they stand in one tensor there. Elsewhere
-each expert has linear layers of its own, which are packed, quantised and planned like all others.
+each expert has linear layers of its own, which are packed, quantised and planned like all others;
+on a GPU so have those that a checkpoint quantised, until they are loaded.
 """
 
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 
 from quire.base.model_options import ExpertOptions
-from quire.models.layers import Layer, Linear, ParamFactory, Source
+from quire.base.model_spec import ModelSpec
+from quire.models.layers import Layer, Linear, ParamFactory, Part, Source
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.formats import Quantization
-from quire.ops.linear import Weight, pack_experts
+from quire.ops.linear import Weight, pack_experts, stacked_weights
 from quire.ops.moe import moe_experts, moe_route
+
+
+@dataclass(frozen=True)
+class TensorOfAll:
+    """A checkpoint's tensor of all experts of a layer. is_turned: it is [E, K, N], not [E, N, K].
+    order: of the rows N of each."""
+
+    name: str
+    num_experts: int
+    is_turned: bool
+    order: torch.Tensor | None = None
+
+    def sources(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, expert: int | None = None
+    ) -> list[Source]:
+        """List what fills the weight and bias of one expert, or of all."""
+        found = [self._source(self.name, weight, self.is_turned, expert)]
+        if bias is not None:
+            found.append(self._source(f"{self.name}_bias", bias, False, expert))
+        return found
+
+    def is_among(self, stored: Container[str]) -> bool:
+        """Tell whether weight files hold it, as it is or in MXFP4."""
+        return self.name in stored or f"{self.name}_blocks" in stored
+
+    def _source(
+        self, name: str, destination: torch.Tensor, is_turned: bool, expert: int | None
+    ) -> Source:
+        if expert is None:
+            return Source(name, destination, is_turned, order=self.order, order_dimension=1)
+        shape = tuple(destination.shape)
+        whole = (self.num_experts, *(reversed(shape) if is_turned else shape))
+        part = Part(0, expert, 1, whole)
+        return Source(name, destination, is_turned, part=part, order=self.order)
+
+
+@dataclass(frozen=True)
+class ExpertForm:
+    """What the experts of an architecture have, and what checkpoints call it.
+
+    router: its module. parts: modules of each expert, gate, up and down; () where they never stand
+    by themselves. together: tensors of all experts, gate and up, and down. is_turned: these have
+    inputs before outputs. takes_turns: gate and up are rows in turn. has_bias: router and experts
+    have biases. clamped: the gate, if it is another than silu.
+    """
+
+    router: str = "gate"
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    together: tuple[str, str] = ("gate_up_proj", "down_proj")
+    is_turned: bool = False
+    takes_turns: bool = False
+    has_bias: bool = False
+    clamped: ClampedGate | None = None
+
+    def tensors_of_all(self, name: str, options: ExpertOptions) -> tuple[TensorOfAll, TensorOfAll]:
+        """Describe the tensors of gate and up, whose gates come first here, and of down."""
+        order = None
+        if self.takes_turns:
+            order = torch.arange(2 * options.inner_size).view(-1, 2).t().flatten()
+        gate_up, down = (f"{name}.{each}" for each in self.together)
+        rest = options.num_experts, self.is_turned
+        return TensorOfAll(gate_up, *rest, order), TensorOfAll(down, *rest)
+
+    def modules_of(self, name: str) -> tuple[list[str], list[str]]:
+        """List the modules of one expert: gate and up, and down."""
+        modules = [f"{name}.{part}" for part in self.parts]
+        return modules[:2], modules[2:]
+
+
+USUAL = ExpertForm()
 
 
 class Router(Linear):
@@ -25,78 +100,165 @@ class Router(Linear):
 
     keeps_dtype = True
 
-    def __init__(self, name: str, size: int, num_experts: int, factory: ParamFactory) -> None:
-        super().__init__([name], size, [num_experts], factory)
+    def __init__(
+        self, name: str, size: int, num_experts: int, factory: ParamFactory, bias: bool = False
+    ) -> None:
+        super().__init__([name], size, [num_experts], factory, bias=bias)
+
+
+class ExpertLinear(Linear):
+    """A linear layer of one expert: modules of the checkpoint, or a part of a tensor of all."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        sizes: tuple[int, int],
+        factory: ParamFactory,
+        of_all: TensorOfAll,
+        expert: int,
+        bias: bool,
+    ) -> None:
+        inputs, outputs = sizes
+        parts = max(1, len(names))
+        super().__init__(names, inputs, [outputs // parts] * parts, factory, bias=bias)
+        self.of_all, self._expert, self.is_part = of_all, expert, not names
+
+    def sources(self) -> list[Source]:
+        if self.is_part:
+            return self.of_all.sources(self.weight, self.bias, self._expert)
+        return super().sources()
 
 
 class ExpertList(nn.Module):
     """Experts with linear layers of their own."""
 
-    def __init__(self, name: str, size: int, options: ExpertOptions, factory: ParamFactory) -> None:
+    def __init__(
+        self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
+    ) -> None:
         super().__init__()
-        inner, names = options.inner_size, _expert_names(name, options)
-        self.num_chosen = options.num_chosen
-        self.gate_up = nn.ModuleList(
-            Linear([f"{each}.gate_proj", f"{each}.up_proj"], size, [inner, inner], factory)
-            for each in names
+        self._made_of = name, size, options
+        self._form, self._dtype, self.num_chosen = form, factory.dtype, options.num_chosen
+        of_all, inner = form.tensors_of_all(name, options), options.inner_size
+        modules = [form.modules_of(each) for each in _expert_names(name, options)]
+        self.gate_up, self.down = (
+            nn.ModuleList(
+                ExpertLinear(own[i], sizes, factory, of_all[i], expert, form.has_bias)
+                for expert, own in enumerate(modules)
+            )
+            for i, sizes in enumerate(((size, 2 * inner), (inner, size)))
         )
-        self.down = nn.ModuleList(
-            Linear([f"{each}.down_proj"], inner, [size], factory) for each in names
-        )
+
+    def adopt(self, stored: Container[str]) -> None:
+        """Learn whether the weight files hold modules of each expert or tensors of all."""
+        for layer in (*_linears(self.gate_up), *_linears(self.down)):
+            layer.is_part = not self._form.parts or layer.of_all.is_among(stored)
 
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
     ) -> torch.Tensor:
-        return moe_experts(x_TD, ids_TC, weights_TC, _weights(self.gate_up), _weights(self.down))
+        gate_up, down = _linears(self.gate_up), _linears(self.down)
+        weights = [layer.weight for layer in gate_up], [layer.weight for layer in down]
+        biases = (_biases(gate_up), _biases(down)) if self._form.has_bias else None
+        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, self._form.clamped)
+
+    def stacked(self) -> "StackedExperts":
+        """Put the loaded weights side by side. They are taken away here, so that there are not two
+        of all at any time."""
+        empty = ParamFactory(self._dtype, torch.device("meta"))
+        stack = StackedExperts(*self._made_of, empty, self._form)
+        for name in ("gate_up", "down"):
+            layers = _linears(getattr(self, name))
+            if self._form.has_bias:
+                biases = torch.stack(_biases(layers))
+                setattr(stack, f"{name}_bias", nn.Parameter(biases, requires_grad=False))
+            stack.set(name, stacked_weights([layer.weight for layer in layers]))
+            setattr(self, name, nn.ModuleList())
+        return stack
 
 
 class StackedExperts(Layer):
     """Experts whose weights stand side by side: [E, 2 F, D], the gate first, and [E, D, F]."""
 
-    def __init__(self, name: str, size: int, options: ExpertOptions, factory: ParamFactory) -> None:
+    def __init__(
+        self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
+    ) -> None:
         super().__init__()
         count, inner = options.num_experts, options.inner_size
-        self._inner = inner
+        self._inner, self._form = inner, form
         self._numbers = {each: i for i, each in enumerate(_expert_names(name, options))}
+        self._of_all = form.tensors_of_all(name, options)
+        self.are_parts = not form.parts
         self.gate_up = factory.parameter(count, 2 * inner, size)
         self.down = factory.parameter(count, size, inner)
+        self.gate_up_bias = factory.parameter(count, 2 * inner) if form.has_bias else None
+        self.down_bias = factory.parameter(count, size) if form.has_bias else None
+
+    def adopt(self, stored: Container[str]) -> None:
+        """See ExpertList."""
+        self.are_parts = not self._form.parts or self._of_all[0].is_among(stored)
 
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
     ) -> torch.Tensor:
-        return moe_experts(x_TD, ids_TC, weights_TC, self.gate_up, self.down)
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = self.gate_up_bias, self.down_bias
+        weights = self.gate_up, self.down
+        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, self._form.clamped)
 
     def pack(self, quantization: Quantization | None) -> None:
         """Quantise the loaded weights; then they are no parameters."""
         for name in ("gate_up", "down"):
-            weight = getattr(self, name)
-            packed = pack_experts(weight, quantization)
-            if packed is not weight:
-                delattr(self, name)
-                vars(self)[name] = packed
+            self.set(name, pack_experts(getattr(self, name), quantization))
+
+    def set(self, name: str, weight: Weight) -> None:
+        """Replace a weight."""
+        if weight is not getattr(self, name):
+            delattr(self, name)
+            if isinstance(weight, torch.Tensor):
+                weight = nn.Parameter(weight, requires_grad=False)
+                self.register_parameter(name, weight)
+            else:
+                vars(self)[name] = weight
 
     def sources(self) -> list[Source]:
-        parts = ("gate_proj", "up_proj", "down_proj")
+        if self.are_parts:
+            gate_up, down = self._of_all
+            first = gate_up.sources(self.gate_up, self.gate_up_bias)
+            return [*first, *down.sources(self.down, self.down_bias)]
+        parts = self._form.parts
         return [self.source(f"{name}.{part}.weight") for name in self._numbers for part in parts]
 
     def source(self, name: str) -> Source:
         """Return the source of one name, without making those of all experts."""
+        if self.are_parts:
+            return super().source(name)
         expert, part, _ = name.rsplit(".", 2)
-        number = self._numbers[expert]
-        if part == "down_proj":
+        number, gate, down = self._numbers[expert], self._form.parts[0], self._form.parts[2]
+        if part == down:
             return Source(name, self.down[number])
-        gate, up = self.gate_up[number].split(self._inner)
-        return Source(name, gate if part == "gate_proj" else up)
+        first, second = self.gate_up[number].split(self._inner)
+        return Source(name, first if part == gate else second)
 
 
 class SparseMLP(nn.Module):
     """Sends each token to some of the experts, and adds up what they say of it."""
 
-    def __init__(self, name: str, size: int, options: ExpertOptions, factory: ParamFactory) -> None:
+    def __init__(
+        self,
+        name: str,
+        spec: ModelSpec,
+        options: ExpertOptions,
+        factory: ParamFactory,
+        form: ExpertForm = USUAL,
+    ) -> None:
         super().__init__()
-        self.options = options
-        self.router = Router(f"{name}.gate", size, options.num_experts, factory)
-        self.experts = experts_class(factory.device)(f"{name}.experts", size, options, factory)
+        self.options, size, count = options, spec.hidden_size, options.num_experts
+        self.router = Router(f"{name}.{form.router}", size, count, factory, bias=form.has_bias)
+        kind = experts_class(factory.device)
+        if spec.quantization is not None:
+            kind = ExpertList
+        self.experts = kind(f"{name}.experts", size, options, factory, form)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         options = self.options
@@ -104,14 +266,24 @@ class SparseMLP(nn.Module):
         out_TD: torch.Tensor = self.experts(x_TD, ids_TC, weights_TC)
         return out_TD
 
+    def finish(self, device: torch.device) -> None:
+        """Give loaded experts the form that a device multiplies."""
+        if not isinstance(self.experts, experts_class(device)):
+            assert isinstance(self.experts, ExpertList)
+            self.experts = self.experts.stacked()
+
 
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
     """Choose the form that a device multiplies."""
     return StackedExperts if device.type == "cuda" else ExpertList
 
 
-def _weights(layers: nn.ModuleList) -> list[Weight]:
-    return [cast(Linear, layer).weight for layer in layers]
+def _linears(layers: nn.ModuleList) -> list[ExpertLinear]:
+    return cast(list[ExpertLinear], list(layers))
+
+
+def _biases(layers: list[ExpertLinear]) -> list[torch.Tensor]:
+    return [cast(torch.Tensor, layer.bias) for layer in layers]
 
 
 def _expert_names(name: str, options: ExpertOptions) -> list[str]:

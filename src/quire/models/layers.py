@@ -65,7 +65,7 @@ class Source:
     transposed: the checkpoint holds that with its last two dimensions exchanged.
     repeated: the checkpoint holds one row of it, which fills all rows.
     order: int64, which of the checkpoint's rows each row here is; None: the same. Of a repeated row
-    its elements are meant.
+    its elements are meant, of another tensor `order_dimension`.
     offset: is added to every value.
     """
 
@@ -76,6 +76,7 @@ class Source:
     part: Part | None = None
     order: torch.Tensor | None = None
     offset: float = 0.0
+    order_dimension: int = 0
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -99,7 +100,7 @@ class Source:
         if self.transposed:
             values = values.transpose(-2, -1)
         if self.order is not None:
-            values = values.index_select(0, self.order.to(values.device))
+            values = values.index_select(self.order_dimension, self.order.to(values.device))
         self.destination.copy_(values)
         if self.offset:
             self.destination.add_(self.offset)

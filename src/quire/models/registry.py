@@ -18,17 +18,20 @@ from quire.models.gemma3 import Gemma3
 from quire.models.glm4 import Glm4
 from quire.models.gpt2 import GPT2
 from quire.models.gpt_neox import GPTNeoX
+from quire.models.gpt_oss import GptOss
 from quire.models.granite import Granite
 from quire.models.hf.configs import EXTRA, is_available
 from quire.models.hf.spec import transformers_spec
 from quire.models.layers import ParamFactory
 from quire.models.llama import Llama
 from quire.models.mistral import Mistral
+from quire.models.mixtral import Mixtral
 from quire.models.model import Model
 from quire.models.olmo2 import Olmo2
 from quire.models.opt import OPT
 from quire.models.phi3 import Phi3
 from quire.models.qwen2 import Qwen2
+from quire.models.qwen2_moe import Qwen2Moe
 from quire.models.qwen3 import Qwen3
 from quire.models.qwen3_moe import Qwen3Moe
 from quire.models.smollm3 import SmolLM3
@@ -41,13 +44,16 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "glm4": Glm4,
     "gpt2": GPT2,
     "gpt_neox": GPTNeoX,
+    "gpt_oss": GptOss,
     "granite": Granite,
     "llama": Llama,
     "mistral": Mistral,
+    "mixtral": Mixtral,
     "olmo2": Olmo2,
     "opt": OPT,
     "phi3": Phi3,
     "qwen2": Qwen2,
+    "qwen2_moe": Qwen2Moe,
     "qwen3": Qwen3,
     "qwen3_moe": Qwen3Moe,
     "smollm3": SmolLM3,

@@ -118,6 +118,14 @@ def pack_experts(weight_ENK: torch.Tensor, quantization: Quantization | None) ->
     return stack_experts(quantise_for_gpu(each_NK, quantization) for each_NK in weight_ENK)
 
 
+def stacked_weights(weights: list[Weight]) -> Weight:
+    """Put the weights of experts side by side: [E, N, K]."""
+    tensors = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    if tensors:
+        return torch.stack(tensors)
+    return stack_experts(weight for weight in weights if isinstance(weight, GPUWeight))
+
+
 def pack_rows(
     rows: StoredRows, dtype: torch.dtype, device: torch.device, memory: HugeMemory | None = None
 ) -> Weight:

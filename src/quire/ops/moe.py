@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.determinism import FixedOrderWeight
 from quire.ops.gpu import kernels_for
 from quire.ops.gpu_weights import GPUWeight
@@ -18,6 +19,7 @@ from quire.ops.silu_mul import silu_mul
 
 # One weight for each expert: side by side in one, or each as `pack_weight` made it.
 ExpertWeights = torch.Tensor | GPUWeight | Sequence[Weight]
+ExpertBiases = torch.Tensor | Sequence[torch.Tensor]
 
 
 @op("moe_route")
@@ -50,19 +52,27 @@ def moe_experts(
     weights_TC: torch.Tensor,
     gate_up_EGD: ExpertWeights,
     down_EDF: ExpertWeights,
+    biases: tuple[ExpertBiases, ExpertBiases] | None = None,
+    clamped: ClampedGate | None = None,
 ) -> torch.Tensor:
     """The weighted sum [T, D] of what each token's experts make of it, in x's dtype.
 
-    An expert is down(silu(gate(x)) * up(x)). Only experts with tokens are looked at; a token's
-    sum is made in the order of its ids, so that no other token changes it, and with weights of
-    fixed order not even their number does. The torch path waits for the device.
+    An expert is down(silu(gate(x)) * up(x)), or has a clamped gate. biases: [E, G] and [E, D]. Only
+    experts with tokens are looked at; a token's sum is made in the order of its ids, so that no
+    other token changes it, and with weights of fixed order not even their number does. The torch
+    path waits for the device.
     """
+    found: torch.Tensor
+    routed = x_TD, ids_TC, weights_TC
+    gate = silu_mul if clamped is None else clamped
     if isinstance(gate_up_EGD, GPUWeight) or isinstance(down_EDF, GPUWeight):
-        return _quantised_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF)
+        kernels = kernels_for(x_TD, "quantised_moe")
+        assert kernels is not None, f"no kernel for quantised experts on {x_TD.device}"
+        found = kernels.moe_experts(*routed, gate_up_EGD, down_EDF, gate, biases)
+        return found
     if isinstance(gate_up_EGD, torch.Tensor) and (kernels := kernels_for(x_TD, "moe")):
-        found: torch.Tensor
         is_fixed = isinstance(gate_up_EGD, FixedOrderWeight)
-        found = kernels.moe_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF, is_fixed)
+        found = kernels.moe_experts(*routed, gate_up_EGD, down_EDF, is_fixed, biases, clamped)
         return found
     num_chosen, flat_P = ids_TC.shape[1], ids_TC.flatten()
     counts_E = torch.bincount(flat_P, minlength=len(gate_up_EGD)).tolist()
@@ -70,23 +80,13 @@ def moe_experts(
     out_PD = x_TD.new_empty(len(flat_P), x_TD.shape[1])
     for expert, pairs in enumerate(order_P.split(counts_E)):
         if len(pairs):
-            inner = silu_mul(linear(x_TD[pairs // num_chosen], gate_up_EGD[expert]))
-            out_PD[pairs] = linear(inner, down_EDF[expert])
+            gate_up_bias, down_bias = (
+                (None, None) if biases is None else (b[expert] for b in biases)
+            )
+            x_PD = x_TD[pairs // num_chosen]
+            inner_PF = gate(linear(x_PD, gate_up_EGD[expert], gate_up_bias))
+            out_PD[pairs] = linear(inner_PF, down_EDF[expert], down_bias)
     return _weighted_sum(out_PD.view(-1, num_chosen, x_TD.shape[1]), weights_TC)
-
-
-def _quantised_experts(
-    x_TD: torch.Tensor,
-    ids_TC: torch.Tensor,
-    weights_TC: torch.Tensor,
-    gate_up_EGD: ExpertWeights,
-    down_EDF: ExpertWeights,
-) -> torch.Tensor:
-    kernels = kernels_for(x_TD, "quantised_moe")
-    assert kernels is not None, f"no kernel for quantised experts on {x_TD.device}"
-    found: torch.Tensor
-    found = kernels.moe_experts(x_TD, ids_TC, weights_TC, gate_up_EGD, down_EDF, silu_mul)
-    return found
 
 
 def _weighted_sum(out_TCD: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:

@@ -38,5 +38,6 @@ def linear_parameters(spec: ModelSpec) -> int:
     if experts is None:
         return spec.num_layers * (attention + dense)
     num_sparse = sum(experts.is_sparse(layer) for layer in range(spec.num_layers))
-    sparse = spec.hidden_size * (experts.num_experts + 3 * experts.num_chosen * experts.inner_size)
+    num_gates = experts.num_experts + (1 if experts.shared_size else 0)
+    sparse = spec.hidden_size * (num_gates + 3 * experts.token_size)
     return spec.num_layers * (attention + dense) + num_sparse * (sparse - dense)

@@ -14,7 +14,7 @@ import triton.language as tl
 from quire.ops.kernels.launch import Config
 
 BLOCK = 1024  # with 128 threads, 16 bytes of each of the two for every thread
-SILU, GELU, GELU_TANH = 0, 1, 2
+SILU, GELU, GELU_TANH, CLAMPED = 0, 1, 2, 3
 
 
 @triton.jit
@@ -25,6 +25,8 @@ def _gate_kernel(
     num_blocks,
     token_stride,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -40,10 +42,17 @@ def _gate_kernel(
         # x (1 + tanh(u)) / 2 = x / (1 + e^(-2u))
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-inner))
+    elif ACTIVATION == 3:
+        # Comparisons, so that what is no number stays so.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        gate = gate / (1.0 + tl.exp(-ALPHA * gate))
     else:
         gate = gate / (1.0 + tl.exp(-gate))
-    # As the reference: the gate is rounded to the dtype, and that is multiplied.
-    out = (gate.to(out_ptr.dtype.element_ty).to(tl.float32) * up).to(out_ptr.dtype.element_ty)
+    if ACTIVATION != 3:
+        # As the reference: the gate is rounded to the dtype, and that is multiplied.
+        gate = gate.to(out_ptr.dtype.element_ty).to(tl.float32)
+    out = (gate * up).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_columns + at, out, mask=inside)
 
 
@@ -78,6 +87,11 @@ def gelu_tanh_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
     return _gate(gate_up_TE, GELU_TANH)
 
 
+def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """The same as `quire.ops.clamped_gate.clamped_gate`."""
+    return _gate(gate_up_TE, CLAMPED, alpha, limit)
+
+
 def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
     """Do as `quire.ops.soft_cap.soft_cap`."""
     x_RV = x_RV.contiguous()
@@ -88,7 +102,9 @@ def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
     return out_RV
 
 
-def _gate(gate_up_TE: torch.Tensor, activation: int) -> torch.Tensor:
+def _gate(
+    gate_up_TE: torch.Tensor, activation: int, alpha: float = 1.0, limit: float = 0.0
+) -> torch.Tensor:
     num_tokens, num_columns = gate_up_TE.shape[0], gate_up_TE.shape[1] // 2
     assert gate_up_TE.stride(1) == 1, f"columns must be contiguous, got {gate_up_TE.stride()}"
     out_TF = gate_up_TE.new_empty(num_tokens, num_columns)
@@ -101,6 +117,8 @@ def _gate(gate_up_TE: torch.Tensor, activation: int) -> torch.Tensor:
             num_blocks,
             gate_up_TE.stride(0),
             ACTIVATION=activation,
+            ALPHA=alpha,
+            LIMIT=limit,
             BLOCK=BLOCK,
         )
     return out_TF
@@ -112,11 +130,11 @@ CONFIGS = [
     Config(
         _gate_kernel,
         {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | _GATE,
-        {"ACTIVATION": activation, "BLOCK": BLOCK},
+        {"ACTIVATION": activation, "ALPHA": 1.702, "LIMIT": 7.0, "BLOCK": BLOCK},
         divisible=("num_columns", "token_stride"),
     )
     for dtype in ("bf16", "fp16", "fp32")
-    for activation in (SILU, GELU, GELU_TANH)
+    for activation in (SILU, GELU, GELU_TANH, CLAMPED)
 ] + [
     Config(
         _soft_cap_kernel,

@@ -23,8 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.kernels.launch import Config, dot_dtype, next_power_of_2
 from quire.ops.kernels.moe_sort import sort_by_expert
+
+Biases = tuple[torch.Tensor, torch.Tensor]  # of gate and up [E, G], and of down [E, D]
 
 FEW_TOKENS = 4
 ROUTED_ROWS = 4
@@ -146,10 +149,22 @@ def moe_route(
 # ---- many tokens -----------------------------------------------------------------------------
 
 
+@triton.jit
+def _gated(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """silu(gate) * up, or where there is a limit what ops.clamped_gate says."""
+    if LIMIT > 0.0:
+        # A comparison, so that what is no number stays so.
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["max_tiles"])
 def _up_kernel(
     x_ptr,
     gate_up_ptr,
+    bias_ptr,
     order_ptr,
     tiles_ptr,
     inner_ptr,
@@ -163,6 +178,9 @@ def _up_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """inner[place in the order] = silu(gate) * up of the pair's token."""
     tile = tl.program_id(1)
@@ -197,7 +215,10 @@ def _up_kernel(
         up = tl.dot(x, weight_up.to(DOT_DTYPE), up, input_precision="ieee")
         x_at += BLOCK_K
         gate_at += BLOCK_K
-    values = gate / (1.0 + tl.exp(-gate)) * up
+    if HAS_BIAS:
+        gate += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + rows + inner_size).to(tl.float32)[None, :]
+    values = _gated(gate, up, ALPHA, LIMIT)
     out = inner_ptr + places.to(tl.int64)[:, None] * inner_size + columns[None, :]
     inside = (places < last)[:, None] & (columns < inner_size)[None, :]
     tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=inside)
@@ -207,6 +228,7 @@ def _up_kernel(
 def _down_kernel(
     inner_ptr,
     down_ptr,
+    bias_ptr,
     weights_ptr,
     order_ptr,
     tiles_ptr,
@@ -219,6 +241,7 @@ def _down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """out[pair] = weight[pair] * down(inner[place of the pair])."""
     tile = tl.program_id(1)
@@ -245,6 +268,8 @@ def _down_kernel(
         values = tl.dot(inner.to(DOT_DTYPE), weight.to(DOT_DTYPE), values, input_precision="ieee")
         inner_at += BLOCK_K
         down_at += BLOCK_K
+    if HAS_BIAS:
+        values += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
     pairs = tl.load(order_ptr + sources)
     values *= tl.load(weights_ptr + pairs).to(tl.float32)[:, None]
     out = out_ptr + pairs.to(tl.int64)[:, None] * size + columns[None, :]
@@ -271,6 +296,8 @@ def grouped_experts(
     gate_up_EGD: torch.Tensor,
     down_EDF: torch.Tensor,
     tile: Tile,
+    biases: Biases | None = None,
+    clamped: ClampedGate | None = None,
 ) -> torch.Tensor:
     """moe_experts by products over the tokens of each expert."""
     (num_experts, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
@@ -285,17 +312,25 @@ def grouped_experts(
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+    gate_up_bias, down_bias = biases or (gate_up_EGD, down_EDF)  # else nothing is read of them
     _up_kernel[(triton.cdiv(inner_size, tile.up), max_tiles)](
-        x_TD, gate_up_EGD, order_P, tiles_3M, inner_PF,
-        max_tiles, size, inner_size, x_TD.stride(0),
-        NUM_CHOSEN=num_chosen, BLOCK_N=tile.up, IS_EVEN=size % tile.inputs == 0, **shared,
+        x_TD, gate_up_EGD, gate_up_bias, order_P, tiles_3M, inner_PF,
+        max_tiles, size, inner_size, x_TD.stride(0), NUM_CHOSEN=num_chosen, BLOCK_N=tile.up,
+        IS_EVEN=size % tile.inputs == 0, HAS_BIAS=bool(biases), **_gate_of(clamped), **shared,
     )  # fmt: skip
     _down_kernel[(triton.cdiv(size, tile.down), max_tiles)](
-        inner_PF, down_EDF, weights_TC, order_P, tiles_3M, parts_PD,
-        max_tiles, size, inner_size,
-        BLOCK_N=tile.down, IS_EVEN=inner_size % tile.inputs == 0, **shared,
+        inner_PF, down_EDF, down_bias, weights_TC, order_P, tiles_3M, parts_PD,
+        max_tiles, size, inner_size, BLOCK_N=tile.down,
+        IS_EVEN=inner_size % tile.inputs == 0, HAS_BIAS=bool(biases), **shared,
     )  # fmt: skip
     return sum_of_pairs(parts_PD, num_chosen)
+
+
+def _gate_of(clamped: ClampedGate | None) -> dict[str, float]:
+    """Constants of `_gated`. No limit stands for silu."""
+    if clamped is None:
+        return {"ALPHA": 1.0, "LIMIT": 0.0}
+    return {"ALPHA": clamped.alpha, "LIMIT": clamped.limit}
 
 
 def sum_of_pairs(parts_PD: torch.Tensor, num_chosen: int) -> torch.Tensor:
@@ -316,6 +351,7 @@ def _few_up_kernel(
     x_ptr,
     ids_ptr,
     gate_up_ptr,
+    bias_ptr,
     inner_ptr,
     x_row,
     NUM_CHOSEN: tl.constexpr,
@@ -323,6 +359,9 @@ def _few_up_kernel(
     INNER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """inner[pair] = silu(gate) * up, BLOCK_N of them."""
     pair = tl.program_id(1)
@@ -341,7 +380,11 @@ def _few_up_kernel(
         gate += tl.load(places, mask=mask, other=0.0).to(tl.float32) * x
         up += tl.load(places + INNER * SIZE, mask=mask, other=0.0).to(tl.float32) * x
     gate_N, up_N = tl.sum(gate, axis=1), tl.sum(up, axis=1)
-    values = gate_N / (1.0 + tl.exp(-gate_N)) * up_N
+    if HAS_BIAS:
+        bias_at = bias_ptr + expert * 2 * INNER + columns
+        gate_N += tl.load(bias_at, mask=columns < INNER, other=0.0).to(tl.float32)
+        up_N += tl.load(bias_at + INNER, mask=columns < INNER, other=0.0).to(tl.float32)
+    values = _gated(gate_N, up_N, ALPHA, LIMIT)
     out = inner_ptr + pair.to(tl.int64) * INNER + columns
     tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=columns < INNER)
 
@@ -352,22 +395,28 @@ def _few_down_kernel(
     ids_ptr,
     weights_ptr,
     down_ptr,
+    bias_ptr,
     out_ptr,
     NUM_CHOSEN: tl.constexpr,
     SIZE: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """out[token] = the sum over its experts of weight * down(inner), BLOCK_N of it."""
     token = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (columns < SIZE)[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    bias_N = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + i
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         share = tl.load(weights_ptr + pair).to(tl.float32)
+        if HAS_BIAS:
+            bias_at = bias_ptr + expert * SIZE + columns
+            bias_N += share * tl.load(bias_at, mask=columns < SIZE, other=0.0).to(tl.float32)
         down_at = down_ptr + (expert * SIZE + columns)[:, None] * INNER
         inner_at = inner_ptr + pair.to(tl.int64) * INNER
         for start in tl.static_range(0, INNER, BLOCK_K):
@@ -378,7 +427,9 @@ def _few_down_kernel(
             weight = tl.load(down_at + depth[None, :], mask=mask, other=0.0)
             total += weight.to(tl.float32) * x[None, :]
     out = out_ptr + token.to(tl.int64) * SIZE + columns
-    tl.store(out, tl.sum(total, axis=1).to(out_ptr.dtype.element_ty), mask=columns < SIZE)
+    tl.store(
+        out, (tl.sum(total, axis=1) + bias_N).to(out_ptr.dtype.element_ty), mask=columns < SIZE
+    )
 
 
 def few_experts(
@@ -387,20 +438,23 @@ def few_experts(
     weights_TC: torch.Tensor,
     gate_up_EGD: torch.Tensor,
     down_EDF: torch.Tensor,
+    biases: Biases | None = None,
+    clamped: ClampedGate | None = None,
 ) -> torch.Tensor:
     """moe_experts without sorting: each token's experts are read for it alone."""
     (_, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
     inner_PF = x_TD.new_empty(ids_TC.numel(), inner_size)
     out_TD = x_TD.new_empty(len(x_TD), size)
+    gate_up_bias, down_bias = biases or (gate_up_EGD, down_EDF)
+    shared = {"NUM_CHOSEN": num_chosen, "SIZE": size, "INNER": inner_size}
+    shared |= {"HAS_BIAS": bool(biases)}
     _few_up_kernel[(triton.cdiv(inner_size, FEW_OUTPUTS), ids_TC.numel())](
-        x_TD, ids_TC, gate_up_EGD, inner_PF, x_TD.stride(0),
-        NUM_CHOSEN=num_chosen, SIZE=size, INNER=inner_size,
-        BLOCK_N=FEW_OUTPUTS, BLOCK_K=FEW_INPUTS,
+        x_TD, ids_TC, gate_up_EGD, gate_up_bias, inner_PF, x_TD.stride(0),
+        BLOCK_N=FEW_OUTPUTS, BLOCK_K=FEW_INPUTS, **_gate_of(clamped), **shared,
     )  # fmt: skip
     _few_down_kernel[(triton.cdiv(size, FEW_SUMS), len(x_TD))](
-        inner_PF, ids_TC, weights_TC, down_EDF, out_TD,
-        NUM_CHOSEN=num_chosen, SIZE=size, INNER=inner_size,
-        BLOCK_N=FEW_SUMS, BLOCK_K=FEW_INNER,
+        inner_PF, ids_TC, weights_TC, down_EDF, down_bias, out_TD,
+        BLOCK_N=FEW_SUMS, BLOCK_K=FEW_INNER, **shared,
     )  # fmt: skip
     return out_TD
 
@@ -412,6 +466,8 @@ def moe_experts(
     gate_up_EGD: torch.Tensor,
     down_EDF: torch.Tensor,
     is_fixed: bool = False,
+    biases: Biases | None = None,
+    clamped: ClampedGate | None = None,
 ) -> torch.Tensor:
     """Do as `quire.ops.moe.moe_experts`, of experts that stand in one tensor; waits for nothing.
     is_fixed: in one order for any number of tokens."""
@@ -420,14 +476,14 @@ def moe_experts(
     assert gate_up_EGD.is_contiguous() and down_EDF.is_contiguous()
     arguments = (_rows(x_TD), ids_TC.contiguous(), weights_TC.contiguous(), gate_up_EGD, down_EDF)
     if is_fixed:
-        is_float32 = x_TD.dtype.itemsize > 2
-        return grouped_experts(*arguments, TILE_OF_FLOAT32 if is_float32 else FIXED_TILE)
+        tile = TILE_OF_FLOAT32 if x_TD.dtype.itemsize > 2 else FIXED_TILE
+        return grouped_experts(*arguments, tile, biases, clamped)
     if len(x_TD) <= FEW_TOKENS:
-        return few_experts(*arguments)
+        return few_experts(*arguments, biases, clamped)
     device = x_TD.device
     takes_largest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     tile = tile_for(ids_TC.numel(), len(down_EDF), x_TD.dtype, takes_largest)
-    return grouped_experts(*arguments, tile)
+    return grouped_experts(*arguments, tile, biases, clamped)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -435,7 +491,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# ---- what is compiled ahead: Qwen3-30B-A3B's, in bfloat16 ------------------------------------
+# ---- what is compiled ahead: Qwen3-30B-A3B's and some of gpt-oss', in bfloat16 ----------------
 
 _INTEGERS = ("ids_ptr", "order_ptr", "tiles_ptr")
 _POINTERS = dict.fromkeys(_INTEGERS, "*i32") | {"weights_ptr": "*fp32"}
@@ -452,24 +508,34 @@ def _config(
     return Config(kernel, signature, constants, num_warps, num_stages, divisible, **rest)
 
 
-def _product_configs(tile: Tile) -> list[Config]:
+def _product_configs(tile: Tile, clamped: ClampedGate | None = None) -> list[Config]:
     shared = {"DOT_DTYPE": tl.bfloat16, "BLOCK_M": tile.pairs, "BLOCK_K": tile.inputs}
-    shared |= {"IS_EVEN": True}
+    shared |= {"IS_EVEN": clamped is None, "HAS_BIAS": clamped is not None}
+    up = {"NUM_CHOSEN": 8, "BLOCK_N": tile.up} | _gate_of(clamped)
     launch = (tile.num_warps, tile.num_stages)
     needs = {"needs_wgmma": tile.needs_wgmma}
     return [
-        _config(_up_kernel, shared | {"NUM_CHOSEN": 8, "BLOCK_N": tile.up}, *launch, **needs),
+        _config(_up_kernel, shared | up, *launch, **needs),
         _config(_down_kernel, shared | {"BLOCK_N": tile.down}, *launch, **needs),
     ]
 
 
-_FEW = {"NUM_CHOSEN": 8, "SIZE": 2048, "INNER": 768}
+OSS = ClampedGate(1.702, 7.0)
+_FEW = {"NUM_CHOSEN": 8, "SIZE": 2048, "INNER": 768, "HAS_BIAS": False}
+_FEW_OSS = {"NUM_CHOSEN": 4, "SIZE": 2880, "INNER": 2880, "HAS_BIAS": True}
+_UP, _DOWN = (
+    {"BLOCK_N": FEW_OUTPUTS, "BLOCK_K": FEW_INPUTS},
+    {"BLOCK_N": FEW_SUMS, "BLOCK_K": FEW_INNER},
+)
 _ROUTE = {"NUM_CHOSEN": 8, "NORMALISES": True, "ROWS": ROUTED_ROWS, "WIDTH": 128, "SLOTS": 8}
 
 CONFIGS = [
     _config(_route_kernel, _ROUTE, ROUTED_ROWS),
     *(config for tile in (*TILES.values(), LARGEST_TILE) for config in _product_configs(tile)),
     _config(_sum_kernel, {"NUM_CHOSEN": 8, "WIDTH": SUM_WIDTH}),
-    _config(_few_up_kernel, _FEW | {"BLOCK_N": FEW_OUTPUTS, "BLOCK_K": FEW_INPUTS}),
-    _config(_few_down_kernel, _FEW | {"BLOCK_N": FEW_SUMS, "BLOCK_K": FEW_INNER}),
+    *_product_configs(LARGEST_TILE, OSS),
+    _config(_few_up_kernel, _FEW | _UP | _gate_of(None)),
+    _config(_few_down_kernel, _FEW | _DOWN),
+    _config(_few_up_kernel, _FEW_OSS | _UP | _gate_of(OSS)),
+    _config(_few_down_kernel, _FEW_OSS | _DOWN),
 ]

@@ -1,0 +1,57 @@
+"""gpt-oss: sinks, windows in turn, and experts with biases and a clamped gate, in MXFP4."""
+
+from torch import nn
+
+from quire.base.config_fields import Fields
+from quire.base.model_spec import ModelSpec
+from quire.base.rope_options import RopeOptions, rope_of
+from quire.models.decoder import Decoder, DecoderLayer, LayerPlace
+from quire.models.experts import ExpertForm, SparseMLP
+from quire.models.layers import ParamFactory
+from quire.models.options import DecoderOptions
+from quire.ops.clamped_gate import ClampedGate
+
+# What transformers takes where a config says nothing about the rotary embedding.
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class GptOssLayer(DecoderLayer):
+    """All layers have experts."""
+
+    def make_mlp(self, at: LayerPlace) -> nn.Module:
+        fields, experts = at.spec.fields, at.options.experts
+        assert experts is not None
+        form = ExpertForm(
+            router="router",
+            parts=(),
+            is_turned=True,
+            takes_turns=True,
+            has_bias=True,
+            clamped=ClampedGate(fields.number("swiglu_alpha"), fields.number("swiglu_limit")),
+        )
+        return SparseMLP(f"{at.name}.mlp", at.spec, experts, at.factory, form)
+
+
+class GptOss(Decoder):
+    """A whole model."""
+
+    layer_kind = GptOssLayer
+
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
+        bias = spec.layers.attention_bias
+        options = DecoderOptions(
+            bias, bias, experts=spec.experts, ropes=[_rope(spec)] * spec.num_layers, has_sinks=True
+        )
+        super().__init__(spec, options, factory)
+
+
+def _rope(spec: ModelSpec) -> RopeOptions:
+    fields = spec.fields
+    if fields.has("rope_scaling") or fields.has("rope_parameters"):
+        return spec.rope
+    return rope_of(Fields(ROPE), fields, spec.head_dim, spec.max_position)

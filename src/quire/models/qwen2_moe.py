@@ -1,0 +1,48 @@
+"""Qwen 2 with a mixture of experts, and an expert beside them that all tokens are sent to.
+
+Shape legend: T tokens, D model dim.
+"""
+
+import torch
+from torch import nn
+
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import Decoder, DecoderLayer, GatedMLP, LayerPlace, feed_forward
+from quire.models.experts import Router
+from quire.models.layers import ParamFactory
+from quire.models.options import DecoderOptions
+from quire.ops.gated_add import gated_add
+
+
+class SharedMLP(nn.Module):
+    """A mixture of experts, and the shared expert as far as its gate lets it."""
+
+    def __init__(self, at: LayerPlace, shared_size: int) -> None:
+        super().__init__()
+        self.sparse = feed_forward(at)
+        self.shared = GatedMLP(at, inside="mlp.shared_expert", inner=shared_size)
+        name = f"{at.name}.mlp.shared_expert_gate"
+        self.gate = Router(name, at.spec.hidden_size, 1, at.factory)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return gated_add(self.sparse(x_TD), self.shared(x_TD), self.gate(x_TD))
+
+
+class Qwen2MoeLayer(DecoderLayer):
+    """Of the layers some may have no experts, as the config says."""
+
+    def make_mlp(self, at: LayerPlace) -> nn.Module:
+        experts = at.options.experts
+        if experts is not None and experts.is_sparse(at.layer):
+            return SharedMLP(at, experts.shared_size)
+        return feed_forward(at)
+
+
+class Qwen2Moe(Decoder):
+    """A whole model."""
+
+    layer_kind = Qwen2MoeLayer
+
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
+        bias = spec.fields.flag("qkv_bias", True)
+        super().__init__(spec, DecoderOptions(qkv_bias=bias, experts=spec.experts), factory)
