@@ -82,7 +82,8 @@ def load_model(
     files = checkpoint_files(directory) if reads else []
     stored: Stored = {}
     if reads:
-        model.adopt(tensor_names(files))
+        if not is_gguf(directory):
+            model.adopt(tensor_names(files))
         stored = formats_of_file(directory, spec, model, dtype, device, formats)
     entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
     _check_room(num_bytes, options.most_bytes)
