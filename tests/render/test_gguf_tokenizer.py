@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from quire.base.errors import ModelError
+from quire.base.gguf import GGUFFile
 from quire.models.source import resolve_model
 from quire.render.generation import read_generation_defaults
+from quire.render.gguf_tokenizer import gguf_generation
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
 from quire.render.tokenizer_files import has_tokenizer
@@ -64,6 +66,14 @@ TEKKEN = (
     "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
     "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 )
+OMITTED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+    f"{OMITTED}"
+    "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+    f"{OMITTED}"
+    "|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
 CODER = ["[\\r\\n]", "\\s?\\p{L}+", "\\s?\\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
 # What the tokenizer.json of models of these kinds says: pre-tokenizers, normalizer, ignore_merges.
 AS_PUBLISHED: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]] = {
@@ -72,6 +82,11 @@ AS_PUBLISHED: dict[str, tuple[list[dict[str, Any]], dict[str, Any] | None, bool]
     "qwen2": ([split(QWEN), byte_level(False)], {"type": "NFC"}, False),
     "llama-bpe": ([split(LLAMA3), byte_level(False)], None, True),
     "tekken": ([split(TEKKEN), byte_level(False)], None, True),
+    "gpt-4o": ([split(GPT4O), byte_level(False)], None, False),
+    "dbrx": ([split(LLAMA3), byte_level(False)], None, False),
+    "glm4": ([split(LLAMA3), byte_level(False)], None, True),
+    "command-r": ([DIGITS, byte_level(True)], {"type": "NFC"}, False),
+    "olmo": ([byte_level(True)], {"type": "NFC"}, False),
     "deepseek-coder": ([*map(split, CODER), DIGITS, byte_level(False)], None, False),
 }
 
@@ -108,7 +123,7 @@ def test_bytes_and_merges(tmp_path: Path, vocabulary: Path, kind: str) -> None:
         assert ids == wanted.encode(text), repr(text)
         for skip in (False, True):
             assert ours.decode(ids, skip) == wanted.decode(ids, skip)
-        if kind != "qwen2":  # composes characters
+        if AS_PUBLISHED[kind][1] is None:  # else characters are composed
             assert ours.decode(ids) == text
 
 
@@ -134,6 +149,21 @@ def test_special_tokens_template_and_conversation(tmp_path: Path) -> None:
     assert ours.tokenizer.bos_token_id is None
     assert ours.tokenizer.chat_templates == wanted.tokenizer.chat_templates
     assert ours.chat_text(MESSAGES) == wanted.chat_text(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("texts", "ends"),
+    [
+        (["a", "<|end|>", "<|endoftext|>"], (1, 2)),
+        (["a", "<|end|>", "<|return|>", "<|call|>"], (2, 3)),  # ends one message of several
+        (["<|end|>", "<end_of_turn>", "</s>"], (0, 1)),
+    ],
+)
+def test_what_ends_a_turn(tmp_path: Path, texts: list[str], ends: tuple[int, ...]) -> None:
+    kinds = [3 if text.startswith("<") else 1 for text in texts]
+    metadata = {"tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}
+    file = GGUFFile(write_gguf(tmp_path / "model.gguf", metadata))
+    assert tuple(gguf_generation(file)["eos_token_id"]) == ends
 
 
 def test_templates_by_name(tmp_path: Path) -> None:

@@ -36,8 +36,19 @@ NAMED_IDS = {
 LLAMA_IDS = {"unk_token": 0, "bos_token": 1, "eos_token": 2}  # where the file names none
 STOP_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Control tokens that end a turn; files of chat models often name only one of theirs.
+RETURN, END = "<|return|>", "<|end|>"  # END is of a turn, but of a message where there is RETURN
 STOP_TEXTS = frozenset(
-    ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+    (
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<|call|>",
+        RETURN,
+        END,
+    )
 )
 SAMPLING_KEYS = {
     "temperature": "general.sampling.temp",
@@ -77,7 +88,8 @@ def gguf_generation(file: GGUFFile) -> dict[str, Any]:
     names = [f"{KEY}.{name}" for name in STOP_IDS]
     ids = [file.integer(name) for name in names if name in file.metadata]
     ids = [token_id for token_id in ids if token_id not in NO_TOKEN]
-    ids += [i for i in vocabulary.of_kind(CONTROL) if vocabulary.texts[i] in STOP_TEXTS]
+    ends = STOP_TEXTS - {END} if RETURN in vocabulary.ids else STOP_TEXTS
+    ids += [i for i in vocabulary.of_kind(CONTROL) if vocabulary.texts[i] in ends]
     found = {name: file.number(key) for name, key in SAMPLING_KEYS.items() if key in file.metadata}
     if "top_k" in found:
         found["top_k"] = file.integer(SAMPLING_KEYS["top_k"])

@@ -16,6 +16,12 @@ _MODERN = (
 LLAMA3 = _MODERN.replace("DIGITS", r"\p{N}{1,3}")
 QWEN2 = _MODERN.replace("DIGITS", r"\p{N}")
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+{_CONTRACTION}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -49,7 +55,7 @@ PRE_TOKENIZERS = {
     "default": _DEFAULT,
     "gpt-2": _GPT2,
     "mpt": _GPT2,
-    "olmo": _GPT2,
+    "olmo": PreTokenizer((GPT2,), is_composed=True),
     "phi-2": _GPT2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
@@ -59,6 +65,11 @@ PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
     "falcon3": _LLAMA3,
     "smaug-bpe": PreTokenizer((LLAMA3,)),
+    "dbrx": PreTokenizer((LLAMA3,)),
+    "chatglm-bpe": PreTokenizer((LLAMA3,)),
+    "glm4": PreTokenizer((LLAMA3,), ignore_merges=True),
+    "gpt-4o": PreTokenizer((GPT4O,)),
+    "command-r": PreTokenizer((r"\p{N}", GPT2), is_composed=True),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
