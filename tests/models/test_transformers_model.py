@@ -5,16 +5,18 @@ Covers `models/hf/attention.py`, `models/hf/build.py`, `models/hf/watch.py`, `mo
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ConfigError, MissingDependency, ModelError
 from quire.base.model_spec import TRANSFORMERS, load_spec
-from quire.models.formats import WeightFormats
+from quire.models.formats import IN_THE_DTYPE, WeightFormats
 from quire.models.hf import configs
 from quire.models.hf.modules import Product
 from quire.models.loading import LoadOptions, load_model
@@ -23,6 +25,8 @@ from quire.models.registry import model_spec
 from quire.ops.formats import Quantization
 from tests.models.checkpoints import LLAMA, VARIANTS, VOCAB, random_tokens
 from tests.models.paged import CPU, run_paged
+from tests.models.quantised_writers import write as write_quantised
+from tests.models.test_quantised_checkpoints import FORMATS
 from tests.models.transformers_checkpoints import (
     FAMILIES,
     SMALL,
@@ -110,6 +114,44 @@ def model_spec_of(directory: Path, model_type: str, config: dict[str, Any]) -> A
     return model_spec(directory, "transformers")
 
 
+@pytest.mark.parametrize("before", ["", "model."])
+def test_of_a_model_that_sees_the_text_part_runs(
+    before: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the text part's tensors have the names that newer checkpoints give them."""
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision |= {"num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    text = {"model_type": "starcoder2", **SMALL, "initializer_range": 0.25}
+    torch.manual_seed(0)
+    whole = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(
+            text_config=text, vision_config={"model_type": "clip_vision_model", **vision}
+        )
+    )
+    whole.save_pretrained(tmp_path)
+    if before:
+        path = tmp_path / "model.safetensors"
+        names = ("language_model.model.", "model.language_model."), ("language_model.lm", "lm")
+        tensors = {
+            name.replace(*names[0]).replace(*names[1]): tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(tensors, path, {"format": "pt"})
+    spec = model_spec(tmp_path)
+    with caplog.at_level(logging.WARNING, "quire"):
+        model = load_model(tmp_path, spec, torch.float64, CPU)
+    assert "models of type llava read images, too; only the text part is served" in caplog.text
+    run = {"backend": "reference", "dtype": torch.float64}
+    [got] = run_paged(model, spec, SEQUENCES[:1], [[20, 3]], **run)
+    whole = transformers.LlavaForConditionalGeneration.from_pretrained(
+        tmp_path, dtype=torch.float64, attn_implementation="sdpa"
+    ).eval()
+    with torch.inference_mode():
+        wanted = whole(torch.tensor(SEQUENCES[:1])).logits[0]
+    assert wanted.std() > 0.2
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "state": ("mamba", {"hidden_size": 32, "num_hidden_layers": 1}, "no layer attends"),
     "alibi": ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 4}, "no layer attends"),
@@ -183,3 +225,27 @@ def test_gguf_files_are_for_our_classes(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="GGUF files are read for quire's classes only"):
         model_spec(path, "transformers")
+
+
+@pytest.mark.parametrize("name", ["gptq ordered", "float blocks"])
+@pytest.mark.parametrize("model_type", ["stablelm", "cohere"])
+def test_quantised_checkpoints_are_the_numbers_they_stand_for(
+    model_type: str, name: str, tmp_path: Path
+) -> None:
+    """cohere in float32 loads its rows in another order."""
+    quantised, plain = write_quantised(tmp_path, FORMATS[name], model_type)
+    sequences, chunks = SEQUENCES[1:2], [[4, 1]]
+    for dtype, backend in ((torch.float64, "reference"), (torch.float32, "torch")):
+        options = LoadOptions(formats=IN_THE_DTYPE)
+        got, wanted = (
+            run_paged(
+                load_model(path, model_spec(path, "transformers"), dtype, CPU, options),
+                model_spec(path, "transformers"),
+                sequences,
+                chunks,
+                backend=backend,
+                dtype=dtype,
+            )
+            for path in (quantised, plain)
+        )
+        torch.testing.assert_close(got, wanted)

@@ -5,6 +5,7 @@ Covers `models/hf/lower.py`, `models/hf/follow.py`, `models/hf/terms.py`, `model
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from quire.base.errors import ConfigError
 from quire.models.hf import lower
 from quire.models.hf.arrange import Arrangement
 from quire.models.hf.lower import Lowering
@@ -22,6 +24,7 @@ from quire.models.hf.norms import Norm, norm_of
 from quire.models.hf.steps import Steps
 from quire.models.hf.terms import Unfollowed
 from quire.models.loading import LoadOptions, load_model
+from quire.models.registry import model_spec
 from quire.models.weight_cache import WeightCache
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
@@ -65,6 +68,7 @@ def test_what_has_no_operations_runs_by_its_own_code(
         model = load_model(tmp_path, reference.spec, torch.float32, CPU)
     assert LEFT[name] in caplog.text
     assert not model.only_operations
+    assert f"of transformers, its own code: {LEFT[name]}" in model.runs_by
     assert not [m for m in model.modules() if isinstance(m, Steps)]
     got = run_paged(model, reference.spec, SEQUENCES[:1], [[20, 3]], backend="torch")
     wanted_TV = reference.logits(SEQUENCES[0]).float()
@@ -106,6 +110,31 @@ def test_embeddings_take_the_place_of_ids(tmp_path: Path) -> None:
     torch.testing.assert_close(got, wanted)
 
 
+def test_torch_compiles_a_class_as_one_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """quire's layers and attention are operators of that graph. No code is generated here."""
+    compiled = functools.partial(torch.compile, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compiled)
+    write_reference(tmp_path, "gemma2", CASES["gemma2"][1] | {"num_hidden_layers": 2})
+    spec = model_spec(tmp_path, "transformers", is_compiled=True)
+    plain = model_spec(tmp_path, "transformers")
+    assert spec.identity != plain.identity
+    model, wanted = (load_model(tmp_path, each, torch.float32, CPU) for each in (spec, plain))
+    chunks = [[5, 7], [3, 2]]
+    sequences = [SEQUENCES[0][:12], SEQUENCES[1]]
+    got, wanted = (
+        run_paged(each, spec, sequences, chunks, backend="torch") for each in (model, wanted)
+    )
+    torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
+
+
+def test_torch_compiles_no_class_of_ours(tmp_path: Path) -> None:
+    write_reference(tmp_path, *CASES["llama"])
+    with pytest.raises(ConfigError, match="torch_compile is for models that run by a class of tr"):
+        model_spec(tmp_path, is_compiled=True)
+
+
 @pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 @pytest.mark.parametrize("name", ["gpt_neox", "mixtral"])
 def test_packed_weights_come_from_the_cache(name: str, tmp_path: Path) -> None:
@@ -126,7 +155,7 @@ def arranged(
     compute: Callable[[Lowering, torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> Arrangement:
     """Translate a function of the first layer's result [1, T, 8] and the positions [1, T]."""
-    lowering = Lowering(CPU)
+    lowering = Lowering()
 
     def run(ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return compute(lowering, lowering.embedding(nn.Identity(), ids, 8), positions)
@@ -136,7 +165,7 @@ def arranged(
 
 
 def names(arrangement: Arrangement) -> list[str]:
-    return [step.name for step in arrangement.steps().steps]
+    return [step.name for step in arrangement.steps(CPU).steps]
 
 
 def test_operations_are_found() -> None:

@@ -66,6 +66,11 @@ class ModelConfig:
         " (needs quire[transformers]); auto is quire's where it has the model's type",
         choices=("auto", "quire", "transformers"),
     )
+    torch_compile: bool = setting(
+        False,
+        "let torch compile a class of transformers, which takes minutes at the first steps, instead"
+        " of translating it into quire's operations",
+    )
     max_model_len: int | None = setting(
         None,
         "longest sequence, prompt and output together; the model's limit if absent, and with auto"

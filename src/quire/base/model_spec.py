@@ -36,7 +36,8 @@ from quire.base.quantization_config import QuantizationConfig, quantization_conf
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
 from quire.base.text_config import text_part
 
-QUIRE, TRANSFORMERS = "quire", "transformers"  # whose class runs a model
+# Whose class runs a model, and whether torch compiles it.
+QUIRE, TRANSFORMERS, COMPILED = "quire", "transformers", "transformers, compiled"
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 # What old quantisers wrote beside a config, and which these were where it does not say.
@@ -86,8 +87,8 @@ class ModelSpec:
     """Numbers of one decoder model. Sizes are counts of elements.
 
     is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
-    implementation: whose class runs it, QUIRE for ours and those of packages made for us, or
-    TRANSFORMERS.
+    implementation: whose class runs it, QUIRE for ours and those of packages made for us,
+    TRANSFORMERS, or COMPILED.
     """
 
     model_type: str

@@ -256,6 +256,7 @@ def _model(report: Report, settings: dict[str, Any]) -> None:
     measured = f"weights {preview.weights_bytes / MIB:,.0f} MiB; the rest is measured at the start"
     report.facts["model"] = {
         "name": source.name,
+        "runs by": preview.runs_by,
         "device": config.device,
         "dtype": config.model.dtype,
         "attention": preview.attention_backend,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.tools.fit import Alternative, Fit
 
 SETTINGS = (
-    "model", "revision", "dtype", "max_model_len", "load_format", "quantization",
+    "model", "model_impl", "revision", "dtype", "max_model_len", "load_format", "quantization",
     "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
 )  # fmt: skip

@@ -21,12 +21,14 @@ class Model(nn.Module):
 
     base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
     ignored_tensors: ends of the names of tensors that no layer needs.
-    only_operations: whether it computes nothing but by quire's operations.
+    only_operations: whether it computes nothing but by quire's operations. runs_by: whose class it
+    is, for people.
     """
 
     base_prefix = ""
     ignored_tensors: tuple[str, ...] = ()
     only_operations = True
+    runs_by = "a class of quire's"
     head: LMHead
 
     def forward(

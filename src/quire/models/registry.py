@@ -10,7 +10,7 @@ from torch import nn
 from quire.base import plugins
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
-from quire.base.model_spec import TRANSFORMERS, ModelSpec, load_spec, read_config
+from quire.base.model_spec import QUIRE, TRANSFORMERS, ModelSpec, load_spec, read_config
 from quire.base.text_config import text_part
 from quire.models.cohere2 import Cohere2
 from quire.models.gemma2 import Gemma2
@@ -60,25 +60,32 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
 }
 
 
-def model_spec(directory: Path, implementation: str = "auto") -> ModelSpec:
+def model_spec(
+    directory: Path, implementation: str = "auto", *, is_compiled: bool = False
+) -> ModelSpec:
     """Read a model's config and choose whose class runs it.
 
     implementation: `quire`, `transformers`, or `auto`, which is transformers' where nobody made a
-    class for us. Raises ModelError, and MissingDependency where transformers is asked for and
-    absent.
+    class for us. is_compiled: whether torch shall compile transformers' class. Raises ModelError,
+    MissingDependency where transformers is asked for and absent, and ConfigError for a GGUF file or
+    a class of ours where it would have to be transformers'.
     """
-    if implementation == TRANSFORMERS and is_gguf(directory):
+    is_file = is_gguf(directory)
+    if implementation == TRANSFORMERS and is_file:
         raise ConfigError(
             "model_impl is transformers, but GGUF files are read for quire's classes only; leave it"
             " out."
         )
-    if implementation == TRANSFORMERS:
-        return transformers_spec(read_config(directory))
-    if implementation == "auto" and not is_gguf(directory):
-        raw = text_part(read_config(directory))
-        model_type = raw.get("model_type")
-        if isinstance(model_type, str) and not _is_ours(model_type) and is_available():
-            return transformers_spec(raw)
+    raw = {} if is_file else read_config(directory)
+    model_type = text_part(raw).get("model_type")
+    is_unknown = isinstance(model_type, str) and not _is_ours(model_type) and is_available()
+    if implementation == TRANSFORMERS or (implementation == "auto" and is_unknown):
+        return transformers_spec(raw, is_compiled=is_compiled)
+    if is_compiled:
+        raise ConfigError(
+            "torch_compile is for models that run by a class of transformers; this one runs by one"
+            " of quire's, whose operations are compiled already. Leave it out."
+        )
     return load_spec(directory)
 
 
@@ -89,7 +96,7 @@ def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Mod
 
 def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
     """Return what makes the model of a spec. Raises ModelError as model_class does."""
-    if spec.implementation == TRANSFORMERS:
+    if spec.implementation != QUIRE:
         return TransformersModel
     return model_class(spec.model_type)
 

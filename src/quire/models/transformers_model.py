@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from quire.base.model_spec import ModelSpec
+from quire.base.model_spec import COMPILED, ModelSpec
 from quire.models.hf.build import Rebuilt, empty
 from quire.models.hf.configs import architecture
 from quire.models.kv_scales import NAME_ENDS
@@ -37,11 +37,14 @@ class TransformersModel(Model):
         windows = tuple(made.seen.attention[layer].window for layer in range(spec.num_layers))
         if windows != spec.layer_windows:
             raise made.seen.error(f"its layers' windows are {windows}, not {spec.layer_windows}")
-        rebuilt = Rebuilt(made, found.is_part, nowhere, factory.device)
+        is_compiled = spec.implementation == COMPILED
+        how = {"is_part": found.is_part, "is_compiled": is_compiled}
+        rebuilt = Rebuilt(made, nowhere, factory.device, **how)
         self._steps = rebuilt.steps
-        self._run, self._paged, self._names = rebuilt.run, rebuilt.paged, rebuilt.names
+        self._run = rebuilt.compiled() if is_compiled else rebuilt.run
+        self._paged, self._names = rebuilt.paged, rebuilt.names
         self.base, self.rest, self.held = rebuilt.base, rebuilt.rest, rebuilt.held
-        self.head = rebuilt.head
+        self.head, self.runs_by = rebuilt.head, rebuilt.runs_by
         self.only_operations = self._steps is not None
         has_products = any(p.dim() > 1 for p in self.held.parameters())
         self._num_threads = None if has_products else 1

@@ -72,7 +72,9 @@ def build_runner(
     config: EngineConfig, source: ModelSource, progress: Progress | None = None
 ) -> BuiltRunner:
     """Load the model and make its KV pool. Raises ModelError, ConfigError, OutOfMemory."""
-    spec = model_spec(source.directory, config.model.model_impl)
+    spec = model_spec(
+        source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
+    )
     device = choose_device(config.device)
     config = derive_config(config, spec, device.type)
     spec = spec.served_up_to(config.model.max_model_len)

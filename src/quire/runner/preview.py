@@ -8,6 +8,7 @@ from quire.base.config import EngineConfig
 from quire.kv.sizing import MemoryPlan
 from quire.models.formats import weight_formats
 from quire.models.loading import formats_of_file
+from quire.models.model import Model
 from quire.models.packing import planned_bytes
 from quire.models.registry import make_model, model_spec
 from quire.models.source import ModelSource
@@ -24,19 +25,22 @@ from quire.runner.step_size import first_budget
 class Preview:
     """config: with all derived values filled in. memory: None on a GPU, where it is measured when
     the engine starts. first_budget: tokens of the first steps, if the engine goes on from there to
-    what steps have time for."""
+    what steps have time for. runs_by: whose class the model is."""
 
     config: EngineConfig
     attention_backend: str
     weights_bytes: int
     memory: MemoryPlan | None
     first_budget: int | None = None
+    runs_by: str = ""
 
 
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     """Find out what a runner would be made with. Raises ModelError, ConfigError, OutOfMemory, as
     `build_runner` would."""
-    spec = model_spec(source.directory, config.model.model_impl)
+    spec = model_spec(
+        source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
+    )
     device = choose_device(config.device)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
     config = derive_config(config, spec, device.type)
@@ -57,7 +61,8 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
     follows = device.type == "cpu" and not is_asked_for
     first = first_budget(config, spec, num_threads()) if follows else None
-    return Preview(config, backend.name, weights, memory, first)
+    runs_by = model.runs_by if isinstance(model, Model) else "another package's class"
+    return Preview(config, backend.name, weights, memory, first, runs_by)
 
 
 @dataclass(frozen=True)

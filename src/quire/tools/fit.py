@@ -173,7 +173,9 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
     fit: it says by how much, and which settings would help.
     """
-    spec = model_spec(source.directory, config.model.model_impl)
+    spec = model_spec(
+        source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
+    )
     config = derive_config(config, spec, device.kind)
     if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)

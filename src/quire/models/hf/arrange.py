@@ -10,7 +10,7 @@ Shape legend: T tokens, W columns.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -85,12 +85,18 @@ class Arrangement:
         self._steps, self._last = steps, self._read(last)
         self._try()
 
-    def steps(self) -> Steps:
-        """Return the model, and let its linear layers load their rows in these orders."""
+    def steps(self, device: torch.device) -> Steps:
+        """Return the model for a device, and let its linear layers load their rows in these
+        orders."""
         for buffer in self._buffers:
             if buffer.order is not None and buffer.layer is not None:
                 buffer.layer.reorder(torch.from_numpy(buffer.order))
-        return Steps(_with_added_norms(self._steps), len(self._buffers), self._last)
+        moved = {id(each): each.to(device) for step in self._steps for each in _tensors(step)}
+        steps = [
+            replace(step, options=tuple(moved.get(id(each), each) for each in step.options))
+            for step in self._steps
+        ]
+        return Steps(_with_added_norms(steps), len(self._buffers), self._last)
 
     def _within(self, operand: Operand) -> tuple[int, Columns]:
         """Find the buffer of columns, and where they are there."""
@@ -115,6 +121,10 @@ class Arrangement:
         run = _Trial(self._calls, self._buffers)
         for step in self._steps:
             run.carry_out(step)
+
+
+def _tensors(step: Step) -> list[torch.Tensor]:
+    return [each for each in step.options if isinstance(each, torch.Tensor)]
 
 
 class _Trial(Run):

@@ -5,7 +5,8 @@ and calls it for each layer with queries, keys and values [1, heads, T, H]. Ours
 values in the step's blocks and attends over them by the backend of that step, which it finds at the
 attention module. No mask is registered under the same name, so transformers makes none.
 
-While a model is compiled the calls stand in its graph as one opaque operator, `quire::attention`.
+In a model that torch compiles, attention and quire's layers stand as opaque operators in the graph:
+`quire::attention` and `quire::layer`.
 
 Shape legend: T tokens, N query heads, K KV heads, H head dim.
 """
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from quire.models.hf.modules import NamedLinear
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.precision import accumulation_dtype
 
@@ -38,15 +40,18 @@ class Tracer(Protocol):
 
 
 class _Operators:
-    """The operator, which torch knows by its name, and the models that it serves, by handle:
+    """The operators, which torch knows by their names, and the models that they serve, by handle:
     operators take numbers and tensors only."""
 
     def __init__(self) -> None:
         self._models: weakref.WeakValueDictionary[int, Paged] = weakref.WeakValueDictionary()
         self._handles = itertools.count()
         made = torch.library.custom_op("quire::attention", self._attention, mutates_args=())
-        made.register_fake(_fake)
+        made.register_fake(_fake_attention)
         self.attention: Operator = made
+        made = torch.library.custom_op("quire::layer", self._layer, mutates_args=())
+        made.register_fake(_fake_layer)
+        self.layer: Operator = made
 
     def add(self, model: "Paged") -> int:
         handle = next(self._handles)
@@ -67,9 +72,18 @@ class _Operators:
         model = self._models[handle]
         return model.attend((q_TNH, k_TKH, v_TKH), layer, scale, soft_cap or None, sinks_N)
 
+    def _layer(self, x: torch.Tensor, handle: int, index: int, width: int) -> torch.Tensor:
+        layer = self._models[handle].layers[index]
+        made: torch.Tensor = layer.computed(x)
+        return made
 
-def _fake(q_TNH: torch.Tensor, *_: Any) -> torch.Tensor:
+
+def _fake_attention(q_TNH: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+
+
+def _fake_layer(x: torch.Tensor, handle: int, index: int, width: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], width)
 
 
 @functools.cache
@@ -78,13 +92,22 @@ def _operators() -> _Operators:
 
 
 class Paged:
-    """What all attention modules of a model share: the backend of the step that is computed."""
+    """What all attention modules of a model share: the backend of the step that is computed.
+
+    layers: those that are opaque where the model is compiled.
+    """
 
     def __init__(self) -> None:
         self.backend: AttentionBackend | None = None
         self.tracer: Tracer | None = None
+        self.layers: list[NamedLinear] = []
         self.operator = _operators().attention
         self.handle = _operators().add(self)
+
+    def make_opaque(self, layer: NamedLinear) -> None:
+        """Let a layer stand as an operator in compiled graphs."""
+        layer.opaque = _operators().layer, self.handle, len(self.layers)
+        self.layers.append(layer)
 
     def attend(
         self,

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,9 @@ MERGED_FIRST = "gate"  # of two layers that are one product
 EXPERTS = {"cuda": "grouped_mm"}  # which looks at no values; elsewhere the loop over experts
 
 
+Run = Callable[..., torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Empty:
     """A model without memory, and what its forward pass showed."""
@@ -69,13 +72,20 @@ class Rebuilt:
 
     base: up to the head. rest: the model without it, called with `inputs_embeds` in the place of
     what base returns. paged: what the attention modules share. steps: what base computes as quire's
-    operations, if it can be told so.
+    operations, if it can be told so. runs_by: as models.model.Model has it.
     """
 
     def __init__(
-        self, made: Empty, is_part: bool, factory: ParamFactory, device: torch.device
+        self,
+        made: Empty,
+        factory: ParamFactory,
+        device: torch.device,
+        *,
+        is_part: bool,
+        is_compiled: bool,
     ) -> None:
         model, seen = made.model, made.seen
+        self._keeps_rows = is_compiled or factory.dtype == torch.float64
         self._model, self._seen, self._factory = model, seen, factory
         self.names = CheckpointNames(model, is_part)
         self._wide = _wide_modules(model, factory.dtype)
@@ -96,6 +106,9 @@ class Rebuilt:
         for name, module in self._modules():
             buffers.make_real(model, name, module)
         self._replace_rows()
+        self.runs_by = f"{type(model).__name__} of transformers"
+        if is_compiled:
+            self.runs_by += ", compiled by torch"
         self.steps = self._lowered(device)
         for module in (*self.base.modules(), *self.rest.modules()):
             buffers.move(module, device)
@@ -116,12 +129,12 @@ class Rebuilt:
         factor = _factor_of(model, name, table)
         if factor is None:
             raise self._seen.error(f"its {type(table).__name__} does more than look up and scale")
-        embedding = NamedEmbedding(name, table, self.names, self._factory, factor)
+        self.table = NamedEmbedding(name, table, self.names, self._factory, factor)
         head_name = paths[id(head)]
         is_tied = f"{head_name}.weight" in model.all_tied_weights_keys
-        tied = embedding if is_tied else None
+        tied = self.table if is_tied else None
         self.head = NamedHead(head_name, head, self.names, self._factory, tied)
-        _put(model, name, embedding)
+        _put(model, name, self.table)
         _put(model, head_name, self.head)
 
     def _replace_linear(self) -> None:
@@ -159,8 +172,9 @@ class Rebuilt:
 
     def _replace_rows(self) -> None:
         """Replace norms and activations by those of quire that give the same numbers. Those of
-        transformers compute in float32 at most; in float64 they stay."""
-        if self._factory.dtype == torch.float64:
+        transformers compute in float32 at most; in float64 they stay, and where torch compiles
+        them."""
+        if self._keeps_rows:
             return
         for name, module in list(self._modules()):
             if is_gelu_by_tanh(module):
@@ -175,9 +189,9 @@ class Rebuilt:
 
     def _lowered(self, device: torch.device) -> Steps | None:
         """Translate the base into quire's operations; None where that cannot be."""
-        if self._factory.dtype == torch.float64:
+        if self._keeps_rows:
             return None
-        lowering = Lowering(device)
+        lowering = Lowering()
         layers = NamedEmbedding, NamedLinear, NamedRMSNorm, NamedLayerNorm
         traced = [each for each in self.base.modules() if isinstance(each, layers)]
         for layer in traced:
@@ -185,15 +199,35 @@ class Rebuilt:
         self.paged.tracer = lowering
         try:
             last = lowering.follow(self.run)
-            return Arrangement(lowering.calls, lowering.buffers, last).steps()
+            steps = Arrangement(lowering.calls, lowering.buffers, last).steps(device)
+            self.runs_by += ", as quire's operations"
+            return steps
         except Exception as reason:  # also what its code raises when it meets no memory
             why = str(reason).strip().splitlines() or [repr(reason)]
-            logger.info("%s runs by its own code: %s", type(self._model).__name__, why[0])
+            self.runs_by = f"{type(self._model).__name__} of transformers, its own code: {why[0]}"
+            logger.info("the model runs by %s", self.runs_by)
             return None
         finally:
             self.paged.tracer = None
             for layer in traced:
                 layer.tracer = None
+
+    def compiled(self) -> Run:
+        """Return what `run` does, compiled by torch but for what quire computes. The table of the
+        tokens is looked up before."""
+        for module in self.base.modules():
+            if isinstance(module, NamedLinear):
+                self.paged.make_opaque(module)
+        base: Any = torch.compile(self.base, dynamic=True)
+        table = self.table
+
+        def run(ids: torch.Tensor | None, positions: torch.Tensor, **inputs: Any) -> torch.Tensor:
+            if ids is not None:
+                inputs["inputs_embeds"] = table(ids)
+            found: torch.Tensor = base(position_ids=positions, use_cache=False, **inputs)[0]
+            return found
+
+        return run
 
     def _put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one of this name in the whole model."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import MissingDependency, ModelError
+from quire.base.text_config import PART_OF
 
 EXTRA = 'pip install "quire[transformers]"'
 # Of a config, but not of the model: where its code is, and what its outputs hold beside logits.
 LEFT_OUT = (
     "auto_map", "quantization_config", "return_dict", "use_cache", "output_attentions",
-    "output_hidden_states", "output_router_logits",
+    "output_hidden_states", "output_router_logits", PART_OF,
 )  # fmt: skip
 # Their frequencies follow the longest sequence of a step, so a request's tokens would follow
 # its neighbours.

@@ -29,7 +29,7 @@ NUM_TOKENS = 3
 class Lowering:
     """Is called by quire's layers in place of what they compute, while a model is followed."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.calls: list[Call] = []
         self.buffers: list[Buffer] = []
         self.ids = torch.arange(NUM_TOKENS)[None]
@@ -37,7 +37,6 @@ class Lowering:
         self._follower = Follower(self._add)
         self._random = torch.Generator().manual_seed(0)
         self._frequencies: dict[bytes, torch.Tensor] = {}
-        self._device = device
 
     def follow(self, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Operand:
         """Run a model on ids and positions [1, T]; returns where its result stands. Raises
@@ -173,7 +172,7 @@ class Lowering:
 
     def _shared(self, frequencies: Any) -> torch.Tensor:
         """One tensor for all rotations by the same frequencies."""
-        made = torch.from_numpy(frequencies).to(self._device)
+        made = torch.from_numpy(frequencies)
         return self._frequencies.setdefault(frequencies.tobytes(), made)
 
 

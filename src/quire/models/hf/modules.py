@@ -8,7 +8,7 @@ fills them; both have the same parameter, so that it is loaded and counted once.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -53,9 +53,14 @@ class Tracer(Protocol):
 
 
 class NamedLinear(Linear):
-    """A Linear whose input has any number of dimensions before the last."""
+    """A Linear whose input has any number of dimensions before the last.
+
+    opaque: an operator that stands for it where torch compiles the model, and what that finds it
+    by.
+    """
 
     tracer: Tracer | None = None
+    opaque: tuple[Callable[..., torch.Tensor], int, int] | None = None
 
     def __init__(
         self,
@@ -77,6 +82,13 @@ class NamedLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.tracer is not None:
             return self.tracer.layer(self, x, sum(self.part_sizes), linear=True)
+        if self.opaque is not None:
+            operator, handle, index = self.opaque
+            return operator(x, handle, index, sum(self.part_sizes))
+        return self.computed(x)
+
+    def computed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product itself."""
         if x.dim() == 2:
             return linear(x, self.weight, self.bias)
         out_TO = linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)

@@ -8,17 +8,18 @@ import torch
 from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
 from quire.base.model_options import refuse_what_is_ignored
-from quire.base.model_spec import DTYPE_BYTES, TRANSFORMERS, ModelSpec
+from quire.base.model_spec import COMPILED, DTYPE_BYTES, TRANSFORMERS, ModelSpec
 from quire.base.quantization_config import quantization_config
+from quire.base.text_config import PART_OF
 from quire.models.hf.build import empty
 from quire.models.hf.configs import architecture
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
 
-def transformers_spec(raw: dict[str, Any]) -> ModelSpec:
-    """Read them. Raises MissingDependency without the package, and ModelError for what cannot run
-    over paged memory."""
+def transformers_spec(raw: dict[str, Any], *, is_compiled: bool = False) -> ModelSpec:
+    """Read them. is_compiled: whether torch shall compile the class. Raises MissingDependency
+    without the package, and ModelError for what cannot run over paged memory."""
     fields = Fields(raw)
     refuse_what_is_ignored(fields, "")
     quantization_config(fields)
@@ -42,8 +43,8 @@ def transformers_spec(raw: dict[str, Any]) -> ModelSpec:
         layer_windows=tuple(each.window for each in facts),
         eos_token_ids=_tokens(raw, config, "eos_token_id"),
         bos_token_id=next(iter(_tokens(raw, config, "bos_token_id")), None),
-        implementation=TRANSFORMERS,
-        raw=raw,
+        implementation=COMPILED if is_compiled else TRANSFORMERS,
+        raw=raw | ({PART_OF: raw["model_type"]} if found.is_part else {}),
     )
 
 
