@@ -5,6 +5,7 @@
 
 #include "elements.h"
 #include "linear.h"
+#include "linear_copy.h"
 #include "linear_panel.h"
 
 namespace quire {
@@ -120,22 +121,6 @@ class Quantiser {
     std::vector<uint8_t> codes_;
 };
 
-// Packs values as they are: pairs of bfloat16, one after the other of the others.
-struct Copier {
-    int64_t inputs, panel_size;
-    bool pairs;
-
-    template <class T>
-    void pack(uint8_t* panel, int64_t lane, const T* row) const {
-        constexpr auto size = static_cast<int64_t>(sizeof(T));
-        for (int64_t k = 0; row != nullptr && k < inputs; ++k) {
-            const int64_t place =
-                pairs ? (k / 2 * panel_size + lane) * 2 + k % 2 : k * panel_size + lane;
-            std::memcpy(panel + place * size, row + k, size);
-        }
-    }
-};
-
 template <class T>
 void pack_elements(uint8_t* data, const PackedWeight& weight, const Matrix& from, bool search,
                    int num_threads) {
@@ -143,19 +128,14 @@ void pack_elements(uint8_t* data, const PackedWeight& weight, const Matrix& from
     const auto pack_row = [&](auto& packer, uint8_t* panel, int64_t lane, int64_t n) {
         packer.pack(panel, lane, n < 0 ? nullptr : values + n * from.stride);
     };
-    if (weight.has_groups()) {
-        return pack_panels(data, weight, num_threads, [&] { return Quantiser(weight, search); },
-                           pack_row);
-    }
-    const Copier copier{weight.inputs, linear_kernels(weight.variant).panel,
-                        weight.format == WeightFormat::kBfloat16};
-    pack_panels(data, weight, num_threads, [&] { return copier; }, pack_row);
+    pack_panels(data, weight, num_threads, [&] { return Quantiser(weight, search); }, pack_row);
 }
 
 }  // namespace
 
 void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& from, bool search,
                  int num_threads) {
+    if (!weight.has_groups()) return copy_panels(data, weight, from, num_threads);
     switch (from.element) {
         case Element::kFloat32:
             return pack_elements<float>(data, weight, from, search, num_threads);

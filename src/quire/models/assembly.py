@@ -6,7 +6,7 @@ come quantised wait, as the mapped file has them, until all of a layer are there
 a parameter (a head that is tied to the embedding) are made and packed together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import MappingProxyType
 
 import torch
@@ -16,15 +16,23 @@ from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.experts import SparseMLP
 from quire.models.formats import WeightFormats
-from quire.models.layers import Layer, Linear, LMHead, ParamFactory, Source, set_weight
+from quire.models.layers import (
+    Embedding,
+    Layer,
+    Linear,
+    LMHead,
+    ParamFactory,
+    Source,
+    set_weight,
+)
 from quire.models.model import Model
-from quire.models.packing import Stored, pack_modules
+from quire.models.packing import Stored, format_of, pack_modules
 from quire.models.quantised.layers import QuantisedLayer
 from quire.models.registry import class_of
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
 from quire.ops.linear import pack_rows
-from quire.ops.packed import block_row_bytes
+from quire.ops.packed import block_row_bytes, can_pack_natively, pack_parts
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
 LARGE_BYTES = 1 << 20
@@ -47,9 +55,8 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Mo
 class Unit:
     """Modules that share parameters; in most cases it is one module.
 
-    sources: names of the tensors that are still to come. arrived: those of quantised weights that
-    wait for the others, as the mapped file has them. parameters: each one's first owner and its
-    name there.
+    sources: names of the tensors that are still to come. arrived: those that wait for the others,
+    as the mapped file has them. parameters: each one's first owner and its name there.
     """
 
     def __init__(self) -> None:
@@ -59,9 +66,11 @@ class Unit:
         self.arrived: dict[str, torch.Tensor] = {}
         self.is_made = self.is_packed = False
 
-    def make(self, device: torch.device, stored: Stored) -> None:
-        """Give memory to the parameters that have none. Of what is `stored` in blocks, to these; a
-        weight that stays quantised is none."""
+    def make(
+        self, device: torch.device, stored: Stored, without: Container[nn.Module] = ()
+    ) -> None:
+        """Give memory to the parameters that have none. Of what is `stored` in blocks, to these.
+        without: modules whose weights are packed from where they are."""
         made: dict[int, nn.Parameter] = {}
         if self.is_made:
             return
@@ -70,17 +79,12 @@ class Unit:
         blocks = next((each.formats for each in in_blocks), ())
         for module in self.modules:
             for name, old in list(module.named_parameters(recurse=False)):
-                is_filled = name != "weight" or not _is_kept(module, stored)
+                is_filled = name != "weight" or module not in without
                 if old.device == META and is_filled:
                     if id(old) not in made:
                         made[id(old)] = _with_memory(old, device, blocks)
                     setattr(module, name, made[id(old)])
         self.is_made = True
-
-
-def _is_kept(module: nn.Module, stored: Stored) -> bool:
-    found = stored.get(module)
-    return isinstance(found, QuantisedLayer) and found.is_kept
 
 
 def _with_memory(
@@ -98,7 +102,11 @@ def _with_memory(
 
 
 class Assembly:
-    """An empty model (of `empty_model`) that is being filled."""
+    """An empty model (of `empty_model`) that is being filled.
+
+    is_mapped: whether tensors come mapped from files (`put`); then those of weights that the core
+    packs wait there, and are packed from there.
+    """
 
     def __init__(
         self,
@@ -106,35 +114,61 @@ class Assembly:
         device: torch.device,
         formats: WeightFormats,
         stored: Stored = MappingProxyType({}),
+        *,
+        is_mapped: bool = False,
     ) -> None:
         self.model = model
         self._device, self._formats, self.stored = device, formats, stored
         self._memory = HugeMemory()
         self._units = _units(model)
         self._places: dict[str, list[tuple[Unit, Layer]]] = {}
-        self._quantised: dict[str, list[Unit]] = {}
+        self._waiting: dict[str, list[Unit]] = {}  # who takes a tensor when all of it have come
         self._zeros: set[str] = set()
         self.waiting_bytes = 0
+        # Of layers that are packed from where their tensors are: the owner and name of each source.
+        self._parts: dict[nn.Module, list[tuple[Layer, str]]] = {}
+        self._without: set[nn.Module] = set()
         for unit in self._units:
+            if is_mapped and device.type == "cpu":
+                self._find_parts(unit)
             for layer in unit.modules:
                 if isinstance(layer, Layer):
                     self._find_place(unit, layer)
+
+    def _find_parts(self, unit: Unit) -> None:
+        """Note the plain weights of a unit that the core packs."""
+        for layer in unit.modules:
+            if not isinstance(layer, Linear | LMHead) or layer in self.stored:
+                continue
+            if can_pack_natively(layer.weight.dtype, self._device):
+                tables = _tables_of(layer, unit)
+                owners: list[Layer] = [*tables] or [layer]
+                self._parts[layer] = [
+                    (owner, source.name)
+                    for owner in owners
+                    for source in owner.sources()
+                    if source.destination.dim() == 2
+                ]
+                self._without |= {layer, *tables}
 
     def _find_place(self, unit: Unit, layer: Layer) -> None:
         """Note which tensors fill a layer of a unit."""
         found = self.stored.get(layer)
         parts = found.parts if isinstance(found, QuantisedLayer) else {}
+        if isinstance(found, QuantisedLayer) and found.is_kept:
+            self._without.add(layer)
         for source in layer.sources():
             part = parts.get(source.name)
-            if part is None:
-                unit.sources.add(source.name)
+            names = [source.name] if part is None else part.tensors.values()
+            unit.sources.update(names)
+            if part is None and (layer not in self._without or source.destination.dim() != 2):
                 self._places.setdefault(source.name, []).append((unit, layer))
                 continue
-            for name in part.tensors.values():
-                unit.sources.add(name)
-                self._quantised.setdefault(name, []).append(unit)
-            self._quantised |= {name: [] for name in (*part.unused, *part.zeros)}
-            self._zeros |= set(part.zeros)
+            for name in names:
+                self._waiting.setdefault(name, []).append(unit)
+            if part is not None:
+                self._waiting |= {name: [] for name in (*part.unused, *part.zeros)}
+                self._zeros |= set(part.zeros)
 
     @property
     def missing(self) -> list[str]:
@@ -147,7 +181,7 @@ class Assembly:
         places = self._places.get(name, [])
         for unit, layer in places:
             if name in unit.sources:
-                unit.make(self._device, self.stored)
+                self._make(unit)
                 fill(layer.source(name))
                 unit.sources.remove(name)
                 if not unit.sources:
@@ -155,27 +189,27 @@ class Assembly:
         return bool(places)
 
     def put(self, name: str, tensor: torch.Tensor) -> bool:
-        """Do that with a tensor that is mapped from a safetensors file. Those of a quantised weight
-        wait there until all of a unit have come. Raises ModelError for values that cannot be."""
-        if name not in self._quantised:
+        """Do that with a tensor that is mapped from a safetensors file, where it may wait until all
+        of a unit have come. Raises ModelError for values that cannot be."""
+        if name not in self._waiting:
             return self.fill(name, lambda source: source.fill(tensor))
         if name in self._zeros and tensor.any():
             raise ModelError(f"the tensor {name} is not 0, but the model has no such bias.")
-        units = [unit for unit in self._quantised[name] if name in unit.sources]
+        units = dict.fromkeys(unit for unit in self._waiting[name] if name in unit.sources)
         for unit in units:
             unit.arrived[name] = tensor
             unit.sources.remove(name)
-            self.waiting_bytes += tensor.nbytes // len(self._quantised[name])
-        for unit in dict.fromkeys(units):
+            self.waiting_bytes += tensor.nbytes // len(self._waiting[name])
+        for unit in units:
             if not unit.sources:
-                unit.make(self._device, self.stored)
+                self._make(unit)
                 self._pack(unit)
         return True
 
     def fill_all(self, fill: Callable[[nn.Module, str, nn.Parameter], None]) -> None:
         """Fill each parameter once, in the order of the model's modules."""
         for unit in self._units:
-            unit.make(self._device, self.stored)
+            self._make(unit)
             for module, name in unit.parameters:
                 fill(module, name, module.get_parameter(name))
             unit.sources.clear()
@@ -186,24 +220,45 @@ class Assembly:
         assert not self.missing
         for unit in self._units:
             if not unit.is_packed:
-                unit.make(self._device, self.stored)
+                self._make(unit)
                 self._pack(unit)
         for module in self.model.modules():
             if isinstance(module, SparseMLP):
                 module.finish(self._device)
         return self.model
 
+    def _make(self, unit: Unit) -> None:
+        unit.make(self._device, self.stored, self._without)
+
     def _pack(self, unit: Unit) -> None:
         for layer in unit.modules:
             found = self.stored.get(layer)
             if isinstance(found, QuantisedLayer) and isinstance(layer, Linear | LMHead):
                 self._fill_quantised(layer, found, unit.arrived)
+            elif layer in self._parts and isinstance(layer, Linear | LMHead):
+                self._pack_parts(layer, unit)
         for name, tensor in unit.arrived.items():
             forget_pages(tensor)
-            self.waiting_bytes -= tensor.nbytes // len(self._quantised[name])
+            self.waiting_bytes -= tensor.nbytes // len(self._waiting[name])
         unit.arrived = {}
-        pack_modules(unit.modules, self._formats, self._memory, self.stored)
+        others = [module for module in unit.modules if module not in self._without]
+        pack_modules(others, self._formats, self._memory, self.stored)
         unit.is_packed = True
+
+    def _pack_parts(self, layer: Linear | LMHead, unit: Unit) -> None:
+        """Pack a plain weight from where its tensors are; a table that is tied to it is looked up
+        there, or else filled."""
+        parts = [owner.source(name).taken(unit.arrived[name]) for owner, name in self._parts[layer]]
+        format = format_of(layer, self._formats)
+        tables = _tables_of(layer, unit)
+        weight = pack_parts(parts, layer.weight.dtype, format, self._memory)
+        set_weight(layer, weight)
+        for table in tables:
+            table.share(weight)
+            if isinstance(table.weight, nn.Parameter):
+                table.weight = _with_memory(table.weight, self._device, ())
+                for source in table.sources():
+                    source.fill(unit.arrived[source.name])
 
     def _fill_quantised(
         self, layer: Linear | LMHead, found: QuantisedLayer, arrived: dict[str, torch.Tensor]
@@ -214,6 +269,14 @@ class Assembly:
             return
         for name, part in found.parts.items():
             part.fill(layer.source(name).destination, arrived)
+
+
+def _tables_of(layer: nn.Module, unit: Unit) -> list[Embedding]:
+    """The embeddings whose table a head shares."""
+    if not isinstance(layer, LMHead):
+        return []
+    tables = [module for module in unit.modules if isinstance(module, Embedding)]
+    return [table for table in tables if table.weight is layer.weight]
 
 
 def _units(model: nn.Module) -> list[Unit]:

@@ -91,8 +91,9 @@ class Source:
             return shape[1:]
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Copy the checkpoint's tensor to where it belongs, converting its dtype."""
+    def taken(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what the source takes of the checkpoint's tensor, in the destination's shape; a
+        view where that can be."""
         if self.part is not None:
             part = self.part
             values = values.narrow(part.dimension, part.first, part.count)
@@ -101,7 +102,11 @@ class Source:
             values = values.transpose(-2, -1)
         if self.order is not None:
             values = values.index_select(self.order_dimension, self.order.to(values.device))
-        self.destination.copy_(values)
+        return values
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Copy the checkpoint's tensor to where it belongs, converting its dtype."""
+        self.destination.copy_(self.taken(values))
         if self.offset:
             self.destination.add_(self.offset)
 

@@ -93,7 +93,8 @@ def load_model(
         if entry is not None and entry.restore(model):
             report(num_bytes, num_bytes)
             return model
-    assembly = Assembly(model, device, formats, stored)
+    is_mapped = reads and not is_gguf(directory)
+    assembly = Assembly(model, device, formats, stored, is_mapped=is_mapped)
     if not reads:
         fill_with_random(assembly, options.seed, report)
     elif is_gguf(directory):

@@ -40,7 +40,7 @@ def pack_modules(
             table.share(head.weight)
     for module in modules:
         if isinstance(module, Linear):
-            _pack(module, _of_layer(module, formats), memory, stored)
+            _pack(module, format_of(module, formats), memory, stored)
         elif isinstance(module, StackedExperts):
             module.pack(formats.layers)
 
@@ -49,8 +49,6 @@ def _pack(
     layer: Linear | LMHead, format: Quantization | None, memory: HugeMemory | None, stored: Stored
 ) -> None:
     found = stored.get(layer)
-    if isinstance(found, QuantisedLayer) and found.is_kept:
-        return  # packed when its last tensor came
     if isinstance(found, StoredFormat) and found.as_blocks:
         set_weight(layer, pack_blocks(layer.weight, found.stretches, memory))
     else:
@@ -69,7 +67,10 @@ def _stretches(
     return ((layer.weight.shape[0], format),)
 
 
-def _of_layer(layer: Linear, formats: WeightFormats) -> Quantization | None:
+def format_of(layer: Linear | LMHead, formats: WeightFormats) -> Quantization | None:
+    """Return what the settings pack a layer's plain weight as."""
+    if isinstance(layer, LMHead):
+        return formats.head
     return None if layer.keeps_dtype else formats.layers
 
 
@@ -109,7 +110,7 @@ def planned_bytes(
     total += sum(how.weight_bytes(tuple(weight.shape), formats.layers) for weight in experts)
     for module in packed:
         if isinstance(module, Linear):
-            format = _of_layer(module, formats)
+            format = format_of(module, formats)
             for outputs, each in _stretches(module, format, stored, is_gpu=how.is_gpu):
                 total += how.weight_bytes((outputs, module.weight.shape[1]), each)
     for head, tables in _tied(model.modules()):

@@ -20,6 +20,7 @@ from quire.ops.formats import (
     SIZES,
     Quantization,
     chosen_variant,
+    panel_of,
     rounds_activations,
     variants,
 )
@@ -153,16 +154,46 @@ def pack(
     """
     weight_NK = weight_NK.detach().contiguous()
     layout = _layout(tuple(weight_NK.shape), weight_NK.dtype, quantization, variant)
-    if quantization is not None and not _is_finite(weight_NK):
-        raise ConfigError(
-            f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
-            f" cannot be quantised to {quantization.format}."
-        )
     if quantization is not None and quantization.format == "fp8":
+        _check_quantisable(weight_NK, quantization)
         parts = weight_NK.split(max(1, VALUES_AT_ONCE // weight_NK.shape[1]))
         rows = stacked([quantised(part, quantization) for part in parts])
         return pack_stored(rows, memory, variant)
     packed = PackedWeight(_empty(bytes_of(layout), memory), layout)
+    _pack_into(packed, weight_NK, quantization)
+    return packed
+
+
+def pack_parts(
+    parts_NK: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    quantization: Quantization | None,
+    memory: HugeMemory | None = None,
+) -> PackedWeight:
+    """Do that with a weight of this dtype whose outputs stand in several places. They are not put
+    together first where each begins with a panel."""
+    shape = (sum(map(len, parts_NK)), parts_NK[0].shape[1])
+    layout = _layout(shape, dtype, quantization, None)
+    panel = panel_of(variants()[layout.variant])
+    is_float = quantization is not None and quantization.format == "fp8"
+    if len(parts_NK) == 1 or is_float or any(len(part) % panel for part in parts_NK[:-1]):
+        converted = [part.to(dtype) for part in parts_NK]
+        whole = converted[0] if len(converted) == 1 else torch.cat(converted)
+        return pack(whole, quantization, memory=memory)
+    packed, begin = PackedWeight(_empty(bytes_of(layout), memory), layout), 0
+    for part in parts_NK:
+        own = layout._replace(outputs=len(part))
+        end = begin + bytes_of(own)
+        piece = PackedWeight(packed.data[begin:end], own)
+        _pack_into(piece, part.to(dtype).contiguous(), quantization)
+        begin = end
+    return packed
+
+
+def _pack_into(
+    packed: PackedWeight, weight_NK: torch.Tensor, quantization: Quantization | None
+) -> None:
+    _check_quantisable(weight_NK, quantization)
     needed_core().linear_pack(
         packed.data.data_ptr(),
         packed.core,
@@ -171,7 +202,6 @@ def pack(
         quantization is not None and quantization.format == "int4",
         num_threads(),
     )
-    return packed
 
 
 def pack_blocks(
@@ -353,6 +383,14 @@ def _layout_of(
 ) -> WeightLayout:
     index = variants().index(variant or chosen_variant(format))
     return WeightLayout(NAMES.index(format), index, *shape, group, is_ordered)
+
+
+def _check_quantisable(weight_NK: torch.Tensor, quantization: Quantization | None) -> None:
+    if quantization is not None and not _is_finite(weight_NK):
+        raise ConfigError(
+            f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
+            f" cannot be quantised to {quantization.format}."
+        )
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:

@@ -1,0 +1,106 @@
+// Packing of weights whose numbers stay as they are: the rows of a panel are transposed in squares, so
+// that both what is read and what is written are whole lines of the cache.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "linear.h"
+#include "parallel.h"
+
+namespace quire {
+
+constexpr int64_t kLine = 64;     // bytes of a line of the cache
+constexpr int64_t kSquare = 16;   // rows and words: a line of 32-bit words
+constexpr int64_t kSquares = 4;   // that are read of each row at a time
+
+// Rows of a panel that are packed: row `lane` begins at from + lane * stride and has `bytes` bytes.
+struct PanelRows {
+    const uint8_t* from;
+    int64_t stride, bytes, rows;
+
+    const uint8_t* at(int64_t lane, int64_t offset) const { return from + lane * stride + offset; }
+};
+
+// A square of up to 16 rows from `lane` on and 16 words from `first` on, transposed; `to` is the place
+// of its first word. What there is no row or word for is 0.
+template <class Word>
+void copy_square(Word* to, const PanelRows& rows, int64_t panel, int64_t lane, int64_t first) {
+    constexpr auto size = static_cast<int64_t>(sizeof(Word));
+    const int64_t count = std::min(kSquare, (rows.bytes + size - 1) / size - first);
+    const int64_t lanes = std::min(kSquare, panel - lane);
+    const bool is_whole = lanes == kSquare && (first + kSquare) * size <= rows.bytes;
+    Word square[kSquare][kSquare];
+    if (is_whole && lane + kSquare <= rows.rows) {
+        for (int64_t i = 0; i < kSquare; ++i) {
+            std::memcpy(square[i], rows.at(lane + i, first * size), sizeof square[i]);
+        }
+    } else {
+        std::memset(square, 0, sizeof square);
+        const int64_t part = std::min(count * size, rows.bytes - first * size);
+        for (int64_t i = 0; i < lanes && lane + i < rows.rows; ++i) {
+            std::memcpy(square[i], rows.at(lane + i, first * size), static_cast<size_t>(part));
+        }
+    }
+    if (is_whole) {
+        for (int64_t w = 0; w < kSquare; ++w) {
+            for (int64_t i = 0; i < kSquare; ++i) to[w * panel + i] = square[i][w];
+        }
+        return;
+    }
+    for (int64_t w = 0; w < count; ++w) {
+        for (int64_t i = 0; i < lanes; ++i) to[w * panel + i] = square[i][w];
+    }
+}
+
+// to[word * panel + lane] = word `word` of the row of that lane; lanes without a row become 0, and so
+// does what a last word lacks.
+template <class Word>
+void copy_panel(Word* to, const PanelRows& rows, int64_t panel) {
+    constexpr auto size = static_cast<int64_t>(sizeof(Word));
+    constexpr int64_t strip = kSquares * kSquare;
+    const int64_t words = (rows.bytes + size - 1) / size;
+    for (int64_t begin = 0; begin < words; begin += strip) {
+        const int64_t end = std::min(words, begin + strip);
+        for (int64_t lane = 0; lane < panel; lane += kSquare) {
+            // More rows are read side by side than processors foresee: the next strip is asked for.
+            for (int64_t i = lane; i < std::min(lane + kSquare, rows.rows); ++i) {
+                for (int64_t ahead = 0; ahead < strip * size; ahead += kLine) {
+                    const int64_t offset = end * size + ahead;
+                    if (offset < rows.bytes) __builtin_prefetch(rows.at(i, offset));
+                }
+            }
+            for (int64_t first = begin; first < end; first += kSquare) {
+                copy_square(to + first * panel + lane, rows, panel, lane, first);
+            }
+        }
+    }
+}
+
+// The weight has no groups; its element is from's.
+inline void copy_panels(uint8_t* data, const PackedWeight& weight, const Matrix& from,
+                        int num_threads) {
+    const int64_t panel = linear_kernels(weight.variant).panel;
+    const int64_t panel_bytes = packed_panel_bytes(weight);
+    const int64_t size = from.element == Element::kFloat32 ? 4 : 2;
+    const int64_t stride = from.stride * size, row_bytes = weight.inputs * size;
+    const int64_t used = panel * row_bytes;  // an odd number of inputs leaves a rest
+    const auto pack = [&](int64_t p) {
+        uint8_t* to = data + p * panel_bytes;
+        const PanelRows rows{static_cast<const uint8_t*>(from.data) + p * panel * stride, stride,
+                             row_bytes, std::min(panel, weight.outputs - p * panel)};
+        if (used < panel_bytes) std::memset(to + used, 0, static_cast<size_t>(panel_bytes - used));
+        if (weight.format == WeightFormat::kFloat16) {
+            copy_panel(reinterpret_cast<uint16_t*>(to), rows, panel);
+        } else {
+            copy_panel(reinterpret_cast<uint32_t*>(to), rows, panel);
+        }
+    };
+    parallel_for((weight.outputs + panel - 1) / panel, num_threads,
+                 [&](int64_t begin, int64_t end) {
+                     for (int64_t p = begin; p < end; ++p) pack(p);
+                 });
+}
+
+}  // namespace quire
