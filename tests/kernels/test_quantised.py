@@ -330,6 +330,13 @@ def test_rows_are_looked_up(
     assert not weight.rows(torch.tensor([-1, OUTPUTS], device=device), dtype).any()
 
 
+@pytest.mark.parametrize("name", STORED)
+def test_all_rows_are_the_numbers_that_are_stored(name: str, device: torch.device) -> None:
+    rows = STORED[name]
+    found = pack_for_gpu(rows, device).rows(torch.arange(OUTPUTS, device=device), torch.float32)
+    torch.testing.assert_close(found.cpu(), rows.dequantised(), rtol=2e-7, atol=0)
+
+
 def test_weights_of_other_kinds_side_by_side(device: torch.device) -> None:
     """Experts of which some have zeros, or scales that need 32 bits."""
     parts = [integers(160, 4, 32), integers(160, 4, 32, "whole")]

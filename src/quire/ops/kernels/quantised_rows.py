@@ -1,4 +1,4 @@
-"""Look-up of rows in a quantised weight of 8 bits: an embedding that is tied to a quantised head.
+"""Look-up of rows in a quantised weight, such as of an embedding that is tied to a quantised head.
 
 Shape legend: U looked up rows, K inputs of the head. One program for a row and some of its chunks.
 
@@ -24,11 +24,13 @@ def _rows_kernel(
     ids_ptr,
     codes_ptr,
     scales_ptr,
+    zeros_ptr,
     out_ptr,
     num_outputs,
     num_inputs,
     num_chunks,
     FORMAT: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     PLANES: tl.constexpr,
@@ -47,10 +49,12 @@ def _rows_kernel(
     for plane in tl.static_range(PLANES):
         first = chunks * (PLANES * PLANE) + plane * PLANE
         group = first // GROUP if GROUP > 0 else 0 * first
-        scale = tl.load(
-            scales_ptr + group.to(tl.int64) * num_outputs + output, mask=inside, other=0
-        )
+        factor_at = group.to(tl.int64) * num_outputs + output
+        scale = tl.load(scales_ptr + factor_at, mask=inside, other=0)
         values = numbers(words, plane * (16 // PLANES), FORMAT, tl.float32)
+        if HAS_ZEROS:
+            zero = tl.load(zeros_ptr + factor_at, mask=inside, other=0)
+            values -= zero.to(tl.float32)[:, None]
         values *= tl.where(inside, factor(scale, FORMAT), 0.0)[:, None]
         at = first[:, None] + tl.arange(0, PLANE)[None, :]
         mask = (at < num_inputs) & (chunks < num_chunks)[:, None]
@@ -59,30 +63,35 @@ def _rows_kernel(
 
 def look_up(ids_U: torch.Tensor, weight: GPUWeight, dtype: torch.dtype) -> torch.Tensor:
     """Rows [U, K] of these outputs; ids: int64 or int32."""
-    assert weight.serves_look_up
     num_chunks, num_outputs, _ = weight.codes.shape
     out_UK = torch.empty(len(ids_U), weight.num_inputs, dtype=dtype, device=weight.codes.device)
     if out_UK.numel():
         _rows_kernel[(len(ids_U), triton.cdiv(num_chunks, CHUNKS))](
-            ids_U.contiguous(),
+            ids_U.to(out_UK.device).contiguous(),
             weight.codes,
             weight.scales,
+            weight.scales if weight.zeros is None else weight.zeros,
             out_UK,
             num_outputs,
             weight.num_inputs,
             num_chunks,
             FORMAT=weight.format,
+            HAS_ZEROS=weight.zeros is not None,
             GROUP=weight.layout.group,
             WORDS=weight.layout.words,
             PLANES=weight.layout.planes,
             CHUNKS=CHUNKS,
         )
-    return out_UK
+    if weight.order is None:
+        return out_UK
+    return torch.empty_like(out_UK).index_copy_(1, weight.order, out_UK)
 
 
 def _config(format: str, group: int, scales: str) -> Config:
-    constants: dict[str, Any] = {"FORMAT": format, "GROUP": group, "WORDS": 32, "PLANES": 2}
-    types = {"ids_ptr": "*i64", "codes_ptr": "*i32", "scales_ptr": scales, "out_ptr": "*bf16"}
+    constants: dict[str, Any] = {"FORMAT": format, "HAS_ZEROS": False, "GROUP": group}
+    constants |= {"WORDS": 32, "PLANES": 2}
+    types = {"ids_ptr": "*i64", "codes_ptr": "*i32", "out_ptr": "*bf16"}
+    types |= dict.fromkeys(("scales_ptr", "zeros_ptr"), scales)
     types |= dict.fromkeys(("num_outputs", "num_inputs", "num_chunks"), "i32")
     divisible = ("num_outputs", "num_inputs")
     return Config(_rows_kernel, types, constants | {"CHUNKS": CHUNKS}, divisible=divisible)

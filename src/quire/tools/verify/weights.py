@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from quire.models.layers import Layer, Source, set_weight
-from quire.ops.packed import PackedWeight
+from quire.ops.opaque import OpaqueWeight
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -49,5 +49,5 @@ def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
     others = dict(packed.named_modules())
     for name, module in plain.named_modules():
         weight = vars(others[name]).get("weight")
-        if isinstance(module, Layer) and isinstance(weight, PackedWeight):
+        if isinstance(module, Layer) and isinstance(weight, OpaqueWeight):
             set_weight(module, weight.rows(torch.arange(weight.shape[0]), torch.float32))
