@@ -124,15 +124,16 @@ def test_a_token_has_the_same_bits_among_any_others(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss_plain"])
 def test_a_model_with_quantised_experts(
-    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    variant: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its logits are those of one whose layers hold the rounded numbers, and it is as large as was
     planned; its routers are not rounded."""
     monkeypatch.setattr(linear, "can_pack_natively", lambda *_: False)
     monkeypatch.setattr(linear, "can_pack", lambda *_: False)
     monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
-    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
+    checkpoint = write_checkpoint(tmp_path, variant)
     formats = weight_formats(ModelConfig(quantization="int8", quantized_head="none"))
     assert formats.layers is not None
     options = LoadOptions(formats=formats)

@@ -122,7 +122,7 @@ def planned_bytes(
 def _stacked_experts(model: nn.Module) -> list[torch.Tensor]:
     """Return the weights of all experts together, [E, N, K]."""
     stacks = (module for module in model.modules() if isinstance(module, StackedExperts))
-    return [weight for stack in stacks for weight in stack.parameters()]
+    return [weight for stack in stacks for weight in (stack.gate_up, stack.down)]
 
 
 def _bytes(weight: torch.Tensor | OpaqueWeight) -> int:
