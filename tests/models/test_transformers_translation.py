@@ -1,7 +1,7 @@
 """transformers' classes translated into quire's operations: right, or not at all.
 
 Covers `models/hf/lower.py`, `models/hf/follow.py`, `models/hf/terms.py`, `models/hf/rotation.py`,
-`models/hf/arrange.py`, `models/hf/steps.py`, `models/hf/norms.py`.
+`models/hf/arrange.py`, `models/hf/merge.py`, `models/hf/steps.py`, `models/hf/norms.py`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from quire.base.errors import ConfigError
+from quire.base.model_spec import load_spec
 from quire.models.hf import lower
 from quire.models.hf.arrange import Arrangement
 from quire.models.hf.lower import Lowering
@@ -28,6 +29,7 @@ from quire.models.registry import model_spec
 from quire.models.weight_cache import WeightCache
 from quire.ops.attention.select import make_backend
 from quire.ops.native import core
+from quire.ops.registry import record_ops
 from tests.models.checkpoints import VARIANTS, random_tokens
 from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged
 from tests.models.transformers_checkpoints import FAMILIES, write_reference
@@ -56,6 +58,23 @@ def test_it_is_one_program_of_the_core(name: str, tmp_path: Path) -> None:
     for tokens, logits_TV in zip(SEQUENCES, got, strict=True):
         wanted_TV = reference.logits(tokens).float()
         torch.testing.assert_close(logits_TV, wanted_TV, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_tied", "phi3", "olmo2", "smollm3", "gemma3"])
+def test_its_operations_are_those_of_our_own_class(name: str, tmp_path: Path) -> None:
+    reference = write_reference(tmp_path, *CASES[name])
+    attention = make_backend("torch", make_layout(reference.spec, 8, 4))
+    tables = tuple([0, 1, 2] for _ in reference.spec.cache_groups)
+    step = make_step([RowPart(0, 9, tables)], 4)
+    ids = torch.tensor(random_tokens(9)[0])
+    found = []
+    for spec in (reference.spec, load_spec(tmp_path)):
+        model = load_model(tmp_path, spec, torch.float32, CPU)
+        with torch.inference_mode(), record_ops() as record:
+            attention.prepare(step)
+            model.logits(model(ids, step.positions_T, attention))
+        found.append(sorted(record.names))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", LEFT)

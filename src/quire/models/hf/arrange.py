@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.models.hf.modules import NamedLinear, NamedRMSNorm
-from quire.models.hf.steps import ADD_NORM, ATTEND, EMBEDDING, LAYER, Read, Run, Step, Steps
+from quire.models.hf.merge import merged
+from quire.models.hf.modules import NamedLinear
+from quire.models.hf.steps import ATTEND, EMBEDDING, LAYER, Read, Run, Step, Steps
 from quire.models.hf.terms import Unfollowed
 
 Columns = npt.NDArray[np.int64]
@@ -96,7 +97,7 @@ class Arrangement:
             replace(step, options=tuple(moved.get(id(each), each) for each in step.options))
             for step in self._steps
         ]
-        return Steps(_with_added_norms(steps), len(self._buffers), self._last)
+        return Steps(merged(steps), len(self._buffers), self._last)
 
     def _within(self, operand: Operand) -> tuple[int, Columns]:
         """Find the buffer of columns, and where they are there."""
@@ -169,24 +170,3 @@ def _order(buffer: Buffer, wanted: list[Columns]) -> Columns:
             raise Unfollowed("rows of several modules would be mixed")
         begin += size
     return order
-
-
-def _with_added_norms(steps: Sequence[Step]) -> list[Step]:
-    """Let norms add what they are norms of, where the sum is not read before."""
-    made: list[Step] = []
-    sums: dict[int, Step] = {}  # not read yet, by buffer
-    for step in steps:
-        read = step.reads[0] if step.reads else None
-        added = sums.get(read.buffer) if read is not None else None
-        if added is not None and isinstance(step.layer, NamedRMSNorm) and not step.reads[0].heads:
-            made.remove(added)
-            writes = (*step.writes, *added.writes)
-            step = Step(ADD_NORM, added.reads, writes, step.layer)
-        for each in step.reads:
-            sums.pop(each.buffer, None)
-        if read is not None:
-            sums.pop(read.buffer, None)
-        made.append(step)
-        if step.name == "add":
-            sums[step.writes[0]] = step
-    return made

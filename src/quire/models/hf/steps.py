@@ -31,8 +31,8 @@ ROW_WISE: dict[str, Callable[..., torch.Tensor]] = {
     "gelu gate": gelu_mul,
     "gelu_tanh gate": gelu_tanh_mul,
 }
-LAYER, EMBEDDING, ADD_NORM, ROTARY, SCALE, ATTEND = (
-    "layer", "embedding", "add_norm", "rotary", "scale", "attend",
+LAYER, EMBEDDING, ADD_NORM, ROTARY, SCALE, ATTEND, ROTARY_ATTEND = (
+    "layer", "embedding", "add_norm", "rotary", "scale", "attend", "rotary_attend",
 )  # fmt: skip
 
 
@@ -64,6 +64,22 @@ class Step:
     writes: tuple[int, ...]
     layer: Any = None
     options: tuple[Any, ...] = ()
+
+
+class HeadNorms:
+    """The norms of query heads and of key heads as one, over both."""
+
+    def __init__(self, query: Any, key: Any, num_heads: int, num_kv_heads: int) -> None:
+        self._layers, self._counts = (query, key), (num_heads, num_kv_heads)
+        self._weight: torch.Tensor | None = None
+        self.eps: float = query.eps
+
+    def weight(self) -> torch.Tensor:
+        """Return a weight for each head, [N + K, H]; made when the layers are loaded."""
+        if self._weight is None:
+            pairs = zip(self._layers, self._counts, strict=True)
+            self._weight = torch.cat([layer.weight.expand(count, -1) for layer, count in pairs])
+        return self._weight
 
 
 class Steps(nn.Module):
@@ -112,8 +128,11 @@ class Run:
             return made
         if step.name == ATTEND:
             return self._attend(step, operands)
+        if step.name == ROTARY_ATTEND:
+            return self._rotate_and_attend(step, operands[0])
         if step.name == ROTARY:
-            return rotary(operands[0], self._rotary_rows(step, operands[0].dtype))
+            frequencies_E, factor = step.options
+            return rotary(operands[0], self._rotary_rows(frequencies_E, factor, operands[0].dtype))
         if step.name == SCALE:
             return scale(operands[0], *step.options)
         if step.name == ADD_NORM:
@@ -133,8 +152,17 @@ class Run:
         self.attention.write(step.layer, k_TKH, v_TKH)
         return self.attention.run(step.layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
 
-    def _rotary_rows(self, step: Step, dtype: torch.dtype) -> torch.Tensor:
-        frequencies_E, factor = step.options
+    def _rotate_and_attend(self, step: Step, qkv_TMH: torch.Tensor) -> torch.Tensor:
+        scale, soft_cap, sinks_N, frequencies_E, factor, norms, num_kv_heads = step.options
+        rows = self._rotary_rows(frequencies_E, factor, qkv_TMH.dtype)
+        weight_MH, eps = (None, 0.0) if norms is None else (norms.weight(), norms.eps)
+        stored = num_kv_heads, rows, weight_MH, eps
+        q_TNH = self.attention.rotary_write(step.layer, qkv_TMH, *stored)
+        return self.attention.run(step.layer, q_TNH, scale, soft_cap=soft_cap, sinks_N=sinks_N)
+
+    def _rotary_rows(
+        self, frequencies_E: torch.Tensor, factor: float, dtype: torch.dtype
+    ) -> torch.Tensor:
         key = id(frequencies_E)
         if key not in self._factors:
             self._factors[key] = rotary_rows(self.positions_T, frequencies_E, factor, dtype)
