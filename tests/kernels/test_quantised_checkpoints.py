@@ -1,18 +1,28 @@
 """Checkpoints of other quantisers on a GPU: weights stay small, their numbers what they are."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.base.model_spec import load_spec
+from quire.models import experts
 from quire.models.assembly import all_weights
 from quire.models.loading import load_model
 from quire.ops import gpu
 from quire.ops.gpu_weights import GPUWeight
 from quire.ops.kernels.launch import INTERPRETED
 from tests.models import quantised_writers as writers
-from tests.models.checkpoints import exact_logits, random_tokens
+from tests.models.checkpoints import (
+    OSS,
+    VARIANTS,
+    exact_logits,
+    random_tokens,
+    write_checkpoint,
+)
 from tests.models.paged import CPU, run_paged
 from tests.models.test_quantised_checkpoints import FORMATS
 
@@ -38,3 +48,51 @@ def test_logits_are_those_of_the_numbers(
     torch.testing.assert_close(
         got[0], exact_logits(plain, SEQUENCES)[0].float(), atol=1e-4, rtol=1e-4
     )
+
+
+def mxfp4_experts(plain: Path, to: Path) -> None:
+    """Give the experts of a checkpoint in float32 numbers of MXFP4, and write them so elsewhere, as
+    gpt-oss has them."""
+    tensors = load_file(plain / "model.safetensors")
+    stored, generator = {}, torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            stored[name] = tensor
+            continue
+        experts, inputs, outputs = tensor.shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, shape, dtype=torch.uint8, generator=generator)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*left_out, "model.embed_tokens"],
+    }
+    to.mkdir()
+    (to / "config.json").write_text(json.dumps(config))
+    save_file(stored, to / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss: its experts stay in blocks, gates before ups, with their biases."""
+    monkeypatch.setitem(VARIANTS, "wide", ("gpt_oss", OSS | {"intermediate_size": 64}))
+    plain, quantised = tmp_path / "plain", tmp_path / "quantised"
+    write_checkpoint(plain, "wide")
+    mxfp4_experts(plain, quantised)
+    spec = load_spec(plain)
+    exact = load_model(plain, spec, torch.float64, CPU)
+    wanted = run_paged(exact, spec, SEQUENCES, [[7]], backend="reference", dtype=torch.float64)
+    monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
+    monkeypatch.setattr(experts, "experts_class", lambda device: experts.StackedExperts)
+    spec = load_spec(quantised)
+    model = load_model(quantised, spec, torch.float32, CPU)
+    stacks = [each for each in model.modules() if isinstance(each, experts.StackedExperts)]
+    assert len(stacks) == spec.num_layers
+    for stack in stacks:
+        assert isinstance(stack.gate_up, GPUWeight) and stack.gate_up.format == "mxfp4"
+    got = run_paged(model, spec, SEQUENCES, [[7]], backend="reference")
+    torch.testing.assert_close(got[0], wanted[0].float(), atol=1e-4, rtol=1e-4)
