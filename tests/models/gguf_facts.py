@@ -42,6 +42,15 @@ NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.w2": "ffn_down_exps",
+    "mlp.router": "ffn_gate_inp",
     # GPT-2
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
@@ -70,6 +79,7 @@ OWN_NAMES: dict[str, dict[str, str]] = {
     "olmo2": AFTER,
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
@@ -92,6 +102,12 @@ KEYS = {
 # Those of one type, by the config's names.
 OWN_KEYS: dict[str, dict[str, str]] = {
     "mistral": {"sliding_window": "attention.sliding_window"},
+    "mixtral": {"sliding_window": "attention.sliding_window"},
+    "qwen2_moe": {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    "gpt_oss": {
+        "sliding_window": "attention.sliding_window",
+        "intermediate_size": "expert_feed_forward_length",
+    },
     "gemma2": {
         "sliding_window": "attention.sliding_window",
         "attn_logit_softcapping": "attn_logit_softcapping",
@@ -111,7 +127,7 @@ OWN_KEYS: dict[str, dict[str, str]] = {
     "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
 }
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
-PATTERNS = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
+PATTERNS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4}
 TURN_PARTS = ("phi3", "glm4", "gpt_neox")
 
 
@@ -204,6 +220,8 @@ def head_dim(config: Config) -> int:
 
 def tensor_name(name: str, model_type: str) -> str:
     names = NAMES | OWN_NAMES.get(model_type, {})
+    if name.endswith(".sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     stem, _, kind = name.rpartition(".")
     found = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)", stem)
     if found is None:
@@ -236,7 +254,7 @@ def with_stacked_experts(tensors: Mapping[str, Array]) -> dict[str, Array]:
     """Put the experts of a layer, which checkpoints hold one by one, into one tensor."""
     found: dict[str, Array] = {}
     experts: dict[str, dict[int, Array]] = {}
-    for name, values in tensors.items():
+    for name, values in _parted(tensors).items():
         parts = re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name)
         if parts is None:
             found[name] = values
@@ -245,4 +263,23 @@ def with_stacked_experts(tensors: Mapping[str, Array]) -> dict[str, Array]:
             experts.setdefault(f"{layer}.{rest}", {})[int(number)] = values
     for name, each in experts.items():
         found[name] = np.stack([each[number] for number in range(len(each))])
+    return found
+
+
+def _parted(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Part gates from the rows beside them, with which they take turns in gpt-oss, whose matrices
+    have their inputs first."""
+    found: dict[str, Array] = {}
+    for name, values in tensors.items():
+        stem, _, kind = name.rpartition(".experts.")
+        part, is_bias = kind.removesuffix("_bias"), kind.endswith("_bias")
+        if not stem or part not in ("gate_up_proj", "down_proj"):
+            found[name] = values
+            continue
+        rows = values if is_bias else values.swapaxes(1, 2)
+        own = {"down_proj": rows}
+        if part == "gate_up_proj":
+            own = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+        ending = "bias" if is_bias else "weight"
+        found |= {f"{stem}.experts.{each}.{ending}": own[each] for each in own}
     return found

@@ -22,8 +22,8 @@ from tests.models.gguf_facts import (
     with_stacked_experts,
 )
 
-F32, F16, Q4_0, Q8_0, BF16 = 0, 1, 2, 8, 30
-BLOCK = {F32: 1, F16: 1, BF16: 1, Q4_0: 32, Q8_0: 32}
+F32, F16, Q4_0, Q8_0, BF16, MXFP4 = 0, 1, 2, 8, 30, 39
+BLOCK = {F32: 1, F16: 1, BF16: 1, Q4_0: 32, Q8_0: 32, MXFP4: 32}
 Array = npt.NDArray[Any]
 
 # The metadata of a small Llama.
@@ -110,7 +110,8 @@ def stored(values: Array, kind: int) -> Tensor:
         bits = values.view(np.uint32)
         data = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16).tobytes()
     else:
-        data = (_q8_0 if kind == Q8_0 else _q4_0)(values.reshape(-1, 32)).tobytes()
+        written = {Q8_0: _q8_0, Q4_0: _q4_0, MXFP4: _mxfp4}[kind]
+        data = written(values.reshape(-1, 32)).tobytes()
     return Tensor(kind, values.shape, data)
 
 
@@ -128,6 +129,17 @@ def _q4_0(blocks: Array) -> Array:
     return np.concatenate((scale.astype(np.float16).view(np.uint8), packed), axis=1)
 
 
+def _mxfp4(blocks: Array) -> Array:
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
+    power = np.floor(np.log2(np.maximum(largest, 1e-30))) - 2  # the largest number is 6
+    numbers = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    sizes = np.abs(blocks / np.exp2(power))
+    q = np.abs(sizes[:, :, None] - numbers).argmin(axis=2).astype(np.uint8)
+    q |= (blocks < 0).astype(np.uint8) << 3
+    packed = q[:, :16] | q[:, 16:] << 4
+    return np.concatenate(((power + 127).astype(np.uint8), packed), axis=1)
+
+
 # ---- checkpoints -----------------------------------------------------------------------------
 
 
@@ -139,10 +151,11 @@ def convert(
     held: dict[str, Array] = {}
     for file in weight_files(folder):
         held |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
-    tensors = {
-        tensor_name(name, config["model_type"]): stored(arranged(name, values, config), kind)
-        for name, values in with_stacked_experts(held).items()
-    }
+    tensors = {}
+    for name, values in with_stacked_experts(held).items():
+        theirs = tensor_name(name, config["model_type"])
+        own_kind = kind if theirs.endswith(".weight") else F32  # biases of experts are matrices
+        tensors[theirs] = stored(arranged(name, values, config), own_kind)
     if "output.weight" in tensors and config.get("tie_word_embeddings"):
         del tensors["output.weight"]
     tensors |= {name: stored(values, F32) for name, values in rope_tensors(config).items()}

@@ -59,6 +59,23 @@ def _qwen3_moe(meta: Metadata, sizes: Config) -> Config:
     return _experts(meta, sizes) | {"norm_topk_prob": True}
 
 
+def _qwen2_moe(meta: Metadata, sizes: Config) -> Config:
+    """Read the experts, and the one of all tokens beside them."""
+    first = meta.file.tensors.get("blk.0.ffn_gate_shexp.weight")
+    shared = meta.count("expert_shared_feed_forward_length", 0 if first is None else first.shape[0])
+    found = {"shared_expert_intermediate_size": shared, "norm_topk_prob": False}
+    return _experts(meta, sizes) | found | {"qkv_bias": sizes["attention_bias"]}
+
+
+def _gpt_oss(meta: Metadata, sizes: Config) -> Config:
+    """Read its experts. Its yarn does not round where the blending begins and ends."""
+    experts = _experts(meta, sizes)
+    inner = experts.pop("moe_intermediate_size")
+    rope_parameters = sizes["rope_parameters"] | {"truncate": False}
+    windows = _in_turn(meta, sizes, 2)
+    return experts | windows | {"intermediate_size": inner, "rope_parameters": rope_parameters}
+
+
 def _num_experts(meta: Metadata) -> int:
     return meta.count("expert_count", 0, least=0)
 
@@ -72,7 +89,7 @@ def _experts(meta: Metadata, sizes: Config) -> Config:
     shape = {"ffn_gate_exps": (num_experts, inner, hidden)}
     meta.check_layers(sizes["num_hidden_layers"], shape)
     return {
-        "num_local_experts": num_experts,
+        "num_experts": num_experts,
         "num_experts_per_tok": meta.count("expert_used_count"),
         "moe_intermediate_size": inner,
     }
@@ -187,6 +204,8 @@ FAMILIES = {
     "llama": Family("llama", _llama, may_have_experts=True),
     "qwen2": Family("qwen2"),
     "qwen3": Family("qwen3"),
+    "qwen2moe": Family("qwen2_moe", _qwen2_moe, may_have_experts=True),
+    "gpt-oss": Family("gpt_oss", _gpt_oss, may_have_experts=True),
     "qwen3moe": Family("qwen3_moe", _qwen3_moe, may_have_experts=True),
     "gemma2": Family(
         "gemma2", _gemma2, obeys=("attn_logit_softcapping", "final_logit_softcapping")

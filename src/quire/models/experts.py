@@ -62,14 +62,16 @@ class TensorOfAll:
 class ExpertForm:
     """What the experts of an architecture have, and what checkpoints call it.
 
-    router: its module. parts: modules of each expert, gate, up and down; () where they never stand
-    by themselves. together: tensors of all experts, gate and up, and down. is_turned: these have
-    inputs before outputs. takes_turns: gate and up are rows in turn. has_bias: router and experts
-    have biases. clamped: the gate, if it is another than silu.
+    router: its module. parts: modules of each expert, gate, up and down. stand_alone: these are
+    what checkpoints hold, unless they are known to hold the others. together: tensors of all
+    experts, gate and up, and down. is_turned: these have inputs before outputs. takes_turns: gate
+    and up are rows in turn. has_bias: router and experts have biases. clamped: the gate, if it is
+    another than silu.
     """
 
     router: str = "gate"
-    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stand_alone: bool = True
     together: tuple[str, str] = ("gate_up_proj", "down_proj")
     is_turned: bool = False
     takes_turns: bool = False
@@ -116,12 +118,12 @@ class ExpertLinear(Linear):
         factory: ParamFactory,
         of_all: TensorOfAll,
         expert: int,
-        bias: bool,
+        form: ExpertForm,
     ) -> None:
         inputs, outputs = sizes
-        parts = max(1, len(names))
-        super().__init__(names, inputs, [outputs // parts] * parts, factory, bias=bias)
-        self.of_all, self._expert, self.is_part = of_all, expert, not names
+        each = [outputs // len(names)] * len(names)
+        super().__init__(names, inputs, each, factory, bias=form.has_bias)
+        self.of_all, self._expert, self.is_part = of_all, expert, not form.stand_alone
 
     def sources(self) -> list[Source]:
         if self.is_part:
@@ -142,7 +144,7 @@ class ExpertList(nn.Module):
         modules = [form.modules_of(each) for each in _expert_names(name, options)]
         self.gate_up, self.down = (
             nn.ModuleList(
-                ExpertLinear(own[i], sizes, factory, of_all[i], expert, form.has_bias)
+                ExpertLinear(own[i], sizes, factory, of_all[i], expert, form)
                 for expert, own in enumerate(modules)
             )
             for i, sizes in enumerate(((size, 2 * inner), (inner, size)))
@@ -151,7 +153,7 @@ class ExpertList(nn.Module):
     def adopt(self, stored: Container[str]) -> None:
         """Learn whether the weight files hold modules of each expert or tensors of all."""
         for layer in (*_linears(self.gate_up), *_linears(self.down)):
-            layer.is_part = not self._form.parts or layer.of_all.is_among(stored)
+            layer.is_part = layer.of_all.is_among(stored)
 
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
@@ -187,7 +189,7 @@ class StackedExperts(Layer):
         self._inner, self._form = inner, form
         self._numbers = {each: i for i, each in enumerate(_expert_names(name, options))}
         self._of_all = form.tensors_of_all(name, options)
-        self.are_parts = not form.parts
+        self.are_parts = not form.stand_alone
         self.gate_up = factory.parameter(count, 2 * inner, size)
         self.down = factory.parameter(count, size, inner)
         self.gate_up_bias = factory.parameter(count, 2 * inner) if form.has_bias else None
@@ -195,7 +197,7 @@ class StackedExperts(Layer):
 
     def adopt(self, stored: Container[str]) -> None:
         """See ExpertList."""
-        self.are_parts = not self._form.parts or self._of_all[0].is_among(stored)
+        self.are_parts = self._of_all[0].is_among(stored)
 
     def forward(
         self, x_TD: torch.Tensor, ids_TC: torch.Tensor, weights_TC: torch.Tensor
@@ -226,18 +228,23 @@ class StackedExperts(Layer):
             gate_up, down = self._of_all
             first = gate_up.sources(self.gate_up, self.gate_up_bias)
             return [*first, *down.sources(self.down, self.down_bias)]
-        parts = self._form.parts
-        return [self.source(f"{name}.{part}.weight") for name in self._numbers for part in parts]
+        parts = [f"{name}.{part}" for name in self._numbers for part in self._form.parts]
+        kinds = ("weight", "bias") if self._form.has_bias else ("weight",)
+        return [self.source(f"{part}.{kind}") for part in parts for kind in kinds]
 
     def source(self, name: str) -> Source:
         """Return the source of one name, without making those of all experts."""
         if self.are_parts:
             return super().source(name)
-        expert, part, _ = name.rsplit(".", 2)
-        number, gate, down = self._numbers[expert], self._form.parts[0], self._form.parts[2]
+        expert, part, kind = name.rsplit(".", 2)
+        number, (gate, _, down) = self._numbers[expert], self._form.parts
+        own = self.gate_up, self.down
+        if kind == "bias":
+            assert self.gate_up_bias is not None and self.down_bias is not None
+            own = self.gate_up_bias, self.down_bias
         if part == down:
-            return Source(name, self.down[number])
-        first, second = self.gate_up[number].split(self._inner)
+            return Source(name, own[1][number])
+        first, second = own[0][number].split(self._inner)
         return Source(name, first if part == gate else second)
 
 

@@ -28,7 +28,7 @@ class GptOssLayer(DecoderLayer):
         assert experts is not None
         form = ExpertForm(
             router="router",
-            parts=(),
+            stand_alone=False,
             is_turned=True,
             takes_turns=True,
             has_bias=True,

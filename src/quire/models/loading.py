@@ -22,6 +22,7 @@ from quire.models.assembly import Assembly, empty_model
 from quire.models.checkpoint import checkpoint_files, weight_files
 from quire.models.contents import Contents, check_complete, tensor_names
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
+from quire.models.gguf.stored import kinds_by_name
 from quire.models.gguf.weights import gguf_tensors, stored_formats
 from quire.models.layers import HeadNorm, LayerNorm, RMSNorm
 from quire.models.model import Model
@@ -82,8 +83,7 @@ def load_model(
     files = checkpoint_files(directory) if reads else []
     stored: Stored = {}
     if reads:
-        if not is_gguf(directory):
-            model.adopt(tensor_names(files))
+        model.adopt(_names(directory, spec, files))
         stored = formats_of_file(directory, spec, model, dtype, device, formats)
     entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
     _check_room(num_bytes, options.most_bytes)
@@ -105,6 +105,13 @@ def load_model(
     if entry is not None:
         entry.store(model)
     return model
+
+
+def _names(directory: Path, spec: ModelSpec, files: list[Path]) -> Iterable[str]:
+    """Return the names of all tensors, those of a GGUF file as our layers ask for them."""
+    if is_gguf(directory):
+        return kinds_by_name(GGUFFile(directory), spec)
+    return tensor_names(files)
 
 
 def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict[str, str]:

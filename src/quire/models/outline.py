@@ -3,7 +3,7 @@
 Made of the layers themselves, with parameters that have no memory. `quire fit` plans by it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -47,22 +47,26 @@ class FormatBytes:
 
 @dataclass(frozen=True)
 class Outline:
-    """All parameters of a model, shared ones once, each expert's its own. base_prefix,
-    ignored_tensors: as models.model.Model has them."""
+    """All parameters of a model, shared ones once, each expert's its own. names_of, ignores: as
+    models.model.Model has them."""
 
     parts: tuple[Part, ...]
-    base_prefix: str
-    ignored_tensors: tuple[str, ...]
+    names_of: Callable[[str], tuple[str, ...]]
+    ignores: Callable[[str], bool]
 
 
 Stored = Mapping[int, StoredFormat]
 
 
-def outline(spec: ModelSpec, dtype: str = "bfloat16") -> Outline:
-    """Make a model's outline. dtype: its weights'. Raises ModelError for an unknown model_type."""
+def outline(
+    spec: ModelSpec, dtype: str = "bfloat16", stored_names: Collection[str] = ()
+) -> Outline:
+    """Make a model's outline. dtype: its weights'. stored_names: tensors of the weight files, if
+    they are known. Raises ModelError for an unknown model_type."""
     model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"))
-    ignored = model.ignored_tensors
-    return Outline(tuple(_parts(model)), model.base_prefix, ignored)
+    if stored_names:
+        model.adopt(stored_names)
+    return Outline(tuple(_parts(model)), model.names_of, model.ignores)
 
 
 def _parts(model: Model) -> Iterator[Part]:

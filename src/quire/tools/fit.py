@@ -6,8 +6,8 @@ measures, is taken from the model's shape here.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
@@ -106,6 +106,14 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class _StoredTensors:
+    """What the headers of the weight files say, if they were read, or why there is nothing."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class _Question:
     """A model on a device. file: the GGUF file that holds the model, if one does."""
 
@@ -114,6 +122,7 @@ class _Question:
     device: Device
     outline: Outline
     file: GGUFFile | None
+    tensors: _StoredTensors
 
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
         """Count the weights by format, once they are packed."""
@@ -180,8 +189,9 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)
     file = GGUFFile(source.directory) if is_gguf(source.directory) else None
-    made = outline(spec, config.model.dtype)
-    question = _Question(source.name, spec, device, made, file)
+    tensors = _stored_tensors(spec, config, source, file)
+    made = outline(spec, config.model.dtype, tensors.shapes)
+    question = _Question(source.name, spec, device, made, file, tensors)
     weights = question.weights(config)
     total = sum(each.num_bytes for each in weights)
     try:
@@ -199,7 +209,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
         groups=_groups(config, spec, memory),
         requests=_requests(config, spec, memory),
         alternatives=tuple(_alternatives(question, config)),
-        warnings=(*_warnings(question, config, total), *_differences(question, config, source)),
+        warnings=(*_warnings(question, config, total), *_differences(question, source)),
     )
 
 
@@ -446,35 +456,25 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
         yield f"kv_cache_memory_bytes is {sizes} are left for it"
 
 
-def _differences(question: _Question, config: EngineConfig, source: ModelSource) -> list[str]:
+def _differences(question: _Question, source: ModelSource) -> list[str]:
     """List how the headers of the weight files differ from what the config asks for."""
-    spec, prefix = question.spec, question.outline.base_prefix
-    if "dummy" in (source.load_format, config.model.load_format):
-        return []
-    if question.file is None and not any(any(source.directory.glob(each)) for each in WEIGHTS):
-        return ["only the config was looked at: there are no weight files beside it"]
-    try:
-        found = _tensors(question, source)
-    except ModelError as error:
-        return [f"the weight files could not be looked at: {error}"]
-    if spec.quantization is not None:
-        return _differences_of_quantised(spec, source)
-    wanted = {
-        name: shape for part in question.outline.parts for name, shape in part.tensors.items()
-    }
-    known = {prefix + name: shape for name, shape in found.items()} | found
-    ignored = (
-        *question.outline.ignored_tensors,
-        *(["lm_head.weight"] if spec.tie_embeddings else []),
-    )
-    named = [name for name in found if not name.endswith(ignored)]
+    found, made = question.tensors.shapes, question.outline
+    if not found:
+        return [question.tensors.problem] if question.tensors.problem else []
+    if question.spec.quantization is not None:
+        return _differences_of_quantised(question.spec, source)
+    wanted = {name: shape for part in made.parts for name, shape in part.tensors.items()}
+    known = {own: shape for name, shape in found.items() for own in made.names_of(name)}
+    known |= found
     problems = {
         "lack": [name for name in wanted if name not in known],
         "have other shapes than the config asks for:": [
             name for name, shape in wanted.items() if known.get(name, ANY) not in (ANY, shape)
         ],
         "hold tensors that no layer asks for:": [
-            name for name in named if name not in wanted and prefix + name not in wanted
+            name
+            for name in found
+            if not (made.ignores(name) or any(own in wanted for own in made.names_of(name)))
         ],
     }
     return [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
@@ -489,10 +489,20 @@ def _differences_of_quantised(spec: ModelSpec, source: ModelSource) -> list[str]
     return []
 
 
-def _tensors(question: _Question, source: ModelSource) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the weight files by name; the shapes of a GGUF file, which has some
-    turned, are not compared. Raises ModelError."""
-    if question.file is None:
-        return safetensors_shapes(weight_files(source.directory))
-    places = (p for p in question.file.tensors.values() if p.name not in OF_CONFIG)
-    return {name: ANY for place in places for name in our_names(place, question.spec)}
+def _stored_tensors(
+    spec: ModelSpec, config: EngineConfig, source: ModelSource, file: GGUFFile | None
+) -> _StoredTensors:
+    """Read the names and shapes of the weight files' tensors; the shapes of a GGUF file, which has
+    some turned, are not compared."""
+    if "dummy" in (source.load_format, config.model.load_format):
+        return _StoredTensors()
+    if file is not None:
+        places = (p for p in file.tensors.values() if p.name not in OF_CONFIG)
+        return _StoredTensors({name: ANY for p in places for name in our_names(p, spec)})
+    if not any(any(source.directory.glob(each)) for each in WEIGHTS):
+        problem = "only the config was looked at: there are no weight files beside it"
+        return _StoredTensors(problem=problem)
+    try:
+        return _StoredTensors(safetensors_shapes(weight_files(source.directory)))
+    except ModelError as error:
+        return _StoredTensors(problem=f"the weight files could not be looked at: {error}")

@@ -8,6 +8,7 @@ from quire.base.gguf import TensorPlace
 from quire.base.model_spec import ModelSpec
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+WITHOUT_KIND = ("attn_sinks",)  # is called .weight there, and nothing here
 EXPERT = "{}"  # stands for an expert's number where a tensor holds all experts of a layer
 
 
@@ -87,6 +88,17 @@ BY_TYPE = {
             "ffn_down": "mlp.dense_4h_to_h",
         },
     ),
+    "mixtral": DECODER.but(
+        ffn_gate_inp="block_sparse_moe.gate",
+        ffn_gate_exps="block_sparse_moe.experts.{}.w1",
+        ffn_up_exps="block_sparse_moe.experts.{}.w3",
+        ffn_down_exps="block_sparse_moe.experts.{}.w2",
+    ),
+    "gpt_oss": QWEN_MOE.but(
+        attn_sinks="self_attn.sinks",
+        post_attention_norm="post_attention_layernorm",
+        ffn_gate_inp="mlp.router",
+    ),
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "glm4": DECODER.but(
@@ -99,6 +111,12 @@ BY_TYPE = {
         post_ffw_norm="post_feedforward_layernorm",
     ),
     "phi3": DECODER.but(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj"),
+    "qwen2_moe": QWEN_MOE.but(
+        ffn_gate_inp_shexp="mlp.shared_expert_gate",
+        ffn_gate_shexp="mlp.shared_expert.gate_proj",
+        ffn_up_shexp="mlp.shared_expert.up_proj",
+        ffn_down_shexp="mlp.shared_expert.down_proj",
+    ),
     "qwen3_moe": QWEN_MOE,
 }
 
@@ -119,5 +137,8 @@ def _our_name(name: str, names: Names) -> str:
         ours = names.whole.get(stem)
         return name if ours is None else f"{ours}.{kind}"
     layer, part = found.groups()
-    part = names.in_layer.get(part, "")
-    return f"{names.layers}.{layer}.{part}.{kind}" if part else name
+    ours = names.in_layer.get(part)
+    if ours is None:
+        return name
+    kind = "" if part in WITHOUT_KIND else f".{kind}"
+    return f"{names.layers}.{layer}.{ours}{kind}"

@@ -27,6 +27,7 @@ from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.layers import Embedding, Linear, LMHead, Source
 
 PERMUTED = ("llama", "granite", "smollm3")
+SHARED_GATE = "ffn_gate_inp_shexp.weight"  # a row that files hold as a vector
 EXPERTS = "_exps."  # in the names of tensors that hold all experts of a layer
 VALUES_AT_ONCE = 1 << 18  # 1 MB of float32: stays in the cache between its steps
 
@@ -143,8 +144,10 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
         if place.name in OF_CONFIG:
             continue
         names, shape = our_names(place, spec), place.shape
-        if len(shape) == 3 and names != [place.name] and EXPERTS in place.name:
+        if len(shape) > 1 and names != [place.name] and EXPERTS in place.name:
             shape = shape[1:]
+        elif place.name.endswith(SHARED_GATE) and len(shape) == 1:
+            shape = (1, *shape)
         if len(shape) > 2 or (len(shape) == 1 and not place.kind.is_float):
             raise ModelError(
                 f"{file.path}: the tensor {place.name} of type {place.kind.name} has the shape"
