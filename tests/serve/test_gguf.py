@@ -23,7 +23,7 @@ def tokens_of(path: Path, prompts: list[Any], **settings: Any) -> list[list[int]
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma2"])
 def test_greedy_tokens_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
     folder = checkpoint(architecture)
     path = convert(folder, tmp_path / "model.gguf", F32)
