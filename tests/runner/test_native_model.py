@@ -22,9 +22,9 @@ from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.scale import scale
 from quire.ops.threads import set_num_threads
-from quire.runner.native_model import NativeModel, native_or_same, trace
+from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
 from tests.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
-from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged
+from tests.models.paged import CPU, RowPart, make_layout, make_step, run_paged, run_step
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -167,6 +167,24 @@ def test_a_layer_has_ten_phases(tmp_path: Path) -> None:
         tmp_path, checkpoint.spec, torch.float32, CPU, LoadOptions(formats=FORMATS["int8 of 0"])
     )
     assert max(trace(quantised)[0].phases) + 1 == 10 * layers + 1
+
+
+def test_beside_the_core_torch_has_one_thread(tmp_path: Path) -> None:
+    """While a model runs operation by operation whose products are the core's."""
+    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
+    model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+    attention = make_backend("cpu", make_layout(checkpoint.spec, 8, 4))
+    run = native_or_same(model, attention)
+    assert isinstance(run, OperationsBesideCore)
+    found = []
+    model.norm.register_forward_hook(lambda *_: found.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run_step(run, attention, [1, 2, 3], make_step([RowPart(0, 3, ([0, 1],))], 4))
+        assert (found, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_cannot_be_traced_runs_by_operations(

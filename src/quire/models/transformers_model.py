@@ -7,8 +7,7 @@ layers, norms, the table of tokens and the head; and attention (hf/attention.py)
 left between these can be told as quire's operations (hf/lower.py), the model runs as those.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -22,6 +21,10 @@ from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.program import Untraceable
+from quire.ops.threads import num_threads
+from quire.ops.torch_threads import torch_threads
+
+MANY_TOKENS, MANY_CORES = 64, 8
 
 
 class TransformersModel(Model):
@@ -46,8 +49,7 @@ class TransformersModel(Model):
         self.base, self.rest, self.held = rebuilt.base, rebuilt.rest, rebuilt.held
         self.head, self.runs_by = rebuilt.head, rebuilt.runs_by
         self.only_operations = self._steps is not None
-        has_products = any(p.dim() > 1 for p in self.held.parameters())
-        self._num_threads = None if has_products else 1
+        self._has_products = any(p.dim() > 1 for p in self.held.parameters())
         _give_memory(self, factory)
 
     def forward(
@@ -67,10 +69,19 @@ class TransformersModel(Model):
         if isinstance(attention, TracedAttention):
             raise Untraceable("transformers' code computes beside quire's operations")
         self._paged.backend = attention
-        with _threads(self._num_threads if positions_T.device.type == "cpu" else None):
+        with torch_threads(self._torch_threads(positions_T)):
             if inputs_embeds_TD is not None:
                 return self._run(None, positions_T[None], inputs_embeds=inputs_embeds_TD[None])[0]
             return self._run(input_ids_T[None], positions_T[None])[0]
+
+    def _torch_threads(self, positions_T: torch.Tensor) -> int | None:
+        """Say how many threads torch shall have; None leaves it. Beside the core's threads, which
+        wait for work as torch's do, more than one pay only for large products of torch's own
+        (experts), on many cores."""
+        is_large = self._has_products and len(positions_T) >= MANY_TOKENS
+        if positions_T.device.type != "cpu" or (is_large and num_threads() >= MANY_CORES):
+            return None
+        return 1
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.rest(inputs_embeds=hidden_RD[None], use_cache=False).logits
@@ -84,21 +95,6 @@ class TransformersModel(Model):
 
     def ignores(self, name: str) -> bool:
         return self._names.is_foreign(name) or super().ignores(self._names.canonical(name))
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Let torch compute with so many threads. Beside the core's, which make all large products,
-    more would wait for each other."""
-    before = torch.get_num_threads()
-    if number is None or number == before:
-        yield
-        return
-    torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _give_memory(model: nn.Module, factory: ParamFactory) -> None:

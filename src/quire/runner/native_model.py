@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CoreProgram
+from quire.ops.packed import PackedWeight
 from quire.ops.program import Kind, ProgramDraft, Tracer, Untraceable
 from quire.ops.registry import record_ops
 from quire.ops.threads import num_threads
+from quire.ops.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +99,37 @@ def assemble(draft: ProgramDraft, backend: CpuBackend) -> CoreProgram:
     return program
 
 
+class OperationsBesideCore:
+    """A model that runs operation by operation, all large products of which are the core's: torch
+    computes the rest with one thread."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def __call__(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        with torch_threads(1):
+            hidden_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention)
+        return hidden_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden_RD)
+
+
 def native_or_same(model: Any, backend: AttentionBackend) -> Any:
-    """Return the model in its native form where there is one, else itself."""
+    """Return the model in its native form where there is one, else itself, or with what keeps
+    torch's threads out of the core's way."""
     if not isinstance(backend, CpuBackend):
         return model
     try:
         return NativeModel(model, backend)
     except Untraceable as reason:
         logger.warning("The model runs operation by operation: %s.", reason)
-        return model
+        is_ours = isinstance(model, Model) and model.only_operations
+        return OperationsBesideCore(model) if is_ours and _is_packed(model) else model
+
+
+def _is_packed(model: Model) -> bool:
+    weights = (vars(layer).get("weight") for layer in model.modules())
+    return any(isinstance(weight, PackedWeight) for weight in weights)
