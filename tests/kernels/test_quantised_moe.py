@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.base.config import ModelConfig
+from quire.base.model_spec import load_spec
 from quire.models import experts as models
 from quire.models.determinism import make_deterministic
 from quire.models.formats import weight_formats
@@ -24,8 +25,9 @@ from quire.ops.quantise import quantised
 from quire.ops.stored_rows import Float4Rows, StoredRows
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
-from tests.models.checkpoints import random_tokens, write_checkpoint
+from tests.models.checkpoints import exact_logits, random_tokens, write_checkpoint
 from tests.models.paged import run_paged
+from tests.models.quantised_writers import write_gpt_oss
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 E, C, D, F = 6, 3, 96, 160
@@ -162,6 +164,28 @@ def test_a_model_with_quantised_experts(
     )
     got = torch.cat(run_paged(model, checkpoint.spec, sequences, chunks))
     torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_gpt_oss_in_mxfp4(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experts come one by one, and then stand side by side as they are stored."""
+    monkeypatch.setattr(linear, "can_pack_natively", lambda *_: False)
+    monkeypatch.setattr(linear, "can_pack", lambda *_: False)
+    monkeypatch.setattr(models, "experts_class", lambda device: models.StackedExperts)
+    folder, plain = write_gpt_oss(tmp_path)
+    spec = load_spec(folder)
+    model = load_model(folder, spec, torch.float32, device)
+    for layer in model.layers:
+        assert isinstance(layer.mlp.experts, models.StackedExperts)
+        weights = layer.mlp.experts.gate_up, layer.mlp.experts.down
+        assert [weight.format for weight in weights] == ["mxfp4", "mxfp4"]
+    sequences, chunks = random_tokens(7), [[3, 4]]
+    got = torch.cat(run_paged(model, spec, sequences, chunks)).double().cpu()
+    wanted = torch.cat(exact_logits(plain, sequences))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
+    make_deterministic(model)
+    assert all(layer.mlp.experts.down.is_fixed for layer in model.layers)
 
 
 def test_experts_without_tokens_are_not_looked_at(device: torch.device) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 SIZES = {
     "vocab_size": 97,
@@ -25,6 +26,18 @@ SIZES = {
     "max_position_embeddings": 128,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+OSS = {
+    "intermediate_size": 32,
+    "head_dim": 16,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "swiglu_limit": 1.5,
+}
+OSS_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
 }
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each place of a word holds
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -301,3 +314,31 @@ def float4() -> Format:
 
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group"}
     return Format(writer, compressed("mxfp4-pack-quantized", weights | {"group_size": 32}))
+
+
+def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
+    """Write a gpt-oss with experts in MXFP4, as the hub has it; and plain, as `write` does."""
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model("gpt_oss", **SIZES | OSS)
+    )
+    for name, parameter in made.named_parameters():
+        parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.25)
+    quantised, plain = folder / "quantised", folder / "plain"
+    for place in (quantised, plain):
+        made.save_pretrained(place)
+    tensors = load_file(plain / "model.safetensors")
+    stored = dict(tensors)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, inputs, outputs = tensors[name].shape
+        shape = (num_experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, dtype=torch.uint8)
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        del stored[name]
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, quantised / "model.safetensors")
+    path = quantised / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": OSS_CONFIG}))
+    return quantised, plain

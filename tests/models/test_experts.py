@@ -7,11 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.base.config import config_from_flat
 from quire.base.errors import ModelError
 from quire.base.model_options import EXPERTS as EXPERTS_OF
 from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models import experts
-from quire.models.experts import ExpertList, SparseMLP, StackedExperts
+from quire.models.experts import ExpertLinear, ExpertList, SparseMLP, StackedExperts
 from quire.models.formats import WeightFormats
 from quire.models.loading import LoadOptions, load_model
 from quire.models.outline import outline
@@ -21,6 +22,7 @@ from quire.models.source import resolve_model
 from quire.ops.formats import Quantization
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
+from quire.runner.preview import preview_runner
 from quire.runner.step_size import linear_parameters
 from quire.tools.limits import step_cost
 from tests.models.checkpoints import (
@@ -31,6 +33,7 @@ from tests.models.checkpoints import (
     write_checkpoint,
 )
 from tests.models.paged import CPU, run_paged
+from tests.models.quantised_writers import write_gpt_oss
 
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 META = torch.device("meta")
@@ -210,3 +213,42 @@ def test_the_sizes_of_qwen3_30b_a3b() -> None:
 def test_parameters_that_multiply_a_token(variant: str) -> None:
     spec = parse_spec({"model_type": VARIANTS[variant][0]} | VARIANTS[variant][1])
     assert linear_parameters(spec) == step_cost(spec, torch.float32).layers
+
+
+# ---- gpt-oss as the hub has it ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def oss(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A gpt-oss whose experts are in MXFP4, and the same with the numbers that they stand for."""
+    return write_gpt_oss(tmp_path_factory.mktemp("oss"))
+
+
+def test_experts_in_mxfp4_stand_for_these_numbers(oss: tuple[Path, Path]) -> None:
+    quantised, plain = oss
+    model, spec = load(quantised, torch.float64)
+    got = logits(model, spec, torch.float64)
+    (wanted,) = exact_logits(plain, TOKENS)
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+@needs_core
+def test_experts_in_mxfp4_stay_so(oss: tuple[Path, Path]) -> None:
+    """As large as they were planned; what differs is the rounding of activations to 8 bits."""
+    quantised, plain = oss
+    model, spec = load(quantised, torch.float32)
+    kept = [layer for layer in model.modules() if isinstance(layer, ExpertLinear)]
+    assert len(kept) == 2 * 2 * 5
+    for layer in kept:
+        assert isinstance(layer.weight, PackedWeight) and layer.weight.format == "mxfp4"
+    got = logits(model, spec, torch.float32)
+    (wanted,) = exact_logits(plain, TOKENS)
+    assert (got.double() - wanted).norm() < 0.03 * wanted.norm()
+    config = config_from_flat(model=str(quantised), dtype="float32", max_model_len=64)
+    preview = preview_runner(config, resolve_model(str(quantised)))
+    assert preview.weights_bytes == model_bytes(model)
+
+
+def load(folder: Path, dtype: torch.dtype) -> tuple[torch.nn.Module, ModelSpec]:
+    spec = load_spec(folder)
+    return load_model(folder, spec, dtype, CPU), spec
