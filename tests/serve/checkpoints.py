@@ -68,7 +68,14 @@ CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
 ARCHITECTURES = tuple(CONFIGS)
 IN_TURN = LLAMA_LIKE | {"layer_types": ["sliding_attention", "full_attention"]}
 GEMMA = IN_TURN | {"head_dim": 16, "sliding_window": WINDOW, "query_pre_attn_scalar": 16}
-# Families made of the same parts in other ways. The first three have windows in turn.
+MIXTURE = {"num_local_experts": 6, "num_experts": 6, "num_experts_per_tok": 2}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.2, 1.7, 2.5],
+    "long_factor": [2.0, 3.0, 5.0, 9.0],
+    "factor": 4.0,
+}
+# Families made of the same parts in other ways. The first three and gpt_oss have windows in turn.
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gemma2": (
         tf.Gemma2Config,
@@ -83,6 +90,24 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         tf.SmolLM3Config,
         tf.SmolLM3ForCausalLM,
         LLAMA_LIKE | {"no_rope_layer_interval": 2},
+    ),
+    "phi3": (
+        tf.Phi3Config,
+        tf.Phi3ForCausalLM,
+        LLAMA_LIKE | {"rope_parameters": LONGROPE, "original_max_position_embeddings": 96},
+    ),
+    "glm4": (tf.Glm4Config, tf.Glm4ForCausalLM, LLAMA_LIKE | {"head_dim": 8}),
+    "gpt_neox": (tf.GPTNeoXConfig, tf.GPTNeoXForCausalLM, LLAMA_LIKE),
+    "mixtral": (tf.MixtralConfig, tf.MixtralForCausalLM, LLAMA_LIKE | MIXTURE),
+    "qwen2_moe": (
+        tf.Qwen2MoeConfig,
+        tf.Qwen2MoeForCausalLM,
+        LLAMA_LIKE | MIXTURE | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
+    ),
+    "gpt_oss": (
+        tf.GptOssConfig,
+        tf.GptOssForCausalLM,
+        LLAMA_LIKE | MIXTURE | {"head_dim": 16, "sliding_window": WINDOW, "swiglu_limit": 2.0},
     ),
 }
 CONFIGS |= FAMILIES

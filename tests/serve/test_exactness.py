@@ -191,7 +191,7 @@ def test_layers_with_and_without_a_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", TOGETHER)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_other_families(family: str, case: str) -> None:
-    has_windows = family in ("gemma2", "gemma3_text", "cohere2")
+    has_windows = family in ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
     assert_as_expected(checkpoint(family), case, num_groups=2 if has_windows else 1)
 
 
