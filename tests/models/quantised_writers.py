@@ -295,22 +295,39 @@ def float8(scope: str, config: dict[str, Any], *, end: str, scale: str = "float3
     return Format(writer, config)
 
 
+def e2m1(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [..., K] and exponents + 127 [..., K / 32], uint8, and what they stand for."""
+    blocks = numbers.double().numpy().reshape(*numbers.shape[:-1], -1, 32)
+    powers = np.ceil(np.log2(np.abs(blocks).max(-1, keepdims=True) / 6))
+    scaled = blocks / 2.0**powers
+    codes = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1)
+    values = np.where(scaled < 0, -E2M1[codes], E2M1[codes]) * 2.0**powers
+    signed = (codes + 8 * (scaled < 0)).astype(np.uint8)
+    return (
+        torch.from_numpy(signed.reshape(numbers.shape)),
+        torch.from_numpy((powers[..., 0] + 127).astype(np.uint8)),
+        torch.from_numpy(values.reshape(numbers.shape)),
+    )
+
+
+def experts_in_blocks(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """gpt-oss: weights of all experts [E, K, N] become blocks [E, N, K / 32, 16] and scales."""
+    stored, plain = dict(tensors), {name: tensor.double() for name, tensor in tensors.items()}
+    for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
+        codes, exponents, values = e2m1(stored.pop(name).transpose(1, 2))
+        halves = (codes[..., ::2] | (codes[..., 1::2] << 4)).unflatten(-1, (-1, 16))
+        stored |= {f"{name}_blocks": halves, f"{name}_scales": exponents}
+        plain[name] = values.transpose(1, 2).contiguous()
+    return stored, plain
+
+
 def float4() -> Format:
     """compressed-tensors' MXFP4."""
 
     def writer(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        outputs, inputs = weight.shape
-        blocks = weight.double().numpy().reshape(outputs, -1, 32)
-        powers = np.ceil(np.log2(np.abs(blocks).max(-1, keepdims=True) / 6))
-        scaled = blocks / 2.0**powers
-        codes = np.abs(np.abs(scaled)[..., None] - E2M1).argmin(-1)
-        numbers = np.where(scaled < 0, -E2M1[codes], E2M1[codes]) * 2.0**powers
-        codes = (codes + 8 * (scaled < 0)).reshape(outputs, inputs).astype(np.uint8)
-        tensors = {
-            "weight_packed": torch.from_numpy(codes[:, ::2] | (codes[:, 1::2] << 4)),
-            "weight_scale": torch.from_numpy((powers[..., 0] + 127).astype(np.uint8)),
-        }
-        return tensors, torch.from_numpy(numbers.reshape(outputs, inputs))
+        codes, exponents, numbers = e2m1(weight)
+        halves = codes[:, ::2] | (codes[:, 1::2] << 4)
+        return {"weight_packed": halves, "weight_scale": exponents}, numbers
 
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group"}
     return Format(writer, compressed("mxfp4-pack-quantized", weights | {"group_size": 32}))

@@ -241,6 +241,35 @@ def test_broken_file(llama: Checkpoint) -> None:
         load(llama)
 
 
+@pytest.mark.parametrize("problem", ["cut", "missing", "shape", "dtype", "unknown"])
+def test_the_last_shard_is_looked_at_before_anything_is_allocated(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, "qwen3", max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    monkeypatch.setattr(assembly.Unit, "make", None)
+    tensors = load_file(file)
+    name, tensor = sorted(tensors.items())[-1]
+    if problem == "cut":
+        file.write_bytes(file.read_bytes()[:-100])
+        message = f"{file.name} cannot be read.*Download it again"
+    elif problem == "missing":
+        del tensors[name]
+        save_file(tensors, file)
+        message = f"lack {name}"
+    elif problem == "shape":
+        save_file(tensors | {name: tensor[1:].clone()}, file)
+        message = f"{name} has the shape"
+    elif problem == "dtype":
+        save_file(tensors | {name: tensor.to(torch.float8_e4m3fn)}, file)
+        message = f"{name} holds F8_E4M3, not floating-point numbers of 16 bits or more"
+    else:
+        save_file(tensors | {"model.more": tensor.clone()}, file)
+        message = r"hold unknown tensors \(model.more\)"
+    with pytest.raises(ModelError, match=message):
+        load(checkpoint)
+
+
 @pytest.mark.parametrize("variant", ["llama_biases", "opt_350m", "gpt2", "qwen3_tied"])
 def test_dummy_weights_depend_on_the_seed_alone(variant: str) -> None:
     model_type, config = VARIANTS[variant]

@@ -12,8 +12,9 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from quire.base.errors import ModelError
+from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import ModelSpec
+from quire.models.checkpoint import listed
 from quire.models.experts import SparseMLP
 from quire.models.formats import WeightFormats
 from quire.models.layers import (
@@ -31,7 +32,7 @@ from quire.models.quantised.layers import QuantisedLayer
 from quire.models.registry import class_of
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
-from quire.ops.linear import pack_rows
+from quire.ops.linear import pack_merged
 from quire.ops.packed import block_row_bytes, can_pack_natively, pack_parts
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
@@ -264,8 +265,12 @@ class Assembly:
         self, layer: Linear | LMHead, found: QuantisedLayer, arrived: dict[str, torch.Tensor]
     ) -> None:
         if found.is_kept:
-            dtype, rows = layer.weight.dtype, found.weight(arrived)
-            set_weight(layer, pack_rows(rows, dtype, self._device, self._memory))
+            pieces, dtype = found.pieces(layer.sources(), arrived), layer.weight.dtype
+            try:
+                weight = pack_merged(pieces, dtype, self._device, self._memory)
+            except ConfigError as error:
+                raise ConfigError(f"{listed(list(found.outputs))}: {error}") from error
+            set_weight(layer, weight)
             return
         for name, part in found.parts.items():
             part.fill(layer.source(name).destination, arrived)

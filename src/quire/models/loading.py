@@ -30,6 +30,7 @@ from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.quantised.layers import quantised_layers
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import chosen_variants
+from quire.ops.gpu import is_gpu
 from quire.ops.host_memory import forget_pages
 from quire.ops.linear import check_rows, dtype_name
 from quire.ops.packed import can_pack_natively
@@ -122,7 +123,7 @@ def _kernels(dtype: torch.dtype, formats: WeightFormats, stored: Stored) -> dict
         if isinstance(each, StoredFormat):
             used |= {format.format for format in each.formats}
         elif each.is_kept:
-            used.add(each.quantization().format)
+            used |= {format.format for _, format in each.stretches() if format is not None}
     return chosen_variants(sorted({dtype_name(dtype)} | used))
 
 
@@ -149,7 +150,9 @@ def formats_of_file(
         return {}
     is_kept = as_stored and dtype != torch.float64
     contents = _contents(weight_files(path), model)
-    found = quantised_layers(model, config, contents.headers, is_kept)
+    found = quantised_layers(
+        model, config, contents.headers, is_kept=is_kept, is_gpu=is_gpu(device)
+    )
     if found and quantization.is_quantised:
         logger.warning(
             "%s holds weights quantised by %s, which --quantization rounds a second time; without"

@@ -63,7 +63,7 @@ def _stretches(
     if isinstance(found, StoredFormat):
         return found.stretches
     if found is not None and found.is_kept:
-        format = found.quantization(is_gpu=is_gpu)
+        return found.stretches(is_gpu=is_gpu)
     return ((layer.weight.shape[0], format),)
 
 

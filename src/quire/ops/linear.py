@@ -10,6 +10,8 @@ of fixed order by a kernel of ours (`ops/kernels/matmul.py`), which gives that s
 quantised ones by others (`gpu_weights.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.base.errors import ConfigError
@@ -31,11 +33,12 @@ from quire.ops.packed import (
     PackedParts,
     PackedWeight,
     can_pack_natively,
+    joined,
     pack,
     pack_stored,
 )
 from quire.ops.registry import op
-from quire.ops.stored_rows import StoredRows
+from quire.ops.stored_rows import StoredRows, stacked
 from quire.ops.threads import num_threads
 
 Weight = torch.Tensor | PackedWeight | PackedParts | GPUWeight
@@ -140,6 +143,38 @@ def pack_rows(
         return pack_stored(rows, memory)
     kind = type(rows).__name__
     raise ConfigError(f"there is no kernel for weights stored as {kind} on {device.type}.")
+
+
+def pack_merged(
+    parts: Sequence[StoredRows | torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    memory: HugeMemory | None = None,
+) -> Weight:
+    """Do that with a weight whose parts, one under the other, are stored by themselves, some maybe
+    as plain numbers: one product where all are of one kind, else on a CPU several side by side.
+
+    Raises ConfigError where the device has no kernel for that.
+    """
+    rows = [part for part in parts if not isinstance(part, torch.Tensor)]
+    difference = "some are plain numbers"
+    if len(rows) == len(parts):
+        try:
+            merged = rows[0] if len(rows) == 1 else stacked(rows)
+        except ValueError as error:
+            difference = f"they differ in {error}"
+        else:
+            return pack_rows(merged, dtype, device, memory)
+    if not can_pack_natively(dtype, device):
+        raise ConfigError(
+            f"parts of a layer are stored in different ways ({difference}), for which there is no"
+            f" kernel on {device.type}; --quantization none computes them in the dtype."
+        )
+    packed = [
+        pack(part.to(dtype), None) if isinstance(part, torch.Tensor) else pack_stored(part)
+        for part in parts
+    ]
+    return joined(packed, memory)
 
 
 def check_rows(what: str, dtype: torch.dtype, device: torch.device) -> None:

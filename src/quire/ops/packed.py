@@ -240,6 +240,16 @@ def packed_parts(data: torch.Tensor, layouts: Sequence[WeightLayout]) -> Packed:
     return PackedParts(data[:begin], tuple(parts))
 
 
+def joined(parts: Sequence[PackedWeight], memory: HugeMemory | None = None) -> Packed:
+    """Put weights with the same inputs one after the other. Their data are copied."""
+    data = _empty(sum(aligned(part.nbytes) for part in parts), memory)
+    made, begin = packed_parts(data, [part.layout for part in parts]), 0
+    for part in parts:
+        data[begin : begin + part.nbytes] = part.data
+        begin += aligned(part.nbytes)
+    return made
+
+
 def block_row_bytes(format: Quantization, num_inputs: int) -> int:
     """Count the bytes of an output's blocks."""
     values, num_bytes = BLOCKS[format.format]

@@ -21,7 +21,7 @@ from quire.models.quantised import awq, float4, float8, gptq, integers, packed
 from quire.models.quantised.sizes import quantization_of
 from quire.models.quantised.tensors import Shape, Wanted
 from quire.ops.formats import Quantization
-from quire.ops.stored_rows import StoredRows, selected, stacked
+from quire.ops.stored_rows import StoredRows, selected
 
 WEIGHT = ".weight"
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -105,34 +105,50 @@ class QuantisedPart:
 
 @dataclass(frozen=True, eq=False)
 class QuantisedLayer:
-    """A layer with quantised parts. is_kept: whether its weight stays so; else it is computed."""
+    """A layer with quantised parts. parts: by their sources. outputs: of each source, also of the
+    plain ones, in their order. is_kept: whether the weight stays so; else it is computed."""
 
     parts: Mapping[str, QuantisedPart]
+    outputs: Mapping[str, int]
     is_kept: bool
 
-    def quantization(self, *, is_gpu: bool = False) -> Quantization:
-        """Say what the weight is packed as, if it is kept."""
-        part = next(iter(self.parts.values()))
-        inputs = part.source.destination.shape[-1]
-        return quantization_of(part.how, inputs, part.scales, is_gpu=is_gpu)
+    def stretches(self, *, is_gpu: bool = False) -> tuple[tuple[int, Quantization | None], ...]:
+        """Return how many outputs are packed in which format, in their order, if it is kept."""
+        found: list[tuple[int, Quantization | None]] = []
+        for name, outputs in self.outputs.items():
+            part, format = self.parts.get(name), None
+            if part is not None:
+                inputs = part.source.destination.shape[-1]
+                format = quantization_of(part.how, inputs, part.scales, is_gpu=is_gpu)
+            if found and found[-1][1] == format:
+                outputs += found.pop()[0]
+            found.append((outputs, format))
+        return tuple(found)
 
-    def weight(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
-        """Put the parts' rows one under the other. Raises ModelError where that cannot be."""
-        rows = [part.rows(found) for part in self.parts.values()]
-        try:
-            return rows[0] if len(rows) == 1 else stacked(rows)
-        except ValueError as error:
-            raise ModelError(_not_merged(list(self.parts), str(error))) from error
+    def pieces(
+        self, sources: Iterable[Source], found: Mapping[str, torch.Tensor]
+    ) -> list[StoredRows | torch.Tensor]:
+        """Make what stands one under the other of the layer's sources."""
+        return [
+            self.parts[source.name].rows(found)
+            if source.name in self.parts
+            else source.taken(found[source.name])
+            for source in sources
+            if source.name in self.outputs
+        ]
 
 
 def quantised_layers(
     model: nn.Module,
     config: QuantizationConfig,
     headers: Mapping[str, TensorHeader],
+    *,
     is_kept: bool,
+    is_gpu: bool = False,
 ) -> dict[nn.Module, QuantisedLayer]:
     """Find the layers whose weights the files hold quantised. headers: by the names that sources
-    have. Raises ModelError for tensors that are missing, and of another shape or dtype."""
+    have. Raises ModelError for tensors that are missing, and of another shape or dtype, and on a
+    GPU for modules that are multiplied together and differ."""
     found: dict[nn.Module, QuantisedLayer] = {}
     for layer in model.modules():
         if not isinstance(layer, Linear | LMHead):
@@ -143,11 +159,13 @@ def quantised_layers(
         quantised = {name: part for name, part in parts.items() if part is not None}
         if not quantised:
             continue
-        plain = parts.keys() - quantised.keys()
-        if is_kept and plain & headers.keys():
-            reason = f"{listed(sorted(plain))} is not quantised"
-            raise ModelError(_not_merged(list(parts), reason))
-        found[layer] = QuantisedLayer(quantised, is_kept)
+        outputs = {each.name: each.destination.shape[0] for each in sources}
+        found[layer] = QuantisedLayer(quantised, outputs, is_kept)
+        if is_kept and is_gpu and len(found[layer].stretches(is_gpu=True)) > 1:
+            raise ModelError(
+                f"{listed(list(parts))} are multiplied together, but stored in different ways, for"
+                " which GPUs have no kernel; --quantization none computes them in the dtype."
+            )
     return found
 
 
@@ -215,10 +233,3 @@ def _whole_shape(source: Source) -> Shape:
     are stored so also where plain ones are transposed."""
     shape = source.checkpoint_shape
     return (*shape[:-2], shape[-1], shape[-2]) if source.transposed else shape
-
-
-def _not_merged(names: Iterable[str], reason: str) -> str:
-    return (
-        f"{listed(list(names))} are multiplied together, but stored in different ways ({reason});"
-        " --quantization none computes with them in the dtype."
-    )
