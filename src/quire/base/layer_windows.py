@@ -141,7 +141,9 @@ def _kinds(fields: Fields, num_layers: int, others: str = "") -> tuple[str, ...]
     if found is None:
         return None
     if len(found) != num_layers:
-        raise fields.error("layer_types", f"it names {len(found)} of {num_layers} layers")
+        raise fields.error(
+            "layer_types", f"it names {len(found)} of {num_layers} layers (num_hidden_layers)"
+        )
     kinds = []
     for kind in (OLD_NAMES.get(name, name) for name in found):
         if kind not in (FULL, SLIDING) and not others:

@@ -163,8 +163,10 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
         return None
     count, num_chosen, inner = EXPERTS[model_type]
     num_experts = _num_experts(fields, model_type, count)
-    if num_experts == 0 and inner is not None:
-        return None
+    if num_experts == 0:
+        if inner is not None:
+            return None
+        raise fields.error("num_local_experts", f"{model_type} has experts in all layers")
     if num_experts * num_layers > MAX_EXPERT_LAYERS:
         raise fields.error(
             "num_experts" if fields.has("num_experts") else "num_local_experts",

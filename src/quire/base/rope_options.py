@@ -44,12 +44,26 @@ def rope_options(
     """
     own = own_fields(fields)
     holder = own if own.has("partial_rotary_factor") else fields
-    part = holder.number("partial_rotary_factor", default_part or 1.0)
-    if default_part is None and part != 1.0:
+    if default_part is None and holder.number("partial_rotary_factor", 1.0) != 1.0:
         raise holder.error(
             "partial_rotary_factor", "rotary embedding of a part of each head is not supported"
         )
-    return rope_of(own, fields, int(head_dim * part), max_position)
+    rotated = rotated_dims(holder, "partial_rotary_factor", head_dim, default_part or 1.0)
+    return rope_of(own, fields, rotated, max_position)
+
+
+def rotated_dims(fields: Fields, name: str, head_dim: int, default: float = 1.0) -> int:
+    """Count the dimensions of a head that are turned, of which a field says the share. Raises
+    ModelError."""
+    part = fields.number(name, default)
+    rotated = int(head_dim * part)
+    if part != 1.0 and (rotated % 2 or not 2 <= rotated <= head_dim):
+        raise fields.error(
+            name,
+            f"that turns {rotated} of the {head_dim} dimensions of a head; it must be an even"
+            " number of them",
+        )
+    return rotated
 
 
 def own_fields(fields: Fields) -> Fields:

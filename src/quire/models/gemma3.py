@@ -6,7 +6,7 @@ from typing import Any
 from quire.base.config_fields import Fields
 from quire.base.layer_windows import FULL, SLIDING
 from quire.base.model_spec import ModelSpec
-from quire.base.rope_options import RopeOptions, rope_of
+from quire.base.rope_options import LEAST_FACTOR, RopeOptions, rope_of
 from quire.base.text_config import PART_OF
 from quire.models.decoder import Decoder
 from quire.models.gemma2 import Gemma2Layer, embedding_scale, optional, refuse_bidirectional
@@ -61,13 +61,13 @@ def rope_of_full(spec: ModelSpec) -> RopeOptions:
     if scaling.has("type") and not scaling.has("rope_type"):
         raise scaling.error("type", "transformers reads only rope_type here")
     changes = {name: scaling.value(name) for name in scaling.names()}
-    theta = fields.number("rope_theta", GLOBAL_THETA)
+    theta = fields.number("rope_theta", GLOBAL_THETA, LEAST_FACTOR)
     return _rope(spec, FULL, {"rope_theta": theta}, changes)
 
 
 def rope_of_windows(spec: ModelSpec) -> RopeOptions:
     """Read that of layers with one. Old configs have its base in `rope_local_base_freq`."""
-    theta = spec.fields.number("rope_local_base_freq", LOCAL_THETA)
+    theta = spec.fields.number("rope_local_base_freq", LOCAL_THETA, LEAST_FACTOR)
     return _rope(spec, SLIDING, {"rope_theta": theta}, {})
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quire.base.model_spec import ModelSpec
-from quire.base.rope_options import RopeOptions, own_fields, rope_of
+from quire.base.rope_options import RopeOptions, own_fields, rope_of, rotated_dims
 from quire.models.decoder import Decoder, DecoderAttention, LayerPlace
 from quire.models.layers import LayerNorm, Linear, ParamFactory, StreamNorm, activation
 from quire.models.options import DecoderOptions
@@ -88,6 +88,7 @@ def neox_rope(spec: ModelSpec) -> RopeOptions:
     if fields.has("head_dim") and fields.integer("head_dim") != spec.head_dim:
         raise fields.error("head_dim", f"heads of gpt_neox have {spec.head_dim} dimensions here")
     own = own_fields(fields)
-    part = own.number("partial_rotary_factor", fields.number("rotary_pct"))
-    rotated = int(spec.head_dim * part)
+    name = "partial_rotary_factor"
+    holder, name = (own, name) if own.has(name) else (fields, "rotary_pct")
+    rotated = rotated_dims(holder, name, spec.head_dim)
     return rope_of(own, fields, rotated, spec.max_position, theta_name="rotary_emb_base")

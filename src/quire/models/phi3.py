@@ -13,6 +13,7 @@ from quire.base.rope_options import (
     own_fields,
     rope_kind,
     rope_options,
+    rotated_dims,
 )
 from quire.models.decoder import Decoder, DecoderAttention, DecoderLayer, GatedMLP, LayerPlace
 from quire.models.layers import ParamFactory
@@ -47,7 +48,7 @@ def phi3_rope(spec: ModelSpec) -> RopeOptions:
     own, kind = own_fields(fields), rope_kind(own_fields(fields))
     if kind in LONGROPES:
         holder = own if own.has("partial_rotary_factor") else fields
-        rotated = int(spec.head_dim * holder.number("partial_rotary_factor", 1.0))
+        rotated = rotated_dims(holder, "partial_rotary_factor", spec.head_dim)
         return longrope_options(own, fields, rotated, spec.max_position, is_long=spec.is_long)
     if kind != "default":
         name = "rope_type" if own.has("rope_type") else "type"
