@@ -103,7 +103,9 @@ def rotated_layers(fields: Fields, num_layers: int) -> list[bool]:
     if fields.has("no_rope_layers"):
         found = fields.integers("no_rope_layers", most=1)
         if len(found) < num_layers:
-            raise fields.error("no_rope_layers", f"it has {len(found)} of {num_layers} layers")
+            raise fields.error(
+                "no_rope_layers", f"it has {len(found)} of {num_layers} layers (num_hidden_layers)"
+            )
         return [turns == 1 for turns in found[:num_layers]]
     every = fields.integer("no_rope_layer_interval")
     return [(layer + 1) % every != 0 for layer in range(num_layers)]

@@ -127,7 +127,8 @@ def check_activation(layers: LayerOptions, model_type: str) -> None:
     field, _ = _activation_field(model_type)
     if layers.activation not in known and model_type != "gpt_oss":  # has a gate of its own
         raise ModelError(
-            f"{model_type} with {field} {layers.activation!r} is not supported; supported are"
+            f"model_type {model_type} with {field} {layers.activation!r} is not supported; supported"
+            " are"
             f" {', '.join(known)}."
         )
 
@@ -189,7 +190,7 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
         raise fields.error(
             "num_experts_per_tok",
             f"it sends a token to {options.num_chosen} of {num_experts} experts, but must be from 1"
-            " to num_experts",
+            " to num_experts (num_local_experts)",
         )
     if options.step < 1 or options.inner_size < 1:
         raise fields.error(

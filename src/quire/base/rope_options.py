@@ -60,8 +60,8 @@ def rotated_dims(fields: Fields, name: str, head_dim: int, default: float = 1.0)
     if part != 1.0 and (rotated % 2 or not 2 <= rotated <= head_dim):
         raise fields.error(
             name,
-            f"that turns {rotated} of the {head_dim} dimensions of a head; it must be an even"
-            " number of them",
+            f"that turns {rotated} of the {head_dim} dimensions of a head (head_dim); it must be"
+            " an even number of them",
         )
     return rotated
 
@@ -187,5 +187,9 @@ def _divisors(own: Fields, name: str, rotated: int) -> tuple[float, ...]:
     found = found if isinstance(found, list) else []
     each = Fields({str(index): divisor for index, divisor in enumerate(found)}, name)
     if len(found) != rotated // 2:
-        raise own.error(name, f"it must be a list of {rotated // 2} numbers")
+        raise own.error(
+            name,
+            f"it must be a list of {rotated // 2} numbers: half of what is turned of a head"
+            " (head_dim, partial_rotary_factor)",
+        )
     return tuple(each.number(str(index), least=LEAST_FACTOR) for index in range(len(found)))
