@@ -127,9 +127,8 @@ def check_activation(layers: LayerOptions, model_type: str) -> None:
     field, _ = _activation_field(model_type)
     if layers.activation not in known and model_type != "gpt_oss":  # has a gate of its own
         raise ModelError(
-            f"model_type {model_type} with {field} {layers.activation!r} is not supported; supported"
-            " are"
-            f" {', '.join(known)}."
+            f"model_type {model_type} with {field} {layers.activation!r} is not supported;"
+            f" supported are {', '.join(known)}."
         )
 
 
