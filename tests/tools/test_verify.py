@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base.config import config_from_flat
+from quire.base.config import ModelConfig, config_from_flat
 from quire.base.errors import ModelError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec
-from quire.models.formats import IN_THE_DTYPE
+from quire.models.formats import IN_THE_DTYPE, weight_formats
 from quire.models.loading import LoadOptions, load_model
 from quire.ops.native import core
 from quire.tools.verify import verify as verify_module
@@ -26,7 +26,7 @@ from quire.tools.verify.paged import CPU
 from quire.tools.verify.report import DIFFERS, WITHIN, Report, Run, as_data, lines
 from quire.tools.verify.verify import AS_STORED, Asked, Verification
 from quire.tools.verify.watch import LOGITS
-from quire.tools.verify.weights import checkpoint_tensors
+from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
 from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_writer import Q8_0, convert
 from tests.models.quantised_writers import Format, awq, float4, gptq
@@ -219,7 +219,14 @@ def test_gguf(variant: str, tmp_path: Path) -> None:
     assert len(stored) == (core() is not None)
 
 
-@pytest.mark.parametrize("form", [gptq(4, 32), awq(32), float4()], ids=["gptq", "awq", "mxfp4"])
+FORMS = {
+    "gptq": gptq(4, 32, desc_act=True, symmetric=False),
+    "awq": awq(32),
+    "mxfp4": float4(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_quantised_checkpoint(form: Format, tmp_path: Path) -> None:
     """Beside its own dequantised weights, and beside those that it stands for."""
     quantised, plain = write_quantised(tmp_path, form)
@@ -254,6 +261,29 @@ def test_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify_module, "available_cpu_bytes", lambda: 10 << 10)
     with pytest.raises(OutOfMemory, match="comparing takes .* MiB .* are free; take a smaller"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["llama_tied", "qwen3_moe"])
+def test_numbers_that_transformers_is_given_in_float32(
+    variant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where ours have an order of their own in memory."""
+    write_checkpoint(tmp_path, variant)
+    monkeypatch.setattr(Verification, "_exact_dtype", lambda self: torch.float32)
+    assert verify(tmp_path, load_format="dummy").verdict == WITHIN
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_dequantised_numbers_are_those_that_are_multiplied(name: str, tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path, "llama").spec
+    formats = weight_formats(ModelConfig(quantization=name))
+    packed = load_model(tmp_path, spec, torch.float32, CPU, LoadOptions(formats=formats))
+    plain = load_model(tmp_path, spec, torch.float32, CPU)
+    take_dequantised(plain, packed)
+    weight = packed.layers[0].mlp.down.weight
+    wanted = weight.rows(torch.arange(weight.shape[0]), torch.float32)
+    torch.testing.assert_close(plain.layers[0].mlp.down.weight, wanted, rtol=1e-6, atol=0)
 
 
 def test_what_transformers_refuses(tmp_path: Path) -> None:

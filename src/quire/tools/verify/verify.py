@@ -147,7 +147,9 @@ class Verification:
         return reference
 
     def _our_tensors(self) -> Tensors:
-        return checkpoint_tensors(self._load(self._exact, IN_THE_DTYPE, CPU))
+        model = self._load(self._exact, IN_THE_DTYPE, CPU)
+        take_dequantised(model, model)  # in float32 it is packed
+        return checkpoint_tensors(model)
 
     # ---- our side --------------------------------------------------------------------------------
 
@@ -263,9 +265,9 @@ class Verification:
             packed = self._load(torch.float32, formats)
             got = self._trace(packed, paging, BESIDE_OTHERS)
             plain = self._load(torch.float32, IN_THE_DTYPE)
-        except QuireError as error:
+            take_dequantised(plain, packed)
+        except (QuireError, Untraceable) as error:
             return dataclasses.replace(run, refusal=str(error))
-        take_dequantised(plain, packed)
         exact = self._trace(plain, self._paging("reference", torch.float32, False), AT_ONCE)
         rounding = _relative(exact[LOGITS], self._reference.trace[LOGITS])
         found = differences(got, exact, torch.float32, LOSSY)

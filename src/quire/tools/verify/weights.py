@@ -6,8 +6,14 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from quire.base.errors import ConfigError
 from quire.models.layers import Layer, Source, set_weight
+from quire.ops.gpu_weights import GPUWeight
+from quire.ops.linear import linear
 from quire.ops.opaque import OpaqueWeight
+from quire.ops.packed import PackedParts, PackedWeight
+
+AT_ONCE = 1024  # inputs
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -45,9 +51,21 @@ def _as_stored(source: Source) -> torch.Tensor:
 
 
 def take_dequantised(plain: nn.Module, packed: nn.Module) -> None:
-    """Give a model of float32 the numbers that another one of the same config has packed."""
-    others = dict(packed.named_modules())
+    """Give a model of float32 the numbers that another one of the same config has packed, or its
+    own. Raises ConfigError for experts that are packed side by side."""
+    others, device = dict(packed.named_modules()), next(plain.parameters()).device
     for name, module in plain.named_modules():
-        weight = vars(others[name]).get("weight")
-        if isinstance(module, Layer) and isinstance(weight, OpaqueWeight):
-            set_weight(module, weight.rows(torch.arange(weight.shape[0]), torch.float32))
+        for field, weight in list(vars(others[name]).items()):
+            if not isinstance(weight, OpaqueWeight):
+                continue
+            if field != "weight" or not isinstance(module, Layer):
+                raise ConfigError("packed experts of a GPU are not compared with others yet.")
+            set_weight(module, _dequantised(weight, device))
+
+
+def _dequantised(weight: OpaqueWeight, device: torch.device) -> torch.Tensor:
+    """Return what a packed weight [N, K] multiplies by, in float32: its products with unit vectors,
+    of which nothing is rounded."""
+    assert isinstance(weight, PackedWeight | PackedParts | GPUWeight)
+    units_KK = torch.eye(weight.shape[1], device=device)
+    return torch.cat([linear(units, weight).T for units in units_KK.split(AT_ONCE)], 1)
