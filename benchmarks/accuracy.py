@@ -66,13 +66,20 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Format:
-    """How weights are stored. group_size and head: as in `quire.base.config.ModelConfig`."""
+    """How weights are stored, and keys and values. group_size, head and kv: as the settings
+    quantization_group_size, quantized_head and kv_cache_dtype."""
 
     name: str
     dtype: str = "bfloat16"
     quantization: str | None = None
     group_size: int | None = None
     head: str = "auto"
+    kv: str = "auto"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is rounded but to the dtype."""
+        return self.quantization is None and self.kv == "auto"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -81,12 +88,13 @@ class Format:
             "quantization": self.quantization,
             "quantization_group_size": self.group_size,
             "quantized_head": self.head,
+            "kv_cache_dtype": self.kv,
         }
 
     @property
     def bases(self) -> list[str]:
         """Names of the formats that it is compared with, nearest first."""
-        if self.quantization is None:
+        if self.is_plain:
             return [] if self.dtype == "float32" else ["float32"]
         return list(dict.fromkeys((self.dtype, "float32")))
 
@@ -95,6 +103,8 @@ UNQUANTISED = [Format("float32", "float32"), Format("bfloat16")]
 QUANTISED = [
     Format("int8", quantization="int8", group_size=128),
     Format("int8 rows", quantization="int8", group_size=0),
+    Format("fp8", quantization="fp8"),
+    Format("int8 KV", kv="int8"),
     Format("int4", quantization="int4", group_size=32, head="int8"),
     Format("int4 of 128", quantization="int4", group_size=128, head="int8"),
     Format("int4, head int4", quantization="int4", group_size=32, head="int4"),
@@ -350,7 +360,7 @@ def study(options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"distinct": asked, "results": [], "shape": []}
     for format in chosen(options.formats):
         measured = measure(format, tasks, texts, options.positions)
-        if format.quantization is None:
+        if format.is_plain:
             bases[format.name] = measured
         report["results"] += compare(measured, bases, texts, keys)
         write_report(options.output_json, report)
@@ -365,7 +375,7 @@ def shape_study(options: argparse.Namespace) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for format in chosen(options.formats):
         measured = measure_shape(format, options.shape)
-        if format.quantization is None:
+        if format.is_plain:
             bases[format.name] = measured
         results += [
             {"format": format.name, "against": n, "logits": logit_figures(measured, bases[n])}

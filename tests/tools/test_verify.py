@@ -24,7 +24,7 @@ from quire.tools.verify.compare import differences, tokens_chosen
 from quire.tools.verify.ours import WAYS
 from quire.tools.verify.paged import CPU
 from quire.tools.verify.report import DIFFERS, WITHIN, Report, Run, as_data, lines
-from quire.tools.verify.verify import AS_STORED, Asked, Verification
+from quire.tools.verify.verify import AS_STORED, Asked
 from quire.tools.verify.watch import LOGITS
 from quire.tools.verify.weights import checkpoint_tensors, take_dequantised
 from tests.models.checkpoints import VARIANTS, write_checkpoint
@@ -34,6 +34,8 @@ from tests.models.quantised_writers import write as write_quantised
 from tests.tools.test_port import foreign
 
 Tensors = dict[str, torch.Tensor]
+MORE_VARIANTS = ("opt_350m", "qwen2_windows", "phi3_long", "olmo2", "cohere2", "gpt_neox", "glm4")
+MORE_VARIANTS += ("mixtral", "qwen2_moe", "gpt_oss")
 
 
 def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None = None,
@@ -42,7 +44,7 @@ def verify(model: Path, *, spec: ModelSpec | None = None, against: Path | None =
     quick = {"quantization": "none", "attention_backend": "reference"}
     config = config_from_flat(model=str(model), **(quick | settings))
     where = None if against is None else str(against)
-    return Verification(Asked(config, num_tokens=4, against=where, spec=spec)).run()
+    return verify_module.verify(Asked(config, num_tokens=4, against=where, spec=spec))
 
 
 def first(report: Report) -> tuple[str, int | None]:
@@ -53,7 +55,11 @@ def first(report: Report) -> tuple[str, int | None]:
 
 
 @pytest.mark.parametrize(
-    "variant", ["llama", "gpt2", "opt_350m", "qwen3_moe", "qwen2_windows", "gemma2", "phi3_long"]
+    "variant",
+    [
+        *("llama", "gpt2", "gemma2", "qwen3_moe"),
+        *(pytest.param(name, marks=[pytest.mark.slow]) for name in MORE_VARIANTS),
+    ],
 )
 def test_what_is_equal(variant: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, variant)
@@ -269,7 +275,7 @@ def test_numbers_that_transformers_is_given_in_float32(
 ) -> None:
     """Where ours have an order of their own in memory."""
     write_checkpoint(tmp_path, variant)
-    monkeypatch.setattr(Verification, "_exact_dtype", lambda self: torch.float32)
+    monkeypatch.setattr(verify_module, "_exact_dtype", lambda spec, given: torch.float32)
     assert verify(tmp_path, load_format="dummy").verdict == WITHIN
 
 

@@ -61,12 +61,12 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.tokens < 0:
         raise ConfigError(f"--tokens must be at least 0, got {arguments.tokens}.")
     from quire.tools.verify.report import WITHIN, as_data, lines
-    from quire.tools.verify.verify import Asked, Verification
+    from quire.tools.verify.verify import Asked, verify
 
     config = config_from_flat(**given_settings(arguments))
     asked = Asked(config, arguments.prompt, arguments.tokens, arguments.against)
 
-    report = Verification(asked, lambda run: print(f"  {run.name}", file=sys.stderr)).run()
+    report = verify(asked, lambda run: print(f"  {run.name}", file=sys.stderr))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(as_data(report), indent=2) + "\n", "utf-8")
     for line in lines(report):

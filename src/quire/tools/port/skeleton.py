@@ -133,7 +133,7 @@ from {module} import {name}
 from quire.base.config import config_from_flat
 from quire.models.registry import MODELS
 from quire.tools.verify.report import WITHIN, lines
-from quire.tools.verify.verify import Asked, Verification
+from quire.tools.verify.verify import Asked, verify
 
 TYPE = "{model_type}"
 # The checkpoint's config with small sizes. Change what must fit them.
@@ -151,7 +151,7 @@ def test_it_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for weight in model.parameters():  # so large that every part matters
         weight.data.normal_(1.0 if weight.dim() == 1 else 0.0, 0.25)
     model.save_pretrained(tmp_path)
-    report = Verification(Asked(config_from_flat(model=str(tmp_path)))).run()
+    report = verify(Asked(config_from_flat(model=str(tmp_path))))
     assert report.verdict == WITHIN, "\\n".join(lines(report))
 '''
 

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from quire.base.model_spec import TRANSFORMERS, ModelSpec
+from quire.ops.program import Untraceable
+from quire.runner.native_model import trace as trace_operations
 from quire.tools.verify.paged import Chunks, Paging, run_paged
 from quire.tools.verify.precision import WholePrecision
 from quire.tools.verify.watch import Trace, Watcher
@@ -77,6 +77,10 @@ def trace(model: Any, spec: ModelSpec, asked: Way, paging: Paging) -> Trace:
     return watcher.trace(logits[watched].cpu())
 
 
-def is_hooked(model: nn.Module, spec: ModelSpec) -> bool:
-    """Tell whether the model shows its layers."""
-    return any(isinstance(m, nn.ModuleList) and len(m) == spec.num_layers for m in model.modules())
+def runs_in_one_call(model: Any) -> bool:
+    """Tell whether the C++ core runs the whole model in one call."""
+    try:
+        trace_operations(model)
+    except Untraceable:
+        return False
+    return True

@@ -11,7 +11,7 @@ import dataclasses
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from quire.tools.verify.compare import (
     tokens_chosen,
 )
 from quire.tools.verify.facts import facts_of
-from quire.tools.verify.ours import AT_ONCE, BESIDE_OTHERS, WAYS, trace, way
+from quire.tools.verify.ours import AT_ONCE, BESIDE_OTHERS, WAYS, runs_in_one_call, trace, way
 from quire.tools.verify.paged import CPU, Paging
 from quire.tools.verify.report import Report, Run
 from quire.tools.verify.theirs import Reference, Tensors, Theirs, check_transformers
@@ -78,107 +78,135 @@ class Asked:
     spec: ModelSpec | None = None
 
 
-@dataclass
-class Verification:
-    """One comparison; `run` does all of it. on_run: is told each result as it comes."""
+@dataclass(frozen=True)
+class Model:
+    """What is compared. spec: of ours, for sequences of the length that is computed. exact: the
+    dtype in which nothing but that may differ."""
 
     asked: Asked
-    on_run: OnRun = field(default=lambda run: None)
-
-    def run(self) -> Report:
-        """Raises MissingDependency without transformers, ModelError for a model that one of the two
-        does not load, OutOfMemory where it does not fit, ConfigError for a wrong setting."""
-        check_transformers()
-        config, asked = self.asked.config, self.asked
-        self._source = resolve_model(config.model.model, config.model.revision, progress=False)
-        spec = asked.spec or model_spec(self._source.directory, config.model.model_impl)
-        prompt = _prompt(asked, self._source, spec)
-        if len(prompt) + asked.num_tokens > spec.max_position:
-            raise ConfigError(
-                f"the prompt has {len(prompt)} tokens, which with {asked.num_tokens} more is beyond"
-                f" the model's {spec.max_position}; give a shorter one with --prompt."
-            )
-        self._spec = spec.served_up_to(len(prompt) + asked.num_tokens)
-        self._device = choose_device(config.device)
-        self._exact = self._exact_dtype()
-        self._reference = self._theirs(prompt)
-        runs = []
-        for run in self._all_runs():
-            self.on_run(run)
-            runs.append(run)
-        chosen = self._reference.tokens[len(prompt) :]
-        facts = facts_of(config, self._source, self._spec, str(self._exact))
-        return Report(facts, prompt, chosen, self._reference.cache_error, tuple(runs))
-
-    # ---- transformers' side ----------------------------------------------------------------------
+    source: ModelSource
+    spec: ModelSpec
+    device: torch.device
+    exact: torch.dtype
 
     @property
-    def _is_read_by_theirs(self) -> bool:
-        path = self._source.directory
-        is_dummy = load_format_of(self.asked.config, self._source) == "dummy"
-        quantised = self._spec.raw.get("quantization_config") is not None
-        return self.asked.against is not None or not (is_gguf(path) or is_dummy or quantised)
+    def config(self) -> EngineConfig:
+        return self.asked.config
 
-    def _exact_dtype(self) -> torch.dtype:
-        """Choose float64 where there is room for it, else float32. Raises OutOfMemory."""
-        copies = 1 if self._is_read_by_theirs else 2
-        free, needed = available_cpu_bytes(), 0
-        for dtype in (torch.float64, torch.float32):
-            empty = empty_model(self._spec, dtype, CPU)
-            needed = int(planned_bytes(empty, dtype, CPU, IN_THE_DTYPE) * copies * ROOM)
-            if needed <= free:
-                return dtype
-        raise OutOfMemory(
-            f"comparing takes {needed / MIB:,.0f} MiB ({copies} x the weights in float32, and a"
-            f" quarter), but {free / MIB:,.0f} MiB are free; take a smaller model of the same kind."
-        )
-
-    def _theirs(self, prompt: list[int]) -> Reference:
-        directory, tensors = self._source.directory, None
-        if self.asked.against is not None:
-            directory = resolve_model(self.asked.against, progress=False).directory
-        elif not self._is_read_by_theirs:
-            tensors = self._our_tensors()
-        theirs = Theirs(directory, self._spec, self._exact, tensors)
-        del tensors
-        reference = theirs.reference(prompt, self.asked.num_tokens)
-        del theirs
-        gc.collect()
-        return reference
-
-    def _our_tensors(self) -> Tensors:
-        model = self._load(self._exact, IN_THE_DTYPE, CPU)
-        take_dequantised(model, model)  # in float32 it is packed
-        return checkpoint_tensors(model)
-
-    # ---- our side --------------------------------------------------------------------------------
-
-    def _load(
+    def load(
         self, dtype: torch.dtype, formats: WeightFormats, device: torch.device | None = None
     ) -> Any:
-        config = self.asked.config
-        options = LoadOptions(load_format_of(config, self._source), config.model.seed, formats)
-        where = device or self._device
-        return load_model(self._source.directory, self._spec, dtype, where, options)
+        """Load ours."""
+        load_format = load_format_of(self.config, self.source)
+        options = LoadOptions(load_format, self.config.model.seed, formats)
+        return load_model(self.source.directory, self.spec, dtype, device or self.device, options)
 
-    def _all_runs(self) -> Iterator[Run]:
-        config = self.asked.config
+
+def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
+    """Compare in all ways. on_run: is told each result as it comes.
+
+    Raises MissingDependency without transformers, ModelError for a model that one of the two does
+    not load, OutOfMemory where it does not fit, ConfigError for a wrong setting.
+    """
+    check_transformers()
+    config = asked.config
+    source = resolve_model(config.model.model, config.model.revision, progress=False)
+    spec = asked.spec or model_spec(source.directory, config.model.model_impl)
+    prompt = _prompt(asked, source, spec)
+    length = len(prompt) + asked.num_tokens
+    if length > spec.max_position:
+        raise ConfigError(
+            f"the prompt has {len(prompt)} tokens, which with {asked.num_tokens} more is beyond the"
+            f" model's {spec.max_position}; give a shorter one with --prompt."
+        )
+    spec = spec.served_up_to(length)
+    given = _is_given(asked, source, spec)
+    model = Model(asked, source, spec, choose_device(config.device), _exact_dtype(spec, given))
+    reference = _reference(model, prompt, given)
+    runs = []
+    for run in Runs(model, reference).all():
+        on_run(run)
+        runs.append(run)
+    chosen = reference.tokens[len(prompt) :]
+    facts = facts_of(config, source, spec, _name(model.exact))
+    return Report(facts, prompt, chosen, reference.cache_error, tuple(runs))
+
+
+# ---- transformers' side ----------------------------------------------------------------------
+
+
+def _is_given(asked: Asked, source: ModelSource, spec: ModelSpec) -> bool:
+    """Tell whether transformers must be given our numbers, because it cannot read the files."""
+    is_dummy = load_format_of(asked.config, source) == "dummy"
+    is_quantised = spec.raw.get("quantization_config") is not None
+    return asked.against is None and (is_gguf(source.directory) or is_dummy or is_quantised)
+
+
+def _exact_dtype(spec: ModelSpec, given: bool) -> torch.dtype:
+    """Choose float64 where there is room for it, else float32. Raises OutOfMemory."""
+    free, needed, copies = available_cpu_bytes(), 0, 2 if given else 1
+    for dtype in (torch.float64, torch.float32):
+        empty = empty_model(spec, dtype, CPU)
+        needed = int(planned_bytes(empty, dtype, CPU, IN_THE_DTYPE) * copies * ROOM)
+        if needed <= free:
+            return dtype
+    raise OutOfMemory(
+        f"comparing takes {needed / MIB:,.0f} MiB ({copies} x the weights in float32, and a"
+        f" quarter), but {free / MIB:,.0f} MiB are free; take a smaller model of the same kind."
+    )
+
+
+def _reference(model: Model, prompt: list[int], given: bool) -> Reference:
+    directory, tensors = model.source.directory, None
+    if model.asked.against is not None:
+        directory = resolve_model(model.asked.against, progress=False).directory
+    elif given:
+        tensors = _our_tensors(model)
+    theirs = Theirs(directory, model.spec, model.exact, tensors)
+    del tensors
+    reference = theirs.reference(prompt, model.asked.num_tokens)
+    del theirs
+    gc.collect()
+    return reference
+
+
+def _our_tensors(model: Model) -> Tensors:
+    ours = model.load(model.exact, IN_THE_DTYPE, CPU)
+    take_dequantised(ours, ours)  # in float32 it is packed
+    return checkpoint_tensors(ours)
+
+
+# ---- our side ----------------------------------------------------------------------------------
+
+
+class Runs:
+    """Each way to compute the tokens here, beside what transformers gives for them."""
+
+    def __init__(self, model: Model, reference: Reference) -> None:
+        self._model, self._reference = model, reference
+        self._config, self._spec = model.config, model.spec
+
+    def all(self) -> Iterator[Run]:
+        """Yield them, the exact ones first."""
+        config, exact = self._config, self._model.exact
         asks_plain = config.model.quantization in (None, "none")
-        yield from self._plain_runs(self._exact, [("reference", False)], WAYS)
-        if self._exact != torch.float32 and asks_plain:
+        yield from self._plain_runs(exact, [("reference", False)], WAYS)
+        if exact != torch.float32 and asks_plain:
             yield from self._plain_runs(torch.float32, self._backends(), WAYS, self._kv_formats())
-        served = torch_dtype(choose_dtype(config.model.dtype, self._spec, self._device.type))
+        served = torch_dtype(choose_dtype(config.model.dtype, self._spec, self._model.device.type))
         if served.itemsize == 2 and asks_plain:
-            yield from self._plain_runs(served, self._backends()[-1:], (BESIDE_OTHERS,))
+            model = self._model.load(served, IN_THE_DTYPE)
+            paging = self._served(model, served)
+            yield self._compared(PLAIN, model, paging, BESIDE_OTHERS, BOUNDS[served])
         for name, formats in self._quantised():
             yield self._quantised_run(name, formats)
         yield self._served_run()
 
     def _backends(self) -> list[Chosen]:
         """Return those to try, the one that an engine takes last."""
-        name = self.asked.config.attention_backend
+        name = self._config.attention_backend
         found: list[Chosen] = [("torch", False)]
-        if self._device.type != "cpu":
+        if self._model.device.type != "cpu":
             found += [("triton", False)]
         elif core() is not None:
             found += [("cpu", False), ("cpu", True)]
@@ -187,7 +215,7 @@ class Verification:
         return [each for each in found if each[0] == name] or [(name, False)]
 
     def _kv_formats(self) -> list[str]:
-        given = self.asked.config.cache.kv_cache_dtype
+        given = self._config.cache.kv_cache_dtype
         return [given] if given != "auto" else ["int8"]
 
     def _plain_runs(
@@ -197,24 +225,28 @@ class Verification:
         ways: Sequence[str],
         kv_formats: Sequence[str] = (),
     ) -> Iterator[Run]:
-        model = self._load(dtype, IN_THE_DTYPE)
+        model = self._model.load(dtype, IN_THE_DTYPE)
         for name, native in backends:
             paging = self._paging(name, dtype, native)
             for how in ways:
                 yield self._compared(PLAIN, model, paging, how, BOUNDS[dtype])
         for kv_format in kv_formats:
-            name, native = backends[-1]
-            paging = dataclasses.replace(self._paging(name, dtype, native), kv_format=kv_format)
+            paging = dataclasses.replace(self._served(model, dtype), kv_format=kv_format)
             yield self._compared(PLAIN, model, paging, BESIDE_OTHERS, LOSSY)
 
     def _paging(self, backend: str, dtype: torch.dtype, native: bool) -> Paging:
-        size = self.asked.config.cache.block_size
-        return Paging(size, backend, dtype, self._device, native=native)
+        size = self._config.cache.block_size
+        return Paging(size, backend, dtype, self._model.device, native=native)
+
+    def _served(self, model: Any, dtype: torch.dtype) -> Paging:
+        """Return what an engine would run the model by."""
+        name, native = self._backends()[-1]
+        return self._paging(name, dtype, native and runs_in_one_call(model))
 
     def _compared(self, weights: str, model: Any, paging: Paging, how: str, bound: float) -> Run:
         run = Run(
-            weights, _name(paging.dtype), paging.backend + (", one call" if paging.native else ""),
-            paging.kv_format, how, TRANSFORMERS, bound,
+            weights, _name(paging.dtype), _attention(paging), paging.kv_format, how, TRANSFORMERS,
+            bound,
         )  # fmt: skip
         reference = self._reference
         try:
@@ -239,10 +271,15 @@ class Verification:
     def _quantised(self) -> Iterator[tuple[str, WeightFormats]]:
         """Yield what to quantise to: what was asked for, else all that there is; and what a file
         holds quantised."""
-        model = self.asked.config.model
-        empty = empty_model(self._spec, torch.float32, self._device)
+        model = self._config.model
+        empty = empty_model(self._spec, torch.float32, self._model.device)
         stored = formats_of_file(
-            self._source.directory, self._spec, empty, torch.float32, self._device, AS_THEY_ARE
+            self._model.source.directory,
+            self._spec,
+            empty,
+            torch.float32,
+            self._model.device,
+            AS_THEY_ARE,
         )
         if stored and model.quantization is None:
             yield AS_STORED, AS_THEY_ARE
@@ -254,19 +291,17 @@ class Verification:
 
     def _quantised_run(self, name: str, formats: WeightFormats) -> Run:
         """Compare quantised weights with a model that has their numbers in float."""
-        backend, native = self._backends()[-1]
-        paging = self._paging(backend, torch.float32, native)
-        run = Run(
-            name, "float32", backend + (", one call" if native else ""), "auto", BESIDE_OTHERS,
-            f"{DEQUANTISED} in float32", LOSSY,
-        )  # fmt: skip
+        beside = f"{DEQUANTISED} in float32"
+        run = Run(name, "float32", "", "auto", BESIDE_OTHERS, beside, LOSSY)
         try:
-            formats.check("float32", self._device.type)
-            packed = self._load(torch.float32, formats)
+            formats.check("float32", self._model.device.type)
+            packed = self._model.load(torch.float32, formats)
+            paging = self._served(packed, torch.float32)
+            run = dataclasses.replace(run, attention=_attention(paging))
             got = self._trace(packed, paging, BESIDE_OTHERS)
-            plain = self._load(torch.float32, IN_THE_DTYPE)
+            plain = self._model.load(torch.float32, IN_THE_DTYPE)
             take_dequantised(plain, packed)
-        except (QuireError, Untraceable) as error:
+        except QuireError as error:
             return dataclasses.replace(run, refusal=str(error))
         exact = self._trace(plain, self._paging("reference", torch.float32, False), AT_ONCE)
         rounding = _relative(exact[LOGITS], self._reference.trace[LOGITS])
@@ -281,12 +316,14 @@ class Verification:
         """Let the whole engine choose the tokens, with the settings that were given."""
         reference = self._reference
         prompt = reference.tokens[: reference.num_prompt]
-        settings = flat_settings(self.asked.config) | {"disable_log_stats": True}
+        settings = flat_settings(self._config) | {"disable_log_stats": True}
         settings |= {"max_model_len": len(reference.tokens), "max_num_seqs": ENGINE_ROWS}
         run = Run("as given", "", "", "", "by the engine", TRANSFORMERS, LOSSY)
-        if self.asked.spec is not None or not self.asked.num_tokens:
+        if self._model.asked.spec is not None or not self._model.asked.num_tokens:
             return dataclasses.replace(run, refusal="there is nothing for it to choose")
-        params = SamplingParams(temperature=0, max_tokens=self.asked.num_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=self._model.asked.num_tokens, ignore_eos=True
+        )
         try:
             with LLM(**settings) as llm:
                 config = llm.engine.config
@@ -318,6 +355,10 @@ class Verification:
 def _relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
     error = (got.double() - wanted.double()).norm() / wanted.double().norm()
     return float(error.item())
+
+
+def _attention(paging: Paging) -> str:
+    return f"{paging.backend}, one call" if paging.native else paging.backend
 
 
 def _name(dtype: torch.dtype) -> str:

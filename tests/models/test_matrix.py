@@ -1,0 +1,69 @@
+"""Every architecture with every feature: docs/models.md is true. See `matrix.py`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.models.registry import MODELS
+from quire.ops.native import core
+from tests.models.matrix import (
+    FEATURES,
+    Tried,
+    demo_losses,
+    read_losses,
+    read_page,
+    result,
+    write_tiny,
+)
+
+NEEDS_CORE = ("cpu", "int8", "int4", "fp8", "kv")
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(t, name, marks=[] if t == feature.quick else [pytest.mark.slow])
+        for t in sorted(MODELS)
+        for name, feature in FEATURES.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tried]:
+    """Filled as they are asked for."""
+    return {}
+
+
+@pytest.mark.parametrize(("model_type", "name"), cases())
+def test_it_is_as_the_page_says(
+    model_type: str,
+    name: str,
+    checkpoints: dict[str, Tried],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    if name in NEEDS_CORE and core() is None:
+        pytest.skip("the C++ core is not built")
+    if model_type not in checkpoints:
+        folder: Path = tmp_path_factory.mktemp(model_type)
+        checkpoints[model_type] = write_tiny(folder, model_type)
+    found = result(checkpoints[model_type], FEATURES[name])
+    assert found == read_page()[model_type][name], "run python -m tests.models.matrix"
+
+
+def test_the_page_lists_what_is_tried() -> None:
+    page = read_page()
+    assert list(page) == sorted(MODELS), "run python -m tests.models.matrix"
+    for row in page.values():
+        assert list(row) == list(FEATURES)
+    quick = [feature.quick for feature in FEATURES.values()]
+    assert set(quick) <= set(MODELS) and len(set(quick)) == len(quick), "one after the other"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_formats_cost_the_demo_model_what_the_page_says() -> None:
+    """Which texts are drawn differs from run to run; what a format costs does so little."""
+    losses, said = demo_losses(5_000), read_losses()
+    assert said.keys() == losses.keys()
+    for name, more in said.items():
+        assert abs(losses[name] - losses["float32"] - more) < 0.004 + 0.5 * abs(more), name
