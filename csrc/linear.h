@@ -49,11 +49,13 @@ struct PackedWeight {
     const int32_t* order() const;  // null where inputs come as they are
 };
 
-// Where a panel's factors and values stand, in bytes from its begin. Of weights that have groups.
+// Where a panel's factors and values stand, in bytes from its begin.
 struct PanelLayout {
     explicit PanelLayout(const PackedWeight& weight);
 
-    int64_t panel, block_groups, header_bytes, scale_bytes, offset_bytes;
+    int64_t panel, bytes;  // outputs, and bytes of all
+    // Of weights that have groups:
+    int64_t groups, block_groups, header_bytes, scale_bytes, offset_bytes;
     int64_t block_bytes;   // of a block's factors
     int64_t values_begin;  // behind all factors
     int64_t group_bytes;   // of a group's values

@@ -39,7 +39,7 @@ QUIRE_INLINE void nested(float* out, const uint8_t* at, const float* outer, floa
     }
 }
 
-void decode_scales(float* out, const FormatParts& parts, const uint8_t* at, const float* outer) {
+QUIRE_INLINE void decode_scales(float* out, const FormatParts& parts, const uint8_t* at, const float* outer) {
     switch (parts.scales) {
         case Scales::kBfloat16: return widen_bfloat16(out, at);
         case Scales::kFloat16: return widen_halves(out, at);
@@ -55,9 +55,10 @@ void decode_scales(float* out, const FormatParts& parts, const uint8_t* at, cons
     for (int64_t i = 0; i < kPanel; ++i) out[i] *= kFloat8Factor;
 }
 
-void decode_offsets(float* out, const FormatParts& parts, const uint8_t* at, const float* scales,
+QUIRE_INLINE void decode_offsets(float* out, const FormatParts& parts, const uint8_t* at, const float* scales,
                     const float* outer) {
     switch (parts.offsets) {
+        case Offsets::kNone: return;
         case Offsets::kMinima: return widen_halves(out, at);
         case Offsets::kNested: return nested<uint8_t>(out, at, outer, -1.0f);
         case Offsets::kZeros:
@@ -67,27 +68,28 @@ void decode_offsets(float* out, const FormatParts& parts, const uint8_t* at, con
                 widen_bfloat16(out, at);
             }
             for (int64_t i = 0; i < kPanel; ++i) out[i] = -(scales[i] * out[i]);
-            return;
-        default: return;
     }
 }
 
-// Of groups [first, first + count); a multiple of a block's groups.
+// Of `count` groups from `first` on, which begins a block.
 void decode_factors(Factors& factors, const PackedWeight& weight, const PanelLayout& layout,
                     const uint8_t* panel, int64_t first, int64_t count) {
     const FormatParts& parts = weight.parts();
     alignas(64) float outer[2][kPanel];  // of the block: scales', offsets'
-    for (int64_t i = 0; i < count; ++i) {
-        const int64_t g = first + i;
-        if (parts.scales == Scales::kNested && g % layout.block_groups == 0) {
-            const uint8_t* header = panel + layout.block(g);
-            widen_halves(outer[0], header);
-            if (parts.offsets == Offsets::kNested) widen_halves(outer[1], header + kPanel * 2);
+    const uint8_t* at = panel + layout.block(first);
+    for (int64_t i = 0; i < count;) {
+        if (parts.scales == Scales::kNested) {
+            widen_halves(outer[0], at);
+            if (parts.offsets == Offsets::kNested) widen_halves(outer[1], at + kPanel * 2);
         }
-        float* scales = factors.scales + i * kPanel;
-        decode_scales(scales, parts, panel + layout.scales(g), outer[0]);
-        decode_offsets(factors.offsets + i * kPanel, parts, panel + layout.offsets(g), scales,
-                       outer[1]);
+        at += layout.header_bytes;
+        for (int64_t j = 0; j < layout.block_groups; ++j, ++i) {
+            float* scales = factors.scales + i * kPanel;
+            decode_scales(scales, parts, at, outer[0]);
+            at += layout.scale_bytes;
+            decode_offsets(factors.offsets + i * kPanel, parts, at, scales, outer[1]);
+            at += layout.offset_bytes;
+        }
     }
 }
 

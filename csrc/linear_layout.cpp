@@ -13,7 +13,8 @@ int64_t panels_bytes(const PackedWeight& weight) {
 
 }  // namespace
 
-PanelLayout::PanelLayout(const PackedWeight& weight) : panel(panel_of(weight)) {
+PanelLayout::PanelLayout(const PackedWeight& weight)
+    : panel(panel_of(weight)), groups(weight.groups()) {
     const FormatParts& parts = weight.parts();
     const bool is_nested = parts.scales == Scales::kNested;
     const int64_t num_nested = parts.offsets == Offsets::kNested ? 2 : 1;
@@ -22,8 +23,10 @@ PanelLayout::PanelLayout(const PackedWeight& weight) : panel(panel_of(weight)) {
     scale_bytes = panel * bytes_of(parts.scales);
     offset_bytes = panel * bytes_of(parts.offsets, parts.scales);
     block_bytes = header_bytes + block_groups * (scale_bytes + offset_bytes);
-    values_begin = weight.groups() / block_groups * block_bytes;
+    values_begin = groups / block_groups * block_bytes;
     group_bytes = panel * weight.group * bits_of(parts.values) / 8;
+    const int64_t words = (weight.inputs * bits_of(parts.values) + 31) / 32;  // without groups
+    bytes = weight.has_groups() ? values(groups) : panel * 4 * words;
 }
 
 const int32_t* PackedWeight::order() const {
@@ -37,12 +40,7 @@ int32_t stored_bias(const PackedWeight& weight) {
     return static_cast<int32_t>(linear_kernels(weight.variant).int8_offset);
 }
 
-int64_t packed_panel_bytes(const PackedWeight& weight) {
-    if (weight.has_groups()) return PanelLayout(weight).values(weight.groups());
-    const int64_t words = weight.format == WeightFormat::kFloat32 ? weight.inputs
-                                                                  : (weight.inputs + 1) / 2;
-    return panel_of(weight) * 4 * words;
-}
+int64_t packed_panel_bytes(const PackedWeight& weight) { return PanelLayout(weight).bytes; }
 
 int64_t packed_bytes(const PackedWeight& weight) {
     return panels_bytes(weight) + (weight.is_ordered ? weight.inputs * 4 : 0);

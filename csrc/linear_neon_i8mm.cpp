@@ -48,11 +48,11 @@ void multiply_pairs(const MutableMatrix& out, const void* bias, const PackedWeig
     const auto write = out.element == Element::kFloat32    ? write_rows<float>
                        : out.element == Element::kBfloat16 ? write_rows<Bfloat16>
                                                            : write_rows<Float16>;
-    const int64_t bytes = packed_panel_bytes(weight);
+    const PanelLayout layout(weight);
     for (int64_t p = begin; p < end; ++p) {
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
-            panel_of(acc, weight, x, row, rows, weight.data + p * bytes);
+            panel_of(acc, weight, layout, x, row, rows, weight.data + p * layout.bytes);
             write(out, bias, acc, row, rows, p * kPanel);
         }
     }

@@ -211,8 +211,8 @@ void for_pair_tiles(int64_t rows, const Tile& tile) {
     }
 }
 
-void dense_pairs_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
-                       int64_t rows, const uint8_t* w) {
+void dense_pairs_panel(float* acc, const PackedWeight& weight, const PanelLayout&, const Operand& x,
+                       int64_t row, int64_t rows, const uint8_t* w) {
     constexpr int64_t kChunk = kChunkBytes / kDoubleStep * 2;
     const int64_t words = (weight.inputs + 1) / 2;
     for (int64_t s = 0; s < words; s += kChunk) {
@@ -226,10 +226,9 @@ void dense_pairs_panel(float* acc, const PackedWeight& weight, const Operand& x,
 }
 
 template <class Weight>
-void grouped_pairs_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
-                         int64_t rows, const uint8_t* w) {
-    const PanelLayout layout(weight);
-    const int64_t groups = weight.groups(), steps = weight.group / Weight::kRowBytes;
+void grouped_pairs_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
+                         const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
+    const int64_t groups = layout.groups, steps = weight.group / Weight::kRowBytes;
     const int64_t chunk = chunk_groups(layout);
     Factors factors;
     for (int64_t g = 0; g < groups; g += chunk) {

@@ -25,7 +25,7 @@ int64_t operand_bytes(const PackedWeight& weight, const Matrix& x) {
 
 // To int8, to the nearest. Adding 1.5 * 2^23 leaves the rounded number in the lowest bits.
 template <class T>
-void quantise_group(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t count) {
+QUIRE_INLINE void quantise_inputs(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t count) {
     int32_t peak = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int32_t magnitude = bits_of(widen(x[i])) & 0x7FFFFFFF;
@@ -42,6 +42,18 @@ void quantise_group(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t
         total += value;
     }
     sum = total;
+}
+
+// The compiler unrolls the usual groups, which takes a third of the time.
+template <class T>
+void quantise_group(int8_t* out, float& scale, int32_t& sum, const T* x, int64_t count) {
+    switch (count) {
+        case 16: return quantise_inputs(out, scale, sum, x, 16);
+        case 32: return quantise_inputs(out, scale, sum, x, 32);
+        case 64: return quantise_inputs(out, scale, sum, x, 64);
+        case 128: return quantise_inputs(out, scale, sum, x, 128);
+        default: quantise_inputs(out, scale, sum, x, count);
+    }
 }
 
 // Of weights whose inputs were sorted the activations are gathered.

@@ -231,8 +231,8 @@ void run_tile_of(int64_t rows, const Ahead& ahead, const Fields&... fields) {
 }
 
 template <class Weight>
-void dense_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
-                 int64_t rows, const uint8_t* w) {
+void dense_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout, const Operand& x,
+                 int64_t row, int64_t rows, const uint8_t* w) {
     const int64_t steps = (weight.inputs + Weight::kDepth - 1) / Weight::kDepth;
     constexpr int64_t kChunk = kChunkBytes / (kPanel * 4);
     constexpr int64_t kStepBytes = Weight::kDepth * sizeof(typename Weight::X);
@@ -242,8 +242,7 @@ void dense_panel(float* acc, const PackedWeight& weight, const Operand& x, int64
         run_tile_of<DenseTile, Weight>(count, ahead, acc + first * kPanel, values, x.stride,
                                        w + s * kPanel * 4, some, s == 0);
     };
-    const int64_t bytes = packed_panel_bytes(weight);
-    for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, bytes, tile, s);
+    for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, tile, s);
 }
 
 // Groups whose factors are decoded together: whole blocks, and of one chunk.
@@ -253,10 +252,9 @@ int64_t chunk_groups(const PanelLayout& layout) {
 }
 
 template <class Weight>
-void grouped_panel(float* acc, const PackedWeight& weight, const Operand& x, int64_t row,
-                   int64_t rows, const uint8_t* w) {
-    const PanelLayout layout(weight);
-    const int64_t num_groups = weight.groups(), bytes = packed_panel_bytes(weight);
+void grouped_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
+                   const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
+    const int64_t num_groups = layout.groups;
     const int64_t steps = weight.group / Weight::kDepth, step_bytes = Weight::kWords * kPanel * 4;
     const int64_t chunk = chunk_groups(layout);
     // A group larger than a chunk is parted, unless its sums are integers, which are exact.
@@ -274,7 +272,9 @@ void grouped_panel(float* acc, const PackedWeight& weight, const Operand& x, int
                                              part, &factors,
                                              w + layout.values(g) + step * step_bytes);
         };
-        for (int64_t step = 0; step < steps; step += most) for_tiles(rows, bytes, tile, step);
+        for (int64_t step = 0; step < steps; step += most) {
+            for_tiles(rows, layout.bytes, tile, step);
+        }
     }
 }
 
@@ -293,8 +293,8 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
     }
 }
 
-using PanelFunction = void (*)(float*, const PackedWeight&, const Operand&, int64_t, int64_t,
-                               const uint8_t*);
+using PanelFunction = void (*)(float*, const PackedWeight&, const PanelLayout&, const Operand&,
+                               int64_t, int64_t, const uint8_t*);
 
 template <class Weight>
 PanelFunction grouped_function(const PackedWeight& weight) {
@@ -320,11 +320,11 @@ void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& we
               const Operand& x, int64_t begin, int64_t end) {
     alignas(64) float acc[kBlockRows * kPanel];
     const PanelFunction panel_of = panel_function(weight);
-    const int64_t bytes = packed_panel_bytes(weight);
+    const PanelLayout layout(weight);
     for (int64_t p = begin; p < end; ++p) {
         for (int64_t row = 0; row < x.rows; row += kBlockRows) {
             const int64_t rows = x.rows - row < kBlockRows ? x.rows - row : kBlockRows;
-            panel_of(acc, weight, x, row, rows, weight.data + p * bytes);
+            panel_of(acc, weight, layout, x, row, rows, weight.data + p * layout.bytes);
             switch (out.element) {
                 case Element::kFloat32:
                     write_rows<float>(out, bias, acc, row, rows, p * kPanel);
