@@ -5,13 +5,14 @@
 //
 //   panel p: outputs [p * P, (p + 1) * P)           P is the variant's (64 with AVX-512)
 //     float32, float16:   for each k:      P values
-//     bfloat16, float8:   for each k pair: P times (even k, odd k); of float8 after the factors
-//     others: the factors of all groups, then for each group words of 32 bits, P of each:
-//       8 bits:  4 inputs
-//       4 bits:  8 inputs: low halves of the bytes 0..3, high halves 4..7
-//       5 bits:  five words hold 32 inputs (linear_codes.h), 6 bits: three words hold 16
-//     factors: for each block of groups what is nested (P float16, twice with offsets), then for each
-//       of its groups P scales, and P offsets if there are any
+//     bfloat16:           for each k pair: P times (even k, odd k)
+//     others: for each block of groups (of one group, or of 256 inputs where factors are nested) what is
+//       nested (P float16, twice with offsets), for each of its groups P scales and P offsets if there
+//       are any, and then for each of its groups the values in words of 32 bits, P of each:
+//         8 bits:  4 inputs; of float8 P times (even k, odd k) for each k pair
+//         4 bits:  8 inputs: low halves of the bytes 0..3, high halves 4..7
+//         5 bits:  five words hold 32 inputs (linear_codes.h), 6 bits: three words hold 16; the first
+//                  quarter of the lanes has all of them, then the second, ...
 //
 // After the last panel stands the order of the inputs (K int32) where they were sorted: column k of the
 // panels belongs to input order[k].
@@ -28,6 +29,7 @@ namespace quire {
 
 enum class Element : int { kFloat32, kBfloat16, kFloat16 };
 
+constexpr int64_t kPanelVectors = 4;  // of every variant
 constexpr int64_t kMostOrderedGroup = 128;  // inputs, where they were sorted
 
 // What a packed weight is. group: inputs that share a scale, a multiple of 8; the last group is filled
@@ -54,18 +56,20 @@ struct PanelLayout {
     explicit PanelLayout(const PackedWeight& weight);
 
     int64_t panel, bytes;  // outputs, and bytes of all
-    // Of weights that have groups:
+    // Of weights that have groups, which stand in blocks:
     int64_t groups, block_groups, header_bytes, scale_bytes, offset_bytes;
-    int64_t block_bytes;   // of a block's factors
-    int64_t values_begin;  // behind all factors
+    int64_t factor_bytes;  // of a block, with the header
     int64_t group_bytes;   // of a group's values
+    int64_t block_bytes;   // of all
 
     int64_t block(int64_t g) const { return g / block_groups * block_bytes; }
     int64_t scales(int64_t g) const {
         return block(g) + header_bytes + g % block_groups * (scale_bytes + offset_bytes);
     }
     int64_t offsets(int64_t g) const { return scales(g) + scale_bytes; }
-    int64_t values(int64_t g) const { return values_begin + g * group_bytes; }
+    int64_t values(int64_t g) const {
+        return block(g) + factor_bytes + g % block_groups * group_bytes;
+    }
 };
 
 // Activations [T, K], contiguous within a row.

@@ -55,6 +55,16 @@ struct Isa {
     static inline I shift_right(I words) {
         return words >> kBits;
     }
+    template <int kBits>
+    static inline I shift_left(I words) {
+        return words << kBits;
+    }
+    static inline I load_bytes(const uint8_t* at) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        return words_of(_mm512_cvtepu8_epi32(bytes));
+    }
+    static inline F as_floats(I words) { return reinterpret_cast<F>(words); }
+    static inline F minus(F values) { return -values; }
     static inline I look_up(const uint8_t* table, I codes) {
         const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
         return words_of(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(row), raw(codes)));

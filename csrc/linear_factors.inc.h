@@ -1,94 +1,100 @@
-// Scales and offsets of a panel's groups as float32: included by linear_tiles.inc.h. They are decoded
-// once for all rows, some groups at a time, so that the tiles know one form of them.
+// What the sums of a panel's groups are multiplied by, and what is added: included by
+// linear_tiles.inc.h.
 #pragma once
 
 namespace quire {
 namespace {
 
+// 2^(e8m0 - 127) / 2, since numbers are doubled: exact also where that is subnormal.
+QUIRE_INLINE typename Isa::F half_power(typename Isa::I exponents) {
+    const typename Isa::I normal = Isa::template shift_left<23>(exponents - Isa::all(1));
+    const typename Isa::I tiny = Isa::template shift_left<21>(exponents + Isa::all(1));
+    const typename Isa::I is_tiny = Isa::template shift_right<31>(exponents - Isa::all(2));
+    return Isa::as_floats((tiny & is_tiny) | (normal & ~is_tiny));
+}
+
+// Those of vectors of outputs. At `at` are the vector's, `outer` is what they are nested in.
+template <WeightFormat kFormat>
+struct Factors {
+    static constexpr FormatParts kParts = parts_of(kFormat);
+    static constexpr bool kHasOffsets = kParts.offsets != Offsets::kNone;
+    static constexpr bool kAreNested = kParts.scales == Scales::kNested;
+    static constexpr int64_t kHeaders = !kAreNested ? 0 : kParts.offsets == Offsets::kNested ? 2 : 1;
+    static constexpr int64_t kScaleBytes = bytes_of(kParts.scales);
+    static constexpr int64_t kOffsetBytes = bytes_of(kParts.offsets, kParts.scales);
+    static constexpr int64_t kGroupBytes = kPanel * (kScaleBytes + kOffsetBytes);
+    static constexpr int64_t kHeaderBytes = kPanel * 2 * kHeaders;
+
+    static QUIRE_INLINE typename Isa::F scales(const uint8_t* at, typename Isa::F outer) {
+        if constexpr (kParts.scales == Scales::kBfloat16) return Isa::widen_bfloat16(at);
+        if constexpr (kParts.scales == Scales::kFloat16) return Isa::load_halves(at);
+        if constexpr (kParts.scales == Scales::kPower) return half_power(Isa::load_bytes(at));
+        if constexpr (kAreNested) {
+            typename Isa::I integers = Isa::load_bytes(at);
+            if constexpr (kParts.signed_scales) {
+                integers = (integers ^ Isa::all(128)) - Isa::all(128);
+            }
+            return Isa::times(outer, Isa::to_float(integers));
+        }
+        const typename Isa::F plain = Isa::load(at);
+        if constexpr (kParts.values != Values::kFloat8) return plain;
+        return Isa::times(plain, Isa::all(kFloat8Factor));
+    }
+
+    static QUIRE_INLINE typename Isa::F offsets(const uint8_t* at, typename Isa::F scale,
+                                                typename Isa::F outer) {
+        if constexpr (kParts.offsets == Offsets::kMinima) return Isa::load_halves(at);
+        if constexpr (kParts.offsets == Offsets::kNested) {
+            return Isa::minus(Isa::times(outer, Isa::to_float(Isa::load_bytes(at))));
+        }
+        const typename Isa::F zeros = kOffsetBytes == 4 ? Isa::load(at) : Isa::widen_bfloat16(at);
+        return Isa::minus(Isa::times(scale, zeros));
+    }
+};
+
+// What is nested of a vector: scales', offsets'.
+template <class Factors>
+QUIRE_INLINE void load_headers(typename Isa::F (&outer)[2], const uint8_t* block, int64_t lane) {
+    outer[0] = outer[1] = Isa::zero();
+    if constexpr (Factors::kHeaders > 0) outer[0] = Isa::load_halves(block + lane * 2);
+    if constexpr (Factors::kHeaders > 1) outer[1] = Isa::load_halves(block + (kPanel + lane) * 2);
+}
+
+// Asks memory for some lines.
+template <int64_t kBytes>
+QUIRE_INLINE void ask_for(const uint8_t* at) {
+    unrolled<(kBytes + 63) / 64>(QUIRE_EACH(n) { __builtin_prefetch(at + n * 64); });
+}
+
 constexpr int64_t kFactorGroups = 32;  // whole blocks of nested factors
 
-// [groups, kPanel] of each.
-struct Factors {
+// As float32 [groups, kPanel] for tiles of several rows, which need not know their forms.
+struct PlainFactors {
     alignas(64) float scales[kFactorGroups * kPanel];
     alignas(64) float offsets[kFactorGroups * kPanel];
 };
 
-QUIRE_INLINE void widen_halves(float* out, const uint8_t* at) {
-    unrolled<Isa::kVectors>(QUIRE_EACH(v) {
-        Isa::store(out + v * Isa::kLanes, Isa::load_halves(at + v * Isa::kLanes * 2));
-    });
-}
-
-QUIRE_INLINE void widen_bfloat16(float* out, const uint8_t* at) {
-    unrolled<Isa::kVectors>(QUIRE_EACH(v) {
-        Isa::store(out + v * Isa::kLanes, Isa::widen_bfloat16(at + v * Isa::kLanes * 2));
-    });
-}
-
-// Half of 2^(e8m0 - 127), since numbers are doubled: exact also where that is subnormal.
-QUIRE_INLINE float half_power(uint8_t exponent) {
-    const int32_t normal = (exponent - 1) << 23, tiny = 0x00200000 << (exponent & 1);
-    return float_of(exponent > 1 ? normal : tiny);
-}
-
-// out = the integers times what they are nested in. T: int8_t or uint8_t.
-template <class T>
-QUIRE_INLINE void nested(float* out, const uint8_t* at, const float* outer, float sign) {
-    for (int64_t i = 0; i < kPanel; ++i) {
-        out[i] = sign * outer[i] * static_cast<float>(static_cast<T>(at[i]));
-    }
-}
-
-QUIRE_INLINE void decode_scales(float* out, const FormatParts& parts, const uint8_t* at, const float* outer) {
-    switch (parts.scales) {
-        case Scales::kBfloat16: return widen_bfloat16(out, at);
-        case Scales::kFloat16: return widen_halves(out, at);
-        case Scales::kPower:
-            for (int64_t i = 0; i < kPanel; ++i) out[i] = half_power(at[i]);
-            return;
-        case Scales::kNested:
-            return parts.signed_scales ? nested<int8_t>(out, at, outer, 1.0f)
-                                       : nested<uint8_t>(out, at, outer, 1.0f);
-        default: std::memcpy(out, at, kPanel * 4);
-    }
-    if (parts.values != Values::kFloat8) return;
-    for (int64_t i = 0; i < kPanel; ++i) out[i] *= kFloat8Factor;
-}
-
-QUIRE_INLINE void decode_offsets(float* out, const FormatParts& parts, const uint8_t* at, const float* scales,
-                    const float* outer) {
-    switch (parts.offsets) {
-        case Offsets::kNone: return;
-        case Offsets::kMinima: return widen_halves(out, at);
-        case Offsets::kNested: return nested<uint8_t>(out, at, outer, -1.0f);
-        case Offsets::kZeros:
-            if (parts.scales == Scales::kFloat32) {
-                std::memcpy(out, at, kPanel * 4);
-            } else {
-                widen_bfloat16(out, at);
-            }
-            for (int64_t i = 0; i < kPanel; ++i) out[i] = -(scales[i] * out[i]);
-    }
-}
-
-// Of `count` groups from `first` on, which begins a block.
-void decode_factors(Factors& factors, const PackedWeight& weight, const PanelLayout& layout,
-                    const uint8_t* panel, int64_t first, int64_t count) {
-    const FormatParts& parts = weight.parts();
-    alignas(64) float outer[2][kPanel];  // of the block: scales', offsets'
-    const uint8_t* at = panel + layout.block(first);
-    for (int64_t i = 0; i < count;) {
-        if (parts.scales == Scales::kNested) {
-            widen_halves(outer[0], at);
-            if (parts.offsets == Offsets::kNested) widen_halves(outer[1], at + kPanel * 2);
-        }
-        at += layout.header_bytes;
-        for (int64_t j = 0; j < layout.block_groups; ++j, ++i) {
-            float* scales = factors.scales + i * kPanel;
-            decode_scales(scales, parts, at, outer[0]);
-            at += layout.scale_bytes;
-            decode_offsets(factors.offsets + i * kPanel, parts, at, scales, outer[1]);
-            at += layout.offset_bytes;
+// Of `count` groups from the block on that begins there. Asks for those that stand `ahead` bytes on.
+template <WeightFormat kFormat>
+void decode_factors(PlainFactors& out, const PanelLayout& layout, const uint8_t* block,
+                    int64_t count, int64_t ahead) {
+    using Own = Factors<kFormat>;
+    for (int64_t i = 0; i < count; block += layout.block_bytes) {
+        const uint8_t* at = block + Own::kHeaderBytes;
+        ask_for<Own::kHeaderBytes>(block + ahead);
+        for (int64_t j = 0; j < layout.block_groups; ++j, ++i, at += Own::kGroupBytes) {
+            ask_for<Own::kGroupBytes>(at + ahead);
+            unrolled<Isa::kVectors>(QUIRE_EACH(v) {
+                constexpr int64_t lane = v * Isa::kLanes;
+                typename Isa::F outer[2];
+                load_headers<Own>(outer, block, lane);
+                const typename Isa::F scale = Own::scales(at + lane * Own::kScaleBytes, outer[0]);
+                Isa::store(out.scales + i * kPanel + lane, scale);
+                if constexpr (Own::kHasOffsets) {
+                    const uint8_t* from = at + kPanel * Own::kScaleBytes + lane * Own::kOffsetBytes;
+                    Isa::store(out.offsets + i * kPanel + lane, Own::offsets(from, scale, outer[1]));
+                }
+            });
         }
     }
 }

@@ -84,6 +84,11 @@ constexpr int64_t bits_of(Values values) {
     }
 }
 
+// Words of an output that are decoded together.
+constexpr int64_t words_of_step(Values values) {
+    return values == Values::kInt5 ? 5 : values == Values::kInt6 ? 3 : 1;
+}
+
 constexpr int64_t bytes_of(Scales scales) {
     switch (scales) {
         case Scales::kNone: return 0;

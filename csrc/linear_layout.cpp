@@ -22,11 +22,11 @@ PanelLayout::PanelLayout(const PackedWeight& weight)
     header_bytes = is_nested ? panel * 2 * num_nested : 0;
     scale_bytes = panel * bytes_of(parts.scales);
     offset_bytes = panel * bytes_of(parts.offsets, parts.scales);
-    block_bytes = header_bytes + block_groups * (scale_bytes + offset_bytes);
-    values_begin = groups / block_groups * block_bytes;
+    factor_bytes = header_bytes + block_groups * (scale_bytes + offset_bytes);
     group_bytes = panel * weight.group * bits_of(parts.values) / 8;
+    block_bytes = factor_bytes + block_groups * group_bytes;
     const int64_t words = (weight.inputs * bits_of(parts.values) + 31) / 32;  // without groups
-    bytes = weight.has_groups() ? values(groups) : panel * 4 * words;
+    bytes = weight.has_groups() ? groups / block_groups * block_bytes : panel * 4 * words;
 }
 
 const int32_t* PackedWeight::order() const {

@@ -57,6 +57,18 @@ struct Isa {
     static inline I shift_right(I words) {
         return vshrq_n_s32(words, kBits);
     }
+    template <int kBits>
+    static inline I shift_left(I words) {
+        return vshlq_n_s32(words, kBits);
+    }
+    static inline I load_bytes(const uint8_t* at) {
+        uint32_t word;
+        __builtin_memcpy(&word, at, sizeof word);
+        const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(word));
+        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+    }
+    static inline F as_floats(I words) { return vreinterpretq_f32_s32(words); }
+    static inline F minus(F values) { return vnegq_f32(values); }
     static inline I look_up(const uint8_t* table, I codes) {
         return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(codes)));
     }

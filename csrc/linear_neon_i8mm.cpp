@@ -23,21 +23,36 @@
 namespace quire {
 namespace {
 
-template <class Pairs>
-PanelFunction grouped_pairs_function(const PackedWeight& weight) {
-    if (weight.parts().offsets == Offsets::kNone) return grouped_pairs_panel<Pairs>;
-    return grouped_pairs_panel<WithOffsets<Pairs>>;
+// Null where there are no pairs of a format.
+template <int kFormat>
+constexpr PanelFunction pairs_function_of() {
+    constexpr auto format = static_cast<WeightFormat>(kFormat);
+    constexpr Values values = parts_of(format).values;
+    if constexpr (format == WeightFormat::kBfloat16) {
+        return dense_pairs_panel;
+    } else if constexpr (values == Values::kInt8) {
+        return grouped_pairs_panel<Int8Pairs, format>;
+    } else if constexpr (values == Values::kInt4) {
+        return grouped_pairs_panel<Int4Pairs, format>;
+    } else {
+        return nullptr;
+    }
 }
 
-// Null if rows are better multiplied one by one, or there are no pairs of the format. Integers are the
-// same either way; sums of bfloat16 might not be, so these are in pairs always.
+template <int... kFormats>
+PanelFunction pairs_function(WeightFormat format, std::integer_sequence<int, kFormats...>) {
+    constexpr PanelFunction kAll[] = {pairs_function_of<kFormats>()...};
+    return kAll[static_cast<int>(format)];
+}
+
+// Null if rows are better multiplied one by one. Integers are the same either way; sums of bfloat16
+// might not be, so these are in pairs always.
 PanelFunction pairs_function(const PackedWeight& weight, int64_t rows) {
-    if (weight.format == WeightFormat::kBfloat16) return dense_pairs_panel;
-    if (rows == 1) return nullptr;
-    const Values values = weight.parts().values;
-    if (values == Values::kInt8) return grouped_pairs_function<Int8Pairs>(weight);
-    const bool is_int4 = values == Values::kInt4 && weight.group % Int4Pairs::kRowBytes == 0;
-    return is_int4 ? grouped_pairs_function<Int4Pairs>(weight) : nullptr;
+    if (weight.format != WeightFormat::kBfloat16 && rows == 1) return nullptr;
+    const bool is_int4 = weight.parts().values == Values::kInt4;
+    if (is_int4 && weight.group % Int4Pairs::kRowBytes != 0) return nullptr;
+    constexpr int kCount = static_cast<int>(WeightFormat::kCount);
+    return pairs_function(weight.format, std::make_integer_sequence<int, kCount>{});
 }
 
 void multiply_pairs(const MutableMatrix& out, const void* bias, const PackedWeight& weight,

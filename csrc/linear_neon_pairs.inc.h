@@ -142,9 +142,9 @@ void dense_pairs(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w,
 
 // What group `i` of the decoded ones adds to acc, as in grouped_tile. at: its place in the first row's
 // scales.
-template <class Weight, int kRows>
+template <class Weight, bool kOffsets, int kRows>
 QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Groups& part,
-                            const Factors& factors, int64_t i,
+                            const PlainFactors& factors, int64_t i,
                             const int32x4_t (&sums)[(kRows + 1) / 2][kMatrices]) {
     unrolled<Isa::kVectors>(QUIRE_EACH(v) {
         const int64_t from = i * kPanel + v * Isa::kLanes;
@@ -153,14 +153,12 @@ QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Grou
             const auto& pair = sums[r / 2];
             const int32x4_t sum = r % 2 == 0 ? vuzp1q_s32(pair[2 * v], pair[2 * v + 1])
                                              : vuzp2q_s32(pair[2 * v], pair[2 * v + 1]);
+            const int64_t own = at + r * part.num_groups;
             float* place = acc + r * kPanel + v * Isa::kLanes;
-            const float x_scale = x.scales[at + r * part.num_groups];
-            const float32x4_t both = Isa::times(scale, Isa::all(x_scale));
-            const float32x4_t before = part.first + i == 0 ? Isa::zero() : Isa::load(place);
-            float32x4_t total = Isa::fma(Isa::to_float(sum), both, before);
-            if constexpr (kHasOffsets<Weight>) {
-                const auto x_sum = static_cast<float>(x.sums[at + r * part.num_groups]);
-                total = Isa::fma(Isa::load(factors.offsets + from), Isa::all(x_scale * x_sum), total);
+            float32x4_t total = part.first + i == 0 ? Isa::zero() : Isa::load(place);
+            total = add_sum<Int8Weight>(total, sum, scale, x, own);
+            if constexpr (kOffsets) {
+                total = add_offset(total, Isa::load(factors.offsets + from), x, own);
             }
             Isa::store(place, total);
         });
@@ -168,27 +166,27 @@ QUIRE_INLINE void add_group(float* acc, const Operand& x, int64_t at, const Grou
 }
 
 // The arguments are those of grouped_tile, but part.steps are double steps.
-template <class Weight, int kRows>
+template <class Weight, bool kOffsets, int kRows>
 void grouped_pairs(float* acc, const Operand& x, int64_t row, const Groups& part,
-                   const Factors& factors, const uint8_t* w) {
+                   const PanelLayout& layout, const PlainFactors& factors, const uint8_t* w) {
     constexpr int kPairs = (kRows + 1) / 2;
-    for (int64_t i = 0; i < part.groups; ++i, w += part.bytes) {
+    for (int64_t i = 0; i < part.groups; ++i) {
         const int64_t g = part.first + i, at = row * part.num_groups + g;
         const uint8_t* rows[2 * kPairs];
         pair_rows<kRows>(rows, x.values + row * x.stride + g * part.inputs, x.stride);
         int32x4_t sums[kPairs][kMatrices];
         unrolled<kPairs>(QUIRE_EACH(p) {
             constexpr int second = 2 * p + 1 < kRows ? 2 * p + 1 : 2 * p;
-            const int32_t r = x.sums[at + 2 * p * part.num_groups];
-            const int32_t s = x.sums[at + second * part.num_groups];
-            const int32x4_t start = vzip1q_s32(Isa::all(-part.bias * r), Isa::all(-part.bias * s));
+            const int32x4_t r = first_sum<Int8Weight>(x, at + 2 * p * part.num_groups, part.bias);
+            const int32x4_t s = first_sum<Int8Weight>(x, at + second * part.num_groups, part.bias);
+            const int32x4_t start = vzip1q_s32(r, s);
             unrolled<kMatrices>(QUIRE_EACH(m) { sums[p][m] = start; });
         });
-        for (int64_t s = 0; s < part.steps; ++s) {
-            add_double_step<Weight, kPairs>(sums, w + s * kDoubleStep, rows,
-                                            s * Weight::kRowBytes);
+        const uint8_t* step = w + layout.values(i);
+        for (int64_t s = 0; s < part.steps; ++s, step += kDoubleStep) {
+            add_double_step<Weight, kPairs>(sums, step, rows, s * Weight::kRowBytes);
         }
-        add_group<Weight, kRows>(acc, x, at, part, factors, i, sums);
+        add_group<Weight, kOffsets, kRows>(acc, x, at, part, factors, i, sums);
     }
 }
 
@@ -225,20 +223,20 @@ void dense_pairs_panel(float* acc, const PackedWeight& weight, const PanelLayout
     }
 }
 
-template <class Weight>
+template <class Weight, WeightFormat kFormat>
 void grouped_pairs_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
                          const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
-    const int64_t groups = layout.groups, steps = weight.group / Weight::kRowBytes;
-    const int64_t chunk = chunk_groups(layout);
-    Factors factors;
-    for (int64_t g = 0; g < groups; g += chunk) {
-        const int64_t count = groups - g < chunk ? groups - g : chunk;
-        decode_factors(factors, weight, layout, w, g, count);
-        const Groups part{groups, g, count, weight.group, layout.group_bytes, 0, steps,
-                          stored_bias(weight)};
+    constexpr bool kOffsets = Factors<kFormat>::kHasOffsets;
+    const int64_t steps = weight.group / Weight::kRowBytes, chunk = chunk_groups(layout, rows);
+    PlainFactors factors;
+    for (int64_t g = 0; g < layout.groups; g += chunk) {
+        const int64_t count = layout.groups - g < chunk ? layout.groups - g : chunk;
+        const uint8_t* block = w + layout.block(g);
+        decode_factors<kFormat>(factors, layout, block, count, layout.bytes);
+        const Groups part{layout.groups, g, count, weight.group, 0, steps, stored_bias(weight)};
         for_pair_tiles(rows, [&](int64_t first, auto some) {
-            grouped_pairs<Weight, some>(acc + first * kPanel, x, row + first, part, factors,
-                                        w + layout.values(g));
+            grouped_pairs<Weight, kOffsets, some>(acc + first * kPanel, x, row + first, part, layout,
+                                                  factors, block);
         });
     }
 }

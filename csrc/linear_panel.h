@@ -43,7 +43,7 @@ class PanelLane {
         }
         encode(words_.data(), values_, codes, group_);
         for (size_t w = 0; w < words_.size(); ++w) {
-            std::memcpy(begin + (static_cast<int64_t>(w) * layout_.panel + lane) * 4, &words_[w], 4);
+            std::memcpy(begin + place(static_cast<int64_t>(w), lane), &words_[w], 4);
         }
     }
     void get_codes(uint8_t* codes, const uint8_t* panel, int64_t g, int64_t lane) {
@@ -55,12 +55,20 @@ class PanelLane {
             return;
         }
         for (size_t w = 0; w < words_.size(); ++w) {
-            std::memcpy(&words_[w], begin + (static_cast<int64_t>(w) * layout_.panel + lane) * 4, 4);
+            std::memcpy(&words_[w], begin + place(static_cast<int64_t>(w), lane), 4);
         }
         decode(codes, values_, words_.data(), group_);
     }
 
    private:
+    // Where word w of a lane stands in its group. A vector's words of a step follow one another.
+    int64_t place(int64_t w, int64_t lane) const {
+        const int64_t together = words_of_step(values_), lanes = layout_.panel / kPanelVectors;
+        const int64_t step = w / together, vector = lane / lanes;
+        const int64_t before = (step * kPanelVectors + vector) * together + w % together;
+        return (before * lanes + lane % lanes) * 4;
+    }
+
     PanelLayout layout_;
     Values values_;
     int64_t group_;

@@ -52,6 +52,12 @@ struct Isa {
     static inline I shift_right(I words) {
         return words >> kBits;
     }
+    template <int kBits>
+    static inline I shift_left(I words) {
+        return words << kBits;
+    }
+    static inline I load_bytes(const uint8_t* at) { return I{at[0], at[1], at[2], at[3]}; }
+    static inline F minus(F values) { return -values; }
     static inline I look_up(const uint8_t* table, I codes) {
         uint8_t bytes[16];
         std::memcpy(bytes, &codes, sizeof bytes);

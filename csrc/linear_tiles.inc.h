@@ -9,6 +9,7 @@
 
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "elements.h"
 #include "linear.h"
@@ -20,6 +21,8 @@
 namespace quire {
 namespace {
 
+static_assert(Isa::kVectors == kPanelVectors);
+constexpr int64_t kAheadBytes = 8192;  // measured: 4096 and 16384 are slower
 constexpr int64_t kBlockRows = 120;          // rows whose sums wait together
 constexpr int64_t kFetchRows = 10;  // rows from which on the next panel is fetched ahead
 constexpr int64_t kChunkBytes = 256 * 1024;  // of a panel: half of a small L2 cache
@@ -27,9 +30,9 @@ constexpr int64_t kChunkBytes = 256 * 1024;  // of a panel: half of a small L2 c
 // --- tiles ---
 
 // What a tile asks memory for while it computes: of each step the cache lines [begin, end),
-// `distance` bytes on, which is the same step of the next panel. From kFetchRows on the tiles share
-// the next panel's lines, so that it arrives while they compute. With fewer the hardware does better: asking
-// was measured to cost one row of int8 40 % and eight rows 20 %.
+// `distance` bytes on. From kFetchRows on that is the same step of the next panel, whose lines the tiles
+// share, so that it arrives while they compute. With fewer rows the hardware does as well where values
+// follow one another; where factors stand between them one tile asks, kAheadBytes ahead.
 struct Ahead {
     int64_t distance, begin, end;
 
@@ -82,33 +85,68 @@ void dense_tile(float* acc, const uint8_t* x, int64_t stride, const uint8_t* w, 
     });
 }
 
-// Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs and
-// `bytes` bytes. Of each group are done `steps` steps from `step` on. bias: what was added to integers.
+// Some groups of a panel: of a row's num_groups, `groups` from `first` on, each of `inputs` inputs. Of
+// each group are done `steps` steps from `step` on. bias: what was added to integers.
 struct Groups {
-    int64_t num_groups, first, groups, inputs, bytes, step, steps;
+    int64_t num_groups, first, groups, inputs, step, steps;
     int32_t bias;
 };
 
-// The same of groups: sums within a group, integers where activations are int8, then the sum times
-// its scales is added in float32, and the offset times what the activations add up to.
-template <class Weight, bool kFetches, int kRows, int kVectors>
+// Where a row's activations of group g stand.
+template <class X>
+QUIRE_INLINE const X* group_of(const Operand& x, int64_t row, int64_t g, int64_t inputs) {
+    return reinterpret_cast<const X*>(x.values + row * x.stride) + g * inputs;
+}
+
+// What a group begins with: nothing, or what its bias adds to the integers.
+template <class Weight>
+QUIRE_INLINE typename Weight::Sum first_sum(const Operand& x, int64_t at, int32_t bias) {
+    if constexpr (std::is_same_v<typename Weight::X, int8_t>) return Isa::all(-bias * x.sums[at]);
+    return typename Weight::Sum{};
+}
+
+// total + a group's sum times its scale, and times the activations' where these are int8.
+template <class Weight>
+QUIRE_INLINE typename Isa::F add_sum(typename Isa::F total, typename Weight::Sum sum,
+                                     typename Isa::F scale, const Operand& x, int64_t at) {
+    if constexpr (std::is_same_v<typename Weight::X, int8_t>) {
+        return Isa::fma(Isa::to_float(sum), Isa::times(scale, Isa::all(x.scales[at])), total);
+    } else {
+        return Isa::fma(sum, scale, total);
+    }
+}
+
+// total + a group's offset times what its activations add up to.
+QUIRE_INLINE typename Isa::F add_offset(typename Isa::F total, typename Isa::F offset,
+                                        const Operand& x, int64_t at) {
+    return Isa::fma(offset, Isa::all(x.scales[at] * static_cast<float>(x.sums[at])), total);
+}
+
+// The same of groups: sums within a group, integers where activations are int8, then what they come to
+// is added in float32. w: the first group's block, which it begins.
+template <class Weight, bool kOffsets, bool kFetches, int kRows, int kVectors>
 void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
-                  const Factors& factors, int64_t lane, const uint8_t* w, const Ahead& ahead) {
+                  const PanelLayout& layout, const PlainFactors& factors, int64_t lane,
+                  const uint8_t* w, const Ahead& ahead) {
     using X = typename Weight::X;
-    constexpr bool kRounds = std::is_same_v<X, int8_t>;
     constexpr int64_t kStepBytes = Weight::kWords * kPanel * 4;
+    int64_t left = layout.block_groups;  // of the block
+    w += layout.factor_bytes + part.step * kStepBytes;
     for (int64_t i = 0; i < part.groups; ++i) {
         const int64_t g = part.first + i, at = row * part.num_groups + g;
         typename Weight::Sum sums[kRows][kVectors];
         const X* rows[kRows];
         unrolled<kRows>(QUIRE_EACH(r) {
-            rows[r] = reinterpret_cast<const X*>(x.values + (row + r) * x.stride) +
-                      g * part.inputs + part.step * Weight::kDepth;
-            typename Weight::Sum start{};
-            if constexpr (kRounds) start = Isa::all(-part.bias * x.sums[at + r * part.num_groups]);
+            rows[r] = group_of<X>(x, row + r, g, part.inputs) + part.step * Weight::kDepth;
+            const auto start = first_sum<Weight>(x, at + r * part.num_groups, part.bias);
             unrolled<kVectors>(QUIRE_EACH(v) { sums[r][v] = start; });
         });
-        const uint8_t* step = w + i * part.bytes;
+        const uint8_t* step = w;
+        w += layout.group_bytes;
+        if (--left == 0) {
+            w += layout.factor_bytes;
+            left = layout.block_groups;
+        }
         for (int64_t s = 0; s < part.steps; ++s, step += kStepBytes) {
             if constexpr (kFetches) {
                 unrolled<Weight::kWords>(QUIRE_EACH(n) { ahead.fetch(step + n * kPanel * 4); });
@@ -120,24 +158,65 @@ void grouped_tile(float* acc, const Operand& x, int64_t row, const Groups& part,
             const int64_t from = i * kPanel + lane + v * Isa::kLanes;
             const typename Isa::F scale = Isa::load(factors.scales + from);
             unrolled<kRows>(QUIRE_EACH(r) {
+                const int64_t own = at + r * part.num_groups;
                 float* place = acc + r * kPanel + v * Isa::kLanes;
                 typename Isa::F total = is_first ? Isa::zero() : Isa::load(place);
-                if constexpr (kRounds) {
-                    const float x_scale = x.scales[at + r * part.num_groups];
-                    const typename Isa::F both = Isa::times(scale, Isa::all(x_scale));
-                    total = Isa::fma(Isa::to_float(sums[r][v]), both, total);
-                    if constexpr (kHasOffsets<Weight>) {
-                        const auto sum = static_cast<float>(x.sums[at + r * part.num_groups]);
-                        total = Isa::fma(Isa::load(factors.offsets + from),
-                                         Isa::all(x_scale * sum), total);
-                    }
-                } else {
-                    total = Isa::fma(sums[r][v], scale, total);
+                total = add_sum<Weight>(total, sums[r][v], scale, x, own);
+                if constexpr (kOffsets) {
+                    total = add_offset(total, Isa::load(factors.offsets + from), x, own);
                 }
                 Isa::store(place, total);
             });
         });
     }
+}
+
+// A whole panel for one row, with the bits of the tiles: its factors go by the registers. Memory
+// is read in one stream.
+template <WeightFormat kFormat>
+void grouped_row(float* acc, const Groups& all, const PanelLayout& layout, const Operand& x,
+                 int64_t row, const uint8_t* block) {
+    using Own = Factors<kFormat>;
+    using Weight = typename WeightOf<Own::kParts.values>::Type;
+    using X = typename Weight::X;
+    constexpr int kVectors = Isa::kVectors;
+    constexpr int64_t kStepBytes = Weight::kWords * kPanel * 4;
+    typename Isa::F totals[kVectors], outer[kVectors][2];
+    unrolled<kVectors>(QUIRE_EACH(v) { totals[v] = Isa::zero(); });
+    const int64_t whole = all.inputs / Weight::kDepth;
+    for (int64_t g = 0; g < all.num_groups; block += layout.block_bytes) {
+        ask_for<Own::kHeaderBytes>(block + kAheadBytes);
+        unrolled<kVectors>(
+            QUIRE_EACH(v) { load_headers<Own>(outer[v], block, v * Isa::kLanes); });
+        const uint8_t *factors = block + Own::kHeaderBytes, *step = block + layout.factor_bytes;
+        for (int64_t j = 0; j < layout.block_groups; ++j, ++g, factors += Own::kGroupBytes) {
+            ask_for<Own::kGroupBytes>(factors + kAheadBytes);
+            const int64_t at = row * all.num_groups + g;
+            const X* rows[1] = {group_of<X>(x, row, g, all.inputs)};
+            for (int64_t done = 0; done < whole; done += all.steps) {
+                const int64_t end = done + all.steps < whole ? done + all.steps : whole;
+                typename Weight::Sum sums[1][kVectors];
+                const auto start = first_sum<Weight>(x, at, all.bias);
+                unrolled<kVectors>(QUIRE_EACH(v) { sums[0][v] = start; });
+                for (int64_t s = done; s < end; ++s, step += kStepBytes) {
+                    ask_for<kStepBytes>(step + kAheadBytes);
+                    add_step<Weight, 1, kVectors>(sums, step, rows, s * Weight::kDepth);
+                }
+                unrolled<kVectors>(QUIRE_EACH(v) {
+                    constexpr int64_t lane = v * Isa::kLanes;
+                    const auto scale = Own::scales(factors + lane * Own::kScaleBytes, outer[v][0]);
+                    totals[v] = add_sum<Weight>(totals[v], sums[0][v], scale, x, at);
+                    if constexpr (Own::kHasOffsets) {
+                        const uint8_t* from = factors + kPanel * Own::kScaleBytes;
+                        const auto offset =
+                            Own::offsets(from + lane * Own::kOffsetBytes, scale, outer[v][1]);
+                        totals[v] = add_offset(totals[v], offset, x, at);
+                    }
+                });
+            }
+        }
+    }
+    unrolled<kVectors>(QUIRE_EACH(v) { Isa::store(acc + v * Isa::kLanes, totals[v]); });
 }
 
 // --- a panel for all rows ---
@@ -154,10 +233,8 @@ QUIRE_INLINE void tile_of(const Tile& tile) {
     }
 }
 
-// Tiles are of nearly equal size, so none of those that fetch, which are several, is small.
-template <bool kFetches>
-constexpr int kFewestRows = kFetches ? Isa::kTileRows / 2 : 1;
-static_assert(kFetchRows >= Isa::kTileRows);
+// Tiles are of nearly equal size: where there are several, none has fewer rows than half of the most.
+static_assert(kFetchRows > Isa::kTileRows);
 
 template <class Tile, int kRows = Isa::kTileRows>
 void run_tile(const Tile& tile, int64_t rows) {
@@ -169,7 +246,7 @@ void run_tile(const Tile& tile, int64_t rows) {
 
 template <class Weight, bool kFetches>
 struct DenseTile {
-    static constexpr int kFewestRows = quire::kFewestRows<kFetches>;
+    static constexpr int kFewestRows = kFetches ? Isa::kTileRows / 2 : 1;
     static constexpr int kWideRows = Isa::kWideRows;
     float* acc;
     const uint8_t* x;
@@ -187,35 +264,41 @@ struct DenseTile {
     }
 };
 
-template <class Weight, bool kFetches>
-struct GroupedTile {
-    static constexpr int kFewestRows = quire::kFewestRows<kFetches>;
-    static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
-    float* acc;
-    const Operand* x;
-    int64_t row;
-    Groups part;
-    const Factors* factors;
-    const uint8_t* w;
-    Ahead ahead;
+template <class Weight, bool kOffsets>
+struct Grouped {
+    template <class, bool kFetches>
+    struct Tile {
+        static constexpr int kFewestRows = kFetches ? 2 : Isa::kTileRows / 2;
+        static constexpr int kWideRows = kTakesTurns<Weight> ? 3 : Isa::kWideRows;
+        float* acc;
+        const Operand* x;
+        int64_t row;
+        Groups part;
+        const PanelLayout* layout;
+        const PlainFactors* factors;
+        const uint8_t* w;
+        Ahead ahead;
 
-    template <int kRows, int kVectors>
-    void run(int vector) const {
-        const int64_t lane = vector * Isa::kLanes;
-        grouped_tile<Weight, kFetches, kRows, kVectors>(
-            acc + lane, *x, row, part, *factors, lane, w + vector * Weight::kVectorBytes, ahead);
-    }
+        template <int kRows, int kVectors>
+        void run(int vector) const {
+            const int64_t lane = vector * Isa::kLanes;
+            grouped_tile<Weight, kOffsets, kFetches, kRows, kVectors>(
+                acc + lane, *x, row, part, *layout, *factors, lane,
+                w + vector * Weight::kVectorBytes, ahead);
+        }
+    };
 };
 
-// Calls tile(first row, rows, what to fetch, begin of the chunk) for tiles of nearly equal size.
+// Calls tile(first row, rows, what to fetch, begin of the chunk) for tiles of nearly equal size. near:
+// how far ahead the first one of few rows asks; 0 if it does not.
 template <class Call>
-void for_tiles(int64_t rows, int64_t panel_bytes, const Call& call, int64_t chunk) {
+void for_tiles(int64_t rows, int64_t panel_bytes, int64_t near, const Call& call, int64_t chunk) {
     constexpr int64_t kLines = kPanel * 4 / 64;  // of a step
     const int64_t tiles = (rows + Isa::kTileRows - 1) / Isa::kTileRows;
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t first = t * rows / tiles;
         Ahead ahead{panel_bytes, t * kLines / tiles, (t + 1) * kLines / tiles};
-        if (rows < kFetchRows) ahead.end = ahead.begin;
+        if (rows < kFetchRows) ahead = {near, 0, near > 0 && t == 0 ? kLines : 0};
         call(first, (t + 1) * rows / tiles - first, ahead, chunk);
     }
 }
@@ -242,38 +325,46 @@ void dense_panel(float* acc, const PackedWeight& weight, const PanelLayout& layo
         run_tile_of<DenseTile, Weight>(count, ahead, acc + first * kPanel, values, x.stride,
                                        w + s * kPanel * 4, some, s == 0);
     };
-    for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, tile, s);
+    for (int64_t s = 0; s < steps; s += kChunk) for_tiles(rows, layout.bytes, 0, tile, s);
 }
 
-// Groups whose factors are decoded together: whole blocks, and of one chunk.
-int64_t chunk_groups(const PanelLayout& layout) {
-    const int64_t fitting = kChunkBytes / layout.group_bytes;
-    return fitting < 1 ? 1 : fitting < kFactorGroups ? fitting : kFactorGroups;
+// Groups whose factors are decoded together: whole blocks, and few where rows are few, so that memory
+// is read nearly in one stream.
+int64_t chunk_groups(const PanelLayout& layout, int64_t rows) {
+    const int64_t most = rows < kFetchRows ? kAheadBytes : kChunkBytes;
+    const int64_t fitting = most / layout.block_bytes * layout.block_groups;
+    return fitting < 1 ? layout.block_groups : fitting < kFactorGroups ? fitting : kFactorGroups;
 }
 
-template <class Weight>
+template <WeightFormat kFormat>
 void grouped_panel(float* acc, const PackedWeight& weight, const PanelLayout& layout,
                    const Operand& x, int64_t row, int64_t rows, const uint8_t* w) {
-    const int64_t num_groups = layout.groups;
-    const int64_t steps = weight.group / Weight::kDepth, step_bytes = Weight::kWords * kPanel * 4;
-    const int64_t chunk = chunk_groups(layout);
+    using Weight = typename WeightOf<parts_of(kFormat).values>::Type;
+    constexpr bool kOffsets = Factors<kFormat>::kHasOffsets;
+    const int64_t steps = weight.group / Weight::kDepth;
     // A group larger than a chunk is parted, unless its sums are integers, which are exact.
     const bool is_parted = layout.group_bytes > kChunkBytes && !weight.rounds_activations();
-    const int64_t most = is_parted ? kChunkBytes / step_bytes : steps;
-    Factors factors;
-    for (int64_t g = 0; g < num_groups; g += chunk) {
-        const int64_t count = num_groups - g < chunk ? num_groups - g : chunk;
-        decode_factors(factors, weight, layout, w, g, count);
+    const int64_t most = is_parted ? kChunkBytes / (Weight::kWords * kPanel * 4) : steps;
+    const int32_t bias = stored_bias(weight);
+    if (rows == 1) {
+        const Groups all{layout.groups, 0, layout.groups, weight.group, 0, most, bias};
+        return grouped_row<kFormat>(acc, all, layout, x, row, w);
+    }
+    PlainFactors factors;
+    const int64_t chunk = chunk_groups(layout, rows);
+    const int64_t ahead_bytes = rows < kFetchRows ? kAheadBytes : layout.bytes;
+    for (int64_t g = 0; g < layout.groups; g += chunk) {
+        const int64_t count = layout.groups - g < chunk ? layout.groups - g : chunk;
+        const uint8_t* block = w + layout.block(g);
+        decode_factors<kFormat>(factors, layout, block, count, ahead_bytes);
         const auto tile = [&](int64_t first, int64_t some, const Ahead& ahead, int64_t step) {
             const int64_t end = step + most < steps ? step + most : steps;
-            const Groups part{num_groups, g, count, weight.group, layout.group_bytes, step,
-                              end - step, stored_bias(weight)};
-            run_tile_of<GroupedTile, Weight>(some, ahead, acc + first * kPanel, &x, row + first,
-                                             part, &factors,
-                                             w + layout.values(g) + step * step_bytes);
+            const Groups part{layout.groups, g, count, weight.group, step, end - step, bias};
+            run_tile_of<Grouped<Weight, kOffsets>::template Tile, Weight>(
+                some, ahead, acc + first * kPanel, &x, row + first, part, &layout, &factors, block);
         };
         for (int64_t step = 0; step < steps; step += most) {
-            for_tiles(rows, layout.bytes, tile, step);
+            for_tiles(rows, layout.bytes, kAheadBytes, tile, step);
         }
     }
 }
@@ -296,24 +387,24 @@ void write_rows(const MutableMatrix& out, const void* bias, const float* acc, in
 using PanelFunction = void (*)(float*, const PackedWeight&, const PanelLayout&, const Operand&,
                                int64_t, int64_t, const uint8_t*);
 
-template <class Weight>
-PanelFunction grouped_function(const PackedWeight& weight) {
-    if (weight.parts().offsets == Offsets::kNone) return grouped_panel<Weight>;
-    return grouped_panel<WithOffsets<Weight>>;
+template <int kFormat>
+constexpr PanelFunction kPanelFunction = grouped_panel<static_cast<WeightFormat>(kFormat)>;
+template <>
+constexpr PanelFunction kPanelFunction<0> = dense_panel<Float32Weight>;
+template <>
+constexpr PanelFunction kPanelFunction<1> = dense_panel<Bfloat16Weight>;
+template <>
+constexpr PanelFunction kPanelFunction<2> = dense_panel<Float16Weight>;
+
+template <int... kFormats>
+PanelFunction panel_function(WeightFormat format, std::integer_sequence<int, kFormats...>) {
+    constexpr PanelFunction kAll[] = {kPanelFunction<kFormats>...};
+    return kAll[static_cast<int>(format)];
 }
 
 PanelFunction panel_function(const PackedWeight& weight) {
-    switch (weight.parts().values) {
-        case Values::kFloat32: return dense_panel<Float32Weight>;
-        case Values::kBfloat16: return dense_panel<Bfloat16Weight>;
-        case Values::kFloat16: return dense_panel<Float16Weight>;
-        case Values::kFloat8: return grouped_panel<Float8Weight>;
-        case Values::kFloat4: return grouped_panel<Float4Weight>;
-        case Values::kInt4: return grouped_function<Int4Weight>(weight);
-        case Values::kInt5: return grouped_function<Int5Weight>(weight);
-        case Values::kInt6: return grouped_panel<Int6Weight>;
-        default: return grouped_function<Int8Weight>(weight);
-    }
+    constexpr int kCount = static_cast<int>(WeightFormat::kCount);
+    return panel_function(weight.format, std::make_integer_sequence<int, kCount>{});
 }
 
 void multiply(const MutableMatrix& out, const void* bias, const PackedWeight& weight,

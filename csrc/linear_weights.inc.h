@@ -154,13 +154,13 @@ struct Float4Weight : Int4Weight {
 struct Int5Weight {
     using X = int8_t;
     using Sum = typename Isa::I;
-    static constexpr int64_t kDepth = 32, kWords = 5, kVectorBytes = Isa::kLanes * 4;
+    static constexpr int64_t kDepth = 32, kWords = 5, kVectorBytes = kWords * Isa::kLanes * 4;
     struct Loaded {
         typename Isa::I operands[8];
     };
     static QUIRE_INLINE Loaded load(const uint8_t* w) {
         typename Isa::I words[5];
-        unrolled<5>(QUIRE_EACH(i) { words[i] = Isa::load_words(w + i * kPanel * 4); });
+        unrolled<5>(QUIRE_EACH(i) { words[i] = Isa::load_words(w + i * Isa::kLanes * 4); });
         Loaded loaded;
         unrolled<5>(QUIRE_EACH(i) { loaded.operands[i] = words[i] & Isa::all(0x1F1F1F1F); });
         loaded.operands[5] = shifted<5>(words[0], 0x07070707) | shifted<2>(words[3], 0x18181818);
@@ -180,13 +180,13 @@ struct Int5Weight {
 struct Int6Weight {
     using X = int8_t;
     using Sum = typename Isa::I;
-    static constexpr int64_t kDepth = 16, kWords = 3, kVectorBytes = Isa::kLanes * 4;
+    static constexpr int64_t kDepth = 16, kWords = 3, kVectorBytes = kWords * Isa::kLanes * 4;
     struct Loaded {
         typename Isa::I operands[4];
     };
     static QUIRE_INLINE Loaded load(const uint8_t* w) {
         typename Isa::I words[3];
-        unrolled<3>(QUIRE_EACH(i) { words[i] = Isa::load_words(w + i * kPanel * 4); });
+        unrolled<3>(QUIRE_EACH(i) { words[i] = Isa::load_words(w + i * Isa::kLanes * 4); });
         Loaded loaded;
         unrolled<3>(QUIRE_EACH(i) { loaded.operands[i] = words[i] & Isa::all(0x3F3F3F3F); });
         loaded.operands[3] = shifted<6>(words[0], 0x03030303) |
@@ -200,14 +200,21 @@ struct Int6Weight {
     }
 };
 
-// The same numbers with an offset for each group.
-template <class Weight>
-struct WithOffsets : Weight {};
-
-template <class Weight>
-constexpr bool kHasOffsets = false;
-template <class Weight>
-constexpr bool kHasOffsets<WithOffsets<Weight>> = true;
+// By how values are stored, where they have groups.
+template <Values kValues>
+struct WeightOf;
+template <>
+struct WeightOf<Values::kFloat8> { using Type = Float8Weight; };
+template <>
+struct WeightOf<Values::kFloat4> { using Type = Float4Weight; };
+template <>
+struct WeightOf<Values::kInt4> { using Type = Int4Weight; };
+template <>
+struct WeightOf<Values::kInt5> { using Type = Int5Weight; };
+template <>
+struct WeightOf<Values::kInt6> { using Type = Int6Weight; };
+template <>
+struct WeightOf<Values::kInt8> { using Type = Int8Weight; };
 
 // Whether a vector's part of a step fills so many registers that vectors take turns.
 template <class Weight>
