@@ -11,9 +11,20 @@
 
 namespace quire {
 
-constexpr int64_t kLine = 64;     // bytes of a line of the cache
-constexpr int64_t kSquare = 16;   // rows and words: a line of 32-bit words
-constexpr int64_t kSquares = 4;   // that are read of each row at a time
+constexpr int64_t kSquare = 16;  // rows and words: a line of 32-bit words
+constexpr int64_t kSquares = 4;  // that are read of each row at a time
+
+typedef uint32_t Words4 __attribute__((vector_size(16)));
+
+// The words of both at these places, those of the second from 4 on.
+template <int a, int b, int c, int d>
+inline Words4 picked(Words4 one, Words4 other) {
+#if defined(__clang__)
+    return __builtin_shufflevector(one, other, a, b, c, d);
+#else
+    return __builtin_shuffle(one, other, Words4{a, b, c, d});
+#endif
+}
 
 // Rows of a panel that are packed: row `lane` begins at from + lane * stride and has `bytes` bytes.
 struct PanelRows {
@@ -23,31 +34,40 @@ struct PanelRows {
     const uint8_t* at(int64_t lane, int64_t offset) const { return from + lane * stride + offset; }
 };
 
+// 4 rows and words, transposed in registers: stores of single words would wait for memory.
+inline void copy_four(uint32_t* to, const PanelRows& rows, int64_t panel, int64_t lane,
+                      int64_t word) {
+    Words4 row[4];
+    for (int64_t i = 0; i < 4; ++i) std::memcpy(&row[i], rows.at(lane + i, word * 4), 16);
+    const Words4 first = picked<0, 4, 1, 5>(row[0], row[1]), last = picked<2, 6, 3, 7>(row[0], row[1]);
+    const Words4 more = picked<0, 4, 1, 5>(row[2], row[3]), rest = picked<2, 6, 3, 7>(row[2], row[3]);
+    const Words4 columns[4] = {picked<0, 1, 4, 5>(first, more), picked<2, 3, 6, 7>(first, more),
+                               picked<0, 1, 4, 5>(last, rest), picked<2, 3, 6, 7>(last, rest)};
+    for (int64_t w = 0; w < 4; ++w) std::memcpy(to + w * panel, &columns[w], 16);
+}
+
 // A square of up to 16 rows from `lane` on and 16 words from `first` on, transposed; `to` is the place
 // of its first word. What there is no row or word for is 0.
 template <class Word>
 void copy_square(Word* to, const PanelRows& rows, int64_t panel, int64_t lane, int64_t first) {
     constexpr auto size = static_cast<int64_t>(sizeof(Word));
-    const int64_t count = std::min(kSquare, (rows.bytes + size - 1) / size - first);
-    const int64_t lanes = std::min(kSquare, panel - lane);
-    const bool is_whole = lanes == kSquare && (first + kSquare) * size <= rows.bytes;
-    Word square[kSquare][kSquare];
-    if (is_whole && lane + kSquare <= rows.rows) {
-        for (int64_t i = 0; i < kSquare; ++i) {
-            std::memcpy(square[i], rows.at(lane + i, first * size), sizeof square[i]);
-        }
-    } else {
-        std::memset(square, 0, sizeof square);
-        const int64_t part = std::min(count * size, rows.bytes - first * size);
-        for (int64_t i = 0; i < lanes && lane + i < rows.rows; ++i) {
-            std::memcpy(square[i], rows.at(lane + i, first * size), static_cast<size_t>(part));
+    if constexpr (size == 4) {
+        const bool is_whole = lane + kSquare <= rows.rows && (first + kSquare) * 4 <= rows.bytes;
+        if (is_whole) {
+            for (int64_t w = 0; w < kSquare; w += 4) {
+                for (int64_t i = 0; i < kSquare; i += 4) {
+                    copy_four(to + w * panel + i, rows, panel, lane + i, first + w);
+                }
+            }
+            return;
         }
     }
-    if (is_whole) {
-        for (int64_t w = 0; w < kSquare; ++w) {
-            for (int64_t i = 0; i < kSquare; ++i) to[w * panel + i] = square[i][w];
-        }
-        return;
+    const int64_t count = std::min(kSquare, (rows.bytes + size - 1) / size - first);
+    const int64_t lanes = std::min(kSquare, panel - lane);
+    const int64_t part = std::min(count * size, rows.bytes - first * size);
+    Word square[kSquare][kSquare] = {};
+    for (int64_t i = 0; i < lanes && lane + i < rows.rows; ++i) {
+        std::memcpy(square[i], rows.at(lane + i, first * size), static_cast<size_t>(part));
     }
     for (int64_t w = 0; w < count; ++w) {
         for (int64_t i = 0; i < lanes; ++i) to[w * panel + i] = square[i][w];
@@ -64,13 +84,6 @@ void copy_panel(Word* to, const PanelRows& rows, int64_t panel) {
     for (int64_t begin = 0; begin < words; begin += strip) {
         const int64_t end = std::min(words, begin + strip);
         for (int64_t lane = 0; lane < panel; lane += kSquare) {
-            // More rows are read side by side than processors foresee: the next strip is asked for.
-            for (int64_t i = lane; i < std::min(lane + kSquare, rows.rows); ++i) {
-                for (int64_t ahead = 0; ahead < strip * size; ahead += kLine) {
-                    const int64_t offset = end * size + ahead;
-                    if (offset < rows.bytes) __builtin_prefetch(rows.at(i, offset));
-                }
-            }
             for (int64_t first = begin; first < end; first += kSquare) {
                 copy_square(to + first * panel + lane, rows, panel, lane, first);
             }
