@@ -88,6 +88,28 @@ def test_names_without_the_base_prefix(variant: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(load(checkpoint), checkpoint.spec), wanted)
 
 
+@pytest.mark.parametrize("name", ["embed_out.weight", "lm_head.weight"])
+def test_the_head_of_gpt_neox_has_two_names(name: str, tmp_path: Path) -> None:
+    """By either it is read; tied, it must be the table."""
+    file = tmp_path / "model.safetensors"
+    checkpoint = write_checkpoint(tmp_path, "gpt_neox")
+    tensors = load_file(file)
+    tensors[name] = tensors.pop("embed_out.weight")
+    save_file(tensors, file)
+    torch.testing.assert_close(
+        logits_of(load(checkpoint), checkpoint.spec), checkpoint.logits(TOKENS[0])
+    )
+    checkpoint = write_checkpoint(tmp_path, "gpt_neox_serial")
+    tensors = load_file(file)
+    tensors[name] = tensors["gpt_neox.embed_in.weight"].clone()
+    save_file(tensors, file)
+    load(checkpoint)
+    tensors[name][3] = 0.5
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=f"{name} is stored and differs .* in row 3"):
+        load(checkpoint)
+
+
 def test_dtype_is_converted(llama: Checkpoint) -> None:
     model = load_model(llama.directory, llama.spec, torch.bfloat16, CPU)
     got = run_paged(model, llama.spec, TOKENS, [[9]], dtype=torch.bfloat16)[0]

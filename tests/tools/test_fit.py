@@ -99,6 +99,13 @@ def test_the_plan_is_the_engines(
     assert found.warnings == ()
 
 
+def test_experts_in_one_tensor_are_those_of_the_config(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, "mixtral")
+    (tmp_path / "model.safetensors").unlink()
+    checkpoint.model.save_pretrained(tmp_path, save_original_format=False)
+    assert fitted(resolve_model(str(tmp_path)), SOME_BYTES).warnings == ()
+
+
 @needs_core
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int4"}, {"quantization": "none"}])
 @pytest.mark.parametrize("kind", [Q8_0, Q4_0], ids=["Q8_0", "Q4_0"])

@@ -15,7 +15,7 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.models.checkpoint import TensorHeader, TensorPlaces, listed
 from quire.models.layers import Embedding, Layer, Source
-from quire.models.model import HEAD, Model
+from quire.models.model import Model
 from quire.models.packing import Stored
 from quire.models.quantised.layers import PLAIN, QuantisedLayer
 from quire.ops.host_memory import forget_pages
@@ -70,9 +70,9 @@ class Contents:
             if name in self._wanted and name not in quantised:
                 _check(self._places[name][1], header, self._wanted[name])
         check_complete(sorted(missing), sorted(unknown))
-        tied = _tied_table(self._model)
-        if tied in self._places and HEAD in self._places:
-            _check_tied(self._places[HEAD], self._places[tied])
+        tied, head = _tied_table(self._model), self._model.head_tensor
+        if tied in self._places and head in self._places:
+            _check_tied(self._places[head], self._places[tied])
 
 
 def tensor_names(files: Iterable[Path]) -> Iterator[str]:

@@ -230,15 +230,13 @@ def layer_rope(spec: ModelSpec, options: DecoderOptions, layer: int) -> RopeOpti
 
 
 class Decoder(Model):
-    """A whole model of this family. Names: of the checkpoint's modules, below base_prefix; of the
-    head as it is."""
+    """A whole model of this family. Names: of the checkpoint's modules, below base_prefix."""
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
     embedding_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
-    head_name: ClassVar[str] = "lm_head"
 
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
@@ -255,7 +253,8 @@ class Decoder(Model):
         )
         self.norm = self.make_norm(spec, factory)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead(self.head_name, spec.vocab_size, size, factory, tied)
+        name = self.head_tensor.removesuffix(".weight")
+        self.head = LMHead(name, spec.vocab_size, size, factory, tied)
 
     def adopt(self, names: Iterable[str]) -> None:
         """See Model: experts stand there one by one, or together."""

@@ -67,11 +67,15 @@ class GPTNeoX(Decoder):
     base_prefix = "gpt_neox."
     ignored_tensors = (".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq")
     layer_kind = NeoXLayer
-    embedding_name, norm_name, head_name = "embed_in", "final_layer_norm", "embed_out"
+    embedding_name, norm_name, head_tensor = "embed_in", "final_layer_norm", "embed_out.weight"
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         bias, ropes = spec.fields.flag("attention_bias"), [neox_rope(spec)] * spec.num_layers
         super().__init__(spec, DecoderOptions(bias, bias, ropes=ropes), factory)
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """See Model. transformers 5 calls the head as it does others'."""
+        return super().names_of(self.head_tensor if name == "lm_head.weight" else name)
 
     def make_norm(self, spec: ModelSpec, factory: ParamFactory) -> nn.Module:
         return layer_norm_of(spec, f"{self.base_prefix}{self.norm_name}", factory)

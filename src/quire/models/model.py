@@ -13,19 +13,18 @@ from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
-HEAD = "lm_head.weight"
-
 
 class Model(nn.Module):
     """A whole model, up to the logits of its head.
 
     base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
-    ignored_tensors: ends of the names of tensors that no layer needs.
+    ignored_tensors: ends of the names of tensors that no layer needs. head_tensor: the head's.
     only_operations: whether it computes nothing but by quire's operations. runs_by: whose class it
     is, for people.
     """
 
     base_prefix = ""
+    head_tensor = "lm_head.weight"
     ignored_tensors: tuple[str, ...] = ()
     only_operations = True
     runs_by = "a class of quire's"
@@ -61,7 +60,7 @@ class Model(nn.Module):
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor that no source names is harmless: a constant, a scale that is not
         for the layers (kv_scales.py), or a tied head stored again."""
-        tied_head = name == HEAD and not self.head.sources()
+        tied_head = self.head_tensor in self.names_of(name) and not self.head.sources()
         return tied_head or name.endswith(self.ignored_tensors)
 
 
