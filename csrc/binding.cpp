@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 12;
+constexpr int kInterfaceVersion = 13;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -217,6 +217,23 @@ void add_instruction(quire::Program& program, bool begins_phase, int kind,
     program.add(instruction, begins_phase);
 }
 
+// Weights and the addresses of biases by expert; of none, no addresses.
+void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>& gate_up,
+                 const std::vector<quire::PackedWeight>& down,
+                 const std::vector<Address>& gate_up_biases, const std::vector<Address>& down_biases,
+                 int64_t num_chosen, bool normalises, double alpha, double limit) {
+    quire::Experts experts{{}, num_chosen, normalises, static_cast<float>(alpha),
+                           static_cast<float>(limit)};
+    const auto bias = [](const std::vector<Address>& of, size_t expert) {
+        return of.empty() ? nullptr : as<ConstFloats>(of.at(expert));
+    };
+    for (size_t e = 0; e < gate_up.size(); ++e) {
+        experts.experts.push_back(
+            {gate_up[e], down.at(e), bias(gate_up_biases, e), bias(down_biases, e)});
+    }
+    program.add_experts(std::move(experts));
+}
+
 // groups: each cache group's plan, and the address of its slots.
 void run_program(quire::Program& program, int64_t rows, Address ids, Address positions, Address out,
                  std::vector<std::pair<quire::AttentionPlan*, Address>> groups, int num_threads) {
@@ -297,6 +314,9 @@ NB_MODULE(_core, m) {
     nb::class_<quire::Program>(m, "Program")
         .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
         .def("add_layer", &quire::Program::add_layer)
+        .def("add_experts", &add_experts, nb::kw_only(), "gate_up"_a, "down"_a,
+             "gate_up_biases"_a, "down_biases"_a, "num_chosen"_a, "normalises"_a, "alpha"_a,
+             "limit"_a)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
              "heads"_a, "size"_a, "stride"_a, "layer"_a, "input"_a, "element"_a, "table"_a,
              "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "soft_cap"_a,

@@ -14,8 +14,6 @@ constexpr int64_t kAlign = 16;  // floats of a cache line
 constexpr int64_t kAloneFloats = 8 * 1024;
 constexpr int64_t kPartsPerThread = 4;
 
-bool is_shared_work(Kind kind) { return kind == Kind::kMultiply || kind == Kind::kAttend; }
-
 }  // namespace
 
 Program::Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,
@@ -79,6 +77,13 @@ void Program::run_phase(const Phase& phase, int num_threads) {
         const MutableMatrix out = matrix(first.views[0], first.packed.outputs);
         return multiply(out, first.packed, operand(first), first.bias, num_threads);
     }
+    if (first.kind == Kind::kExperts) {
+        const Experts& experts = experts_[static_cast<size_t>(first.layer)];
+        const int64_t size = experts.experts.front().gate_up.inputs;
+        const auto count = static_cast<int64_t>(experts.experts.size());
+        return run_experts(matrix(first.views[0], size), experts, matrix(first.views[1], size),
+                           matrix(first.views[2], count), expert_memory_, num_threads);
+    }
     if (first.kind == Kind::kAttend) {
         const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];
         const Weighing weighing{static_cast<float>(first.scale), first.soft_cap, first.weight};
@@ -136,6 +141,8 @@ void Program::run_row(const Instruction& i, int64_t r) {
         case Kind::kGeluTanh: return gelu_tanh_row(out, x, i.size);
         case Kind::kRelu: return relu_row(out, x, i.size);
         case Kind::kAdd: return add_row(out, x, row(i.views[2], r), i.size);
+        case Kind::kGatedAdd:
+            return gated_add_row(out, x, row(i.views[2], r), *row(i.views[3], r), i.size);
         default: return;
     }
 }

@@ -9,9 +9,11 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 
 namespace quire {
@@ -36,6 +38,8 @@ enum class Kind : int {
     kStore,         // k, v; layer: into its blocks
     kPrepare,       // operand, x; packed, stride: activations as the product reads them
     kMultiply,      // out, operand; packed, stride, bias (or null)
+    kGatedAdd,      // out, x, y, gate; size
+    kExperts,       // out, x, logits; layer: the number of its experts
     kAttend,        // out, q; layer, scale, soft_cap (or 0), weight: the heads' sinks (or null)
 };
 
@@ -95,6 +99,7 @@ class Program {
             int attention_variant);
 
     void add_layer(size_t group, const KvLayer& kv) { layers_.push_back({group, kv}); }
+    void add_experts(Experts experts) { experts_.push_back(std::move(experts)); }
     void add(const Instruction& instruction, bool begins_phase);
     void run(ProgramStep step, int num_threads);
 
@@ -117,6 +122,8 @@ class Program {
     int64_t arena_width_;
     int attention_variant_;
     std::vector<LayerCache> layers_;
+    std::vector<Experts> experts_;
+    ExpertMemory expert_memory_;
     std::vector<Instruction> instructions_;
     std::vector<Phase> phases_;
     ProgramStep step_{};

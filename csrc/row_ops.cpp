@@ -168,6 +168,32 @@ void gelu_tanh_mul_row(float* out, const float* x, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] = gelu_tanh_of(x[i]) * x[size + i];
 }
 
+// 1 / (1 + e^-x).
+inline float sigmoid_of(float x) {
+    const float e = exp_negative(-float_of(bits_of(x) & 0x7FFFFFFF));
+    return (bits_of(x) < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+QUIRE_VECTOR
+void clamped_gate_row(float* out, const float* x, float alpha, float limit, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+        const float gate = x[i] > limit ? limit : x[i];  // NaN stays
+        const float up = x[size + i] > limit ? limit : x[size + i] < -limit ? -limit : x[size + i];
+        out[i] = gate * sigmoid_of(alpha * gate) * (up + 1.0f);
+    }
+}
+
+QUIRE_VECTOR
+void gated_add_row(float* out, const float* x, const float* y, float gate, int64_t size) {
+    const float factor = sigmoid_of(gate);
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] + factor * y[i];
+}
+
+QUIRE_VECTOR
+void add_scaled_row(float* out, const float* x, float factor, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] += factor * x[i];
+}
+
 QUIRE_VECTOR
 void scale_row(float* out, const float* x, float factor, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;

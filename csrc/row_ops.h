@@ -35,6 +35,14 @@ void silu_mul_row(float* out, const float* x, int64_t size);
 void gelu_mul_row(float* out, const float* x, int64_t size);
 void gelu_tanh_mul_row(float* out, const float* x, int64_t size);
 
+// The same with gpt-oss' gate: gate sigmoid(alpha gate) (up + 1), of a gate that is at most `limit` and
+// an up that is from -limit to limit. out may be x.
+void clamped_gate_row(float* out, const float* x, float alpha, float limit, int64_t size);
+
+// out = x + sigmoid(gate) * y, and out += factor * x.
+void gated_add_row(float* out, const float* x, const float* y, float gate, int64_t size);
+void add_scaled_row(float* out, const float* x, float factor, int64_t size);
+
 void scale_row(float* out, const float* x, float factor, int64_t size);
 void gelu_row(float* out, const float* x, int64_t size);
 void gelu_tanh_row(float* out, const float* x, int64_t size);

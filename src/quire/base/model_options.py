@@ -94,11 +94,11 @@ class ExpertOptions:
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
 
     def activations(self, size: int) -> int:
-        """Bound the elements that a layer makes of a token of so many: each expert's product and
-        output, the inputs of one expert, sums in float32, and the router's."""
+        """Bound the elements that a layer makes of a token of so many: each expert's inputs,
+        products and outputs, which the core keeps in float32, sums, and the router's."""
         inner = self.inner_size + self.shared_size
-        outputs = self.num_chosen * (self.inner_size + size)
-        return outputs + 3 * inner + 8 * size + 8 * self.num_experts
+        of_experts = self.num_chosen * (6 * self.inner_size + 2 * size)
+        return of_experts + 3 * inner + 8 * size + 8 * self.num_experts
 
 
 def layer_options(fields: Fields, model_type: str) -> LayerOptions:

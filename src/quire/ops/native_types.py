@@ -41,6 +41,11 @@ class CoreProgram(Protocol):
     """A model's forward pass (csrc/program.h)."""
 
     def add_layer(self, group: int, kv: CoreKV, /) -> None: ...
+    def add_experts(
+        self, *, gate_up: Sequence[CoreWeight], down: Sequence[CoreWeight],
+        gate_up_biases: Sequence[int], down_biases: Sequence[int], num_chosen: int,
+        normalises: bool, alpha: float, limit: float,
+    ) -> None: ...  # fmt: skip
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
         size: int, stride: int, layer: int, input: int, element: int, table: int, frequencies: int,

@@ -10,12 +10,13 @@ model's dtype: between its weights, a program rounds nothing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
 
+from quire.ops.clamped_gate import ClampedGate
 from quire.ops.formats import rounds_activations
 from quire.ops.linear import Weight
 from quire.ops.native import address, needed_core
@@ -47,11 +48,13 @@ class Kind(IntEnum):
     STORE = 15
     PREPARE = 16
     MULTIPLY = 17
-    ATTEND = 18
+    GATED_ADD = 18
+    EXPERTS = 19
+    ATTEND = 20
 
 
 # Kinds whose threads share the work of all rows in a way of their own: a phase each.
-SHARED = (Kind.MULTIPLY, Kind.ATTEND)
+SHARED = (Kind.MULTIPLY, Kind.EXPERTS, Kind.ATTEND)
 NO_WEIGHT = WeightLayout(0, 0, 0, 0, 1)
 
 
@@ -72,6 +75,32 @@ class View:
 
     buffer: int
     offset: int = 0
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Those of a layer. biases: float32, of each expert; none where there are none."""
+
+    gate_up: list[PackedWeight]
+    down: list[PackedWeight]
+    biases: tuple[list[torch.Tensor], list[torch.Tensor]]
+    num_chosen: int
+    normalises: bool
+    clamped: ClampedGate | None
+
+    def add_to(self, program: CoreProgram) -> None:
+        """Add them to the core's program. Their weights and biases must outlive that."""
+        gate_up_biases, down_biases = ([*map(_address, each)] for each in self.biases)
+        program.add_experts(
+            gate_up=[weight.core for weight in self.gate_up],
+            down=[weight.core for weight in self.down],
+            gate_up_biases=gate_up_biases,
+            down_biases=down_biases,
+            num_chosen=self.num_chosen,
+            normalises=self.normalises,
+            alpha=1.0 if self.clamped is None else self.clamped.alpha,
+            limit=0.0 if self.clamped is None else self.clamped.limit,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,10 +157,12 @@ def _core_weight(weight: PackedWeight | None) -> CoreWeight:
 
 @dataclass
 class ProgramDraft:
-    """Instructions over buffers, of which buffer 0 is the result. widths: float32 per token."""
+    """Instructions over buffers, of which buffer 0 is the result. widths: float32 per token.
+    experts: of the layers that have any."""
 
     widths: list[int] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
 
     @property
     def phases(self) -> list[int]:
@@ -183,6 +214,7 @@ class Tracer:
         self._num_tokens = len(ids_T)
         self._inputs = {_storage(ids_T): Input.IDS, _storage(positions_T): Input.POSITIONS}
         self._buffers: dict[int, int] = {}  # by storage
+        self._routes: dict[int, tuple[torch.Tensor, int, bool]] = {}  # by storage of the ids
         self._draft = ProgramDraft()
         self._rules: dict[str, Callable[..., None]] = {
             "embedding": self._embedding,
@@ -199,6 +231,9 @@ class Tracer:
             "gelu_tanh": self._row_wise(Kind.GELU_TANH),
             "relu": self._row_wise(Kind.RELU),
             "add": self._row_wise(Kind.ADD),
+            "gated_add": self._row_wise(Kind.GATED_ADD),
+            "moe_route": self._moe_route,
+            "moe_experts": self._moe_experts,
             "linear": self._linear,
             "kv_write": self._kv_write,
             "attention": self._attention,
@@ -348,6 +383,37 @@ class Tracer:
         self._draft.widths.append(stride // 4 + 2 * num_groups(weight))
         self._emit(Instruction(Kind.PREPARE, (operand, view), stride=stride, packed=weight))
         return operand, stride
+
+    def _moe_route(
+        self,
+        out: tuple[torch.Tensor, torch.Tensor],
+        logits_TE: torch.Tensor,
+        num_chosen: int,
+        normalises: bool,
+    ) -> None:
+        """Note it: the experts' own instruction begins with the route."""
+        self._routes[_storage(out[0])] = logits_TE, num_chosen, normalises
+
+    def _moe_experts(
+        self,
+        out: torch.Tensor,
+        x_TD: torch.Tensor,
+        ids_TC: torch.Tensor,
+        _weights: torch.Tensor,
+        gate_up: Sequence[Weight],
+        down: Sequence[Weight],
+        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+        clamped: ClampedGate | None = None,
+    ) -> None:
+        logits_TE, num_chosen, normalises = self._routes[_storage(ids_TC)]
+        packed = [[w for w in each if isinstance(w, PackedWeight)] for each in (gate_up, down)]
+        if any(len(each) < len(gate_up) for each in packed):
+            raise Untraceable("the weights of experts are not packed for the core")
+        floats = tuple([each.float() for each in own] for own in biases or ((), ()))
+        experts = Experts(*packed, (floats[0], floats[1]), num_chosen, normalises, clamped)
+        views = self._new(out), self._view(x_TD), self._view(logits_TE)
+        self._emit(Instruction(Kind.EXPERTS, views, layer=len(self._draft.experts)))
+        self._draft.experts.append(experts)
 
     def _kv_write(
         self, _out: None, _backend: object, layer: int, k: torch.Tensor, v: torch.Tensor

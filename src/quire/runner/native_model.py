@@ -93,6 +93,8 @@ def assemble(draft: ProgramDraft, backend: CpuBackend) -> CoreProgram:
     for layer in range(backend.num_layers):
         kv = backend.layer_kv(layer)
         program.add_layer(kv.group, kv.kv)
+    for experts in draft.experts:
+        experts.add_to(program)
     phases = draft.phases
     for i, instruction in enumerate(draft.instructions):
         instruction.add_to(program, begins_phase=i == 0 or phases[i] != phases[i - 1])

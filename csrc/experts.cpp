@@ -1,0 +1,243 @@
+#include "experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "parallel.h"
+#include "row_ops.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kPiecesPerThread = 8;
+constexpr int64_t kFewRows = 8;  // up to so many, reading an expert takes longer than multiplying
+constexpr int64_t kAloneElements = 16 * 1024;
+
+int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Pairs sorted by expert, those of one in the order of their rows.
+struct Order {
+    std::vector<int32_t> ids;      // [P], by pair
+    std::vector<float> weights;    // [P], by pair
+    std::vector<int64_t> begins;   // [E + 1]: of each expert's places
+    std::vector<int64_t> pairs;    // [P], by place
+    std::vector<int64_t> places;   // [P], by pair
+    std::vector<int32_t> experts;  // [P], by place
+};
+
+Order order_of(const Experts& experts, const Matrix& logits, int num_threads) {
+    const auto count = static_cast<int64_t>(experts.experts.size());
+    const int64_t chosen = experts.num_chosen, pairs = logits.rows * chosen;
+    const auto size = static_cast<size_t>(pairs);
+    Order order{std::vector<int32_t>(size), std::vector<float>(size),
+                std::vector<int64_t>(static_cast<size_t>(count + 1)), std::vector<int64_t>(size),
+                std::vector<int64_t>(size), std::vector<int32_t>(size)};
+    const int threads = logits.rows * count < kAloneElements ? 1 : num_threads;
+    parallel_for(logits.rows, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; ++r) {
+            const auto* own = static_cast<const float*>(logits.data) + r * logits.stride;
+            choose_experts(&order.ids[r * chosen], &order.weights[r * chosen], own, count, chosen,
+                           experts.normalises);
+        }
+    });
+    for (const int32_t id : order.ids) ++order.begins[id + 1];
+    for (int64_t e = 0; e < count; ++e) order.begins[e + 1] += order.begins[e];
+    std::vector<int64_t> next(order.begins.begin(), order.begins.end() - 1);
+    for (int64_t pair = 0; pair < pairs; ++pair) {
+        const int32_t expert = order.ids[pair];
+        const int64_t place = next[expert]++;
+        order.pairs[place] = pair;
+        order.places[pair] = place;
+        order.experts[place] = expert;
+    }
+    return order;
+}
+
+// Operands of all pairs, by place: rows of `stride` bytes, and of int8 their scales and sums.
+struct Operands {
+    int64_t stride, groups;
+    uint8_t* values;
+    float* scales;
+    int32_t* sums;
+
+    MutableOperand at(int64_t place, int64_t rows) const {
+        return {rows, stride, values + place * stride, scales + place * groups,
+                sums + place * groups};
+    }
+};
+
+int64_t bytes_of(const PackedWeight& weight) {
+    const Matrix row{Element::kFloat32, 1, weight.inputs, weight.inputs, nullptr};
+    return linear_kernels(weight.variant).operand_bytes(weight, row);
+}
+
+// Space for the operands of a weight of each expert. least: bytes that rows have at least.
+Operands space_for(const Experts& experts, PackedWeight Expert::* weight, int64_t least) {
+    Operands found{least, 0, nullptr, nullptr, nullptr};
+    for (const Expert& expert : experts.experts) {
+        found.stride = std::max(found.stride, rounded(bytes_of(expert.*weight)));
+        if ((expert.*weight).rounds_activations()) {
+            found.groups = std::max(found.groups, (expert.*weight).groups());
+        }
+    }
+    return found;
+}
+
+void prepare_row(const MutableOperand& operand, const PackedWeight& weight, const float* x) {
+    if (bytes_of(weight) == 0) {
+        std::memcpy(operand.values, x, static_cast<size_t>(weight.inputs) * sizeof(float));
+        return;
+    }
+    const Matrix row{Element::kFloat32, 1, weight.inputs, weight.inputs, x};
+    linear_kernels(weight.variant).prepare(operand, weight, row, 0, 1);
+}
+
+// Calls work(place) for all of them.
+template <class Work>
+void for_places(int64_t count, int64_t width, int num_threads, Work work) {
+    const int threads = count * width < kAloneElements ? 1 : num_threads;
+    parallel_for(count, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t place = begin; place < end; ++place) work(place);
+    });
+}
+
+struct Piece {
+    int64_t expert, begin, end;  // panels
+};
+
+// Cuts the weights of the experts that have rows so that threads share the work evenly.
+std::vector<Piece> pieces_of(const Experts& experts, PackedWeight Expert::* weight,
+                             const Order& order, int num_threads) {
+    const auto count = static_cast<int64_t>(experts.experts.size());
+    const auto work_of = [&](int64_t e) {
+        const int64_t rows = order.begins[e + 1] - order.begins[e];
+        return rows == 0 ? 0 : std::max(rows, kFewRows);
+    };
+    int64_t total = 0;
+    for (int64_t e = 0; e < count; ++e) total += work_of(e);
+    std::vector<Piece> pieces;
+    for (int64_t e = 0; e < count; ++e) {
+        if (work_of(e) == 0) continue;
+        const PackedWeight& own = experts.experts[e].*weight;
+        const int64_t panel = linear_kernels(own.variant).panel;
+        const int64_t panels = (own.outputs + panel - 1) / panel;
+        const int64_t wanted = (kPiecesPerThread * num_threads * work_of(e) + total - 1) / total;
+        const int64_t parts = std::min(panels, wanted);
+        for (int64_t i = 0; i < parts; ++i) {
+            pieces.push_back({e, i * panels / parts, (i + 1) * panels / parts});
+        }
+    }
+    return pieces;
+}
+
+// out[place] = the place's operand times its expert's weight; rows of `stride` floats.
+void multiply_places(float* out, int64_t stride, const Experts& experts,
+                     PackedWeight Expert::* weight, const float* Expert::* bias,
+                     const Operands& operands, const Order& order, int num_threads) {
+    const std::vector<Piece> pieces = pieces_of(experts, weight, order, num_threads);
+    parallel_parts(static_cast<int64_t>(pieces.size()), num_threads, [&](int64_t i) {
+        const Piece& piece = pieces[i];
+        const Expert& expert = experts.experts[piece.expert];
+        const PackedWeight& own = expert.*weight;
+        const int64_t first = order.begins[piece.expert];
+        const int64_t rows = order.begins[piece.expert + 1] - first;
+        const MutableMatrix results{Element::kFloat32, rows, own.outputs, stride,
+                                    out + first * stride};
+        linear_kernels(own.variant)
+            .multiply(results, expert.*bias, own, operands.at(first, rows), piece.begin, piece.end);
+    });
+}
+
+}  // namespace
+
+uint8_t* ExpertMemory::reserve(int64_t num_bytes) {
+    if (num_bytes + 64 > capacity_) {
+        capacity_ = num_bytes + 64;
+        memory_.reset(new uint8_t[static_cast<size_t>(capacity_)]);
+    }
+    return memory_.get() + (64 - reinterpret_cast<uintptr_t>(memory_.get()) % 64) % 64;
+}
+
+void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
+                    int64_t num_chosen, bool normalises) {
+    float largest = -std::numeric_limits<float>::infinity(), total = 0, sum = 0;
+    for (int64_t e = 0; e < num_experts; ++e) largest = std::max(largest, logits[e]);
+    for (int64_t e = 0; e < num_experts; ++e) total += std::exp(logits[e] - largest);
+    const auto is_taken = [&](int64_t expert, int64_t count) {
+        return std::find(ids, ids + count, static_cast<int32_t>(expert)) != ids + count;
+    };
+    for (int64_t i = 0; i < num_chosen; ++i) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < num_experts; ++e) {
+            // What is no number is larger than none, and taken where nothing else is left.
+            const bool is_better = best < 0 || logits[e] > logits[best] ||
+                                   (std::isnan(logits[best]) && !std::isnan(logits[e]));
+            if (is_better && !is_taken(e, i)) best = e;
+        }
+        ids[i] = static_cast<int32_t>(best);
+        weights[i] = std::exp(logits[best] - largest);
+        sum += weights[i];
+    }
+    const float divisor = (normalises ? sum : total) + total * 0.0f;  // NaN shows in all weights
+    for (int64_t i = 0; i < num_chosen; ++i) weights[i] /= divisor;
+}
+
+void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
+                 const Matrix& logits, ExpertMemory& memory, int num_threads) {
+    const int64_t size = x.columns, inner = experts.experts.front().down.inputs;
+    const int64_t chosen = experts.num_chosen, pairs = x.rows * chosen;
+    if (pairs == 0) return;
+    const Order order = order_of(experts, logits, num_threads);
+    const auto bytes = [](int64_t floats) { return static_cast<int64_t>(sizeof(float)) * floats; };
+    Operands first = space_for(experts, &Expert::gate_up, rounded(bytes(size)));
+    Operands second = space_for(experts, &Expert::down, rounded(bytes(inner)));
+    // Rows of the first operands are overwritten by the second product's results.
+    const int64_t gate_up_bytes = rounded(bytes(2 * inner));
+    uint8_t* free = memory.reserve(
+        pairs * (first.stride + gate_up_bytes + second.stride + 8 * (first.groups + second.groups)));
+    const auto take = [&](int64_t row_bytes) {
+        uint8_t* begin = free;
+        free += pairs * row_bytes;
+        return begin;
+    };
+    first.values = take(first.stride);
+    auto* gate_up = reinterpret_cast<float*>(take(gate_up_bytes));
+    second.values = take(second.stride);
+    for (Operands* each : {&first, &second}) {
+        each->scales = reinterpret_cast<float*>(take(4 * each->groups));
+        each->sums = reinterpret_cast<int32_t*>(take(4 * each->groups));
+    }
+    const auto* rows = static_cast<const float*>(x.data);
+    for_places(pairs, size, num_threads, [&](int64_t place) {
+        const Expert& expert = experts.experts[order.experts[place]];
+        const float* row = rows + order.pairs[place] / chosen * x.stride;
+        prepare_row(first.at(place, 1), expert.gate_up, row);
+    });
+    const int64_t width = gate_up_bytes / bytes(1), out_width = first.stride / bytes(1);
+    multiply_places(gate_up, width, experts, &Expert::gate_up, &Expert::gate_up_bias, first, order,
+                    num_threads);
+    for_places(pairs, 2 * inner, num_threads, [&](int64_t place) {
+        float* both = gate_up + place * width;
+        if (experts.limit > 0) {
+            clamped_gate_row(both, both, experts.alpha, experts.limit, inner);
+        } else {
+            silu_mul_row(both, both, inner);
+        }
+        prepare_row(second.at(place, 1), experts.experts[order.experts[place]].down, both);
+    });
+    auto* parts = reinterpret_cast<float*>(first.values);
+    multiply_places(parts, out_width, experts, &Expert::down, &Expert::down_bias, second, order,
+                    num_threads);
+    for_places(x.rows, chosen * size, num_threads, [&](int64_t r) {
+        float* total = static_cast<float*>(out.data) + r * out.stride;
+        std::fill(total, total + size, 0.0f);
+        for (int64_t pair = r * chosen; pair < (r + 1) * chosen; ++pair) {
+            const float* part = parts + order.places[pair] * out_width;
+            add_scaled_row(total, part, order.weights[pair], size);
+        }
+    });
+}
+
+}  // namespace quire

@@ -1,0 +1,51 @@
+// The experts of a mixture: which of them each row is sent to, and the sum of what they make of it.
+// Shape legend: T rows (tokens), E experts, C experts of a row, P = T C pairs of a row and an expert,
+// D inputs and outputs, F feed-forward dim of an expert.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "linear.h"
+
+namespace quire {
+
+// down(silu(gate(x)) * up(x)), gate and up in one weight. Biases may be null.
+struct Expert {
+    PackedWeight gate_up;  // [2 F, D]
+    PackedWeight down;     // [D, F]
+    const float* gate_up_bias;
+    const float* down_bias;
+};
+
+// limit: of a clamped gate, gate sigmoid(alpha gate) (up + 1), in the place of silu; 0 if there is none.
+struct Experts {
+    std::vector<Expert> experts;
+    int64_t num_chosen;
+    bool normalises;  // whether the weights of the chosen add up to 1
+    float alpha;
+    float limit;
+};
+
+// Memory that products pass to each other, kept from one step to the next.
+class ExpertMemory {
+   public:
+    uint8_t* reserve(int64_t num_bytes);
+
+   private:
+    std::unique_ptr<uint8_t[]> memory_;
+    int64_t capacity_ = 0;
+};
+
+// The experts with the C largest of a row's logits [E], falling, of equal ones the lower first; and
+// their weights: probabilities among all, or where it normalises among the chosen.
+void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t num_experts,
+                    int64_t num_chosen, bool normalises);
+
+// out[T, D] of x[T, D] and the router's logits[T, E]; all float32. A row's sum is made in the order of
+// its ids, so it has the same bits alone and in any batch.
+void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
+                 const Matrix& logits, ExpertMemory& memory, int num_threads);
+
+}  // namespace quire
