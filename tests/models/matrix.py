@@ -51,7 +51,7 @@ from quire.tools.verify.weights import take_dequantised
 from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.models.gguf_writer import convert, model_metadata
 from tests.models.paged import CPU
-from tests.models.test_gguf_model import CONVERTIBLE
+from tests.models.test_gguf_families import CONVERTIBLE
 from tests.serve.checkpoints import pool_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

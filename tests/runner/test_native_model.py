@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from quire.base.config import ModelConfig
-from quire.base.model_options import EXPERTS
 from quire.base.model_spec import CacheGroup
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.layers import Attention
@@ -21,6 +20,7 @@ from quire.ops.layer_norm import layer_norm
 from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.scale import scale
+from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
 from tests.models.checkpoints import VARIANTS, VOCAB, random_tokens, write_checkpoint
@@ -171,8 +171,9 @@ def test_a_layer_has_ten_phases(tmp_path: Path) -> None:
 
 def test_beside_the_core_torch_has_one_thread(tmp_path: Path) -> None:
     """While a model runs operation by operation whose products are the core's."""
-    checkpoint = write_checkpoint(tmp_path, "qwen3_moe")
+    checkpoint = write_checkpoint(tmp_path, "llama")
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
+    model.layers[0].mlp.register_forward_hook(lambda _mlp, _inputs, x: soft_cap(x, 1e9))
     attention = make_backend("cpu", make_layout(checkpoint.spec, 8, 4))
     run = native_or_same(model, attention)
     assert isinstance(run, OperationsBesideCore)

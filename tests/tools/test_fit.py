@@ -29,7 +29,7 @@ from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_writer import Q4_0, Q8_0, convert
 
 GIB = 1 << 30
-SOME_BYTES = 3 * MIB  # free memory of which tiny models leave a pool, too small for all rows
+SOME_BYTES = 6 * MIB  # free memory of which tiny models leave a pool, too small for all rows
 needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
 # What no test depends on, so that pools are bounded by memory.
 COMMON: dict[str, Any] = {"weight_cache": "off", "max_num_seqs": 40}

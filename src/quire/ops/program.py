@@ -151,6 +151,13 @@ def _address(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> i
     return 0 if tensor is None else address(tensor, dtype or tensor.dtype)
 
 
+def _all_packed(weights: Sequence[Weight]) -> list[PackedWeight]:
+    packed = [each for each in weights if isinstance(each, PackedWeight)]
+    if len(packed) < len(weights):
+        raise Untraceable("the weights of experts are not packed for the core")
+    return packed
+
+
 def _core_weight(weight: PackedWeight | None) -> CoreWeight:
     return NO_WEIGHT.at(0, needed_core()) if weight is None else weight.core
 
@@ -406,11 +413,10 @@ class Tracer:
         clamped: ClampedGate | None = None,
     ) -> None:
         logits_TE, num_chosen, normalises = self._routes[_storage(ids_TC)]
-        packed = [[w for w in each if isinstance(w, PackedWeight)] for each in (gate_up, down)]
-        if any(len(each) < len(gate_up) for each in packed):
-            raise Untraceable("the weights of experts are not packed for the core")
-        floats = tuple([each.float() for each in own] for own in biases or ((), ()))
-        experts = Experts(*packed, (floats[0], floats[1]), num_chosen, normalises, clamped)
+        of_gate_up, of_down = _all_packed(gate_up), _all_packed(down)
+        first, second = biases or ((), ())
+        floats = [each.float() for each in first], [each.float() for each in second]
+        experts = Experts(of_gate_up, of_down, floats, num_chosen, normalises, clamped)
         views = self._new(out), self._view(x_TD), self._view(logits_TE)
         self._emit(Instruction(Kind.EXPERTS, views, layer=len(self._draft.experts)))
         self._draft.experts.append(experts)
