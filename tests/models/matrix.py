@@ -51,7 +51,7 @@ from quire.tools.verify.weights import take_dequantised
 from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
 from tests.models.gguf_writer import convert, model_metadata
 from tests.models.paged import CPU
-from tests.models.test_gguf_families import CONVERTIBLE
+from tests.models.test_gguf_families import CONVERTIBLE, convertible
 from tests.serve.checkpoints import pool_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -238,9 +238,7 @@ def gguf(tried: Tried) -> None:
         architecture = model_metadata(tried.spec.raw)["general.architecture"]
         assert architecture not in GGUF_ARCHITECTURES, "there is no variant of it"
         raise Refused("GGUF files of this type are not read")
-    if variant != variant_of(kind):
-        tried = Tried(tried.folder / variant)
-        write_checkpoint(tried.folder, variant)
+    tried = Tried(convertible(tried.folder / "gguf", variant).directory)
     path = convert(tried.folder, tried.folder / "model.gguf")
     spec, reference = load_spec(path).served_up_to(MAX_LEN), tried.references[0]
     model = load_model(path, spec, torch.float64, CPU)
