@@ -10,8 +10,10 @@ from benchmarks.cpu.workloads import Shape
 TORCH = "torch>=2.11,<2.14"
 FLOAT16 = Format(2, 2, "float")
 FLOAT32 = Format(4, 4, "float32")
+MOSTLY_Q4_K = Format(0.606, 210 / 256, "int8")  # bytes of a weight of the layers, of the head
 INT8 = Format(1, 1, "int8")
 OV_GROUP, OV_SMALL_GROUP = 128, 32
+K_QUANT = "q4_k_m"  # Q4_K, and Q6_K for the head, values and half of the down projections
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ ENGINES = [
     ),
     llama("q4_0", "4-bit", Format(18 / 32, 18 / 32, "int8")),
     openvino("int4", "4-bit", Format((4 + 20 / OV_GROUP) / 8, 1, "int8")),
+    Engine(f"quire {K_QUANT}", K_QUANT, "quire_llm", MOSTLY_Q4_K, source=f"gguf-{K_QUANT}"),
+    llama(K_QUANT, K_QUANT, MOSTLY_Q4_K),
 ]  # fmt: skip
 
 
@@ -118,3 +122,14 @@ def export_command(
         return [*command, str(target)]
     command = [str(binaries / "ct2-transformers-converter"), "--model", str(checkpoint)]
     return [*command, "--output_dir", str(target), "--quantization", kind]
+
+
+def quantise_command(kind: str, source: Path, target: Path) -> list[str]:
+    """What makes a GGUF file of another kind, behind the name of an interpreter of LLAMA's."""
+    types = {K_QUANT: 15}  # as llama.h numbers them
+    program = (
+        "import llama_cpp as c, sys; p = c.llama_model_quantize_default_params();"
+        " p.ftype = int(sys.argv[3]);"
+        " sys.exit(c.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))"
+    )
+    return ["-c", program, str(source), str(target), str(types[kind])]

@@ -16,10 +16,13 @@ from pathlib import Path
 from benchmarks.cpu.checkpoints import write_checkpoint, write_gguf_file
 from benchmarks.cpu.engines import (
     CTRANSLATE2_EXPORT,
+    K_QUANT,
+    LLAMA,
     OPENVINO_EXPORT,
     Engine,
     Environment,
     export_command,
+    quantise_command,
 )
 from benchmarks.cpu.workloads import Shape
 
@@ -64,6 +67,15 @@ class Scratch:
         peer, _, kind = source.partition("-")
         if peer == "checkpoint":
             return checkpoint
+        if kind == K_QUANT:
+            target = models / f"{shape.name}-{kind}.gguf"
+            plain = write_gguf_file(checkpoint, "f16", models / f"{shape.name}-f16.gguf")
+            if not target.exists():
+                unfinished = target.with_suffix(".unfinished")
+                command = [str(self.python(LLAMA)), *quantise_command(kind, plain, unfinished)]
+                self._run(f"quantise-{target.name}", command)
+                unfinished.rename(target)
+            return target
         if peer == "gguf":
             return write_gguf_file(checkpoint, kind, models / f"{shape.name}-{kind}.gguf")
         target = models / f"{shape.name}-{source}"
