@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from benchmarks.timing import best_time
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.select import make_backend

@@ -51,8 +51,9 @@ import numpy as np
 from benchmarks.virtual.dry_run import VOCAB_SIZE
 from benchmarks.virtual.simulate import OPT_13B, OTHER, STOP, Arrival, simulate, simulated_request
 from quire import LLM
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
-from quire.base.model_spec import CacheGroup, load_spec
+from quire.base.model_spec import load_spec
 from quire.base.sampling_params import RequestOutputKind
 from quire.kv.manager import KVManager
 from quire.models.source import resolve_model

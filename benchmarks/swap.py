@@ -43,11 +43,11 @@ from benchmarks.virtual.swap_costs import (
     per_block_s,
     recompute_s,
 )
+from quire.base.cache_group import CacheGroup
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.messages import Abort
-from quire.base.model_spec import CacheGroup
 from quire.base.validation import RequestLimits
 from quire.engine.build import make_scheduler
 from quire.engine.core import EngineCore

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.context import Bench, Timing
 from benchmarks.gpu.floors import Cost, attention_flops, seen_pairs
 from benchmarks.gpu.report import Row, timed_row
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.kernels.attention_plan import Cut

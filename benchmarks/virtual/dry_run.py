@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import numpy as np
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.kv.manager import KVManager

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.virtual.dry_run import dry_request
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.messages import MeasuredRates
-from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
 from quire.runner.build import MEASURED_BLOCKS
 from quire.scheduler.memory import Memory

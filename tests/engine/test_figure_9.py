@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
-from quire.base.model_spec import CacheGroup
 from quire.ops.attention import select, triton_gpu
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.select import make_backend

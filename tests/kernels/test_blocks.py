@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops import gpu
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.kv_memory import KVMemory

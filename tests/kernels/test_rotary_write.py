@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.host_memory import lazy_zeros

@@ -3,8 +3,8 @@
 Figure 8 on an engine is in tests/engine/test_groups.py, figure 9 in tests/engine/test_figure_9.py.
 """
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
-from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool
 from quire.kv.table import BlockTable

@@ -1,6 +1,6 @@
 """When what a step copied out to host memory may be relied on."""
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.kv.manager import KVManager
 
 FULL = CacheGroup("full", (0,), 1, 8)

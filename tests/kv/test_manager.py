@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager, SequenceBlocks
 from quire.kv.table import NULL

@@ -4,13 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.base.cache_group import CacheGroup
 from quire.base.errors import OutOfMemory
-from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVManager
 from quire.kv.sizing import (
     MIB,
     MemoryPlan,
-    blocks_held,
     least_pool_bytes,
     longest_sequence,
     sequences_that_fit,
@@ -104,7 +103,7 @@ def test_as_many_sequences_as_the_manager_takes(
     count = 0
     while grows():
         count += 1
-    held = [blocks_held(group, block_size, length) for group in groups]
+    held = [group.most_blocks(length, block_size) for group in groups]
     assert held == [manager.blocks_for(length, g) for g in range(len(groups))]
     fitting = sequences_that_fit(groups, pools, block_size, length)
     assert fitting <= count <= fitting * 1.5 + 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
 from quire.ops.attention.select import make_backend
 from tests.models.paged import CPU, RowPart, make_step

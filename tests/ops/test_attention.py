@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
-from quire.base.model_spec import CacheGroup
 from quire.ops.attention.select import BACKENDS, make_backend
 from quire.ops.native import core
 from tests.models.paged import RowPart, make_step

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
-from quire.base.model_spec import CacheGroup
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.cpu import KV_FORMATS, CpuBackend, variants
 from quire.ops.attention.reference import ReferenceBackend

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import ModelConfig
-from quire.base.model_spec import CacheGroup
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.layers import Attention
 from quire.models.loading import LoadOptions, load_model

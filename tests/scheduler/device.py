@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.base.cache_group import CacheGroup
 from quire.base.events import Event
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import GrammarReady, Request
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import Candidates, Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executor import failed_step

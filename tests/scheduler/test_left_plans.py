@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.masks import MaskPromise
 from quire.base.messages import Append, Request
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits

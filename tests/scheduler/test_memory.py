@@ -2,10 +2,10 @@
 
 import pytest
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
 from quire.base.events import Preempted
-from quire.base.model_spec import CacheGroup
 from quire.kv.manager import KVBlocks, KVManager
 from quire.kv.table import Appended
 from quire.scheduler.memory import Memory, Needs
@@ -16,7 +16,7 @@ from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import answer
 
 FULL, WINDOW = CacheGroup("full", (0,), 1, 8), CacheGroup("window", (1,), 1, 8, window=6)
-ALSO_FULL = CacheGroup("also full", (1,), 1, 8)
+ALSO_FULL = CacheGroup("full", (1,), 1, 8)
 SIZE, NUM_BLOCKS, LIMIT = 4, 24, 32  # tokens, blocks, tokens: three reservations
 
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.events import PrefixFound
 from quire.base.messages import Abort, MeasuredRates, Request, ResetPrefixCache
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import StepResult
 from quire.base.prefix import PrefixReport
 from quire.engine.prefix_words import as_data, shown_to

@@ -7,12 +7,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineBusy, RequestError
 from quire.base.events import Preempted
 from quire.base.messages import Request, Unpin
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import Move, Plan
 from quire.base.step_outputs import StepReader
 from quire.base.validation import RequestLimits

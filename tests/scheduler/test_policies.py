@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.errors import ConfigError
-from quire.base.model_spec import CacheGroup
 from quire.base.plan import Plan, StepResult
 from quire.kv.manager import KVManager
 from quire.scheduler import policies

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from quire.base.cache_group import CacheGroup
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
@@ -34,7 +35,6 @@ from quire.base.kv_orders import (
     Removed,
 )
 from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
-from quire.base.model_spec import CacheGroup
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore

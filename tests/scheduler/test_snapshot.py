@@ -9,10 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
+from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.base.errors import EngineError
 from quire.base.messages import Request
-from quire.base.model_spec import CacheGroup
 from quire.base.sampling_params import SamplingParams
 from quire.kv.manager import KVManager
 from quire.kv.pool import BlockPool

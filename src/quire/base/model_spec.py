@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from quire.base.cache_group import FULL, WINDOW, CacheGroup
 from quire.base.config_defaults import DEFAULTS, defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.errors import ModelError
@@ -53,36 +54,6 @@ LEAST_POSITIONS = 4  # a model is traced with three tokens
 
 
 @dataclass(frozen=True)
-class CacheGroup:
-    """Layers that cache the same kind of thing and so share one block table per sequence.
-
-    kind: `full` keeps every token, `window` keeps the last `window` tokens.
-    """
-
-    kind: str
-    layers: tuple[int, ...]
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
-        """Return the bytes of a block: K and V of `block_size` tokens in all layers of the
-        group."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * dtype_bytes * block_size
-
-    def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
-        """Return the same of keys and values that are stored in a format: `auto` is the model's
-        dtype, of so many bytes, `int8` has a float32 scale with each token's vector, `fp8` has
-        none."""
-        if kv_format == "int8":
-            scales = self.block_bytes(block_size, 4) // self.head_dim
-            return self.block_bytes(block_size, 1) + scales
-        if kv_format == "fp8":
-            return self.block_bytes(block_size, 1)
-        return self.block_bytes(block_size, dtype_bytes)
-
-
-@dataclass(frozen=True)
 class ModelSpec:
     """Numbers of one decoder model. Sizes are counts of elements.
 
@@ -115,7 +86,7 @@ class ModelSpec:
         windows = sorted(set(self.layer_windows), key=lambda w: (w is not None, w or 0))
         return tuple(
             CacheGroup(
-                kind="full" if window is None else "window",
+                kind=FULL if window is None else WINDOW,
                 layers=tuple(i for i, w in enumerate(self.layer_windows) if w == window),
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,

@@ -1,14 +1,14 @@
 """The KV manager: what the scheduler asks about KV memory (T 4.2.2, listing 4.2).
 
 A sequence has one block table per cache group. All groups grow together or not at all. A prefix hit
-is a number of leading blocks, equal for all groups, such that a `full` group finds all of them in
-its index and a `window` group those that a token right after the hit can still see.
+is a number of leading blocks, equal for all groups, such that each group finds those of them in its
+index that the token right after the hit needs (base/cache_group.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool
 from quire.kv.table import NULL, Appended, BlockTable
@@ -119,11 +119,7 @@ class KVManager:
     def blocks_for(self, num_tokens: int, group: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` tokens holds in a group at any
         time."""
-        blocks = -(-num_tokens // self.block_size)
-        window = self.groups[group].window
-        if window is None:
-            return blocks
-        return min(blocks, -(-window // self.block_size) + 1)
+        return self.groups[group].most_blocks(num_tokens, self.block_size)
 
     def group_blocks(
         self, num_tokens: int, num_shared: int, num_sequences: int, chunk: int
@@ -133,7 +129,7 @@ class KVManager:
         blocks = -(-num_tokens // self.block_size)
         needs = []
         for g, group in enumerate(self.groups):
-            if group.window is None:
+            if group.keeps_all:
                 needs.append(num_shared + num_sequences * (blocks - num_shared))
             else:
                 extra = -(-chunk // self.block_size)
@@ -179,7 +175,7 @@ class KVManager:
         needs = []
         for g, group in enumerate(self.groups):
             needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._taken(g, hit)
-            if group.window is not None:
+            if not group.keeps_all:
                 # The hit's blocks are some of those that it holds at most at any time.
                 extra = -(-chunk // self.block_size)
                 needed = min(needed, self.blocks_for(num_tokens, g) + extra)
@@ -195,8 +191,7 @@ class KVManager:
         """
         start = sequence.num_tokens if computed is None else computed.num_tokens
         for table, group in zip(sequence.tables, self.groups, strict=True):
-            if group.window is not None:
-                table.drop_before(max(0, start - group.window + 1))
+            table.drop_before(group.first_needed(start))
         if computed is not None:
             if not self.fits(self._needs_to_adopt(computed, num_new_tokens)):
                 return None
@@ -264,7 +259,7 @@ class KVManager:
         are several cache groups, a window or too few blocks.
         """
         pool = self.pools[0]
-        if len(self.pools) > 1 or self.groups[0].window or not self.fits((len(sequences),)):
+        if len(self.pools) > 1 or not self.groups[0].keeps_all or not self.fits((len(sequences),)):
             return None
         tables, size = [sequence.tables[0] for sequence in sequences], self.block_size
         if any(len(t.blocks) * size != n - 1 for t, n in zip(tables, num_tokens, strict=True)):
@@ -419,7 +414,7 @@ class KVManager:
 
     def _hit_length(self, g: int, digests: Sequence[bytes], most: int, has: Has) -> int:
         """Return the longest hit, of at most `most` blocks, that cache group g can serve."""
-        if self.groups[g].window is None:
+        if self.groups[g].keeps_all:
             for i in range(most):
                 if not has(g, digests[i]):
                     return i
@@ -440,11 +435,8 @@ class KVManager:
         return None
 
     def first_seen(self, g: int, num_tokens: int) -> int:
-        """Return the first logical block that the token after so many tokens attends to."""
-        window = self.groups[g].window
-        if window is None:
-            return 0
-        return max(0, num_tokens - window + 1) // self.block_size
+        """Return the first logical block that the token after so many tokens needs."""
+        return self.groups[g].first_needed(num_tokens) // self.block_size
 
     def _hit_blocks(
         self, g: int, digests: Sequence[bytes], length: int

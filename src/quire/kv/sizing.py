@@ -7,10 +7,11 @@ that a window group never gets more than its sequences can hold at once.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.base.cache_group import CacheGroup
 from quire.base.errors import OutOfMemory
-from quire.base.model_spec import CacheGroup
 
 MIB = 1 << 20
+NO_BOUND = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def size_pools(
 
     Raises OutOfMemory if not even one sequence of max_model_len tokens fits.
     """
-    caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
+    caps = [_most_of_all(group, block_size, max_num_seqs, chunk) for group in groups]
     per_sequence = blocks_per_sequence(max_model_len, block_size)
     most = _most_blocks(caps, block_bytes, budget_bytes, per_sequence * max_num_seqs)
     if most < per_sequence:
@@ -85,7 +86,7 @@ def longest_sequence(
 
     Raises OutOfMemory if not even a prompt of one token and its answer fit.
     """
-    caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
+    caps = [_most_of_all(group, block_size, max_num_seqs, chunk) for group in groups]
     most = _most_blocks(caps, block_bytes, budget_bytes, blocks_per_sequence(limit, block_size))
     length = min(limit, (most - 1) * block_size)
     if length < 2:
@@ -112,7 +113,7 @@ def sequences_that_fit(
 ) -> int:
     """Return how many sequences of so many tokens have room in the pools at once, sharing
     nothing."""
-    needs = [blocks_held(group, block_size, length) for group in groups]
+    needs = [group.most_blocks(length, block_size) for group in groups]
     return min(have // need for have, need in zip(num_blocks, needs, strict=True))
 
 
@@ -125,15 +126,8 @@ def least_pool_bytes(
     chunk: int,
 ) -> int:
     """Find the smallest budget with which `size_pools` finds room for one sequence."""
-    caps = [_window_need(group, block_size, max_num_seqs, chunk) for group in groups]
+    caps = [_most_of_all(group, block_size, max_num_seqs, chunk) for group in groups]
     return _cost(caps, block_bytes, blocks_per_sequence(max_model_len, block_size))
-
-
-def blocks_held(group: CacheGroup, block_size: int, num_tokens: int) -> int:
-    """Return the most blocks of a group that a sequence of so many tokens holds at any time; as
-    `KVManager.blocks_for`."""
-    blocks = -(-num_tokens // block_size)
-    return blocks if group.window is None else min(blocks, -(-group.window // block_size) + 1)
 
 
 def _most_blocks(caps: list[int], block_bytes: Sequence[int], budget: int, limit: int) -> int:
@@ -153,10 +147,10 @@ def _cost(caps: list[int], block_bytes: Sequence[int], num_blocks: int) -> int:
     return sum(min(num_blocks, cap) * b for cap, b in zip(caps, block_bytes, strict=True))
 
 
-def _window_need(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
-    """Return the most blocks that all sequences together hold in a group; no bound for a full
-    group."""
-    if group.window is None:
-        return 1 << 62
-    in_window = -(-group.window // block_size) + 1
-    return max_num_seqs * in_window + -(-chunk // block_size) + max_num_seqs
+def _most_of_all(group: CacheGroup, block_size: int, max_num_seqs: int, chunk: int) -> int:
+    """Return the most blocks that all sequences together hold in a group; no bound for one that
+    keeps all tokens."""
+    if group.keeps_all:
+        return NO_BOUND
+    held = group.most_blocks(NO_BOUND, block_size)
+    return max_num_seqs * held + -(-chunk // block_size) + max_num_seqs

@@ -160,10 +160,10 @@ class PinnedPrefixes:
 
     def shared_blocks(self, sequence: Sequence) -> list[int]:
         """Count the full blocks, by cache group, that a sequence would share with a pinned prefix
-        for as long as it is there: not those that a window leaves behind."""
+        for as long as it is there: not those that it leaves behind."""
         pin, kv = self.find(sequence), self._kv
         num_blocks = 0 if pin is None else self.num_usable(pin, sequence) // kv.block_size
-        return [num_blocks if group.window is None else 0 for group in kv.groups]
+        return [num_blocks if group.keeps_all else 0 for group in kv.groups]
 
     # ---- told --------------------------------------------------------------------------------
 

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from quire.base import (
+    cache_group,
     events,
     kv_orders,
     messages,
-    model_spec,
     plan,
     prefix,
     sampling_params,
@@ -68,12 +68,12 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 3  # of what is kept of the state
+STATE_VERSION = 4  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
 )
 VOCABULARY = (
-    events, kv_orders, messages, model_spec, plan, prefix, sampling_params, step_outputs,
+    cache_group, events, kv_orders, messages, plan, prefix, sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, table, admission, arrivals, beams, block_naming, branching, fifo,

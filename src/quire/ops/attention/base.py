@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.base.cache_group import CacheGroup
 from quire.base.errors import ConfigError
-from quire.base.model_spec import CacheGroup
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.rms_norm import rms_norm
 from quire.ops.rotary import rotary

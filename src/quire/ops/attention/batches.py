@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.host_memory import to_device
 

@@ -6,7 +6,7 @@ Keys and values of a group stand as [2, Y, K, B, P, H].
 
 import torch
 
-from quire.base.model_spec import CacheGroup
+from quire.base.cache_group import CacheGroup
 from quire.ops.attention.base import AttentionBackend, Int32, KVLayout
 from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks

@@ -1,0 +1,87 @@
+"""What layers keep of a sequence, and how much of it must be there: the contract of cache groups.
+
+To compute the token at position n of a sequence, the blocks of some last tokens before it must be
+there. Which those are is all that tells the kinds apart; hits, growth, what may be dropped, and how
+much a sequence holds follow from it.
+
+    full      all of them
+    latent    all of them, one vector in the place of keys and values
+    window    the last w - 1
+    chunked   those since the chunk of c tokens began in which n is
+    state     the last one: its block holds the layers' state behind it, not each token's part
+
+A block of a `state` group stands for P tokens as the others' do, but holds one state. As long as
+the last of these tokens is not there, that is the state behind the sequence's last token, written
+in place; then, for good, the one behind the block. So a sequence holds few of them, and a hit needs
+one.
+"""
+
+from dataclasses import dataclass
+
+FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
+KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE)
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that cache the same kind of thing and so share one block table per sequence.
+
+    window: tokens of the window, or of a chunk. state_size: elements of a layer's state.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    num_kv_heads: int = 0
+    head_dim: int = 0
+    window: int | None = None
+    state_size: int = 0
+
+    def first_needed(self, num_tokens: int) -> int:
+        """Return the first token that must be there to compute the one behind so many tokens;
+        num_tokens itself where that needs none."""
+        if self.kind == WINDOW:
+            return max(0, num_tokens - self._span + 1)
+        if self.kind == CHUNKED:
+            return num_tokens - num_tokens % self._span
+        if self.kind == STATE:
+            return max(0, num_tokens - 1)
+        return 0
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all tokens are needed until the sequence ends."""
+        return self.kind in (FULL, LATENT)
+
+    def most_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Return the most blocks that a sequence of so many tokens holds at any time, if it takes
+        in one token at a time."""
+        blocks = -(-num_tokens // block_size)
+        if self.keeps_all:
+            return blocks
+        span = 2 if self.kind == STATE else self._span
+        return min(blocks, -(-span // block_size) + 1)
+
+    def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
+        """Return the bytes of a block in all layers of the group: keys and values of `block_size`
+        tokens, or a state."""
+        if self.kind == STATE:
+            return len(self.layers) * self.state_size * max(4, dtype_bytes)
+        vectors = 1 if self.kind == LATENT else 2
+        token = vectors * self.num_kv_heads * self.head_dim * dtype_bytes
+        return len(self.layers) * token * block_size
+
+    def stored_block_bytes(self, block_size: int, dtype_bytes: int, kv_format: str) -> int:
+        """Return the same of keys and values that are stored in a format: `auto` is the model's
+        dtype, of so many bytes, `int8` has a float32 scale with each token's vector, `fp8` has
+        none. States are never rounded to one."""
+        if self.kind != STATE and kv_format == "int8":
+            scales = self.block_bytes(block_size, 4) // self.head_dim
+            return self.block_bytes(block_size, 1) + scales
+        if self.kind != STATE and kv_format == "fp8":
+            return self.block_bytes(block_size, 1)
+        return self.block_bytes(block_size, dtype_bytes)
+
+    @property
+    def _span(self) -> int:
+        assert self.window, f"a group of kind {self.kind} needs its length"
+        return self.window
