@@ -55,16 +55,20 @@ Order order_of(const Experts& experts, const Matrix& logits, int num_threads) {
     return order;
 }
 
-// Operands of all pairs, by place: rows of `stride` bytes, and of int8 their scales and sums.
+// Operands of all pairs, by place: rows of `stride` bytes, and of int8 their scales and sums, of which
+// there are at most `groups`.
 struct Operands {
     int64_t stride, groups;
     uint8_t* values;
     float* scales;
     int32_t* sums;
 
-    MutableOperand at(int64_t place, int64_t rows) const {
-        return {rows, stride, values + place * stride, scales + place * groups,
-                sums + place * groups};
+    // `rows` of an expert's rows from `row` on. first: the expert's first place. Its own scales follow
+    // one another, of which other experts may have more.
+    MutableOperand of(const PackedWeight& weight, int64_t first, int64_t row, int64_t rows) const {
+        const int64_t own = weight.rounds_activations() ? weight.groups() : 0;
+        const int64_t at = first * groups + row * own;
+        return {rows, stride, values + (first + row) * stride, scales + at, sums + at};
     }
 };
 
@@ -146,7 +150,8 @@ void multiply_places(float* out, int64_t stride, const Experts& experts,
         const MutableMatrix results{Element::kFloat32, rows, own.outputs, stride,
                                     out + first * stride};
         linear_kernels(own.variant)
-            .multiply(results, expert.*bias, own, operands.at(first, rows), piece.begin, piece.end);
+            .multiply(results, expert.*bias, own, operands.of(own, first, 0, rows), piece.begin,
+                      piece.end);
     });
 }
 
@@ -210,10 +215,14 @@ void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix&
         each->sums = reinterpret_cast<int32_t*>(take(4 * each->groups));
     }
     const auto* rows = static_cast<const float*>(x.data);
+    const auto prepare = [&](const Operands& operands, PackedWeight Expert::* weight, int64_t place,
+                             const float* row) {
+        const int64_t expert = order.experts[place], begin = order.begins[expert];
+        const PackedWeight& own = experts.experts[expert].*weight;
+        prepare_row(operands.of(own, begin, place - begin, 1), own, row);
+    };
     for_places(pairs, size, num_threads, [&](int64_t place) {
-        const Expert& expert = experts.experts[order.experts[place]];
-        const float* row = rows + order.pairs[place] / chosen * x.stride;
-        prepare_row(first.at(place, 1), expert.gate_up, row);
+        prepare(first, &Expert::gate_up, place, rows + order.pairs[place] / chosen * x.stride);
     });
     const int64_t width = gate_up_bytes / bytes(1), out_width = first.stride / bytes(1);
     multiply_places(gate_up, width, experts, &Expert::gate_up, &Expert::gate_up_bias, first, order,
@@ -225,7 +234,7 @@ void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix&
         } else {
             silu_mul_row(both, both, inner);
         }
-        prepare_row(second.at(place, 1), experts.experts[order.experts[place]].down, both);
+        prepare(second, &Expert::down, place, both);
     });
     auto* parts = reinterpret_cast<float*>(first.values);
     multiply_places(parts, out_width, experts, &Expert::down, &Expert::down_bias, second, order,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from quire.ops.add import add
 from quire.ops.embedding import embedding
 from quire.ops.linear import linear
+from quire.ops.moe import moe_experts, moe_route
 from quire.ops.program import (
     SHARED,
     Instruction,
@@ -58,6 +59,13 @@ def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def mixture(x_TD: torch.Tensor, factor: float) -> torch.Tensor:
+    """Experts whose weights are multiplied by a factor."""
+    ids_TC, weights_TC = moe_route(x_TD, 2, True)
+    experts = torch.ones(4, 6, 4), torch.ones(4, 4, 3)
+    return moe_experts(x_TD, ids_TC, weights_TC * factor, *experts)
+
+
 UNTRACEABLE = {
     "unknown operation": (lambda i, p: novel(embedding(i, torch.ones(2, 4))), "novel"),
     "plain weight": (
@@ -70,6 +78,7 @@ UNTRACEABLE = {
         "columns",
     ),
     "rows": (lambda i, p: relu(embedding(i, torch.ones(2, 4))[1:]), "columns"),
+    "a route of its own": (lambda i, p: mixture(embedding(i, torch.ones(2, 4)), 2.0), "moe_route"),
     "computed ids": (lambda i, p: embedding(i + p, torch.ones(9, 4)), "no input"),
 }
 

@@ -15,8 +15,11 @@ from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.embedding import embedding
+from quire.ops.formats import Quantization
 from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.layer_norm import layer_norm
+from quire.ops.linear import linear, pack_weight
+from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.scale import scale
@@ -102,6 +105,54 @@ def test_a_program_has_each_operation() -> None:
             pieces.append(run(ids[start:end], step.positions_T, backend))
         found.append(torch.cat(pieces))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-5)
+
+
+class ExpertsOfManyFormats:
+    """A mixture each expert of which is stored in another way."""
+
+    NUMBER, SIZE, INNER = 4, 64, 96
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.table, self.router = random(VOCAB, self.SIZE), random(self.NUMBER, self.SIZE)
+        int8 = [Quantization("int8", group) for group in (32, 64)]
+        formats = [*int8, Quantization("fp8", 32), None]
+        shapes = (2 * self.INNER, self.SIZE), (self.SIZE, self.INNER)
+        self.experts = [
+            [pack_weight(random(*shape) / 8, formats[i - e]) for e in range(self.NUMBER)]
+            for i, shape in enumerate(shapes)
+        ]
+        self.routes = pack_weight(self.router)
+
+    def __call__(
+        self, ids_T: torch.Tensor, _positions: torch.Tensor, _backend: AttentionBackend
+    ) -> torch.Tensor:
+        x_TD = embedding(ids_T, self.table)
+        return moe_experts(x_TD, *moe_route(linear(x_TD, self.routes), 2, False), *self.experts)
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return hidden_RD
+
+
+def test_experts_may_differ_in_format_and_groups() -> None:
+    model, ids = ExpertsOfManyFormats(), torch.tensor(random_tokens(40)[0])
+    layout = KVLayout((CacheGroup("full", (0,), 1, 4, None),), (4,), 4, torch.float32, CPU)
+    backend = make_backend("cpu", layout)
+    run = native_or_same(model, backend)
+    assert isinstance(run, NativeModel)
+
+    def rows(start: int, end: int) -> torch.Tensor:
+        step = make_step([RowPart(start, end, (range(4),))], 16)
+        found: torch.Tensor = run(ids[start:end], step.positions_T, backend)
+        return found
+
+    whole = rows(0, 40)
+    torch.testing.assert_close(whole, model(ids, ids, backend), rtol=1e-3, atol=1e-3)
+    assert torch.equal(torch.cat([rows(i, i + 1) for i in range(40)]), whole)
 
 
 @pytest.mark.parametrize(

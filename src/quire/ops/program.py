@@ -221,7 +221,8 @@ class Tracer:
         self._num_tokens = len(ids_T)
         self._inputs = {_storage(ids_T): Input.IDS, _storage(positions_T): Input.POSITIONS}
         self._buffers: dict[int, int] = {}  # by storage
-        self._routes: dict[int, tuple[torch.Tensor, int, bool]] = {}  # by storage of the ids
+        # By the storages of the ids and of the weights.
+        self._routes: dict[tuple[int, int], tuple[torch.Tensor, int, bool]] = {}
         self._draft = ProgramDraft()
         self._rules: dict[str, Callable[..., None]] = {
             "embedding": self._embedding,
@@ -399,20 +400,23 @@ class Tracer:
         normalises: bool,
     ) -> None:
         """Note it: the experts' own instruction begins with the route."""
-        self._routes[_storage(out[0])] = logits_TE, num_chosen, normalises
+        self._routes[_storage(out[0]), _storage(out[1])] = logits_TE, num_chosen, normalises
 
     def _moe_experts(
         self,
         out: torch.Tensor,
         x_TD: torch.Tensor,
         ids_TC: torch.Tensor,
-        _weights: torch.Tensor,
+        weights_TC: torch.Tensor,
         gate_up: Sequence[Weight],
         down: Sequence[Weight],
         biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
         clamped: ClampedGate | None = None,
     ) -> None:
-        logits_TE, num_chosen, normalises = self._routes[_storage(ids_TC)]
+        route = self._routes.get((_storage(ids_TC), _storage(weights_TC)))
+        if route is None:
+            raise Untraceable("experts or their weights are not chosen by moe_route alone")
+        logits_TE, num_chosen, normalises = route
         of_gate_up, of_down = _all_packed(gate_up), _all_packed(down)
         first, second = biases or ((), ())
         floats = [each.float() for each in first], [each.float() for each in second]
