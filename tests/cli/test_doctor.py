@@ -12,6 +12,7 @@ from quire.ops import native
 from quire.ops.formats import variants
 from quire.serve.llm import LLM
 from tests.cli.commands import run
+from tests.models.checkpoints import write_checkpoint
 from tests.ops.figures import keep_figures, own_figures
 
 
@@ -96,6 +97,26 @@ def test_a_model_that_cannot_run(capsys: pytest.CaptureFixture[str], line: str, 
     found = facts(capsys, *line.split())
     assert found["status"] == 1
     assert says in problems(found)
+
+
+def test_weight_files_that_loading_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Absent ones are no problem: they may not have been downloaded yet."""
+    write_checkpoint(tmp_path, "llama", max_shard_size="30KB")
+    capsys.readouterr()  # its progress
+    line = (str(tmp_path), "--device", "cpu")
+    assert facts(capsys, *line)["problems"] == []
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    shards[1].write_bytes(shards[1].read_bytes()[:-1])
+    assert f"{shards[1]} cannot be read" in problems(facts(capsys, *line))
+    shards[1].unlink()
+    found = facts(capsys, *line)
+    assert found["status"] == 1 and f"lacks {shards[1].name}" in problems(found)
+    assert facts(capsys, *line, "--load-format", "dummy")["problems"] == []
+    for file in tmp_path.glob("*.safetensors*"):
+        file.unlink()
+    assert facts(capsys, *line)["problems"] == []
 
 
 def test_what_is_in_the_way(

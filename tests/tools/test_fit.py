@@ -387,9 +387,21 @@ def test_weights_of_another_model(folders: dict[str, Path], tmp_path: Path) -> N
     )
 
 
+def test_weights_that_loading_refuses(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Of a dtype that stands for something else, and cut off behind a header that is whole."""
+    norm = {"model.norm.weight": torch.zeros(32, dtype=torch.int8)}
+    source = changed(folders["llama"], tmp_path, **norm)
+    (warning,) = fitted(source, SOME_BYTES).warnings
+    assert warning.startswith("the tensor model.norm.weight holds I8")
+    file = source.directory / "model.safetensors"
+    file.write_bytes((folders["llama"] / file.name).read_bytes()[:-1])
+    (warning,) = fitted(source, SOME_BYTES).warnings
+    assert f"{file} cannot be read" in warning
+
+
 def test_what_the_engine_passes_over(folders: dict[str, Path], tmp_path: Path) -> None:
     """A tied head that is stored again, and names without the prefix."""
-    head = torch.zeros(97, 32)
+    head = load_file(folders["qwen3_tied"] / "model.safetensors")["model.embed_tokens.weight"]
     source = changed(folders["qwen3_tied"], tmp_path, **{"lm_head.weight": head})
     assert fitted(source, SOME_BYTES).warnings == ()
     plain = load_file(tmp_path / "model.safetensors")

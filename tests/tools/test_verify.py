@@ -244,6 +244,35 @@ def test_a_quantised_checkpoint(form: Format, tmp_path: Path) -> None:
     assert verify(quantised, against=plain).verdict == WITHIN
 
 
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_an_engine_with_a_quantised_checkpoint_rounds_activations(tmp_path: Path) -> None:
+    """So other tokens than those of the dequantised weights are not an error."""
+    quantised, _ = write_quantised(tmp_path, gptq(4, 32))
+    config = config_from_flat(model=str(quantised), attention_backend="cpu")
+    report = verify_module.verify(Asked(config, num_tokens=40))
+    assert report.verdict == WITHIN, "\n".join(lines(report))
+    assert report.runs[-1].tokens is not None and report.runs[-1].tokens.count == 40
+
+
+def test_weights_that_are_not_finite(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="logits are not finite"):
+        verify(tmp_path)
+
+
+def test_files_are_looked_at_before_transformers_is(tmp_path: Path) -> None:
+    """Which says less of what is wrong with them."""
+    write_checkpoint(tmp_path, "llama", max_shard_size="30KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"lacks {shard.name}, which its index names"):
+        verify(tmp_path)
+
+
 @pytest.mark.parametrize("model_type", ["stablelm", "starcoder2"])
 def test_models_of_transformers_classes(model_type: str, tmp_path: Path) -> None:
     folder = foreign(tmp_path, model_type)

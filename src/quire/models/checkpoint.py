@@ -18,6 +18,7 @@ from quire.base.errors import ModelError
 from quire.base.gguf import is_gguf
 
 INDEX = "model.safetensors.index.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 LENGTH = struct.Struct("<Q")
 
@@ -29,6 +30,12 @@ T = TypeVar("T")
 def checkpoint_files(path: Path) -> list[Path]:
     """List what holds the weights. Raises ModelError, saying what to do, if there is nothing."""
     return [path] if is_gguf(path) else weight_files(path)
+
+
+def has_weights(directory: Path) -> bool:
+    """Tell whether there are files of weights, or an index of some, whether they can be read or
+    not."""
+    return any(any(directory.glob(each)) for each in WEIGHTS)
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -168,13 +168,14 @@ def _contents(files: list[Path], model: Model) -> Contents:
     return Contents(files, model)
 
 
-def check_quantised(files: Iterable[Path], spec: ModelSpec) -> None:
-    """Raise ModelError if the tensors of a quantised checkpoint are not those that the config asks
-    for."""
+def check_files(files: Iterable[Path], spec: ModelSpec) -> None:
+    """Raise ModelError if a checkpoint's tensors are not those that the config asks for."""
     model = empty_model(spec, torch.bfloat16, torch.device("cpu"))
     contents, config = _contents(list(files), model), spec.quantization
-    assert config is not None
-    contents.check(quantised_layers(model, config, contents.headers, is_kept=True))
+    stored: Stored = {}
+    if config is not None:
+        stored = quantised_layers(model, config, contents.headers, is_kept=True)
+    contents.check(stored)
 
 
 def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress) -> None:

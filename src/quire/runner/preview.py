@@ -6,16 +6,17 @@ import torch
 
 from quire.base.config import EngineConfig
 from quire.kv.sizing import MemoryPlan
+from quire.models.checkpoint import has_weights, weight_files
 from quire.models.formats import weight_formats
-from quire.models.loading import formats_of_file
+from quire.models.loading import check_files, formats_of_file
 from quire.models.model import Model
-from quire.models.packing import planned_bytes
+from quire.models.packing import Stored, planned_bytes
 from quire.models.registry import make_model, model_spec
 from quire.models.source import ModelSource
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.threads import num_threads
-from quire.runner.build import choose_device, torch_dtype
+from quire.runner.build import choose_device, load_format_of, torch_dtype
 from quire.runner.derive import derive_config
 from quire.runner.memory_plan import available_cpu_bytes, plan_cpu_memory
 from quire.runner.step_size import first_budget
@@ -37,7 +38,7 @@ class Preview:
 
 def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     """Find out what a runner would be made with. Raises ModelError, ConfigError, OutOfMemory, as
-    `build_runner` would."""
+    `build_runner` would; but weight files may be absent."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
@@ -48,7 +49,11 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     formats = weight_formats(config.model)
     formats.check(config.model.dtype, device.type)
     model = make_model(spec, dtype, torch.device("meta"))
-    stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
+    stored: Stored = {}
+    if load_format_of(config, source) != "dummy":
+        stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
+        if has_weights(source.directory):
+            check_files(weight_files(source.directory), spec)
     weights = planned_bytes(model, dtype, device, formats, stored)
     memory = None
     if device.type == "cpu":

@@ -15,11 +15,11 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
 from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
-from quire.models.checkpoint import listed, safetensors_shapes, weight_files
+from quire.models.checkpoint import has_weights, listed, safetensors_shapes, weight_files
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.gguf.names import our_names
 from quire.models.gguf.stored import stored_formats_of_parts
-from quire.models.loading import check_quantised
+from quire.models.loading import check_files
 from quire.models.outline import (
     FormatBytes,
     Outline,
@@ -44,7 +44,6 @@ from quire.runner.memory_plan import (
 )
 from quire.tools.devices import CPU, Device
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth")
 LENGTHS = (512, 2048, 8192)
 TIGHT_UTILIZATION = 0.97
 FEW_TOKENS = 2048
@@ -462,7 +461,7 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
     if not found:
         return [question.tensors.problem] if question.tensors.problem else []
     if question.spec.quantization is not None:
-        return _differences_of_quantised(question.spec, source)
+        return _first_difference(question.spec, source)
     wanted = {name: shape for part in made.parts for name, shape in part.tensors.items()}
     known = {own: shape for name, shape in found.items() for own in made.names_of(name)}
     known |= found
@@ -477,13 +476,14 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
             if not (made.ignores(name) or any(own in wanted for own in made.names_of(name)))
         ],
     }
-    return [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
+    told = [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
+    return told if told or question.file is not None else _first_difference(question.spec, source)
 
 
-def _differences_of_quantised(spec: ModelSpec, source: ModelSource) -> list[str]:
-    """List the first thing that is wrong with the tensors of a quantised checkpoint."""
+def _first_difference(spec: ModelSpec, source: ModelSource) -> list[str]:
+    """List what loading would refuse the weight files for, if it would."""
     try:
-        check_quantised(weight_files(source.directory), spec)
+        check_files(weight_files(source.directory), spec)
     except ModelError as error:
         return [str(error)]
     return []
@@ -499,7 +499,7 @@ def _stored_tensors(
     if file is not None:
         places = (p for p in file.tensors.values() if p.name not in OF_CONFIG)
         return _StoredTensors({name: ANY for p in places for name in our_names(p, spec)})
-    if not any(any(source.directory.glob(each)) for each in WEIGHTS):
+    if not has_weights(source.directory):
         problem = "only the config was looked at: there are no weight files beside it"
         return _StoredTensors(problem=problem)
     try:

@@ -9,6 +9,7 @@ format.
 
 import dataclasses
 import gc
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,15 @@ from typing import Any
 import torch
 
 from quire.base.config import EngineConfig, ModelConfig, flat_settings
-from quire.base.errors import ConfigError, OutOfMemory, QuireError
+from quire.base.errors import ConfigError, ModelError, OutOfMemory, QuireError
 from quire.base.gguf import is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.base.sampling_params import SamplingParams
 from quire.engine.text import build_text_side
 from quire.models.assembly import empty_model
+from quire.models.checkpoint import weight_files
 from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weight_formats
-from quire.models.loading import LoadOptions, formats_of_file, load_model
+from quire.models.loading import LoadOptions, check_files, formats_of_file, load_model
 from quire.models.packing import planned_bytes
 from quire.models.registry import model_spec
 from quire.models.source import ModelSource, resolve_model
@@ -120,6 +122,8 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
             f" model's {spec.max_position}; give a shorter one with --prompt."
         )
     spec = spec.served_up_to(length)
+    if not is_gguf(source.directory) and load_format_of(config, source) != "dummy":
+        check_files(weight_files(source.directory), spec)  # says more than transformers does
     given = _is_given(asked, source, spec)
     model = Model(asked, source, spec, choose_device(config.device), _exact_dtype(spec, given))
     reference = _reference(model, prompt, given)
@@ -167,6 +171,11 @@ def _reference(model: Model, prompt: list[int], given: bool) -> Reference:
     reference = theirs.reference(prompt, model.asked.num_tokens)
     del theirs
     gc.collect()
+    if not reference.trace[LOGITS].isfinite().all():
+        raise ModelError(
+            "transformers' logits are not finite (NaN or infinity), so nothing can be compared with"
+            " them: look for such numbers in the weights."
+        )
     return reference
 
 
@@ -272,22 +281,22 @@ class Runs:
         """Yield what to quantise to: what was asked for, else all that there is; and what a file
         holds quantised."""
         model = self._config.model
-        empty = empty_model(self._spec, torch.float32, self._model.device)
-        stored = formats_of_file(
-            self._model.source.directory,
-            self._spec,
-            empty,
-            torch.float32,
-            self._model.device,
-            AS_THEY_ARE,
-        )
-        if stored and model.quantization is None:
+        if self._keeps_stored(torch.float32):
             yield AS_STORED, AS_THEY_ARE
         choices = {f.name: f.metadata for f in dataclasses.fields(ModelConfig)}["quantization"]
         names = choices["choices"] if model.quantization is None else (model.quantization,)
         for name in names:
             if name != "none":
                 yield name, weight_formats(dataclasses.replace(model, quantization=name))
+
+    def _keeps_stored(self, dtype: torch.dtype) -> bool:
+        """Tell whether weights stay quantised as the file holds them."""
+        model, formats = self._model, weight_formats(self._config.model)
+        if formats != AS_THEY_ARE or load_format_of(self._config, model.source) == "dummy":
+            return False
+        directory, device = model.source.directory, model.device
+        empty = empty_model(self._spec, dtype, device)
+        return bool(formats_of_file(directory, self._spec, empty, dtype, device, formats))
 
     def _quantised_run(self, name: str, formats: WeightFormats) -> Run:
         """Compare quantised weights with a model that has their numbers in float."""
@@ -341,14 +350,18 @@ class Runs:
         nothing can be compared. The error of logits there is what rounding may come to."""
         reference = self._reference
         wanted = reference.tokens[reference.num_prompt :]
-        pairs = list(zip(chosen, wanted, strict=True))
-        place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), None)
-        if place is None:
-            return TokensChosen(len(pairs), len(pairs))
+        pairs = list(zip(chosen, wanted, strict=False))
+        place = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+        if place == len(wanted):
+            return TokensChosen(place, place)
+        if place == len(chosen):  # the engine gave up
+            return TokensChosen(len(wanted), place, place, math.inf)
         logits_V = reference.trace[LOGITS][reference.num_prompt - 1 + place].double()
         margin = (logits_V[wanted[place]] - logits_V[chosen[place]]).item()
+        dtype = torch_dtype(config.model.dtype)
         is_exact = config.model.quantization is None and config.cache.kv_cache_dtype == "auto"
-        error = BOUNDS[torch_dtype(config.model.dtype)] * logits_V.std().item()
+        is_exact = is_exact and not self._keeps_stored(dtype)
+        error = BOUNDS[dtype] * logits_V.std().item()
         return TokensChosen(len(pairs), place, place, margin, error if is_exact else margin)
 
 
