@@ -162,6 +162,7 @@ OF_QWEN2["general.architecture"] = "qwen2"
             {"llama.rope.scaling.type": "longrope"},
             "'longrope'.* supported are none, linear and yarn",
         ),
+        ({"llama.rope.scaling.attn_factor": 1.5}, "attn_factor is 1.5; it is obeyed beside yarn"),
         ({"llama.attention.layer_norm_rms_epsilon": NAN}, "epsilon is nan"),
         ({"llama.context_length": "long"}, "context_length must be a whole number"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "eos_token_id must be a whole number"),

@@ -8,6 +8,7 @@ from quire.base.gguf_metadata import Metadata
 
 FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
 OF_CONFIG = (FACTORS, LONG_FACTORS, SHORT_FACTORS)  # tensors that no layer has
 
 
@@ -24,6 +25,9 @@ def rope(meta: Metadata, rotated: int) -> dict[str, Any]:
             f"{meta.file.path}: the rotary embedding {kind!r} with the base {theta} and the"
             f" factor {factor} is not supported; supported are none, linear and yarn."
         )
+    if kind != "yarn" and meta.number(ATTENTION_FACTOR, 1.0) != 1.0:
+        what = f"{meta.number(ATTENTION_FACTOR)}; it is obeyed beside yarn and Phi's divisors only"
+        raise meta.error(ATTENTION_FACTOR, what)
     divisors = meta.vector(FACTORS, rotated // 2)
     if kind == "yarn":
         if divisors:
@@ -46,8 +50,8 @@ def longrope(meta: Metadata, rotated: int) -> dict[str, Any]:
     if not (long and short):
         raise ModelError(f"{meta.file.path} has one of {LONG_FACTORS} and {SHORT_FACTORS} only.")
     found: dict[str, Any] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
-    if meta.has("rope.scaling.attn_factor"):
-        found["attention_factor"] = meta.number("rope.scaling.attn_factor")
+    if meta.has(ATTENTION_FACTOR):
+        found["attention_factor"] = meta.number(ATTENTION_FACTOR)
     return found | {"rope_theta": meta.number("rope.freq_base", 10000.0)}
 
 
@@ -63,7 +67,7 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
     config = {
         "rope_type": "yarn",
         "factor": factor,
-        "attention_factor": meta.number("rope.scaling.attn_factor", 1.0) * sharpness,
+        "attention_factor": meta.number(ATTENTION_FACTOR, 1.0) * sharpness,
         "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": meta.number("rope.scaling.yarn_beta_slow", 1.0),
     }

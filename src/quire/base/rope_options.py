@@ -57,11 +57,11 @@ def rotated_dims(fields: Fields, name: str, head_dim: int, default: float = 1.0)
     ModelError."""
     part = fields.number(name, default)
     rotated = int(head_dim * part)
-    if part != 1.0 and (rotated % 2 or not 2 <= rotated <= head_dim):
+    if part != 1.0 and (head_dim % 2 or rotated % 2 or not 2 <= rotated <= head_dim):
         raise fields.error(
             name,
-            f"that turns {rotated} of the {head_dim} dimensions of a head (head_dim); it must be"
-            " an even number of them",
+            f"that turns {rotated} of the {head_dim} dimensions of a head (head_dim); both must be"
+            " even numbers",
         )
     return rotated
 
