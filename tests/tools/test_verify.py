@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.base.config import ModelConfig, config_from_flat
@@ -261,6 +262,17 @@ def test_weights_that_are_not_finite(tmp_path: Path) -> None:
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match="logits are not finite"):
+        verify(tmp_path)
+
+
+def test_a_model_that_transformers_does_not_run(tmp_path: Path) -> None:
+    """Its latent attention has as many heads of keys as of queries, whatever a config says."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "vocab_size": 97}
+    sizes |= {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8}
+    sizes |= {"v_head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.AutoConfig.for_model("minicpm3", **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="transformers does not run this model: "):
         verify(tmp_path)
 
 

@@ -61,13 +61,18 @@ class Theirs:
             self._model = _load(directory, spec, dtype, tensors)
 
     def reference(self, prompt: Sequence[int], num_tokens: int) -> Reference:
-        """Choose so many tokens greedily with a cache, then compute all of them at once."""
+        """Choose so many tokens greedily with a cache, then compute all of them at once. Raises
+        ModelError where its code fails."""
+        head = self._model.get_output_embeddings()
+        watcher = Watcher(self._model, self._spec.num_layers, head)
         with self._precision(), torch.inference_mode():
-            tokens, cached_LV = self._greedy(prompt, num_tokens)
-            head = self._model.get_output_embeddings()
-            watcher = Watcher(self._model, self._spec.num_layers, head)
-            with watcher.watching():
-                logits_LV = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
+            try:
+                tokens, cached_LV = self._greedy(prompt, num_tokens)
+                with watcher.watching():
+                    logits_LV = self._model(torch.tensor([tokens]), use_cache=False).logits[0]
+            except Exception as failure:  # whatever its code raises
+                reason = _first_line(failure)
+                raise ModelError(f"transformers does not run this model: {reason}") from failure
             trace = watcher.trace(logits_LV)
         whole_LV = logits_LV[len(prompt) - 1 : -1] if num_tokens else logits_LV[:0]
         error = (cached_LV - whole_LV).norm() / whole_LV.norm() if num_tokens else torch.zeros(())
@@ -105,7 +110,7 @@ def _load(directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors
                     output_loading_info=True, **EAGER,
                 )  # fmt: skip
         except Exception as error:  # whatever its checks raise
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+            reason = _first_line(error)
             raise ModelError(f"transformers does not load this model: {reason}") from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -113,6 +118,10 @@ def _load(directory: Path, spec: ModelSpec, dtype: torch.dtype, tensors: Tensors
         raise ModelError(f"transformers finds no weights for {len(missing)} tensors: {named}.")
     _take_divisors(model, spec)
     return model.eval()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), repr(error))
 
 
 def _config(raw: Mapping[str, Any]) -> Any:
