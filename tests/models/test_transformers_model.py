@@ -58,14 +58,6 @@ def test_logits_are_exactly_those_of_transformers(name: str, tmp_path: Path) -> 
         torch.testing.assert_close(logits_TV, wanted_TV, rtol=1e-10, atol=1e-10)
 
 
-def test_a_class_that_looks_for_padding(tmp_path: Path) -> None:
-    """At the values of the tokens, which are not there while the model is made."""
-    config = VARIANTS["gpt2"][1] | {"pad_token_id": 0}
-    reference = write_reference(tmp_path, "gpt2", config)
-    got = run_paged(load(reference, torch.float32), reference.spec, [[0, 5, 0]], [[3]])[0]
-    torch.testing.assert_close(got.double(), reference.logits([0, 5, 0]), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["gemma3", "gpt_neox", "minicpm3"])
 def test_float32_by_the_core(name: str, tmp_path: Path) -> None:
     reference = write_reference(tmp_path, *FAMILIES[name])

@@ -102,7 +102,6 @@ class Rebuilt:
         for module in (self.base, self.rest, *self.base.modules(), *self.rest.modules()):
             if (config := getattr(module, "config", None)) is not None:
                 config._attn_implementation = attention.NAME
-                config.pad_token_id = None  # else some look for padding, at the tokens' values
         self._try()
         for name, module in self._modules():
             buffers.make_real(model, name, module)
