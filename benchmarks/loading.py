@@ -4,9 +4,10 @@
 
 The files are in the page cache. Each round, in fresh processes: all bytes are read into fresh
 memory, by one thread and by two, which is the limit; and the model is loaded, packed for products.
-Before each, as much memory is written and given back: a virtual machine may have to ask its host
-for memory, which takes several times as long as reading. Peak: of memory that is no page of a file,
-beyond what the process had before; what is above the weights' own size, loading takes for itself.
+Right before each, as much memory is written and given back: a virtual machine may have to ask its
+host for memory, which takes several times as long as reading, and returns it within seconds.
+Peak: of memory that is no page of a file, beyond what the process had before; what is above the
+weights' own size, loading takes for itself.
 """
 
 import argparse
@@ -34,8 +35,9 @@ from pathlib import Path
 import torch
 from quire.ops.host_memory import passing_memory
 files = sorted(Path(sys.argv[1]).glob("*.safetensors"))
-for _ in range(2):
-    passing_memory((5 * sum(each.stat().st_size for each in files) // 4,), torch.uint8).fill_(1)
+def warm_up():
+    for _ in range(2):
+        passing_memory((5 * sum(each.stat().st_size for each in files) // 4,), torch.uint8).fill_(1)
 """
 READ = (
     WARM_UP
@@ -44,6 +46,7 @@ import os, threading, time
 from queue import Empty, SimpleQueue
 PIECE = 64 << 20
 pieces = SimpleQueue()
+warm_up()
 began = time.perf_counter()
 for file in files:
     size = file.stat().st_size
@@ -79,6 +82,7 @@ def own_bytes():
 folder = Path(sys.argv[1])
 spec, device = load_spec(folder), torch.device("cpu")
 core_packing("bfloat16")
+warm_up()
 before, peak, is_over, progress = own_bytes(), 0, threading.Event(), []
 def watch():
     global peak
@@ -144,10 +148,11 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     speeds = {name: [num_bytes / 1e9 / each["seconds"] for each in found[name]] for name in ways}
     for name, own in speeds.items():
         print(f"{name:20} median {statistics.median(own):6.2f}   best {max(own):6.2f}")
-    *reads, loaded = (statistics.median(own) for own in speeds.values())
+    alone, together, loaded = (statistics.median(own) for own in speeds.values())
     last = found["loaded and packed"][-1]
     above = max(each["peak"] for each in found["loaded and packed"]) / last["weights"] - 1
-    print(f"of the faster reading: {loaded / max(reads):.2f} (aim {AIMS['speed']})")
+    of_one, of_two = loaded / alone, loaded / together
+    print(f"of one reading thread: {of_one:.2f} (aim {AIMS['speed']}), of two: {of_two:.2f}")
     size = f"{last['weights'] / 1e9:.2f} GB"
     print(f"peak above the weights' {size}: {above:.1%} (aim {AIMS['peak']:.0%})")
     print(f"progress was told {last['reports']:.0f} times")

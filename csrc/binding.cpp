@@ -23,7 +23,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 13;
+constexpr int kInterfaceVersion = 14;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -151,10 +151,19 @@ std::vector<std::string> attention_variants() {
     return names;
 }
 
-void linear_pack(Address data, const quire::PackedWeight& packed, Address weight, int element,
-                 bool search, int num_threads) {
-    const auto from = matrix(weight, element, packed.outputs, packed.inputs, packed.inputs);
-    quire::pack_weight(as<uint8_t*>(data), packed, from, search, num_threads);
+int linear_pack(Address data, const quire::PackedWeight& packed, Address weight, int element,
+                bool search, int num_threads) {
+    return quire::pack_weight(
+        as<uint8_t*>(data), packed,
+        {static_cast<quire::Element>(element), as<const uint8_t*>(weight), -1, 0}, search,
+        num_threads);
+}
+
+int linear_pack_file(Address data, const quire::PackedWeight& packed, int file, int64_t offset,
+                     int element, bool search, int num_threads) {
+    return quire::pack_weight(as<uint8_t*>(data), packed,
+                              {static_cast<quire::Element>(element), nullptr, file, offset},
+                              search, num_threads);
 }
 
 void linear_pack_blocks(Address data, const quire::PackedWeight& packed, Address blocks,
@@ -305,6 +314,7 @@ NB_MODULE(_core, m) {
     m.def("linear_variants", &linear_variants);
     m.def("linear_bytes", &quire::packed_bytes);
     m.def("linear_pack", &linear_pack, Unlocked());
+    m.def("linear_pack_file", &linear_pack_file, Unlocked());
     m.def("linear_pack_blocks", &linear_pack_blocks, Unlocked());
     m.def("linear_pack_stored", &linear_pack_stored, Unlocked());
     m.def("linear_unpack_rows", &linear_unpack_rows, Unlocked());

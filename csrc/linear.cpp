@@ -34,10 +34,6 @@ int num_linear_variants() { return static_cast<int>(best_variant()) + 1; }
 
 namespace {
 
-// Panels that a thread takes at a time: few enough to share the work evenly, and one after the other
-// in memory.
-constexpr int64_t kPartsPerThread = 8;
-
 // Rows from which on threads share the preparation: below, waking them takes longer.
 constexpr int64_t kAloneElements = 16 * 1024;
 
@@ -65,11 +61,10 @@ void multiply(const MutableMatrix& out, const PackedWeight& weight, const Operan
               const void* bias, int num_threads) {
     const LinearKernels& kernels = linear_kernels(weight.variant);
     const int64_t panels = (weight.outputs + kernels.panel - 1) / kernels.panel;
-    const int64_t parts = std::min(panels, kPartsPerThread * num_threads);
-    parallel_parts(parts, num_threads, [&](int64_t part) {
-        kernels.multiply(out, bias, weight, operand, part * panels / parts,
-                         (part + 1) * panels / parts);
-    });
+    const auto multiply_part = [&](int64_t begin, int64_t end) {
+        kernels.multiply(out, bias, weight, operand, begin, end);
+    };
+    parallel_for(panels, num_threads, multiply_part, kPartsOfWeight);
 }
 
 void linear(const MutableMatrix& out, const PackedWeight& weight, const Matrix& x, const void* bias,

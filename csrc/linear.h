@@ -30,6 +30,7 @@ namespace quire {
 enum class Element : int { kFloat32, kBfloat16, kFloat16 };
 
 constexpr int64_t kPanelVectors = 4;  // of every variant
+constexpr int64_t kPartsOfWeight = 8;  // stretches of panels that each thread takes, in the mean
 constexpr int64_t kMostOrderedGroup = 128;  // inputs, where they were sorted
 
 // What a packed weight is. group: inputs that share a scale, a multiple of 8; the last group is filled
@@ -142,10 +143,23 @@ int32_t stored_bias(const PackedWeight& weight);  // what is added to integers t
 int64_t packed_panel_bytes(const PackedWeight& weight);
 int64_t packed_bytes(const PackedWeight& weight);
 
-// data: packed_bytes(weight). weight_NK: contiguous; of the format's own element for float32,
-// bfloat16 and float16. search: int4 scales are chosen for the least squared error.
-void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& weight_NK, bool search,
-                 int num_threads);
+// Where the rows of a weight stand, one after the other: in memory, or in an opened file from `offset`
+// on, of which no more than a panel is in memory at a time.
+struct WeightRows {
+    Element element;
+    const uint8_t* memory;  // null: in the file
+    int file;
+    int64_t offset;
+};
+
+// Why a weight could not be packed, beside the errno of a file that cannot be read.
+constexpr int kFileEnds = -1, kNotFinite = -2;
+
+// data: packed_bytes(weight). rows: of the format's own element for float32, bfloat16 and float16.
+// search: int4 scales are chosen for the least squared error. Returns 0, or why it could not be packed:
+// formats with scales need finite numbers.
+int pack_weight(uint8_t* data, const PackedWeight& weight, const WeightRows& rows, bool search,
+                int num_threads);
 
 // Numbers that a checkpoint stores. values: [N, K] int8, bytes of e4m3, or [N, K / 2] of two e2m1 each.
 // scales: float32 [N, groups] in a format that holds them, or e8m0. zeros: float32 [N, groups], or null

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "linear.h"
+#include "linear_rows.h"
 #include "parallel.h"
 
 namespace quire {
@@ -26,12 +27,12 @@ inline Words4 picked(Words4 one, Words4 other) {
 #endif
 }
 
-// Rows of a panel that are packed: row `lane` begins at from + lane * stride and has `bytes` bytes.
+// Rows of a panel that are packed, each of `bytes` bytes, one after the other.
 struct PanelRows {
     const uint8_t* from;
-    int64_t stride, bytes, rows;
+    int64_t bytes, rows;
 
-    const uint8_t* at(int64_t lane, int64_t offset) const { return from + lane * stride + offset; }
+    const uint8_t* at(int64_t lane, int64_t offset) const { return from + lane * bytes + offset; }
 };
 
 // 4 rows and words, transposed in registers: stores of single words would wait for memory.
@@ -91,18 +92,17 @@ void copy_panel(Word* to, const PanelRows& rows, int64_t panel) {
     }
 }
 
-// The weight has no groups; its element is from's.
-inline void copy_panels(uint8_t* data, const PackedWeight& weight, const Matrix& from,
-                        int num_threads) {
+// The weight has no groups; its element is from's. Returns what pack_weight does.
+inline int copy_panels(uint8_t* data, const PackedWeight& weight, const WeightRows& from,
+                       int num_threads) {
     const int64_t panel = linear_kernels(weight.variant).panel;
     const int64_t panel_bytes = packed_panel_bytes(weight);
-    const int64_t size = from.element == Element::kFloat32 ? 4 : 2;
-    const int64_t stride = from.stride * size, row_bytes = weight.inputs * size;
-    const int64_t used = panel * row_bytes;  // an odd number of inputs leaves a rest
-    const auto pack = [&](int64_t p) {
+    PackError error;
+    const auto pack = [&](RowReader& reader, int64_t p) {
         uint8_t* to = data + p * panel_bytes;
-        const PanelRows rows{static_cast<const uint8_t*>(from.data) + p * panel * stride, stride,
-                             row_bytes, std::min(panel, weight.outputs - p * panel)};
+        const PanelRows rows{reader.row(p * panel), reader.row_bytes(),
+                             std::min(panel, weight.outputs - p * panel)};
+        const int64_t used = panel * rows.bytes;  // an odd number of inputs leaves a rest
         if (used < panel_bytes) std::memset(to + used, 0, static_cast<size_t>(panel_bytes - used));
         if (weight.format == WeightFormat::kFloat16) {
             copy_panel(reinterpret_cast<uint16_t*>(to), rows, panel);
@@ -110,10 +110,12 @@ inline void copy_panels(uint8_t* data, const PackedWeight& weight, const Matrix&
             copy_panel(reinterpret_cast<uint32_t*>(to), rows, panel);
         }
     };
-    parallel_for((weight.outputs + panel - 1) / panel, num_threads,
-                 [&](int64_t begin, int64_t end) {
-                     for (int64_t p = begin; p < end; ++p) pack(p);
-                 });
+    const auto pack_part = [&](int64_t begin, int64_t end) {
+        RowReader reader(weight, from, error);
+        for (int64_t p = begin; p < end; ++p) pack(reader, p);
+    };
+    parallel_for((weight.outputs + panel - 1) / panel, num_threads, pack_part, kPartsOfWeight);
+    return error.code();
 }
 
 }  // namespace quire

@@ -1,5 +1,6 @@
 // Packing of weights, and their quantisation: symmetric, to the nearest, a scale per group.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -7,6 +8,7 @@
 #include "linear.h"
 #include "linear_copy.h"
 #include "linear_panel.h"
+#include "linear_rows.h"
 
 namespace quire {
 namespace {
@@ -57,8 +59,7 @@ float squared_error(const float* w, int64_t count, float scale, float inverse, i
 
 // The scale of a group, exactly a bfloat16. Of int4 the largest weights may be clipped: with 15 levels
 // that often costs less than what all others gain by finer steps.
-float choose_scale(const float* w, int64_t count, int levels, bool search) {
-    const float largest = largest_magnitude(w, count);
+float choose_scale(const float* w, int64_t count, float largest, int levels, bool search) {
     float best = rounded(largest / static_cast<float>(levels), true);
     if (!(best > 0) || !search) return best;
     float least = squared_error(w, count, best, 1.0f / best, levels);
@@ -75,23 +76,32 @@ float choose_scale(const float* w, int64_t count, int levels, bool search) {
     return best;
 }
 
-// Packs one output of a panel. row: its K inputs, or null for the filling of the last panel.
+// Packs one output of a panel. error: set where a number is not finite.
 class Quantiser {
    public:
-    Quantiser(const PackedWeight& weight, bool search)
+    Quantiser(const PackedWeight& weight, const WeightRows& from, bool search,
+              PackError& error)
         : weight_(weight),
+          reader_(weight, from, error),
           search_(search),
+          error_(error),
           bias_(stored_bias(weight)),
           lane_(weight),
           row_(static_cast<size_t>(weight.groups() * weight.group)),
           integers_(static_cast<size_t>(weight.group)),
           codes_(integers_.size()) {}
 
+    // n: of the output, -1 for the filling of the last panel.
     template <class T>
-    void pack(uint8_t* panel, int64_t lane, const T* row) {
+    void pack(uint8_t* panel, int64_t lane, int64_t n) {
         std::fill(row_.begin(), row_.end(), 0.0f);
-        if (row != nullptr) {
-            for (int64_t k = 0; k < weight_.inputs; ++k) row_[static_cast<size_t>(k)] = widen(row[k]);
+        if (n >= 0) {
+            const uint8_t* row = reader_.row(n);
+            for (size_t k = 0; k < static_cast<size_t>(weight_.inputs); ++k) {
+                T value;
+                std::memcpy(&value, row + k * sizeof value, sizeof value);
+                row_[k] = widen(value);
+            }
         }
         const bool is_int8 = weight_.format == WeightFormat::kInt8;
         const int levels = is_int8 ? kInt8Levels : kInt4Levels;
@@ -99,7 +109,9 @@ class Quantiser {
         for (int64_t g = 0; g < weight_.groups(); ++g) {
             const float* values = row_.data() + g * group;
             const int64_t count = std::min(group, weight_.inputs - g * group);
-            const float scale = choose_scale(values, count, levels, search_);
+            const float largest = largest_magnitude(values, count);
+            if (!std::isfinite(largest)) error_.set(kNotFinite);
+            const float scale = choose_scale(values, count, largest, levels, search_);
             quantise(integers_.data(), values, group, scale > 0 ? 1.0f / scale : 0.0f, levels);
             for (size_t i = 0; i < codes_.size(); ++i) {
                 codes_[i] = static_cast<uint8_t>(integers_[i] + bias_);
@@ -113,7 +125,9 @@ class Quantiser {
 
    private:
     const PackedWeight& weight_;
+    RowReader reader_;
     const bool search_;
+    PackError& error_;
     const int32_t bias_;
     PanelLane lane_;
     std::vector<float> row_;
@@ -122,19 +136,20 @@ class Quantiser {
 };
 
 template <class T>
-void pack_elements(uint8_t* data, const PackedWeight& weight, const Matrix& from, bool search,
-                   int num_threads) {
-    const auto* values = static_cast<const T*>(from.data);
-    const auto pack_row = [&](auto& packer, uint8_t* panel, int64_t lane, int64_t n) {
-        packer.pack(panel, lane, n < 0 ? nullptr : values + n * from.stride);
-    };
-    pack_panels(data, weight, num_threads, [&] { return Quantiser(weight, search); }, pack_row);
+int pack_elements(uint8_t* data, const PackedWeight& weight, const WeightRows& from, bool search,
+                  int num_threads) {
+    PackError error;
+    pack_panels(data, weight, num_threads, [&] { return Quantiser(weight, from, search, error); },
+                [](Quantiser& packer, uint8_t* panel, int64_t lane, int64_t n) {
+                    packer.template pack<T>(panel, lane, n);
+                });
+    return error.code();
 }
 
 }  // namespace
 
-void pack_weight(uint8_t* data, const PackedWeight& weight, const Matrix& from, bool search,
-                 int num_threads) {
+int pack_weight(uint8_t* data, const PackedWeight& weight, const WeightRows& from, bool search,
+                int num_threads) {
     if (!weight.has_groups()) return copy_panels(data, weight, from, num_threads);
     switch (from.element) {
         case Element::kFloat32:

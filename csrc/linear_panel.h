@@ -75,14 +75,14 @@ class PanelLane {
     std::vector<uint32_t> words_;
 };
 
-// Calls pack_row(packer, panel, lane, n) for each output n, with a packer of each thread's own that
+// Calls pack_row(packer, panel, lane, n) for each output n, with a packer of one thread's own that
 // make() returns; n is -1 for the filling of the last panel, which is all zero before.
 template <class Make, class PackRow>
 void pack_panels(uint8_t* data, const PackedWeight& weight, int num_threads, Make make,
                  PackRow pack_row) {
     const int64_t panel = linear_kernels(weight.variant).panel, bytes = packed_panel_bytes(weight);
     const int64_t panels = (weight.outputs + panel - 1) / panel;
-    parallel_for(panels, num_threads, [&](int64_t begin, int64_t end) {
+    const auto pack_part = [&](int64_t begin, int64_t end) {
         auto packer = make();
         for (int64_t p = begin; p < end; ++p) {
             uint8_t* to = data + p * bytes;
@@ -92,7 +92,8 @@ void pack_panels(uint8_t* data, const PackedWeight& weight, int num_threads, Mak
                 pack_row(packer, to, lane, n < weight.outputs ? n : -1);
             }
         }
-    });
+    };
+    parallel_for(panels, num_threads, pack_part, kPartsOfWeight);
 }
 
 }  // namespace quire

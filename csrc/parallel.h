@@ -27,10 +27,11 @@ void parallel_parts(int64_t num_parts, int num_threads, Work work) {
         [](void* context, int64_t part) { (*static_cast<Work*>(context))(part); }, &work);
 }
 
-// Calls work(begin, end) for num_threads contiguous parts of [0, count).
+// Calls work(begin, end) for contiguous parts of [0, count), so many for each thread: with several, one
+// that the operating system keeps from running holds up less.
 template <class Work>
-void parallel_for(int64_t count, int num_threads, Work work) {
-    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(num_threads, count));
+void parallel_for(int64_t count, int num_threads, Work work, int64_t parts_per_thread = 1) {
+    const int64_t parts = std::max<int64_t>(1, std::min(parts_per_thread * num_threads, count));
     parallel_parts(parts, num_threads, [&](int64_t part) {
         work(part * count / parts, (part + 1) * count / parts);
     });

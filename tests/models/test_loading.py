@@ -4,6 +4,7 @@ Covers `models/contents.py`, `models/model.py`.
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quire.base.config import ModelConfig
 from quire.base.errors import ModelError, OutOfMemory
 from quire.base.model_spec import ModelSpec, load_spec, parse_spec
 from quire.models import assembly
-from quire.models.checkpoint import INDEX, safetensors_shapes, weight_files
+from quire.models.assembly import all_weights
+from quire.models.checkpoint import INDEX, safetensors_shapes, tensor_ranges, weight_files
+from quire.models.formats import weight_formats
 from quire.models.layers import Linear, LMHead
 from quire.models.loading import LoadOptions, Progress, load_model, model_bytes
 from quire.models.registry import make_model
+from quire.ops.mapped_tensors import MappedTensors
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
 from tests.models.checkpoints import (
@@ -290,6 +295,44 @@ def test_the_last_shard_is_looked_at_before_anything_is_allocated(
         message = r"hold unknown tensors \(model.more\)"
     with pytest.raises(ModelError, match=message):
         load(checkpoint)
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+def test_a_file_that_is_cut_while_it_is_read(llama: Checkpoint) -> None:
+    """Within a weight, which is read and not mapped: an error, not the end of the process."""
+    file = llama.directory / "model.safetensors"
+    end = tensor_ranges(file)["model.layers.2.self_attn.o_proj.weight"][1]
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read: it ends too early"):
+        load(llama, progress=lambda done, total: os.truncate(file, end - 1))
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("variant", ["llama_biases", "qwen3_tied", "gpt2", "phi3", "mixtral"])
+def test_weights_have_the_same_bits_read_or_mapped(
+    variant: str,
+    quantization: str | None,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant, max_shard_size="20KB")
+    options = LoadOptions(formats=weight_formats(ModelConfig(quantization=quantization)))
+
+    def weights() -> list[torch.Tensor]:
+        model = load_model(checkpoint.directory, checkpoint.spec, dtype, CPU, options)
+        found = [getattr(module, name) for _, module, name in all_weights(model)]
+        return [each.data.view(-1).view(torch.uint8) for each in found]
+
+    place, places = MappedTensors.place, []
+    monkeypatch.setattr(
+        MappedTensors, "place", lambda *args: places.append(place(*args)) or places[-1]
+    )
+    read = weights()
+    assert any(places) == (dtype == torch.float32)  # the files'
+    monkeypatch.setattr(MappedTensors, "place", lambda *_: None)
+    assert all(map(torch.equal, read, weights()))
 
 
 @pytest.mark.parametrize("variant", ["llama_biases", "opt_350m", "gpt2", "qwen3_tied"])

@@ -33,6 +33,7 @@ from quire.models.registry import class_of
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
 from quire.ops.linear import pack_merged
+from quire.ops.mapped_tensors import MappedTensors
 from quire.ops.packed import block_row_bytes, can_pack_natively, pack_parts
 
 Fill = Callable[[Source], None]  # writes a checkpoint's tensor to where it belongs
@@ -105,7 +106,7 @@ def _with_memory(
 class Assembly:
     """An empty model (of `empty_model`) that is being filled.
 
-    is_mapped: whether tensors come mapped from files (`put`); then those of weights that the core
+    mapped: knows the tensors that come mapped from files (`put`); those of weights that the core
     packs wait there, and are packed from there.
     """
 
@@ -115,22 +116,21 @@ class Assembly:
         device: torch.device,
         formats: WeightFormats,
         stored: Stored = MappingProxyType({}),
-        *,
-        is_mapped: bool = False,
+        mapped: MappedTensors | None = None,
     ) -> None:
         self.model = model
         self._device, self._formats, self.stored = device, formats, stored
-        self._memory = HugeMemory()
+        self._memory, self._mapped = HugeMemory(), mapped
         self._units = _units(model)
         self._places: dict[str, list[tuple[Unit, Layer]]] = {}
         self._waiting: dict[str, list[Unit]] = {}  # who takes a tensor when all of it have come
         self._zeros: set[str] = set()
         self.waiting_bytes = 0
-        # Of layers that are packed from where their tensors are: the owner and name of each source.
-        self._parts: dict[nn.Module, list[tuple[Layer, str]]] = {}
+        # Of layers that are packed from where their tensors are.
+        self._parts: dict[nn.Module, list[Source]] = {}
         self._without: set[nn.Module] = set()
         for unit in self._units:
-            if is_mapped and device.type == "cpu":
+            if mapped is not None and device.type == "cpu":
                 self._find_parts(unit)
             for layer in unit.modules:
                 if isinstance(layer, Layer):
@@ -145,7 +145,7 @@ class Assembly:
                 tables = _tables_of(layer, unit)
                 owners: list[Layer] = [*tables] or [layer]
                 self._parts[layer] = [
-                    (owner, source.name)
+                    source
                     for owner in owners
                     for source in owner.sources()
                     if source.destination.dim() == 2
@@ -249,10 +249,10 @@ class Assembly:
     def _pack_parts(self, layer: Linear | LMHead, unit: Unit) -> None:
         """Pack a plain weight from where its tensors are; a table that is tied to it is looked up
         there, or else filled."""
-        parts = [owner.source(name).taken(unit.arrived[name]) for owner, name in self._parts[layer]]
+        parts = [source.taken(unit.arrived[source.name]) for source in self._parts[layer]]
         format = format_of(layer, self._formats)
         tables = _tables_of(layer, unit)
-        weight = pack_parts(parts, layer.weight.dtype, format, self._memory)
+        weight = pack_parts(parts, layer.weight.dtype, format, self._memory, self._mapped)
         set_weight(layer, weight)
         for table in tables:
             table.share(weight)

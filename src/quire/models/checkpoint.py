@@ -117,13 +117,16 @@ class TensorPlaces(dict[str, tuple[Path, str]]):
         self[name] = file, stored_name
 
 
-def tensor_ranges(path: Path) -> list[tuple[int, int]]:
-    """List where each tensor of a safetensors file begins and ends, in bytes from its beginning.
-    Raises ModelError as safetensors_shapes does."""
+def tensor_ranges(path: Path) -> dict[str, tuple[int, int]]:
+    """Read where each tensor of a safetensors file begins and ends, in bytes from the file's
+    beginning. Raises ModelError as safetensors_shapes does."""
 
-    def read(header: Header, data_start: int) -> list[tuple[int, int]]:
-        spans = [entry["data_offsets"] for entry in header.values()]
-        return sorted((data_start + int(begin), data_start + int(end)) for begin, end in spans)
+    def read(header: Header, data_start: int) -> dict[str, tuple[int, int]]:
+        spans = {name: entry["data_offsets"] for name, entry in header.items()}
+        return {
+            name: (data_start + int(begin), data_start + int(end))
+            for name, (begin, end) in spans.items()
+        }
 
     return _parsed(path, read)
 

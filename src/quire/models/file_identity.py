@@ -53,6 +53,6 @@ def _ranges(path: Path) -> list[tuple[int, int]]:
         if is_gguf(path):
             places = GGUFFile(path).tensors.values()
             return [(place.start, place.start + place.num_bytes) for place in places]
-        return tensor_ranges(path)
+        return sorted(tensor_ranges(path).values())
     except ModelError:
         return []

@@ -1,12 +1,14 @@
 """Fills a model's parameters: from safetensors or GGUF files, or with seeded random numbers.
 
 Files are mapped into memory and copied tensor by tensor to where they belong, and each layer is
-packed when it is whole (assembly.py), so there is never a second copy of the model. What was packed
-may come from a cache instead (weight_cache.py). Formats that can run code are not read.
+packed when it is whole (assembly.py), so there is never a second copy of the model; weights that
+are packed as they are stored are read instead (ops/mapped_tensors.py). What was packed may come
+from a cache (weight_cache.py). Formats that can run code are not read.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
 from quire.base.text_config import PART_OF
 from quire.models.assembly import Assembly, empty_model
-from quire.models.checkpoint import checkpoint_files, weight_files
+from quire.models.checkpoint import checkpoint_files, tensor_ranges, weight_files
 from quire.models.contents import Contents, check_complete, tensor_names
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.gguf.stored import kinds_by_name
@@ -33,6 +35,7 @@ from quire.ops.formats import chosen_variants
 from quire.ops.gpu import is_gpu
 from quire.ops.host_memory import forget_pages
 from quire.ops.linear import check_rows, dtype_name
+from quire.ops.mapped_tensors import FilePlace, MappedTensors
 from quire.ops.packed import can_pack_natively
 
 logger = logging.getLogger("quire")
@@ -94,14 +97,14 @@ def load_model(
         if entry is not None and entry.restore(model):
             report(num_bytes, num_bytes)
             return model
-    is_mapped = reads and not is_gguf(directory)
-    assembly = Assembly(model, device, formats, stored, is_mapped=is_mapped)
-    if not reads:
-        fill_with_random(assembly, options.seed, report)
-    elif is_gguf(directory):
+    mapped = MappedTensors() if reads and not is_gguf(directory) else None
+    assembly = Assembly(model, device, formats, stored, mapped)
+    if mapped is not None:
+        fill_from_files(assembly, files, mapped, report)
+    elif reads:
         fill_from_gguf(assembly, directory, spec, report)
     else:
-        fill_from_files(assembly, files, report)
+        fill_with_random(assembly, options.seed, report)
     model = assembly.finish()
     if entry is not None:
         entry.store(model)
@@ -178,12 +181,14 @@ def check_files(files: Iterable[Path], spec: ModelSpec) -> None:
     contents.check(stored)
 
 
-def fill_from_files(assembly: Assembly, files: Iterable[Path], report: Progress) -> None:
-    """Copy each tensor of the files to the parameters that it fills."""
+def fill_from_files(
+    assembly: Assembly, files: Iterable[Path], mapped: MappedTensors, report: Progress
+) -> None:
+    """Copy each tensor of the files to the parameters that it fills. mapped: the assembly's."""
     files, model = list(files), assembly.model
     Contents(files, model).check(assembly.stored)
     total, done = sum(file.stat().st_size for file in files), 0
-    for name, tensor in _tensors(files):
+    for name, tensor in _tensors(files, mapped):
         any(assembly.put(each, tensor) for each in model.names_of(name))
         forget_pages(tensor)
         done += tensor.nbytes
@@ -244,15 +249,21 @@ class _RandomNumbers:
         flat[whole:].copy_(stretch[: flat.numel() - whole])
 
 
-def _tensors(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors of the files, one at a time, backed by the mapped file."""
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 (not a dictionary)
-                    yield name, opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read: {error}. Download it again.") from error
+def _tensors(files: Iterable[Path], mapped: MappedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors of the files, one at a time, backed by the mapped file. The files stay open
+    until all have come: tensors may wait for those of another file."""
+    with ExitStack() as stack:
+        for path in files:
+            try:
+                file = stack.enter_context(path.open("rb", buffering=0))
+                ranges = tensor_ranges(path)
+                with safe_open(path, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                        tensor = opened.get_tensor(name)
+                        mapped.add(tensor, FilePlace(file, ranges[name][0]))
+                        yield name, tensor
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path} cannot be read: {error}. Download it again.") from error
 
 
 def _check_room(num_bytes: int, most_bytes: int | None) -> None:

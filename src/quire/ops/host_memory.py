@@ -3,6 +3,7 @@ the way from it to a device."""
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -115,8 +116,12 @@ def forget_pages(values: torch.Tensor) -> None:
     start = aligned(values.data_ptr(), mmap.PAGESIZE)
     length = (values.data_ptr() + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
     if length > 0:
-        system = ctypes.CDLL(None)
-        system.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
+        _system().madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_DONTNEED)
+
+
+@functools.cache
+def _system() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def free_disk_bytes(directory: Path) -> int:

@@ -133,7 +133,11 @@ class Core(Protocol):
     def linear_pack(
         self, data: int, packed: CoreWeight, weight: int, element: int, search: bool,
         num_threads: int, /,
-    ) -> None: ...  # fmt: skip
+    ) -> int: ...  # fmt: skip
+    def linear_pack_file(
+        self, data: int, packed: CoreWeight, file: int, offset: int, element: int, search: bool,
+        num_threads: int, /,
+    ) -> int: ...  # fmt: skip
     def linear_pack_blocks(
         self, data: int, packed: CoreWeight, blocks: int, row_bytes: int, num_threads: int, /
     ) -> None: ...

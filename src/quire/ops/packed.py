@@ -4,6 +4,7 @@ Shape legend: K inputs, N outputs, U looked up rows. The layout is csrc/linear.h
 the variant, the instruction set that is the fastest for the format here (kernel_choice.py).
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from quire.ops.formats import (
     variants,
 )
 from quire.ops.host_memory import HugeMemory, aligned
+from quire.ops.mapped_tensors import MappedTensors
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreWeight, WeightLayout
 from quire.ops.opaque import OpaqueWeight
@@ -55,6 +57,7 @@ BLOCKS = {
     "q6_k": (256, 210),
 }
 VALUES_AT_ONCE = 1 << 18
+FILE_ENDS, NOT_FINITE = -1, -2  # why the core could not pack a weight (csrc/linear.h)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +158,8 @@ def pack(
     weight_NK = weight_NK.detach().contiguous()
     layout = _layout(tuple(weight_NK.shape), weight_NK.dtype, quantization, variant)
     if quantization is not None and quantization.format == "fp8":
-        _check_quantisable(weight_NK, quantization)
+        if not _is_finite(weight_NK):
+            raise _not_quantisable(weight_NK, quantization)
         parts = weight_NK.split(max(1, VALUES_AT_ONCE // weight_NK.shape[1]))
         rows = stacked([quantised(part, quantization) for part in parts])
         return pack_stored(rows, memory, variant)
@@ -169,14 +173,16 @@ def pack_parts(
     dtype: torch.dtype,
     quantization: Quantization | None,
     memory: HugeMemory | None = None,
+    mapped: MappedTensors | None = None,
 ) -> PackedWeight:
     """Do that with a weight of this dtype whose outputs stand in several places. They are not put
-    together first where each begins with a panel."""
+    together first where each begins with a panel; then those that are `mapped` are read from their
+    files. Raises ModelError where that fails."""
     shape = (sum(map(len, parts_NK)), parts_NK[0].shape[1])
     layout = _layout(shape, dtype, quantization, None)
     panel = panel_of(variants()[layout.variant])
     is_float = quantization is not None and quantization.format == "fp8"
-    if len(parts_NK) == 1 or is_float or any(len(part) % panel for part in parts_NK[:-1]):
+    if is_float or any(len(part) % panel for part in parts_NK[:-1]):
         converted = [part.to(dtype) for part in parts_NK]
         whole = converted[0] if len(converted) == 1 else torch.cat(converted)
         return pack(whole, quantization, memory=memory)
@@ -185,23 +191,34 @@ def pack_parts(
         own = layout._replace(outputs=len(part))
         end = begin + bytes_of(own)
         piece = PackedWeight(packed.data[begin:end], own)
-        _pack_into(piece, part.to(dtype).contiguous(), quantization)
+        _pack_into(piece, part.to(dtype).contiguous(), quantization, mapped)
         begin = end
     return packed
 
 
 def _pack_into(
-    packed: PackedWeight, weight_NK: torch.Tensor, quantization: Quantization | None
+    packed: PackedWeight,
+    weight_NK: torch.Tensor,
+    quantization: Quantization | None,
+    mapped: MappedTensors | None = None,
 ) -> None:
-    _check_quantisable(weight_NK, quantization)
-    needed_core().linear_pack(
-        packed.data.data_ptr(),
-        packed.core,
-        address(weight_NK, weight_NK.dtype),
-        ELEMENTS[weight_NK.dtype],
-        quantization is not None and quantization.format == "int4",
-        num_threads(),
-    )
+    data, element = packed.data.data_ptr(), ELEMENTS[weight_NK.dtype]
+    search = quantization is not None and quantization.format == "int4"
+    place = None if mapped is None else mapped.place(weight_NK)
+    if place is None:
+        weight = address(weight_NK, weight_NK.dtype)
+        found = needed_core().linear_pack(data, packed.core, weight, element, search, num_threads())
+    else:
+        with place.reading() as file:
+            found = needed_core().linear_pack_file(
+                data, packed.core, file, place.offset, element, search, num_threads()
+            )
+            if found == FILE_ENDS:
+                raise OSError("it ends too early")
+            if found > 0:
+                raise OSError(found, os.strerror(found))
+    if found == NOT_FINITE:
+        raise _not_quantisable(weight_NK, quantization)
 
 
 def pack_blocks(
@@ -395,12 +412,12 @@ def _layout_of(
     return WeightLayout(NAMES.index(format), index, *shape, group, is_ordered)
 
 
-def _check_quantisable(weight_NK: torch.Tensor, quantization: Quantization | None) -> None:
-    if quantization is not None and not _is_finite(weight_NK):
-        raise ConfigError(
-            f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
-            f" cannot be quantised to {quantization.format}."
-        )
+def _not_quantisable(weight_NK: torch.Tensor, quantization: Quantization | None) -> ConfigError:
+    assert quantization is not None
+    return ConfigError(
+        f"a weight of shape {list(weight_NK.shape)} holds values that are not finite, so it"
+        f" cannot be quantised to {quantization.format}."
+    )
 
 
 def _is_finite(weight_NK: torch.Tensor) -> bool:
