@@ -109,7 +109,9 @@ class Router(Linear):
 
 
 class ExpertLinear(Linear):
-    """A linear layer of one expert: modules of the checkpoint, or a part of a tensor of all."""
+    """A linear layer of one expert: modules of the checkpoint, or a part of a tensor of all.
+
+    is_part: which of them. is_usually_part: where the files do not say it."""
 
     def __init__(
         self,
@@ -123,7 +125,8 @@ class ExpertLinear(Linear):
         inputs, outputs = sizes
         each = [outputs // len(names)] * len(names)
         super().__init__(names, inputs, each, factory, bias=form.has_bias)
-        self.of_all, self._expert, self.is_part = of_all, expert, not form.stand_alone
+        self.of_all, self._expert = of_all, expert
+        self.is_usually_part = self.is_part = not form.stand_alone
 
     def sources(self) -> list[Source]:
         if self.is_part:

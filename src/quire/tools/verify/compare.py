@@ -28,12 +28,13 @@ class Difference:
 
     relative: the error's norm over the values'. units: the same in units of what the dtype rounds,
     or 8 bits do where these are what differs.
-    largest: of the errors of single values. position: the first token whose own relative error
-    exceeds the bound; None where none does.
+    median: of the relative errors of single tokens. largest: of the errors of single values.
+    position: the first token whose own relative error exceeds the bound; None where none does.
     """
 
     point: str
     relative: float
+    median: float
     units: float
     largest: float
     position: int | None
@@ -85,10 +86,11 @@ def _difference(
     size = exact.norm().item()
     relative = error_LD.norm().item() / size if size else error_LD.norm().item()
     sizes_L = exact.norm(dim=1).clamp(min=size / len(exact) ** 0.5)
-    # In this form, which takes NaN for beyond it.
-    beyond_L = ~(error_LD.norm(dim=1) <= bound * sizes_L)
+    errors_L = error_LD.norm(dim=1)
+    beyond_L = ~(errors_L <= bound * sizes_L)  # in this form, which takes NaN for beyond it
     position = int(beyond_L.nonzero()[0]) if beyond_L.any() else None
-    return Difference(point, relative, relative / eps, error_LD.abs().max().item(), position)
+    median, largest = (errors_L / sizes_L).median().item(), error_LD.abs().max().item()
+    return Difference(point, relative, median, relative / eps, largest, position)
 
 
 def tokens_chosen(got: Trace, wanted: Trace, tokens: Sequence[int], prompt: int) -> TokensChosen:

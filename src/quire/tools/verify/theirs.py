@@ -28,13 +28,15 @@ class Reference:
     """What transformers makes of a prompt.
 
     tokens: the prompt and what it chooses after it. trace: of all tokens in one pass. cache_error:
-    how far its own logits with a cache are from those, relative to their size.
+    how far its own logits with a cache are from those, relative to their size. has_experts: whether
+    it sends tokens to some of several.
     """
 
     tokens: list[int]
     num_prompt: int
     trace: Trace
     cache_error: float
+    has_experts: bool
 
 
 def check_transformers() -> None:
@@ -76,7 +78,8 @@ class Theirs:
             trace = watcher.trace(logits_LV)
         whole_LV = logits_LV[len(prompt) - 1 : -1] if num_tokens else logits_LV[:0]
         error = (cached_LV - whole_LV).norm() / whole_LV.norm() if num_tokens else torch.zeros(())
-        return Reference(tokens, len(prompt), trace, error.item())
+        has_experts = any(name.endswith(".experts") for name, _ in self._model.named_modules())
+        return Reference(tokens, len(prompt), trace, error.item(), has_experts)
 
     def _greedy(self, prompt: Sequence[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
         """Return the prompt with what follows it, and the logits [new tokens, V] that chose it."""
@@ -129,6 +132,7 @@ def _config(raw: Mapping[str, Any]) -> Any:
     import transformers
 
     values = {n: v for n, v in raw.items() if n not in ("model_type", "quantization_config")}
+    values.setdefault("pad_token_id", None)  # its default may lie behind the vocabulary
     rope = values.get("rope_parameters") or {}
     if "divisors" in rope:  # of a GGUF file; put in afterwards
         values["rope_parameters"] = {"rope_type": "default", "rope_theta": rope["rope_theta"]}

@@ -255,7 +255,7 @@ class Runs:
     def _compared(self, weights: str, model: Any, paging: Paging, how: str, bound: float) -> Run:
         run = Run(
             weights, _name(paging.dtype), _attention(paging), paging.kv_format, how, TRANSFORMERS,
-            bound,
+            bound, reroutes=self._reroutes(bound),
         )  # fmt: skip
         reference = self._reference
         try:
@@ -274,6 +274,10 @@ class Runs:
         if len(reference.tokens) == reference.num_prompt:
             return None
         return tokens_chosen(got, reference.trace, reference.tokens, reference.num_prompt)
+
+    def _reroutes(self, bound: float) -> bool:
+        """Tell whether rounding of this size may change which experts a token is sent to."""
+        return self._reference.has_experts and bound > BOUNDS[torch.float32]
 
     # ---- formats that round ----------------------------------------------------------------------
 
@@ -301,7 +305,8 @@ class Runs:
     def _quantised_run(self, name: str, formats: WeightFormats) -> Run:
         """Compare quantised weights with a model that has their numbers in float."""
         beside = f"{DEQUANTISED} in float32"
-        run = Run(name, "float32", "", "auto", BESIDE_OTHERS, beside, LOSSY)
+        reroutes = self._reroutes(LOSSY)
+        run = Run(name, "float32", "", "auto", BESIDE_OTHERS, beside, LOSSY, reroutes=reroutes)
         try:
             formats.check("float32", self._model.device.type)
             packed = self._model.load(torch.float32, formats)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from quire.base.errors import ConfigError
+from quire.models.experts import ExpertLinear
 from quire.models.layers import Layer, Source, set_weight
 from quire.ops.gpu_weights import GPUWeight
 from quire.ops.linear import linear
@@ -17,8 +18,12 @@ AT_ONCE = 1024  # inputs
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that would fill a model whose weights are plain, by name."""
+    """Return the tensors that would fill a model whose weights are plain, by the names that its
+    checkpoints have, whatever those of its file."""
     found: dict[str, torch.Tensor] = {}
+    for layer in model.modules():
+        if isinstance(layer, ExpertLinear):
+            layer.is_part = layer.is_usually_part
     for source in _sources(model):
         values = _as_stored(source)
         if source.part is None:
