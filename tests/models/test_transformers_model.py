@@ -161,6 +161,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "twice": ("diffllama", SMALL, "attends more than once"),
     "own_mask": ("doge", SMALL, "a mask that its own code makes"),
     "window_unmasked": ("olmoe", SMALL | {"sliding_window": 6}, "asks for a window of 6"),
+    "cap_of_0": ("gemma2", SMALL | {"head_dim": 8, "attn_logit_softcapping": 0.0}, "scores at 0"),
     "rope": (
         "llama",
         SMALL | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},

@@ -151,6 +151,8 @@ def _watched_attention(
             raise found.error(f"{where} passes {name} to its attention, which is not supported")
     if kwargs.get("is_causal") is False:
         raise found.error(f"{where} looks ahead (is_causal is false)")
+    if kwargs.get("softcap") == 0:  # kernels take it for none, its own code divides by it
+        raise found.error(f"{where} caps its scores at 0")
     window = _window_of(found, where, attention_mask)
     asked = kwargs.get("sliding_window")
     if asked is not None and asked != window and asked <= found.reach:
