@@ -7,7 +7,7 @@ import pytest
 from quire.base.cache_group import CHUNKED, FULL, KINDS, LATENT, STATE, WINDOW, CacheGroup
 from quire.kv.manager import KVManager
 from quire.kv.table import NULL
-from tests.kv.test_manager import computed, digests_of
+from tests.kv.test_manager import digests_of
 
 SIZE = 4
 
@@ -42,7 +42,11 @@ def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str
         span = draws.choice((2, 4, 6, 8, 13))
         groups = (group_of(FULL, 0), group_of(kind, span))
         kv = KVManager(groups, (12, 12), SIZE)
-        sequence, digests = computed(kv, 40), digests_of(40)
+        sequence, digests = kv.new_sequence(), digests_of(40)
+        kv.keep_states(sequence, range(10))
+        assert kv.allocate_slots(sequence, 40) is not None
+        kv.index_blocks(sequence, digests, 10)
+        kv.end_plan()
         lost = [{i for i in range(10) if draws.random() < share} for share in (0.1, 0.4)]
         for pool, table, places in zip(kv.pools, sequence.tables, lost, strict=True):
             for i in places:

@@ -20,13 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quire.base.cache_group import CacheGroup
+from quire.base.cache_group import STATE, CacheGroup
 from quire.base.events import Event
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import GrammarReady, Request
 from quire.base.plan import Candidates, Int32, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executor import failed_step
+from quire.kv.table import NULL
 from quire.scheduler.sequence import Sequence, State
 
 Work = tuple[Plan, MaskPromise | None]
@@ -192,14 +193,37 @@ class FakeDevice:
         is_cursed = curse is not None and end > curse.position and (curse.raises or samples)
         for position in range(start, end):
             content = GARBAGE if is_cursed else self._content(row, position)
-            for g in range(len(self.groups)):
-                self.slots[g][self._slot(g, row, position)] = content
+            for g, group in enumerate(self.groups):
+                if group.kind != STATE:
+                    self.slots[g][self._slot(g, row, position)] = content
+        for g, group in enumerate(self.groups):
+            if group.kind == STATE:
+                self._write_states(g, row, start, end, is_cursed)
+
+    def _state(self, group: int, row: int, position: int) -> int:
+        """The slot of the state behind a position: the last one of its block."""
+        return (self._slot(group, row, position) // self.size + 1) * self.size - 1
+
+    def _write_states(self, g: int, row: int, start: int, end: int, is_cursed: bool) -> None:
+        """A state is made from the one behind the token before, and says nothing else."""
+        if start > 0 and not is_cursed:
+            before = self.slots[g][self._state(g, row, start - 1)]
+            assert before in (GARBAGE, self._content(row, start - 1)), f"group {g}, row {row}"
+            is_cursed |= before == GARBAGE
+        for index in range(start // self.size, (end - 1) // self.size + 1):
+            last = min(end, (index + 1) * self.size) - 1
+            if self.tables[g][row, index] >= 0:
+                content = GARBAGE if is_cursed else self._content(row, last)
+                self.slots[g][self._state(g, row, last)] = content
 
     def _is_garbled(self, row: int, start: int, end: int) -> bool:
         """Whether the row's new tokens see garbage; then they are garbage too."""
         sees = [self._sees_garbage(row, position) for position in (start, end - 1)]
         if any(sees):
-            for g in range(len(self.groups)):
+            for g, group in enumerate(self.groups):
+                if group.kind == STATE:
+                    self._write_states(g, row, start, end, is_cursed=True)
+                    continue
                 for position in range(start, end):
                     self.slots[g][self._slot(g, row, position)] = GARBAGE
         return any(sees)
@@ -208,6 +232,9 @@ class FakeDevice:
         """What the token at `position` sees in each group is its own prefix, or garbage."""
         sees = False
         for g, group in enumerate(self.groups):
+            if group.kind == STATE:
+                sees |= self._is_last_state_garbage(g, row, position)
+                continue
             first = max(0, position - group.window + 1) if group.window else 0
             for p in range(first, position + 1):
                 found = self.slots[g][self._slot(g, row, p)]
@@ -215,6 +242,11 @@ class FakeDevice:
                 own = self._content(row, p)
                 assert found in (GARBAGE, own), f"group {g}, row {row}, position {p}"
         return sees
+
+    def _is_last_state_garbage(self, g: int, row: int, position: int) -> bool:
+        """Only asked of a position whose state was just written, or may have been."""
+        block_id = self.tables[g].get((row, position // self.size), NULL)
+        return block_id != NULL and bool(self.slots[g][(block_id + 1) * self.size - 1] == GARBAGE)
 
     def _raise_if_cursed(self, step_id: int, spans: list[tuple[int, int, int]]) -> None:
         for row, start, end in spans:

@@ -1,9 +1,9 @@
 """The scheduler under random programs, against a plain model of what each request's tokens must be.
 
-Depth 1, 2 and 3; full, window and both cache groups; pools so small that preemption is common;
-aborts anywhere; requests that make their step raise, or whose rows compute garbage, at any point.
-Plans are carried out when they are made or when they are asked for. Invariants are checked after
-every operation.
+Depth 1, 2 and 3; full, window and state groups, alone and mixed; pools so small that preemption is
+common; aborts anywhere; requests that make their step raise, or whose rows compute garbage, at any
+point. Plans are carried out when they are made or when they are asked for. Invariants are checked
+after every operation.
 
 Covers `base/plan.py`, `scheduler/arrivals.py`, `scheduler/lifecycle.py`, `scheduler/planning.py`,
 `scheduler/queue.py`, `scheduler/rows.py` and `scheduler/step_results.py`.
@@ -40,6 +40,7 @@ from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
+from quire.kv.table import NULL
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
@@ -59,6 +60,7 @@ from tests.updates import read
 
 FULL = CacheGroup("full", (0,), 1, 8)
 WINDOW = CacheGroup("window", (1,), 1, 8, window=6)
+STATES = CacheGroup("state", (2,), state_size=8)
 MAX_LEN = 40
 BLOCK = 4
 
@@ -134,6 +136,7 @@ class FakeStores:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    may_raise = True
     groups: tuple[CacheGroup, ...] = (FULL,)
 
     @initialize(
@@ -257,7 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestError:
             assert n > 1 or self.pins, "only a group can be too large, or what stands beside pins"
             return
-        if curse is not None:
+        if curse is not None and (self.may_raise or not curse.raises):
             self.device.curses[number] = curse
         self.requests[name] = request
         for index in range(n):
@@ -341,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.add(request)
         except RequestError:
             return
-        if cursed_at is not None:
+        if cursed_at is not None and self.may_raise:
             self.device.curses[number] = Curse(cursed_at, raises=True)
         self.pins.append(name)
         self.requests[name], self.output[name, 0] = request, []
@@ -428,7 +431,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             extend_digests(digests, sequence.root, known, BLOCK, len(known) // BLOCK)
             for table, pool in zip(sequence.blocks.tables, self.kv.pools, strict=True):
                 for i, block_id in enumerate(table.blocks):
-                    if i >= table.num_dropped and pool.is_indexed(block_id):
+                    if i >= table.num_dropped and block_id != NULL and pool.is_indexed(block_id):
                         assert pool.lookup(digests[i]) == block_id
 
     def teardown(self) -> None:
@@ -453,12 +456,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         for (name, index), output in self.output.items():
             request = self.requests[name]
             expected = expected_tokens(request, MAX_LEN)
-            if self.reason[name] == "error" and request.seed in self.device.curses:
+            if self.reason[name] == "error" and name in self.bad_grammars:
+                pass  # at any time
+            elif self.reason[name] == "error" and request.seed in self.device.curses:
                 curse = self.device.curses[request.seed]
                 longest = max(len(self.output[name, i]) for i in range(request.params.n))
                 length = len(request.prompt_token_ids) + longest
                 assert length > curse.position, "an error before the token that is cursed"
-            elif self.reason[name] == "error" and name not in self.bad_grammars:
+            elif self.reason[name] == "error":
                 assert name in self.in_pieces and self.pins, "nothing was wrong with it"
             if self.reason[name] in ("abort", "error", "timeout", "pinned"):
                 assert output == expected[: len(output)]
@@ -507,6 +512,16 @@ class MixedMachine(SchedulerMachine):
     groups = (FULL, WINDOW)
 
 
+class StateMachine(SchedulerMachine):
+    groups = (STATES,)
+    may_raise = False
+
+
+class HybridMachine(SchedulerMachine):
+    groups = (FULL, STATES)
+    may_raise = False
+
+
 class StoresMachine(SchedulerMachine):
     """Always with stores, a small pool and hits."""
 
@@ -528,9 +543,24 @@ class MixedStoresMachine(StoresMachine):
     groups = (FULL, WINDOW)
 
 
+class HybridStoresMachine(StoresMachine):
+    groups = (FULL, WINDOW, STATES)
+    may_raise = False
+
+
 @FEW_OR_MANY
 @pytest.mark.parametrize(
-    "machine", [SchedulerMachine, WindowMachine, MixedMachine, StoresMachine, MixedStoresMachine]
+    "machine",
+    [
+        SchedulerMachine,
+        WindowMachine,
+        MixedMachine,
+        StateMachine,
+        HybridMachine,
+        StoresMachine,
+        MixedStoresMachine,
+        HybridStoresMachine,
+    ],
 )
 def test_random_programs_give_each_request_its_own_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

@@ -36,6 +36,7 @@ from tests.scheduler.device import make_request
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_scheduler_machine import (
     FULL,
+    HybridStoresMachine,
     MixedMachine,
     MixedStoresMachine,
     SchedulerMachine,
@@ -179,8 +180,15 @@ class RestoredStoresMachine(Restored, MixedStoresMachine):
     pass
 
 
+class RestoredHybridMachine(Restored, HybridStoresMachine):
+    pass
+
+
 @FEW_OR_MANY
-@pytest.mark.parametrize("machine", [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine])
+@pytest.mark.parametrize(
+    "machine",
+    [RestoredMachine, RestoredMixedMachine, RestoredStoresMachine, RestoredHybridMachine],
+)
 def test_restored_in_the_middle_of_random_programs(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
 KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE)
+KEPT_STATES = 2  # at most, of a prompt: behind its end, and where others parted from it
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,16 @@ class CacheGroup:
         """Whether all tokens are needed until the sequence ends."""
         return self.kind in (FULL, LATENT)
 
-    def most_blocks(self, num_tokens: int, block_size: int) -> int:
-        """Return the most blocks that a sequence of so many tokens holds at any time, if it takes
-        in one token at a time."""
+    def most_blocks(self, num_tokens: int, block_size: int, chunk: int = 0) -> int:
+        """Return the most blocks that a sequence of so many tokens holds at any time. chunk: how
+        many it takes in at once, if not one."""
         blocks = -(-num_tokens // block_size)
         if self.keeps_all:
             return blocks
-        span = 2 if self.kind == STATE else self._span
-        return min(blocks, -(-span // block_size) + 1)
+        if self.kind == STATE:  # the one that is read, those that are kept, and the last
+            return min(blocks, 2 + (KEPT_STATES if chunk else 0))
+        new = -(-chunk // block_size)
+        return min(blocks, -(-self._span // block_size) + 1 + new)
 
     def block_bytes(self, block_size: int, dtype_bytes: int) -> int:
         """Return the bytes of a block in all layers of the group: keys and values of `block_size`

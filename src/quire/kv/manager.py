@@ -5,12 +5,13 @@ is a number of leading blocks, equal for all groups, such that each group finds 
 index that the token right after the hit needs (base/cache_group.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from quire.base.cache_group import CacheGroup
+from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool
+from quire.kv.state_table import StateTable
 from quire.kv.table import NULL, Appended, BlockTable
 
 
@@ -91,6 +92,8 @@ class KVManager:
         self.tier = None if host_limits is None else HostTier(self.pools, self.host_pools, limits)
         self.loads: list[Copies] = []  # of hits in host memory, by group, for the plan being made
         self.block_bytes = tuple(block_bytes)
+        self._state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
+        self._not_yet: list[set[int]] = [set() for _ in groups]  # states that the plan will write
 
     @property
     def num_blocks(self) -> int:
@@ -114,7 +117,9 @@ class KVManager:
         return sum(pool.num_index_changes for pool in pools)
 
     def new_sequence(self) -> SequenceBlocks:
-        return SequenceBlocks(tuple(BlockTable(pool, self.block_size) for pool in self.pools))
+        pairs = zip(self.pools, self.groups, strict=True)
+        kinds = ((pool, StateTable if group.kind == STATE else BlockTable) for pool, group in pairs)
+        return SequenceBlocks(tuple(kind(pool, self.block_size) for pool, kind in kinds))
 
     def blocks_for(self, num_tokens: int, group: int) -> int:
         """Return the most blocks that a sequence of `num_tokens` tokens holds in a group at any
@@ -128,12 +133,12 @@ class KVManager:
         and nothing else, each `num_tokens` long and computed in chunks."""
         blocks = -(-num_tokens // self.block_size)
         needs = []
-        for g, group in enumerate(self.groups):
+        for group in self.groups:
             if group.keeps_all:
                 needs.append(num_shared + num_sequences * (blocks - num_shared))
             else:
-                extra = -(-chunk // self.block_size)
-                needs.append(num_sequences * min(blocks, self.blocks_for(num_tokens, g) + extra))
+                most = group.most_blocks(num_tokens, self.block_size, chunk)
+                needs.append(num_sequences * most)
         return needs
 
     def get_computed_blocks(
@@ -177,8 +182,7 @@ class KVManager:
             needed = -(-num_tokens // self.block_size) - len(hit.blocks[g]) + self._taken(g, hit)
             if not group.keeps_all:
                 # The hit's blocks are some of those that it holds at most at any time.
-                extra = -(-chunk // self.block_size)
-                needed = min(needed, self.blocks_for(num_tokens, g) + extra)
+                needed = min(needed, group.most_blocks(num_tokens, self.block_size, chunk))
             needs.append(needed)
         return needs
 
@@ -245,6 +249,28 @@ class KVManager:
         destination.append(block_id)
         return block_id
 
+    def end_plan(self) -> None:
+        """Note that a plan is made. Only in those to come can sequences begin with a state that it
+        writes: keys and values of all rows are written before any are read, states are not."""
+        for g in self._state_groups:
+            self._not_yet[g].clear()
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are `state` groups."""
+        return len(self._state_groups) > 0
+
+    def is_state_or_cached(self, g: int, digest: bytes) -> bool:
+        """Tell whether a block is cached, or only a state that nobody has left behind."""
+        return g in self._state_groups or self.is_cached(g, digest)
+
+    def keep_states(self, sequence: SequenceBlocks, kept: Collection[int]) -> None:
+        """Say behind which logical blocks the sequence shall leave its states for others."""
+        for g in self._state_groups:
+            table = sequence.tables[g]
+            assert isinstance(table, StateTable)
+            table.kept = kept
+
     def take_loads(self) -> list[Copies]:
         """Take the copies that load the last hit's blocks, by cache group."""
         found, self.loads = self.loads, []
@@ -274,7 +300,7 @@ class KVManager:
         """Count the tokens that a sequence could take in if it got all free blocks and shares
         none."""
         return min(
-            table.capacity - table.num_tokens + pool.num_free * self.block_size
+            table.num_free_slots(pool.num_free)
             for table, pool in zip(sequence.tables, self.pools, strict=True)
         )
 
@@ -283,19 +309,15 @@ class KVManager:
     ) -> list[list[int]]:
         """Name the full blocks up to `num`; returns the blocks newly looked at, by group."""
         first, sequence.num_indexed = sequence.num_indexed, num
-        if num == first + 1 and len(self.pools) == 1:
+        if num == first + 1 and len(self.pools) == 1 and not self._state_groups:
             block_id = sequence.tables[0].blocks[first]
             if block_id == NULL:
                 return [[]]
             self.pools[0].index(block_id, digests[first])
             return [[block_id]]
-        named: list[list[int]] = []
-        for table, pool in zip(sequence.tables, self.pools, strict=True):
-            blocks = table.blocks[first:num]
-            for block_id, digest in zip(blocks, digests[first:num], strict=True):
-                if block_id != NULL:
-                    pool.index(block_id, digest)
-            named.append([b for b in blocks if b != NULL])
+        named = [table.name(first, digests[first:num]) for table in sequence.tables]
+        for g in self._state_groups:
+            self._not_yet[g].update(named[g])
         return named
 
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
@@ -404,7 +426,8 @@ class KVManager:
                 assert NULL not in table.live_blocks, "a live entry is null"
 
     def _is_on_device(self, g: int, digest: bytes) -> bool:
-        return self.pools[g].lookup(digest) is not None
+        block_id = self.pools[g].lookup(digest)
+        return block_id is not None and block_id not in self._not_yet[g]
 
     def is_cached(self, g: int, digest: bytes) -> bool:
         """Tell whether a block is on the device or in host memory."""

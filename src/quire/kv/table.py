@@ -11,7 +11,9 @@ indexed one out of the index first. A window group's table drops blocks that lef
 entries become NULL.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from quire.kv.pool import BlockPool
 
@@ -42,6 +44,10 @@ class BlockTable:
     def capacity(self) -> int:
         """Tokens that the blocks can hold, dropped ones included."""
         return len(self.blocks) * self.block_size
+
+    def num_free_slots(self, num_blocks: int) -> int:
+        """Count the tokens that it could take in with so many blocks more, sharing none."""
+        return self.capacity - self.num_tokens + num_blocks * self.block_size
 
     @property
     def live_blocks(self) -> list[int]:
@@ -79,10 +85,25 @@ class BlockTable:
             self.blocks.append(block_id)
         return done
 
-    def fork(self) -> "BlockTable":
+    def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
+        """Enter the full blocks from logical block `first` on in the index, as far as the sequence
+        still holds them; returns these blocks."""
+        named = []
+        for block_id, digest in zip(self.blocks[first:], digests, strict=False):
+            if block_id != NULL:
+                self._pool.index(block_id, digest)
+                named.append(block_id)
+        return named
+
+    def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
+        """Tell whether another sequence could begin with the first so many tokens. first_needed: of
+        the token that comes next."""
+        return self.num_dropped <= first_needed // self.block_size
+
+    def fork(self) -> Self:
         """Make a second table over the same blocks, which are shared until one of the two
         writes."""
-        child = BlockTable(self._pool, self.block_size)
+        child = type(self)(self._pool, self.block_size)
         for block_id in self.live_blocks:
             self._pool.acquire(block_id)
         child.blocks = list(self.blocks)
@@ -90,17 +111,19 @@ class BlockTable:
         child.num_dropped = self.num_dropped
         return child
 
-    def moved_to(self, pool: BlockPool, places: dict[int, int]) -> "BlockTable":
+    def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
         """Make the same table over blocks of another pool. places: block of this pool -> of the
         other, as far as tables that share blocks with this one have set it; it is added to."""
-        table = BlockTable(pool, self.block_size)
+        table = type(self)(pool, self.block_size)
         table.blocks = [NULL] * self.num_dropped
-        for block_id in self.live_blocks:
-            if block_id in places:
+        for block_id in self.blocks[self.num_dropped :]:
+            if block_id == NULL:
+                pass
+            elif block_id in places:
                 pool.acquire(places[block_id])
             else:
                 places[block_id] = pool.allocate()
-            table.blocks.append(places[block_id])
+            table.blocks.append(places.get(block_id, NULL))
         table.num_tokens, table.num_dropped = self.num_tokens, self.num_dropped
         return table
 
@@ -110,13 +133,13 @@ class BlockTable:
         keep = -(-num_tokens // self.block_size)
         assert keep >= self.num_dropped, "the window has left these tokens behind"
         while len(self.blocks) > keep:
-            self._pool.release(self.blocks.pop())
+            self._release(self.blocks.pop())
         self.num_tokens = num_tokens
 
     def drop_before(self, position: int) -> None:
         """Release the blocks that hold only tokens before `position` (they left the window)."""
         for i in range(self.num_dropped, min(position // self.block_size, len(self.blocks))):
-            self._pool.release(self.blocks[i])
+            self._release(self.blocks[i])
             self.blocks[i] = NULL
             self.num_dropped = i + 1
 
@@ -127,6 +150,10 @@ class BlockTable:
         self.blocks = []
         self.num_tokens = 0
         self.num_dropped = 0
+
+    def _release(self, block_id: int) -> None:
+        if block_id != NULL:
+            self._pool.release(block_id)
 
     def _partial_index(self) -> int | None:
         """Return the logical index of the block that the next token goes into, if it exists

@@ -173,7 +173,19 @@ class Memory:
     def start(self, sequence: Sequence, num_new: int, hit: KVBlocks) -> tuple[Appended, ...] | None:
         """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
         by cache group, or None if they are not there."""
+        if self.kv.has_states:
+            self.kv.keep_states(sequence.blocks, self._states_to_keep(sequence, hit))
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
+
+    def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> set[int]:
+        """Choose the logical blocks behind which a sequence leaves its state: the prompt's last
+        full one, with which a next turn begins; and the last that all but the states were found of,
+        where others part from it."""
+        digests, num_tokens = self.names.readable(sequence)
+        at_end = (sequence.num_prompt_tokens - 1) // self.block_size
+        parted = self.kv.num_computed_blocks(digests, num_tokens, self.kv.is_state_or_cached)
+        first = hit.num_tokens // self.block_size
+        return {length - 1 for length in (at_end, parted) if length > first}
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
         """Give a running sequence room for its next tokens, as `start` does."""
@@ -255,6 +267,7 @@ class Memory:
 
     def end_plan(self, step_id: int) -> None:
         """Note that a plan is made: what it copies belongs to it."""
+        self.kv.end_plan()
         if self.kv.tier is not None:
             self.kv.tier.end_plan(step_id)
 

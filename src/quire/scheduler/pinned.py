@@ -127,7 +127,8 @@ class PinnedPrefixes:
         num_tokens, kv = min(pin.num_tokens, readable), self._kv
         tables = () if pin.blocks is None else pin.blocks.tables
         is_there = all(
-            table.num_dropped <= kv.first_seen(g, num_tokens) for g, table in enumerate(tables)
+            table.has_all_behind(num_tokens, group.first_needed(num_tokens))
+            for table, group in zip(tables, kv.groups, strict=bool(tables))
         )
         return num_tokens if is_there else 0
 

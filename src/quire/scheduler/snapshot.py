@@ -39,7 +39,7 @@ from quire.base import (
     step_outputs,
 )
 from quire.base.errors import EngineError
-from quire.kv import host_tier, manager, pool, table
+from quire.kv import host_tier, manager, pool, state_table, table
 from quire.scheduler import (
     admission,
     arrivals,
@@ -68,7 +68,7 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 4  # of what is kept of the state
+STATE_VERSION = 5  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
 )
@@ -76,9 +76,10 @@ VOCABULARY = (
     cache_group, events, kv_orders, messages, plan, prefix, sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, manager, pool, table, admission, arrivals, beams, block_naming, branching, fifo,
-    in_flight, lifecycle, memory, pinned, pins, planning, preemption, prefix_lookup, progress,
-    queue, rows, scheduler, sequence, srtf, step_results, stores, tenants, time_limits, two_level,
+    host_tier, manager, pool, state_table, table, admission, arrivals, beams, block_naming,
+    branching, fifo, in_flight, lifecycle, memory, pinned, pins, planning, preemption,
+    prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results, stores, tenants,
+    time_limits, two_level,
 )  # fmt: skip
 
 

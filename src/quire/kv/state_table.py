@@ -1,0 +1,111 @@
+"""Block tables of `state` groups, whose blocks hold the layers' state behind a token.
+
+    logical block    0     1     2     3           the sequence has 14 tokens, blocks of 4
+    physical block   -     7     -     2           state behind token 7 (kept), and 13 (live)
+
+The forward pass of tokens n to m reads the state behind token n - 1, in the block of that token,
+and writes, for every logical block from n's to m's that the table has, the state behind the last of
+these tokens that is in it. So a block that was passed holds the state behind its end and can be
+named, as a full one of another group can; the last one is written in place until it is full.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Self
+
+from quire.kv.pool import BlockPool
+from quire.kv.table import NULL, Appended, BlockTable
+
+NO_BOUND = 1 << 62
+
+
+class StateTable(BlockTable):
+    """kept: logical blocks whose state is written when the sequence passes them; of others only the
+    one where a step ends. passing: the block, and its name, that was named last and not kept."""
+
+    __slots__ = ("kept", "passing")
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        super().__init__(pool, block_size)
+        self.kept: Collection[int] = ()
+        self.passing: tuple[int, bytes] | None = None
+
+    def num_free_slots(self, num_blocks: int) -> int:
+        """Count the tokens that it could take in with so many blocks more: any number, with one."""
+        room = self.capacity - self.num_tokens
+        return NO_BOUND if num_blocks > len(self.kept) else room
+
+    @property
+    def live_blocks(self) -> list[int]:
+        return [block_id for block_id in self.blocks[self.num_dropped :] if block_id != NULL]
+
+    def adopt(self, blocks: list[int], num_tokens: int) -> None:
+        """Begin with the last of these; takes a reference."""
+        super().adopt([NULL] * (len(blocks) - 1) + blocks[-1:], num_tokens)
+
+    def fork(self) -> Self:
+        """Make a second table over the same states; the live one is copied by who writes first."""
+        child = super().fork()
+        child.kept = self.kept
+        return child
+
+    def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
+        """Make the same table over blocks of another pool."""
+        table = super().moved_to(pool, places)
+        table.kept = self.kept
+        return table
+
+    def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:
+        """Tell whether another sequence could begin with the first so many tokens."""
+        if num_tokens in (0, self.num_tokens):
+            return True
+        index, rest = divmod(num_tokens, self.block_size)
+        return rest == 0 and num_tokens < self.num_tokens and self.blocks[index - 1] != NULL
+
+    def num_new_blocks(self, num_tokens: int) -> int:
+        """Free blocks that `append(num_tokens)` takes."""
+        if num_tokens == 0:
+            return 0
+        return len(self._new_places(num_tokens)) + self._must_copy()
+
+    def _new_places(self, num_tokens: int) -> list[int]:
+        """List the logical blocks that `append(num_tokens)` takes."""
+        last = (self.num_tokens + num_tokens - 1) // self.block_size
+        if last < len(self.blocks):
+            return []
+        return [*(i for i in sorted(self.kept) if len(self.blocks) <= i < last), last]
+
+    def append(self, num_tokens: int) -> Appended:
+        """Make room to write the states that the next `num_tokens` tokens leave behind."""
+        done = Appended()
+        if num_tokens == 0:
+            return done
+        places = self._new_places(num_tokens)
+        partial = self._partial_index()
+        if partial is not None:
+            self._make_writable(partial, done)
+        self.num_tokens += num_tokens
+        for i in range(len(self.blocks), places[-1] + 1 if places else 0):
+            block_id = self._pool.allocate() if i in places else NULL
+            done.writes.append((i, block_id))
+            self.blocks.append(block_id)
+        return done
+
+    def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
+        """Name the states behind the blocks from `first` on, as far as they are there; returns
+        these blocks. Of those that are not kept only the last one has a name: others would soon
+        push out all that is of use."""
+        named = []
+        for i, digest in enumerate(digests, first):
+            block_id = self.blocks[i]
+            if block_id == NULL:
+                continue
+            self._pool.index(block_id, digest)
+            named.append(block_id)
+            if i not in self.kept and self._pool.digest_of(block_id) == digest:
+                self._forget_passing()
+                self.passing = block_id, digest
+        return named
+
+    def _forget_passing(self) -> None:
+        if self.passing is not None and self._pool.digest_of(self.passing[0]) == self.passing[1]:
+            self._pool.unindex(self.passing[0])
