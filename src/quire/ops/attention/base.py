@@ -11,6 +11,7 @@ A token at position i attends to positions j with max(0, i - window + 1) <= j <=
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,25 @@ from quire.ops.rms_norm import rms_norm
 from quire.ops.rotary import rotary
 
 Int32 = npt.NDArray[np.int32]
+
+
+class DeltaHeads(NamedTuple):
+    """What a delta rule works on: `keys` heads of queries and of keys of `key_dim` numbers, each
+    for as many of the `values` heads of values of `value_dim`, a multiple."""
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def channels(self) -> int:
+        """Numbers of queries, keys and values side by side."""
+        return 2 * self.keys * self.key_dim + self.values * self.value_dim
+
+    @property
+    def memory_size(self) -> int:
+        return self.values * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +107,39 @@ class AttentionBackend(ABC):
         e^sink is 0.
         """
 
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """Convolve each of C channels along its sequence with weights of its own, then SiLU; [T, C]
+        in x's dtype:
+
+            made[t] = sum over w of weight[w] x[t - W + 1 + w]
+
+        What came before the step's tokens is in the layer's state (states.py). Raises ConfigError
+        in a backend that keeps none.
+        """
+        raise _keeps_no_states(self)
+
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """Read and correct a memory M [D, E] of each value head, which is the layer's state, token
+        by token (Gated Delta Networks, Yang et al. 2025); [T, N, E] in qkv's dtype:
+
+            M = e^(-rate softplus(time + shift)) M
+            M = M + k (sigmoid(strength) (v - M^T k))^T
+            out = M^T q
+
+        with keys of length 1 and queries of length 1 / sqrt(D); 1e-6 is added to squared lengths.
+        qkv: queries, keys and values of all heads side by side. gates: G = 2 N, strengths and
+        times. rate, shift: of the type that sums are made in. Raises ConfigError as `convolve`.
+        """
+        raise _keeps_no_states(self)
+
     @abstractmethod
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks within a group, in all of its layers, as one operation."""
@@ -148,6 +201,12 @@ class KVLayout:
 
     def group_of_layer(self) -> dict[int, int]:
         return {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
+
+
+def _keeps_no_states(backend: AttentionBackend) -> ConfigError:
+    return ConfigError(
+        f"attention_backend {backend.name} cannot run models whose layers remember a state."
+    )
 
 
 def refuse_kv_format(backend: str, layout: KVLayout) -> None:

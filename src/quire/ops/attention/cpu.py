@@ -11,7 +11,8 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, KVLayout
-from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
+from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention.states import StatesInBlocks
 from quire.ops.formats import ATTENTION, chosen_variant
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreKV, CorePlan, CoreRows
@@ -42,7 +43,7 @@ class LayerKV:
     kv: CoreKV
 
 
-class CpuBackend(MovesBlocks):
+class CpuBackend(StatesInBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
     split, cascade: whether a step's work may be cut along contexts, and whether rows that share
@@ -70,7 +71,6 @@ class CpuBackend(MovesBlocks):
         }
         self.variant = variant_number(variant or chosen_variant(ATTENTION))
         self._options = (split, cascade)
-        self._step: AttentionStep | None = None
         self._tables: list[torch.Tensor] = []
         self._plans = [self._core.AttentionPlan() for _ in layout.groups]
         self._planned = [0] * len(layout.groups)  # G of each group's plan for this step, 0 for none

@@ -6,11 +6,12 @@ Keys and values of a group stand as [2, Y, K, B, P, H].
 
 import torch
 
-from quire.base.cache_group import CacheGroup
+from quire.base.cache_group import STATE, CacheGroup
 from quire.ops.attention.base import AttentionBackend, Int32, KVLayout
 from quire.ops.attention.block_moves import copy_blocks
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.host_memory import lazy_zeros
+from quire.ops.precision import accumulation_dtype
 
 SCALE_BYTES = 4  # behind the H values of an int8 row
 
@@ -18,13 +19,13 @@ SCALE_BYTES = 4  # behind the H values of an int8 row
 class KVMemory:
     """kv[g]: the tensor of group g, zeros that take no memory before they are written; of int8
     and fp8 it holds bytes, and a row of int8 is H values and their scale. place[layer]: (group,
-    index in the group). host: blocks of host memory, by group.
+    index in the group). host: blocks of host memory, by group. Of a group of states it holds those
+    as they are, [1, Y, 1, B, 1, state_size].
     """
 
     def __init__(self, layout: KVLayout) -> None:
-        dtype = layout.dtype if layout.kv_format == "auto" else torch.uint8
         self.kv = [
-            lazy_zeros(_kv_shape(group, num_blocks, layout), dtype, layout.device)
+            lazy_zeros(_kv_shape(group, num_blocks, layout), _dtype(group, layout), layout.device)
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
         ]
         self.place = {
@@ -63,6 +64,14 @@ class MovesBlocks(AttentionBackend):
         self._memory.host.load(group, source, destination)
 
 
+def _dtype(group: CacheGroup, layout: KVLayout) -> torch.dtype:
+    if group.kind == STATE:
+        return accumulation_dtype(layout.dtype)
+    return layout.dtype if layout.kv_format == "auto" else torch.uint8
+
+
 def _kv_shape(group: CacheGroup, num_blocks: int, layout: KVLayout) -> tuple[int, ...]:
+    if group.kind == STATE:
+        return (1, len(group.layers), 1, num_blocks, 1, group.state_size)
     row = group.head_dim + (SCALE_BYTES if layout.kv_format == "int8" else 0)
     return (2, len(group.layers), group.num_kv_heads, num_blocks, layout.block_size, row)

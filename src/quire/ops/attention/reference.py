@@ -8,20 +8,21 @@ sum of the softmax let each block be seen once.
 
 import torch
 
+from quire.base.cache_group import STATE, CacheGroup
 from quire.ops.attention.base import (
-    AttentionBackend,
     AttentionStep,
     Int32,
     KVLayout,
     refuse_kv_format,
 )
 from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.attention.states import KeepsStates, StateRow, state_rows
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
 
-class ReferenceBackend(AttentionBackend):
+class ReferenceBackend(KeepsStates):
     """The obviously right backend. It waits for the device: it reads lengths and tables from it."""
 
     name = "reference"
@@ -31,11 +32,7 @@ class ReferenceBackend(AttentionBackend):
         self._layout = layout
         self._group_of_layer = layout.group_of_layer()
         self._kv = {
-            layer: lazy_zeros(
-                (2, num_blocks, layout.block_size, group.num_kv_heads, group.head_dim),
-                layout.dtype,
-                layout.device,
-            )
+            layer: _memory(group, num_blocks, layout)
             for group, num_blocks in zip(layout.groups, layout.num_blocks, strict=True)
             for layer in group.layers
         }
@@ -49,6 +46,16 @@ class ReferenceBackend(AttentionBackend):
     def prepare(self, step: AttentionStep) -> None:
         """Keep the step."""
         self._step = step
+
+    def states(self, layer: int) -> torch.Tensor:
+        """See KeepsStates."""
+        return self._kv[layer][0, :, 0, 0]
+
+    def state_rows(self, layer: int) -> list[StateRow]:
+        """See KeepsStates."""
+        assert self._step is not None, "prepare() comes first"
+        table_SL = self._step.block_tables_SL[self._group_of_layer[layer]]
+        return list(state_rows(self._step, table_SL, self._layout.block_size))
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -120,6 +127,15 @@ class ReferenceBackend(AttentionBackend):
                 allowed_QP &= key_P > query_Q1 - window
             k_PKH, v_PKH = self._kv[layer][:, table[index], :length]
             softmax.add(k_PKH, v_PKH, allowed_QP)
+
+
+def _memory(group: CacheGroup, num_blocks: int, layout: KVLayout) -> torch.Tensor:
+    """Make a layer's memory: keys and values [2, B, P, K, H], or states [1, B, 1, 1, size]."""
+    if group.kind == STATE:
+        shape = (1, num_blocks, 1, 1, group.state_size)
+        return lazy_zeros(shape, accumulation_dtype(layout.dtype), layout.device)
+    shape = (2, num_blocks, layout.block_size, group.num_kv_heads, group.head_dim)
+    return lazy_zeros(shape, layout.dtype, layout.device)
 
 
 class OnlineSoftmax:

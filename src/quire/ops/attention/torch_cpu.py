@@ -16,14 +16,16 @@ import math
 
 import torch
 
+from quire.base.cache_group import STATE
 from quire.ops.attention.base import AttentionStep, KVLayout, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
-from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
+from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention.states import StatesInBlocks
 from quire.ops.attention.weigh import Weighing, weigh
 from quire.ops.registry import op
 
 
-class TorchBackend(MovesBlocks):
+class TorchBackend(StatesInBlocks):
     """Gathers blocks, then multiplies."""
 
     name = "torch"
@@ -35,20 +37,25 @@ class TorchBackend(MovesBlocks):
         self._memory = KVMemory(layout)
         self._kv = self._memory.kv
         self._place_of_layer = self._memory.place
-        self._builders = [BatchBuilder(group, layout) for group in layout.groups]
+        self._builders = [
+            None if group.kind == STATE else BatchBuilder(group, layout) for group in layout.groups
+        ]
         self._batches: list[list[Batch]] = []
+        self._layout = layout
         self._slots_T: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0, dtype=layout.dtype, device=layout.device)
 
     def prepare(self, step: AttentionStep) -> None:
         """Make the index tensors and masks that all layers share."""
-        self._slots_T = step.slots_T
-        self._batches = [
-            builder.build(step, table_SL)
-            for builder, table_SL in zip(self._builders, step.block_tables_SL, strict=True)
-        ]
-        for g, builder in enumerate(self._builders):
-            begun = builder.begun_blocks(step, step.block_tables_SL[g])
+        self._step, self._slots_T = step, step.slots_T
+        self._batches = [[] for _ in self._builders]
+        for g, (builder, table_SL) in enumerate(
+            zip(self._builders, step.block_tables_SL, strict=True)
+        ):
+            if builder is None:
+                continue
+            self._batches[g] = builder.build(step, table_SL)
+            begun = builder.begun_blocks(step, table_SL)
             if begun is not None:
                 # What an earlier owner left behind could be NaN.
                 self._kv[g].index_fill_(3, begun, 0.0)

@@ -5,7 +5,7 @@ Shape legend: T tokens, N query heads, K KV heads, H head dim.
 
 import torch
 
-from quire.ops.attention.base import AttentionBackend, AttentionStep, Int32
+from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32
 from quire.ops.registry import op
 
 
@@ -34,6 +34,24 @@ class TracedAttention(AttentionBackend):
     ) -> torch.Tensor:
         """Noted. [T, N, H]."""
         return q_TNH.new_zeros(q_TNH.shape)
+
+    @op("convolve")
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """Noted. [T, C]."""
+        return x_TC.new_zeros(x_TC.shape)
+
+    @op("delta_rule")
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """Noted. [T, N, E]."""
+        return qkv_TC.new_zeros(len(qkv_TC), heads.values, heads.value_dim)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Do nothing: there are no blocks."""

@@ -25,7 +25,8 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, KVLayout
-from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
+from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.attention.states import StatesInBlocks
 from quire.ops.registry import op
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def why_not(layout: KVLayout) -> str | None:
     return None
 
 
-class TritonBackend(MovesBlocks):
+class TritonBackend(StatesInBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
     deterministic: see above; it takes heads in groups of any size, and all formats.
@@ -101,7 +102,6 @@ class TritonBackend(MovesBlocks):
             for layer, (g, index) in self._place.items()
         }
         self._machine = attention.machine_of(layout.device)
-        self._step: AttentionStep | None = None
         self._work: list[Work | None] = [None] * len(layout.groups)
 
     def prepare(self, step: AttentionStep) -> None:

@@ -71,6 +71,12 @@ class CutAtAttention(AttentionBackend):
     def rotary_write(self, layer: int, qkv_TMH: torch.Tensor, *rest: Any) -> torch.Tensor:
         return self._inner.rotary_write(layer, qkv_TMH, *rest)
 
+    def convolve(self, *arguments: Any) -> torch.Tensor:
+        return self._inner.convolve(*arguments)
+
+    def delta_rule(self, *arguments: Any) -> torch.Tensor:
+        return self._inner.delta_rule(*arguments)
+
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         self._inner.copy_blocks(group, source, destination)
 

@@ -1,0 +1,11 @@
+"""A product with a gate. Shape legend: T tokens, M numbers of each."""
+
+import torch
+
+from quire.ops.registry import op
+
+
+@op("sigmoid_mul")
+def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), in x's dtype."""
+    return x_TM * torch.sigmoid(gate_TM)
