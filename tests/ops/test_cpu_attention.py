@@ -223,6 +223,22 @@ def test_queries_may_be_wider_than_keys(dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=2e-5)
 
 
+def test_a_single_head_may_lie_anywhere() -> None:
+    """The stride between heads means nothing where there is one: transposed keys [1, T, H]."""
+    case = CASES["multi_query"]
+    contents = make_contents(case)
+    backend = CpuBackend(case.layout(torch.float32))
+    run_backend(backend, case, contents, case.tables(), torch.float32)
+    q, k, v = (
+        torch.cat([x[row[0] :] for x, row in zip(values, case.rows, strict=True)]).float()
+        for values in (contents.q, contents.k, contents.v)
+    )
+    backend.write(1, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k * 2, v)))
+    doubled = backend.run(1, q / 2, HEAD_DIM**-0.5)
+    backend.write(1, k * 2, v)
+    assert torch.equal(doubled, backend.run(1, q / 2, HEAD_DIM**-0.5))
+
+
 @pytest.mark.parametrize("variant", variants())
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("head_dim", [2, 8, 20, 72, 80, 128])

@@ -186,8 +186,9 @@ class CpuBackend(StatesInBlocks):
 
     def _head_rows(self, x: torch.Tensor) -> CoreRows:
         """Return rows [T, heads, H] as the core takes them."""
-        stride, *inner = x.stride()
-        assert inner == [x.shape[2], 1], f"the heads of a token must be contiguous: {x.stride()}"
+        stride, of_head, of_number = x.stride()
+        is_contiguous = of_number == 1 and (of_head == x.shape[2] or x.shape[1] == 1)
+        assert is_contiguous, f"the heads of a token must be contiguous: {x.stride()}"
         return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
 
 
