@@ -233,7 +233,8 @@ def test_a_single_head_may_lie_anywhere() -> None:
         torch.cat([x[row[0] :] for x, row in zip(values, case.rows, strict=True)]).float()
         for values in (contents.q, contents.k, contents.v)
     )
-    backend.write(1, *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k * 2, v)))
+    by_head = [torch.empty(1, *x[:, 0].shape).copy_(x.transpose(0, 1)) for x in (k * 2, v)]
+    backend.write(1, *(x.transpose(0, 1) for x in by_head))
     doubled = backend.run(1, q / 2, HEAD_DIM**-0.5)
     backend.write(1, k * 2, v)
     assert torch.equal(doubled, backend.run(1, q / 2, HEAD_DIM**-0.5))
