@@ -26,7 +26,7 @@ from quire.tools.replay import Outcome, replay_all
 from tests.engine.bench import POISON, prompt, with_poison
 from tests.engine.recordings import SALT, STOP, Run
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
-from tests.scheduler.test_scheduler_machine import MixedMachine, SchedulerMachine
+from tests.scheduler.test_scheduler_machine import HybridMachine, MixedMachine, SchedulerMachine
 
 
 def replayed(directory: Path) -> Outcome:
@@ -159,7 +159,7 @@ class Recorded:
 
 
 @FEW_OR_MANY
-@pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine])
+@pytest.mark.parametrize("kind", [SchedulerMachine, MixedMachine, HybridMachine])
 def test_random_programs(tmp_path: Path, kind: type, max_examples: int) -> None:
     machine = type("RecordedMachine", (Recorded, kind), {"folder": tmp_path})
     run_machine(machine, max_examples)

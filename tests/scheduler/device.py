@@ -261,7 +261,8 @@ class FakeDevice:
         """What this row was to compute is nowhere."""
         before = self.lost[1] if self.lost[0] == step_id else [set() for _ in self.groups]
         for g, slots in enumerate(before):
-            slots |= {self._slot(g, row, position) for position in positions}
+            if self.groups[g].kind != STATE:
+                slots |= {self._slot(g, row, position) for position in positions}
         self.lost = step_id, before
 
     def _candidates(self, plan: Plan, allowed: dict[int, list[int]]) -> dict[int, Candidates]:

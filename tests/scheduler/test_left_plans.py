@@ -51,10 +51,13 @@ class Unlucky(FakeDevice):
 class Driver:
     """A core over a plain device, and the tokens that came."""
 
+    groups, make_device = FULL, Unlucky
+
     def __init__(self, num_blocks: int, is_lazy: bool = False, **settings: Any) -> None:
+        pools = (num_blocks,) * len(self.groups)
         settings = {"max_num_batched_tokens": 64, "max_num_seqs": 4} | settings
-        kv = self.kv = KVManager(FULL, (num_blocks,), 4)
-        self.device = Unlucky(FULL, (num_blocks,), 4)
+        kv = self.kv = KVManager(self.groups, pools, 4)
+        self.device = self.make_device(self.groups, pools, 4)
         config = SchedulerConfig(**settings)
         memory = Memory(kv, config.max_num_batched_tokens or 0, watermark=0.0)
         self.scheduler = Scheduler(memory, config, MAX_LEN)

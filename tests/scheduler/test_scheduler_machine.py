@@ -136,7 +136,6 @@ class FakeStores:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    may_raise = True
     groups: tuple[CacheGroup, ...] = (FULL,)
 
     @initialize(
@@ -260,7 +259,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RequestError:
             assert n > 1 or self.pins, "only a group can be too large, or what stands beside pins"
             return
-        if curse is not None and (self.may_raise or not curse.raises):
+        if curse is not None:
             self.device.curses[number] = curse
         self.requests[name] = request
         for index in range(n):
@@ -344,7 +343,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.core.add(request)
         except RequestError:
             return
-        if cursed_at is not None and self.may_raise:
+        if cursed_at is not None:
             self.device.curses[number] = Curse(cursed_at, raises=True)
         self.pins.append(name)
         self.requests[name], self.output[name, 0] = request, []
@@ -514,12 +513,10 @@ class MixedMachine(SchedulerMachine):
 
 class StateMachine(SchedulerMachine):
     groups = (STATES,)
-    may_raise = False
 
 
 class HybridMachine(SchedulerMachine):
     groups = (FULL, STATES)
-    may_raise = False
 
 
 class StoresMachine(SchedulerMachine):
@@ -545,7 +542,6 @@ class MixedStoresMachine(StoresMachine):
 
 class HybridStoresMachine(StoresMachine):
     groups = (FULL, WINDOW, STATES)
-    may_raise = False
 
 
 @FEW_OR_MANY

@@ -12,6 +12,9 @@ parent; loads and copies go with the rows that have their blocks. (The source of
 written by the same plan, by the last one who shares the block; that is the slot which the owner of
 the copy writes as well, so to copy it once more does no harm.)
 
+Where rows cannot be computed again, only what the plan does besides is carried out once more
+(`give_rows_up`), and the scheduler finds who is guilty (scheduler/suspects.py).
+
 A swap that fails is no row's fault: before the first row is blamed for anything, what the plan does
 besides its rows is carried out alone, and if that fails as well, without its swaps (`lost_swaps`).
 """
@@ -46,6 +49,15 @@ def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = No
     return dataclasses.replace(result, lost_swaps=bisection.has_lost_swaps)
 
 
+def give_rows_up(executor: "Executor", plan: Plan, error: str) -> StepResult:
+    """Carry out what a plan that failed does besides its rows, which cannot be computed again from
+    where they were. The result has the error."""
+    bisection = _Bisection(executor, plan, None)
+    bisection.do_rest_alone()
+    result = combine(plan, bisection.done)
+    return dataclasses.replace(result, error=error, lost_swaps=bisection.has_lost_swaps)
+
+
 class _Bisection:
     """done: parts that succeeded, with their results. errors: of rows that failed alone."""
 
@@ -67,7 +79,7 @@ class _Bisection:
     def begin(self) -> None:
         num_rows = len(self.plan.rows)
         if num_rows == 0:
-            self._do_rest_alone()
+            self.do_rest_alone()
         elif num_rows == 1:
             self.run(0, 1)
         else:
@@ -80,7 +92,7 @@ class _Bisection:
             return
         if last - first > 1:
             self.halve(first, last)
-        elif self._do_rest_alone():
+        elif self.do_rest_alone():
             self.run(first, last)  # it may have been that
         else:
             self.errors[int(self.plan.rows[first])] = f"the step failed: {error}"
@@ -113,7 +125,7 @@ class _Bisection:
         kept = [move for move in moves if len(move.source) and move.kind in (*swaps, *FILLING)]
         return dataclasses.replace(part, moves=tuple(kept))
 
-    def _do_rest_alone(self) -> bool:
+    def do_rest_alone(self) -> bool:
         """Carry out what the plan does besides its rows, if this has swaps and was neither done nor
         tried yet; returns whether it is done now."""
         if self.done or self._has_tried_rest or not self._has_swaps:
@@ -246,8 +258,13 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
         whole.row_errors.update(result.row_errors)
         unservable += result.unservable_rows
     whole.row_errors.update(errors or {})
-    duration_s = sum(result.duration_s for _, result in parts)
-    return dataclasses.replace(whole, unservable_rows=unservable, duration_s=duration_s)
+    return dataclasses.replace(
+        whole,
+        unservable_rows=unservable,
+        duration_s=sum(result.duration_s for _, result in parts),
+        lost_swaps=any(result.lost_swaps for _, result in parts),
+        error=next((result.error for _, result in parts if result.error is not None), None),
+    )
 
 
 def _rows_alone(plan: Plan) -> Plan:

@@ -100,6 +100,7 @@ class CallEncoder:
         if not (accepted == 1).all():
             fields["accepted"] = accepted.astype(np.int32).tobytes()
         redaction, errors, candidates = self._redaction, result.row_errors, result.candidates
+        error = result.error
         prompts: dict[int, Any] = result.prompt_candidates
         if redaction is None:
             fields["ids"] = token_ids.astype(np.int32).tobytes()
@@ -107,6 +108,7 @@ class CallEncoder:
             fields["stops"] = _stops(redaction, token_ids, flown)
             candidates = _of_beams(redaction, candidates, flown, rows)
             errors = {row: redaction.error(message) for row, message in errors.items()}
+            error = redaction.error(error) if error else error
             nothing = Candidates(np.empty(0, np.int32), np.empty(0, np.float32), 0)
             prompts = {row: [nothing] * len(found) for row, found in prompts.items()}
         more = {
@@ -115,6 +117,7 @@ class CallEncoder:
             "row_errors": errors,
             "unservable_rows": result.unservable_rows,
             "lost_swaps": result.lost_swaps,
+            "error": error,
         }
         fields |= {name: encode(value) for name, value in more.items() if value}
         return fields
@@ -283,6 +286,8 @@ def _result(fields: Fields) -> StepResult:
     accepted = np.ones(shape[0], np.int32)
     if "accepted" in fields:
         accepted = np.frombuffer(fields["accepted"], np.int32)
-    names = "candidates", "prompt_candidates", "row_errors", "unservable_rows", "lost_swaps"
+    names = (
+        "candidates", "prompt_candidates", "row_errors", "unservable_rows", "lost_swaps", "error"
+    )  # fmt: skip
     more = {name: decode(fields[name]) for name in names if name in fields}
     return StepResult(fields["step"], token_ids, accepted, duration_s=fields["s"], **more)

@@ -35,7 +35,7 @@ from quire.base.messages import (
 from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
-from quire.engine.bisect import bisect_step, combine, leave_out, with_leftover
+from quire.engine.bisect import bisect_step, combine, give_rows_up, leave_out, with_leftover
 from quire.engine.connectors.connections import MOST_WAIT_S, Connections
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
@@ -463,8 +463,9 @@ class EngineCore:
                 self._grammars.forgo(step.masks, step.carried_out.masked_rows)
 
     def _recover(self, failed: Submitted, error: str) -> StepOutputs:
-        """Repeat the oldest plan, which raised, in parts, then carry out the later ones without the
-        rows of sequences that this ended or sent back (their block tables may be out of date)."""
+        """Repeat the oldest plan, which raised, in parts, or without its rows, then carry out the
+        later ones without the rows of sequences that this ended or sent back (their block tables
+        may be out of date)."""
         later, self._submitted = self._submitted, deque()
         self._forgo_masks(later)
         for step in later:
@@ -473,10 +474,16 @@ class EngineCore:
         self._carried_over = None  # of one of these, if there is something; it is made again below
         self._death = "it was interrupted while it repeated a step that had failed"
         plan = failed.plan
-        logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
         part = leave_out(failed.carried_out, failed.left_out)
-        result = bisect_step(self.executor, part, failed.masks)
-        if len(result.row_errors) == len(part.rows):
+        if self.scheduler.may_repeat_steps:
+            logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
+            result = bisect_step(self.executor, part, failed.masks)
+        else:
+            logger.warning(
+                "step %d failed; its rows begin anew, one by one: %s", plan.step_id, error
+            )
+            result = give_rows_up(self.executor, part, error)
+        if result.error or len(result.row_errors) == len(part.rows):
             # Perhaps no part of the plan was carried out. All but its moves may be done again; of
             # those the result tells whether they are lost.
             empty = leave_out(part, set(part.rows.tolist()))

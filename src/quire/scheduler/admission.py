@@ -56,6 +56,15 @@ class Admission:
                 used = self._continue_deferred(deferred.popleft(), builder, budget)
             budget -= used
 
+    def bring_in(
+        self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float
+    ) -> int | None:
+        """Admit a waiting sequence; the tokens that it gets, None if it must wait."""
+        if not self._rows.num_free or sequence.num_pending_lost:
+            return None
+        bring = self._start if sequence.host_blocks is None else self._resume
+        return bring(sequence, builder, budget, now)
+
     def fits_now(self, sequence: Sequence) -> bool:
         """Tell whether a new request at the head of the queue could be admitted with a budget of
         its own."""
@@ -94,10 +103,9 @@ class Admission:
         self, head: Sequence, builder: PlanBuilder, budget: int, now: float
     ) -> int | None:
         """Admit the head of the queue; the tokens that it gets, None if it must wait."""
-        if not self._rows.num_free or head.num_pending_lost:
+        if head in self._lifecycle.suspects:
             return None
-        bring = self._start if head.host_blocks is None else self._resume
-        return bring(head, builder, budget, now)
+        return self.bring_in(head, builder, budget, now)
 
     def _start(
         self, sequence: Sequence, builder: PlanBuilder, budget: int, now: float

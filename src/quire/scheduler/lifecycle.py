@@ -23,6 +23,7 @@ from quire.scheduler.progress import SchedulerProgress
 from quire.scheduler.queue import WaitingQueue
 from quire.scheduler.rows import Rows
 from quire.scheduler.sequence import Sequence, SequenceGroup, State
+from quire.scheduler.suspects import Suspects
 
 
 class Lifecycle:
@@ -31,7 +32,8 @@ class Lifecycle:
     unforked: groups that run and hold rows for members to come; searches: requests that are beam
     searches; long_stop_lists: sequences with more stop ids than a row holds. admitted: new ones
     whose clients were not told yet what their prompts found. dropped: who was ended without a
-    step's result, with what to tell. ended: all since somebody took them.
+    step's result, with what to tell. ended: all since somebody took them. suspects: who is to be
+    planned alone.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Lifecycle:
         self.admitted: list[Sequence] = []
         self.dropped: list[tuple[Sequence, Finish]] = []
         self.ended: list[Sequence] = []
+        self.suspects = Suspects()
         self._rows, self._memory = rows, memory
 
     # ---- transitions -------------------------------------------------------------------------
@@ -179,6 +182,7 @@ class Lifecycle:
         self._memory.free_swapped(sequence)
         sequence.state, sequence.finish_reason = State.ENDED, reason
         self.long_stop_lists.discard(sequence)
+        self.suspects.drop(sequence)
         self.ended.append(sequence)
         self._memory.headroom.take_end()
         if all(member.state is State.ENDED for member in sequence.members):

@@ -24,7 +24,7 @@ from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.preemption import Preemption
 from quire.scheduler.progress import SchedulerProgress
 from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import Int32, Int64
+from quire.scheduler.sequence import Int32, Int64, State
 
 PROMPT_TOKENS = 16  # at least, of prompts, in a step that has time for few tokens
 
@@ -55,9 +55,15 @@ class Planner:
     def plan(self, now: float) -> Plan | None:
         """Make the next plan; None if nobody can compute anything now."""
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
-        needs = self._rows.needs(self._rows.running)
+        suspects = self._lifecycle.suspects
+        if suspects and self._plan_suspect(builder, now):
+            return self._close(builder, now)
+        rows = self._rows.running
+        if suspects:
+            rows = rows[[sequence not in suspects for sequence in self._rows.sequences()]]
+        needs = self._rows.needs(rows)
         most = self._step_budget(needs)
-        budget = most - self._serve_running(builder, needs, most, now)
+        budget = most - self._serve_running(builder, rows, needs, most, now)
         # If nothing is planned, those who gave way were the only ones with something to do.
         if not builder.has_preempted or budget == most:
             self._admission.admit(builder, budget, now)
@@ -86,9 +92,28 @@ class Planner:
         num_decoding = int(np.count_nonzero(needs == 1))
         return min(self._token_budget, max(step_tokens, num_decoding + PROMPT_TOKENS))
 
-    def _serve_running(self, builder: PlanBuilder, need: Int64, budget: int, now: float) -> int:
-        """Grant tokens to the rows that run; returns how many. need: [N] what they could use."""
-        rows, table = self._rows.running, self._rows.table
+    def _plan_suspect(self, builder: PlanBuilder, now: float) -> bool:
+        """Plan for one suspect alone, the first that can compute something; whether there is
+        one."""
+        for sequence in list(self._lifecycle.suspects.until):
+            if sequence.row >= 0:
+                rows = np.array([sequence.row])
+                need = self._rows.needs(rows)
+                most = self._step_budget(need)
+                used = self._serve_running(builder, rows, np.minimum(need, most), most, now)
+            elif sequence.state is State.PARKED:
+                continue
+            else:
+                used = self._admission.bring_in(sequence, builder, self._token_budget, now) or 0
+            if used:
+                return True
+        return False
+
+    def _serve_running(
+        self, builder: PlanBuilder, rows: Int64, need: Int64, budget: int, now: float
+    ) -> int:
+        """Grant tokens to rows that run; returns how many. need: [N] what they could use."""
+        table = self._rows.table
         if len(rows) == 0:
             return 0
         if need.sum() > budget:

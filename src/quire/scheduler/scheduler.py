@@ -116,6 +116,12 @@ class Scheduler:
         return self.rows.num_free
 
     @property
+    def may_repeat_steps(self) -> bool:
+        """Whether a step that failed can be run again: keys and values are written where they were,
+        states over those that were read. If not, `update` takes its result as it is."""
+        return not self.memory.kv.has_states
+
+    @property
     def has_work(self) -> bool:
         lifecycle = self.lifecycle
         return bool(lifecycle.sequences or self.planner.in_flight or lifecycle.dropped)
@@ -176,7 +182,8 @@ class Scheduler:
 
     def update(self, result: StepResult, now: float) -> Decisions:
         """Take the result of the oldest plan in flight: pending tokens become known."""
-        assert result.error is None, "a step that failed is to be repeated row by row first"
+        is_repeatable = result.error is None or not self.may_repeat_steps
+        assert is_repeatable, "a step that failed is to be repeated row by row first"
         lifecycle, in_flight = self.lifecycle, self.planner.in_flight
         step = in_flight.popleft()
         is_flush = len(step.plan.rows) == 0

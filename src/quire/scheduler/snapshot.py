@@ -63,6 +63,7 @@ from quire.scheduler import (
     srtf,
     step_results,
     stores,
+    suspects,
     tenants,
     time_limits,
     two_level,
@@ -78,8 +79,8 @@ VOCABULARY = (
 OWNERS = (
     host_tier, manager, pool, state_table, table, admission, arrivals, beams, block_naming,
     branching, fifo, in_flight, lifecycle, memory, pinned, pins, planning, preemption,
-    prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results, stores, tenants,
-    time_limits, two_level,
+    prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results, stores,
+    suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

@@ -50,8 +50,10 @@ class StepResults:
         table, rows = self._rows.table, step.plan.sample_rows
         outputs = OutputsBuilder()
         _name_rows(step, outputs)
-        if result.row_errors or result.lost_swaps:
+        if result.row_errors or result.lost_swaps or result.error is not None:
             self._take_errors([step, *later], result, outputs, now)
+        elif suspects := self._lifecycle.suspects:
+            suspects.acquit(step)
         _take_prompt_candidates(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
         beams = rows[:0]
@@ -140,15 +142,18 @@ class StepResults:
     ) -> None:
         """End sequences whose rows failed, also if they lost the row meanwhile; those that share
         what such a row was to compute go back to the queue."""
+        is_void, found = result.error is not None, result.row_errors
+        if is_void and self._blames_rows(steps[0], result):
+            found = dict.fromkeys(steps[0].plan.rows.tolist(), f"the step failed: {result.error}")
         errors = {
             row: Finish("error", error=Failure(_code_of(row, result), message))
-            for row, message in result.row_errors.items()
+            for row, message in found.items()
             if row not in steps[0].left_out
         }
-        if not errors and not result.lost_swaps:
+        if not errors and not result.lost_swaps and not is_void:
             return
         num_groups = len(self._memory.kv.groups)
-        tainted = find_tainted(steps, errors, num_groups, result.lost_swaps)
+        tainted = find_tainted(steps, errors, num_groups, result.lost_swaps, is_void)
         self._memory.distrust(tainted.blocks)
         epoch = self._rows.table.epoch
         for sequence, finish in list(tainted.failed.values()):  # a request fails as a whole
@@ -168,6 +173,15 @@ class StepResults:
         self._forget_swapped(tainted)
         self._send_back(tainted, failed, now)
         self._pins.compute_again(failed, now)
+
+    def _blames_rows(self, step: InFlightStep, result: StepResult) -> bool:
+        """Tell whether the rows of a step that failed are guilty; otherwise they are suspects now.
+        It may have been the swaps."""
+        suspects = self._lifecycle.suspects
+        if suspects.are_guilty(step) and not result.lost_swaps:
+            return True
+        suspects.suspect(step)
+        return False
 
     def _send_back(self, tainted: Tainted, failed: list[Sequence], now: float) -> None:
         """Let those compute again that hold what a failed row was to compute."""

@@ -1,0 +1,125 @@
+"""Steps that fail where layers remember a state: who goes back, who is alone, and who is guilty."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.cache_group import CacheGroup
+from quire.base.masks import MaskPromise
+from quire.base.plan import Plan, StepResult
+from tests.scheduler.device import (
+    Curse,
+    CursedStep,
+    FakeDevice,
+    expected_tokens,
+    make_request,
+)
+from tests.scheduler.test_left_plans import FULL, MAX_LEN, Driver
+
+HYBRID = (*FULL, CacheGroup("state", (1,), state_size=8))
+PROMPTS = {"a": 9, "b": 14, "c": 3}
+
+
+class FailsAt(FakeDevice):
+    """Fails once, in a step, after it was computed."""
+
+    fails_at = -1
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        result = super().run(plan, masks)
+        if plan.step_id == self.fails_at:
+            for row, bound in zip(plan.rows.tolist(), plan.computed_bound.tolist(), strict=True):
+                self.computed[row] = bound
+            raise CursedStep("by chance")
+        return result
+
+
+class NoSwaps(FakeDevice):
+    """Host memory that takes nothing."""
+
+    num_failed = 0
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        if any(move.kind == "swap_out" for move in plan.moves):
+            self.num_failed += 1
+            raise CursedStep("no host memory")
+        return super().run(plan, masks)
+
+
+def driver_of(device: type, groups: tuple[CacheGroup, ...], **settings: Any) -> Driver:
+    made = type("Made", (Driver,), {"groups": groups, "make_device": device})
+    driver: Driver = made(**{"num_blocks": 60, "is_lazy": True, **settings})
+    return driver
+
+
+def ask(driver: Driver, length: int = 20) -> None:
+    for number, (name, num_tokens) in enumerate(PROMPTS.items()):
+        prompt = list(range(number * 10, number * 10 + num_tokens))
+        driver.core.add(make_request(name, prompt, max_tokens=length, seed=number))
+
+
+def are_as_expected(driver: Driver, names: str = "abc", length: int = 20) -> bool:
+    for number, (name, num_tokens) in enumerate(PROMPTS.items()):
+        prompt = list(range(number * 10, number * 10 + num_tokens))
+        request = make_request(name, prompt, max_tokens=length, seed=number)
+        if name in names and driver.output[name, 0] != expected_tokens(request, MAX_LEN):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_a_step_that_fails_by_chance_costs_nobody(depth: int, step: int) -> None:
+    """And each of its rows is alone in a plan until it is where it was."""
+    driver = driver_of(FailsAt, HYBRID, pipeline_depth=depth)
+    driver.device.fails_at = step
+    ask(driver)
+    suspects, alone = driver.scheduler.lifecycle.suspects, set()
+    for _ in range(200):
+        was = set(suspects.until)
+        plan = driver.core.plan()
+        if plan is not None and was:
+            assert len(plan.rows) == 1
+            sequence = driver.scheduler.rows.table.sequences[plan.rows[0]]
+            assert sequence in was
+            alone.add(sequence.request.request_id)
+        if driver.scheduler.planner.in_flight:
+            driver.take()
+        elif not driver.scheduler.has_work:
+            break
+    assert alone == set("abc") and not suspects
+    assert are_as_expected(driver)
+
+
+def test_of_those_in_a_step_that_fails_only_the_guilty_one_ends() -> None:
+    driver = driver_of(FakeDevice, HYBRID, pipeline_depth=2)
+    driver.device.curses[1] = Curse(16, raises=True)
+    ask(driver)
+    driver.finish()
+    assert driver.device.num_raised == 2, "once with the others, once alone"
+    assert are_as_expected(driver, "ac")
+    assert 1 <= len(driver.output["b", 0]) < 20
+
+
+def test_who_fails_alone_goes_back_to_its_last_state() -> None:
+    """Which is behind the last full block that it has computed."""
+    driver = driver_of(FailsAt, HYBRID)
+    driver.core.add(make_request("a", list(range(9)), max_tokens=30, seed=0))
+    driver.device.fails_at = 20
+    started: list[int] = []
+    while driver.scheduler.has_work:
+        plan = driver.core.plan()
+        started += [] if plan is None else [start.num_computed_tokens for start in plan.started]
+        driver.take()
+    assert started == [0, 28]
+
+
+@pytest.mark.parametrize("groups", [FULL, HYBRID])
+def test_swaps_that_always_fail_are_nobodys_fault(groups: tuple[CacheGroup, ...]) -> None:
+    """Who was to be swapped out computes again."""
+    settings = {"num_blocks": 16, "preemption_mode": "swap", "pipeline_depth": 2}
+    driver = driver_of(NoSwaps, groups, **settings)
+    ask(driver, 40)
+    driver.finish()
+    assert driver.device.num_failed > 0
+    assert are_as_expected(driver, length=40)
