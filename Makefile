@@ -83,6 +83,7 @@ bench-all: $(VENV)/.installed-test ## all benchmarks; results go to benchmarks/r
 		$(BIN)/python -m benchmarks.$$name --output-json $(RESULTS)/$$name.json || exit 1; done
 	$(BIN)/python -m benchmarks.linear --output-json $(RESULTS)/linear.json
 	$(BIN)/python -m benchmarks.attention > $(RESULTS)/attention.txt
+	$(BIN)/python -m benchmarks.states > $(RESULTS)/states.txt
 	$(BIN)/python -m benchmarks.accuracy --output-json $(RESULTS)/accuracy.json
 
 bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environment of its own; an hour or two

@@ -1,8 +1,8 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <memory>
 
+#include "arena.h"
 #include "attention_kernels.h"
 #include "parallel.h"
 #include "variants.h"
@@ -11,23 +11,6 @@ namespace quire {
 namespace {
 
 constexpr int64_t kAloneTokens = 8;  // that one thread stores before another wakes
-
-// Floats from a 64-byte boundary on, as many as were ever asked for.
-class Arena {
-   public:
-    float* get(int64_t floats) {
-        if (floats > size_) {
-            size_ = floats + floats / 4;
-            memory_.reset(new float[static_cast<size_t>(size_) + 16]);
-        }
-        const auto begin = reinterpret_cast<uintptr_t>(memory_.get());
-        return reinterpret_cast<float*>((begin + 63) / 64 * 64);
-    }
-
-   private:
-    std::unique_ptr<float[]> memory_;
-    int64_t size_ = 0;
-};
 
 const AttentionKernels& attention_kernels(int variant) {
     if (variant < 0) variant = num_attention_variants() - 1;

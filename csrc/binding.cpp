@@ -4,11 +4,13 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstdint>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "attention.h"
@@ -16,6 +18,7 @@
 #include "philox.h"
 #include "program.h"
 #include "sampling.h"
+#include "states.h"
 #include "step_inputs.h"
 
 namespace nb = nanobind;
@@ -23,7 +26,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 14;
+constexpr int kInterfaceVersion = 15;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -128,6 +131,40 @@ void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::H
     quire::store_kv(kv, k, v, as<ConstInts>(slots), count, num_threads);
 }
 
+void state_plan_prepare(quire::StatePlan& plan, Address tables, int64_t table_stride,
+                        Address query_starts, Address context_lens, int64_t num_rows,
+                        int64_t block_size) {
+    plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
+                  as<const int32_t*>(context_lens), num_rows, block_size});
+}
+
+void make_state_layer(quire::StateLayer* at, Address data, int64_t size) {
+    new (at) quire::StateLayer{as<Floats>(data), size};
+}
+
+void convolve(const quire::StatePlan& plan, const quire::StateLayer& layer,
+              const quire::HeadRows& out, const quire::HeadRows& x, Address weight,
+              int64_t channels, int64_t width, int num_threads) {
+    quire::convolve(plan, layer, out, x, as<ConstFloats>(weight), channels, width, num_threads);
+}
+
+// Numbers of key and of value heads, and the sizes of their vectors.
+using DeltaSizes = std::array<int64_t, 4>;
+
+quire::DeltaHeads delta_heads(const DeltaSizes& sizes) {
+    return {sizes[0], sizes[1], sizes[2], sizes[3]};
+}
+
+void delta_rule(const quire::StatePlan& plan, const quire::StateLayer& layer,
+                const DeltaSizes& heads, const quire::HeadRows& out, const quire::HeadRows& qkv,
+                const quire::HeadRows& gates, Address rate, Address shift, int num_threads,
+                int variant) {
+    quire::delta_rule(plan, layer,
+                      {delta_heads(heads), out, qkv, gates, as<ConstFloats>(rate),
+                       as<ConstFloats>(shift)},
+                      num_threads, variant);
+}
+
 void make_packed_weight(quire::PackedWeight* at, int format, int variant, int64_t outputs,
                         int64_t inputs, int64_t group, int is_ordered, Address data) {
     new (at) quire::PackedWeight{static_cast<quire::WeightFormat>(format), variant, outputs, inputs,
@@ -213,13 +250,14 @@ void add_instruction(quire::Program& program, bool begins_phase, int kind,
                      const std::vector<std::pair<int64_t, int64_t>>& views, int64_t heads,
                      int64_t size, int64_t stride, int64_t layer, int input, int element,
                      Address table, Address frequencies, Address weight, Address bias, double scale,
-                     double soft_cap, double eps, const quire::PackedWeight& packed) {
+                     double soft_cap, double eps, const DeltaSizes& delta,
+                     const quire::PackedWeight& packed) {
     quire::Instruction instruction{static_cast<quire::Kind>(kind), {}, heads, size, stride, layer,
                                    static_cast<quire::Input>(input),
                                    static_cast<quire::Element>(element), as<const void*>(table),
                                    as<const double*>(frequencies), as<ConstFloats>(weight),
                                    as<ConstFloats>(bias), scale, static_cast<float>(soft_cap),
-                                   static_cast<float>(eps), packed};
+                                   static_cast<float>(eps), delta_heads(delta), packed};
     for (size_t i = 0; i < views.size(); ++i) {
         instruction.views.at(i) = {views[i].first, views[i].second};
     }
@@ -243,12 +281,19 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
     program.add_experts(std::move(experts));
 }
 
-// groups: each cache group's plan, and the address of its slots.
+// groups: each cache group's plan, and the address of its slots, if it has any.
+using StepPlan = std::variant<quire::AttentionPlan*, quire::StatePlan*>;
+
 void run_program(quire::Program& program, int64_t rows, Address ids, Address positions, Address out,
-                 std::vector<std::pair<quire::AttentionPlan*, Address>> groups, int num_threads) {
+                 const std::vector<std::pair<StepPlan, Address>>& groups, int num_threads) {
     quire::ProgramStep step{
         rows, as<ConstInts>(ids), as<ConstInts>(positions), {}, as<Floats>(out)};
-    for (const auto& [plan, slots] : groups) step.groups.push_back({plan, as<ConstInts>(slots)});
+    for (const auto& [plan, slots] : groups) {
+        const auto* attention = std::get_if<quire::AttentionPlan*>(&plan);
+        const auto* states = std::get_if<quire::StatePlan*>(&plan);
+        step.groups.push_back({attention == nullptr ? nullptr : *attention, as<ConstInts>(slots),
+                               states == nullptr ? nullptr : *states});
+    }
     program.run(std::move(step), num_threads);
 }
 
@@ -296,6 +341,14 @@ NB_MODULE(_core, m) {
         .def("__init__", &make_head_rows, nb::kw_only(), "data"_a, "element"_a, "stride"_a);
     m.def("paged_attention", &paged_attention, Unlocked());
     m.def("store_kv", &store_kv, Unlocked());
+    nb::class_<quire::StatePlan>(m, "StatePlan")
+        .def(nb::init<>())
+        .def("prepare", &state_plan_prepare, nb::kw_only(), "tables"_a, "table_stride"_a,
+             "query_starts"_a, "context_lens"_a, "num_rows"_a, "block_size"_a);
+    nb::class_<quire::StateLayer>(m, "StateLayer")
+        .def("__init__", &make_state_layer, nb::kw_only(), "data"_a, "size"_a);
+    m.def("convolve", &convolve, Unlocked());
+    m.def("delta_rule", &delta_rule, Unlocked());
     m.def("philox_words", &philox_words);
     m.def("philox_uniform", &philox_uniform, Unlocked());
     m.def("philox_uniform_at", &philox_uniform_at, Unlocked());
@@ -324,12 +377,13 @@ NB_MODULE(_core, m) {
     nb::class_<quire::Program>(m, "Program")
         .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
         .def("add_layer", &quire::Program::add_layer)
+        .def("add_state_layer", &quire::Program::add_state_layer)
         .def("add_experts", &add_experts, nb::kw_only(), "gate_up"_a, "down"_a,
              "gate_up_biases"_a, "down_biases"_a, "num_chosen"_a, "normalises"_a, "alpha"_a,
              "limit"_a)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
              "heads"_a, "size"_a, "stride"_a, "layer"_a, "input"_a, "element"_a, "table"_a,
              "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "soft_cap"_a,
-             "eps"_a, "packed"_a)
+             "eps"_a, "delta"_a, "packed"_a)
         .def("run", &run_program, Unlocked());
 }

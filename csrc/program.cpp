@@ -90,6 +90,9 @@ void Program::run_phase(const Phase& phase, int num_threads) {
         return paged_attention(*step_.groups[cache.group].plan, cache.kv, heads(first.views[1]),
                                heads(first.views[0]), weighing, num_threads, attention_variant_);
     }
+    if (first.kind == Kind::kConvolve || first.kind == Kind::kDeltaRule) {
+        return run_states(first, num_threads);
+    }
     const int64_t rows = step_.rows;
     const bool alone = rows * phase.width < kAloneFloats;
     const int64_t parts = alone ? 1 : std::min(rows, kPartsPerThread * num_threads);
@@ -97,6 +100,17 @@ void Program::run_phase(const Phase& phase, int num_threads) {
         const int64_t begin = part * rows / parts, end = (part + 1) * rows / parts;
         for (size_t i = phase.begin; i < phase.end; ++i) run_rows(instructions_[i], begin, end);
     });
+}
+
+void Program::run_states(const Instruction& i, int num_threads) {
+    const LayerCache& cache = layers_[static_cast<size_t>(i.layer)];
+    const StatePlan& plan = *step_.groups[cache.group].states;
+    const HeadRows out = heads(i.views[0]), x = heads(i.views[1]);
+    if (i.kind == Kind::kConvolve) {
+        return convolve(plan, cache.states, out, x, i.weight, i.size, i.heads, num_threads);
+    }
+    delta_rule(plan, cache.states, {i.delta, out, x, heads(i.views[2]), i.weight, i.bias},
+               num_threads, attention_variant_);
 }
 
 void Program::run_rows(const Instruction& instruction, int64_t begin, int64_t end) {
@@ -143,6 +157,9 @@ void Program::run_row(const Instruction& i, int64_t r) {
         case Kind::kAdd: return add_row(out, x, row(i.views[2], r), i.size);
         case Kind::kGatedAdd:
             return gated_add_row(out, x, row(i.views[2], r), *row(i.views[3], r), i.size);
+        case Kind::kGatedNorm:
+            return gated_norm_row(out, x, row(i.views[2], r), i.weight, i.heads, i.size, i.eps);
+        case Kind::kSigmoidMul: return sigmoid_mul_row(out, x, row(i.views[2], r), i.size);
         default: return;
     }
 }

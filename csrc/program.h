@@ -3,7 +3,7 @@
 //
 // Instructions stand in phases. Those of a phase work row by row (a row is a token), so threads take
 // rows through all of them without waiting for each other; or the phase is one matrix product or one
-// attention, whose threads share the work in their own way.
+// attention (or the like), whose threads share the work in their own way.
 #pragma once
 
 #include <array>
@@ -15,6 +15,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "states.h"
 
 namespace quire {
 
@@ -41,6 +42,10 @@ enum class Kind : int {
     kGatedAdd,      // out, x, y, gate; size
     kExperts,       // out, x, logits; layer: the number of its experts
     kAttend,        // out, q; layer, scale, soft_cap (or 0), weight: the heads' sinks (or null)
+    kConvolve,      // out, x; layer, weight: [W, C], heads: W, size: C
+    kDeltaRule,     // out, qkv, gates; layer, delta, weight: rates, bias: shifts
+    kGatedNorm,     // out, x, gate; weight: of all heads, heads, size, eps
+    kSigmoidMul,    // out, x, gate; size
 };
 
 enum class Input : int { kIds, kPositions };
@@ -67,19 +72,23 @@ struct Instruction {
     double scale;
     float soft_cap;
     float eps;
+    DeltaHeads delta;
     PackedWeight packed;
 };
 
-// Keys and values of a layer, and which of the step's cache groups they belong to.
+// Keys and values of a layer, or its states, and which of the step's cache groups they belong to.
 struct LayerCache {
     size_t group;
     KvLayer kv;
+    StateLayer states;
 };
 
-// A cache group's part of a step. slots: [T], where new keys and values go.
+// A cache group's part of a step. slots: [T], where new keys and values go. A group of states has the
+// last alone.
 struct GroupStep {
     const AttentionPlan* plan;
     const int64_t* slots;
+    const StatePlan* states;
 };
 
 // A step: T rows. ids, positions: [T]; out: what buffer 0 is.
@@ -98,7 +107,10 @@ class Program {
     Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,
             int attention_variant);
 
-    void add_layer(size_t group, const KvLayer& kv) { layers_.push_back({group, kv}); }
+    void add_layer(size_t group, const KvLayer& kv) { layers_.push_back({group, kv, {}}); }
+    void add_state_layer(size_t group, const StateLayer& states) {
+        layers_.push_back({group, {}, states});
+    }
     void add_experts(Experts experts) { experts_.push_back(std::move(experts)); }
     void add(const Instruction& instruction, bool begins_phase);
     void run(ProgramStep step, int num_threads);
@@ -114,6 +126,7 @@ class Program {
     MutableMatrix matrix(const View& view, int64_t columns) const;
     HeadRows heads(const View& view) const;
     void run_phase(const Phase& phase, int num_threads);
+    void run_states(const Instruction& instruction, int num_threads);
     void run_rows(const Instruction& instruction, int64_t begin, int64_t end);
     void run_row(const Instruction& i, int64_t r);
     void reserve(int64_t rows);

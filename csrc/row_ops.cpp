@@ -10,6 +10,8 @@
 namespace quire {
 namespace {
 
+#define QUIRE_INLINE inline __attribute__((always_inline))
+
 constexpr int64_t kSums = 16;
 
 inline float merged(const float* sums) {
@@ -82,6 +84,30 @@ inline float gelu_tanh_of(float x) {
     return 0.5f * x * (1.0f + sign * (1.0f - e) / (1.0f + e));
 }
 
+// x / (1 + e^-x), with an exponential whose argument is never positive.
+inline float silu_of(float x) {
+    const float e = exp_negative(-float_of(bits_of(x) & 0x7FFFFFFF));
+    return x * ((bits_of(x) < 0 ? e : 1.0f) / (1.0f + e));
+}
+
+QUIRE_VECTOR
+void gate_all(float* out, const float* x, const float* gate, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * silu_of(gate[i]);
+}
+
+// Inlined into what is compiled for several instruction sets: templates are not.
+template <int kWidth>
+QUIRE_INLINE void convolve_all(float* __restrict out, const float* const* taps,
+                               const float* weight, int64_t stride, int64_t size) {
+    const float *x[kWidth], *factor[kWidth];
+    for (int w = 0; w < kWidth; ++w) x[w] = taps[w], factor[w] = weight + w * stride;
+    for (int64_t i = 0; i < size; ++i) {
+        float sum = 0;
+        for (int w = 0; w < kWidth; ++w) sum += factor[w][i] * x[w][i];
+        out[i] = silu_of(sum);
+    }
+}
+
 template <class T>
 QUIRE_VECTOR void widen_all(float* out, const T* from, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] = widen(from[i]);
@@ -101,6 +127,31 @@ void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
                       const float* weight, int64_t size, float eps) {
     add_row(total, x, y, size);
     rms_norm_row(out, total, weight, 1, size, eps);
+}
+
+void gated_norm_row(float* out, const float* x, const float* gate, const float* weight,
+                    int64_t heads, int64_t size, float eps) {
+    for (int64_t head = 0; head < heads; ++head, x += size, gate += size, out += size) {
+        rms_norm_row(out, x, weight, 1, size, eps);
+        gate_all(out, out, gate, size);
+    }
+}
+
+QUIRE_VECTOR
+void unit_row(float* out, const float* x, float length, int64_t size, float eps) {
+    const float factor = length / std::sqrt(sum_of_squares(x, size, 0.0f) + eps);
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * factor;
+}
+
+QUIRE_VECTOR
+float dot_row(const float* x, const float* y, int64_t size) {
+    float sums[kSums] = {};
+    const int64_t whole = size / kSums * kSums;
+    for (int64_t i = 0; i < whole; i += kSums) {
+        for (int64_t j = 0; j < kSums; ++j) sums[j] += x[i + j] * y[i + j];
+    }
+    for (int64_t i = whole; i < size; ++i) sums[i - whole] += x[i] * y[i];
+    return merged(sums);
 }
 
 QUIRE_VECTOR
@@ -137,14 +188,24 @@ void rotary_row(float* out, const float* x, const float* factors, int64_t heads,
     }
 }
 
-// x / (1 + e^-x), with an exponential whose argument is never positive.
 QUIRE_VECTOR
 void silu_mul_row(float* out, const float* x, int64_t size) {
-    for (int64_t i = 0; i < size; ++i) {
-        const float value = x[i];
-        const float e = exp_negative(-float_of(bits_of(value) & 0x7FFFFFFF));
-        const float upper = bits_of(value) < 0 ? e : 1.0f;
-        out[i] = value * (upper / (1.0f + e)) * x[size + i];
+    for (int64_t i = 0; i < size; ++i) out[i] = silu_of(x[i]) * x[size + i];
+}
+
+QUIRE_VECTOR
+void convolve_row(float* out, const float* const* taps, const float* weight, int64_t stride,
+                  int64_t width, int64_t size) {
+    switch (width) {
+        case 2: return convolve_all<2>(out, taps, weight, stride, size);
+        case 3: return convolve_all<3>(out, taps, weight, stride, size);
+        case 4: return convolve_all<4>(out, taps, weight, stride, size);
+        default:
+            for (int64_t i = 0; i < size; ++i) {
+                float sum = 0;
+                for (int64_t w = 0; w < width; ++w) sum += weight[w * stride + i] * taps[w][i];
+                out[i] = silu_of(sum);
+            }
     }
 }
 
@@ -187,6 +248,11 @@ QUIRE_VECTOR
 void gated_add_row(float* out, const float* x, const float* y, float gate, int64_t size) {
     const float factor = sigmoid_of(gate);
     for (int64_t i = 0; i < size; ++i) out[i] = x[i] + factor * y[i];
+}
+
+QUIRE_VECTOR
+void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) out[i] = x[i] * sigmoid_of(gate[i]);
 }
 
 QUIRE_VECTOR

@@ -17,6 +17,15 @@ void rms_norm_row(float* out, const float* x, const float* weight, int64_t heads
 void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
                       const float* weight, int64_t size, float eps);
 
+// out = rms_norm(x) * silu(gate), head by head; weight: [size], the same for all heads.
+void gated_norm_row(float* out, const float* x, const float* gate, const float* weight,
+                    int64_t heads, int64_t size, float eps);
+
+// out = length * x / sqrt(sum(x^2) + eps).
+void unit_row(float* out, const float* x, float length, int64_t size, float eps);
+
+float dot_row(const float* x, const float* y, int64_t size);
+
 // Weight and bias may be null, or the bias alone.
 void layer_norm_row(float* out, const float* x, const float* weight, const float* bias,
                     int64_t size, float eps);
@@ -38,6 +47,14 @@ void gelu_tanh_mul_row(float* out, const float* x, int64_t size);
 // The same with gpt-oss' gate: gate sigmoid(alpha gate) (up + 1), of a gate that is at most `limit` and
 // an up that is from -limit to limit. out may be x.
 void clamped_gate_row(float* out, const float* x, float alpha, float limit, int64_t size);
+
+// out = silu(sum over w of weight[w] * taps[w]); `stride` between the weights' lines. out is none of
+// the taps.
+void convolve_row(float* out, const float* const* taps, const float* weight, int64_t stride,
+                  int64_t width, int64_t size);
+
+// out = x * sigmoid(gate), with a gate for each number.
+void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size);
 
 // out = x + sigmoid(gate) * y, and out += factor * x.
 void gated_add_row(float* out, const float* x, const float* y, float gate, int64_t size);

@@ -7,9 +7,9 @@ import pytest
 
 from quire.ops import native_types
 from quire.ops.native import core
-from quire.ops.native_types import Core, CorePlan, CoreProgram
+from quire.ops.native_types import Core, CorePlan, CoreProgram, CoreStatePlan
 
-PROTOCOLS = {"AttentionPlan": CorePlan, "Program": CoreProgram}
+PROTOCOLS = {"AttentionPlan": CorePlan, "Program": CoreProgram, "StatePlan": CoreStatePlan}
 
 
 def told(function: object) -> tuple[int, list[str]]:

@@ -90,7 +90,7 @@ def test_what_a_program_cannot_do_is_refused(name: str) -> None:
         draft_of(forward)
 
 
-KINDS = st.sampled_from([Kind.RELU, Kind.ADD, Kind.MULTIPLY, Kind.ATTEND])
+KINDS = st.sampled_from([Kind.RELU, Kind.ADD, Kind.MULTIPLY, Kind.ATTEND, Kind.DELTA_RULE])
 
 
 @st.composite

@@ -1,7 +1,8 @@
-"""Layers that remember a state, in backends, beside loops over whole sequences in float64."""
+"""Layers that remember a state, in backends, beside loops over whole sequences in float64. Covers
+`ops/attention/core_states.py`."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ import torch.nn.functional as F
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.cpu import CpuBackend, variants
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
+from quire.ops.threads import set_num_threads
 
 CPU = torch.device("cpu")
 P = 4  # tokens of a block
@@ -22,9 +25,9 @@ WIDTH = 4
 NUM_BLOCKS = 64
 
 
-def layout_of(dtype: torch.dtype, heads: DeltaHeads = HEADS, layers: int = 2) -> KVLayout:
-    size = heads.channels * (WIDTH - 1) + heads.memory_size
-    group = CacheGroup(STATE, tuple(range(layers)), state_size=size)
+def layout_of(dtype: torch.dtype, heads: DeltaHeads = HEADS, width: int = WIDTH) -> KVLayout:
+    size = heads.channels * (width - 1) + heads.memory_size
+    group = CacheGroup(STATE, (0, 1), state_size=size)
     return KVLayout((group,), (NUM_BLOCKS,), P, dtype, CPU)
 
 
@@ -47,31 +50,44 @@ def step_of(rows: Sequence[tuple[int, int, list[int]]]) -> AttentionStep:
 
 
 class Inputs:
-    """What a layer is given for one sequence, and what must come of it, by loops in float64."""
+    """What a layer is given for one sequence, and what must come of it, by loops in float64; beside
+    it by how many units of rounding (eps / 2) sums in a narrower type may miss it."""
 
-    def __init__(self, seed: int, length: int, heads: DeltaHeads, dtype: torch.dtype) -> None:
+    def __init__(
+        self, seed: int, length: int, heads: DeltaHeads, dtype: torch.dtype, width: int = WIDTH
+    ) -> None:
         draw = torch.Generator().manual_seed(seed)
         shared = torch.Generator().manual_seed(7)
         self.heads = heads
         self.x = torch.randn(length, heads.channels, generator=draw).to(dtype)
         self.gates = torch.randn(length, 2 * heads.values, generator=draw).to(dtype)
-        self.weight = torch.randn(heads.channels, WIDTH, generator=shared).to(dtype)
+        self.weight = torch.randn(heads.channels, width, generator=shared).to(dtype)
         sums = torch.float64 if dtype == torch.float64 else torch.float32
         self.rate = torch.rand(heads.values, generator=shared).to(sums) + 0.1
         self.shift = torch.randn(heads.values, generator=shared).to(sums)
 
-    def convolved(self) -> torch.Tensor:
+    def convolved(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each of the W products and sums is off by less than a unit of what is added up; the slope
+        of SiLU is below 1.1, and its exponential off by 4 units."""
         x, weight = self.x.double(), self.weight.double()
-        padded = torch.cat([torch.zeros(WIDTH - 1, x.shape[1], dtype=x.dtype), x])
-        made = sum(weight[:, w] * padded[w : w + len(x)] for w in range(WIDTH))
-        return F.silu(torch.as_tensor(made))
+        width = weight.shape[1]
+        padded = torch.cat([torch.zeros(width - 1, x.shape[1], dtype=x.dtype), x])
+        terms = torch.stack([weight[:, w] * padded[w : w + len(x)] for w in range(width)])
+        return F.silu(terms.sum(0)), (2.2 * width + 8) * terms.abs().sum(0)
 
-    def remembered(self) -> torch.Tensor:
-        """Of x itself as queries, keys and values."""
+    def remembered(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x itself as queries, keys and values.
+
+        A column of the memory is M' = (1 - b k k^T) g M + b k v with b, g and |k| at most 1: what
+        it was off by does not grow. A step adds at most u (D for each dot product and each length,
+        and some for the gates) times g |M| + |v|.
+        """
         heads, x, gates = self.heads, self.x.double(), self.gates.double()
         size, times = heads.keys * heads.key_dim, heads.values // heads.keys
         out = torch.zeros(len(x), heads.values, heads.value_dim, dtype=torch.float64)
+        bound = torch.zeros_like(out)
         memory = torch.zeros(heads.values, heads.key_dim, heads.value_dim, dtype=torch.float64)
+        off = torch.zeros_like(out[0])
         for t, row in enumerate(x):
             for n in range(heads.values):
                 at = n // times * heads.key_dim
@@ -80,10 +96,35 @@ class Inputs:
                 q = q / (q.square().sum() + 1e-6).sqrt() / heads.key_dim**0.5
                 k = k / (k.square().sum() + 1e-6).sqrt()
                 time = gates[t, heads.values + n] + self.shift[n].double()
-                memory[n] *= torch.exp(-self.rate[n].double() * F.softplus(time))
+                decay = torch.exp(-self.rate[n].double() * F.softplus(time))
+                step = (4 * heads.key_dim + 100) * (decay * memory[n].norm(dim=0) + v.abs())
+                memory[n] *= decay
                 memory[n] += torch.outer(k, gates[t, n].sigmoid() * (v - memory[n].T @ k))
+                off[n] = decay * off[n] + step
                 out[t, n] = memory[n].T @ q
-        return out
+                bound[t, n] = (off[n] + step) * q.norm()
+        return out, bound
+
+
+def projected(parts: Sequence[tuple[Inputs, int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of several sequences, as views of rows that hold more."""
+    x = torch.cat([each.x[first:end] for each, first, end in parts])
+    gates = torch.cat([each.gates[first:end] for each, first, end in parts])
+    other = torch.full((len(x), 5), torch.nan, dtype=x.dtype)
+    rows = torch.cat([other, x, other, gates], dim=1)
+    width = x.shape[1]
+    return rows[:, 5 : 5 + width], rows[:, 10 + width :]
+
+
+def assert_within(
+    made: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor], times: float = 1.0
+) -> None:
+    """`made` has sums in float32, and was rounded to its dtype."""
+    exact, units = wanted
+    kind = torch.finfo(made.dtype)
+    rounding = exact.abs().clamp(min=kind.smallest_normal) * kind.eps / 2
+    bound = times * (units * 2**-24 * 1.01 + rounding)
+    assert ((made.double() - exact).abs() <= bound).all()
 
 
 def run(
@@ -114,9 +155,8 @@ def run(
         if not rows:
             continue
         backend.prepare(step_of(rows))
-        x = torch.cat([inputs[i].x[first:end] for i, first, end in parts])
-        gates = torch.cat([inputs[i].gates[first:end] for i, first, end in parts])
         one = inputs[0]
+        x, gates = projected([(inputs[i], first, end) for i, first, end in parts])
         convolved = backend.convolve(layer, x, one.weight)
         out = backend.delta_rule(layer, x, gates, one.rate, one.shift, one.heads)
         at = 0
@@ -144,8 +184,119 @@ def test_sequences_in_steps_of_any_length(
     inputs = [Inputs(seed * 10 + i, 23 + 5 * i, HEADS, dtype) for i in range(3)]
     made = run(backend(layout_of(dtype)), inputs, seed % 2, seed)
     for each, (convolved, out) in zip(inputs, made, strict=True):
-        torch.testing.assert_close(convolved, each.convolved(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(out, each.remembered(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(convolved, each.convolved()[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(out, each.remembered()[0], rtol=0, atol=1e-12)
+
+
+# Heads and the convolution's width: sizes that no vector divides, and N = K, N = 4 K.
+SHAPES = [
+    (DeltaHeads(1, 1, 8, 8), 2),
+    (DeltaHeads(2, 2, 13, 7), 3),
+    (DeltaHeads(1, 4, 32, 33), 4),
+    (DeltaHeads(2, 8, 20, 64), 4),
+    (DeltaHeads(1, 2, 256, 40), 4),
+]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("heads", "width"), SHAPES, ids=str)
+def test_the_core_within_its_rounding(
+    heads: DeltaHeads, width: int, dtype: torch.dtype, variant: str
+) -> None:
+    inputs = [Inputs(i, 23 + 5 * i, heads, dtype, width) for i in range(3)]
+    made = run(CpuBackend(layout_of(dtype, heads, width), variant=variant), inputs, 1, 4)
+    for each, (convolved, out) in zip(inputs, made, strict=True):
+        assert_within(convolved, each.convolved())
+        assert_within(out, each.remembered())
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int | None], None]]:
+    yield set_num_threads
+    set_num_threads(None)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize(("heads", "width"), [*SHAPES, (DeltaHeads(4, 8, 64, 80), 4)], ids=str)
+def test_the_core_has_the_same_bits_in_any_steps(
+    heads: DeltaHeads, width: int, variant: str, threads: Callable[[int | None], None]
+) -> None:
+    dtype = torch.float32
+    inputs = [Inputs(i, 33 + 5 * i, heads, dtype, width) for i in range(3)]
+    found = []
+    for seed, count in (0, 1), (1, 2), (2, 3):
+        threads(count)
+        backend = CpuBackend(layout_of(dtype, heads, width), variant=variant)
+        found.append(run(backend, inputs, 0, seed))
+    backend = CpuBackend(layout_of(dtype, heads, width), variant=variant)
+    found.append([at_once(backend, each) for each in inputs])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
+def at_once(backend: AttentionBackend, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of a sequence in one step, of which no state is wanted but the last."""
+    length = len(inputs.x)
+    table = [-1] * ((length - 1) // P) + [3]
+    backend.prepare(step_of([(0, length, table)]))
+    x, gates = projected([(inputs, 0, length)])
+    convolved = backend.convolve(0, x, inputs.weight)
+    return convolved, backend.delta_rule(0, x, gates, inputs.rate, inputs.shift, inputs.heads)
+
+
+@pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend, CpuBackend])
+def test_what_blocks_held_before_does_not_matter(
+    backend: type[ReferenceBackend] | type[TorchBackend] | type[CpuBackend],
+) -> None:
+    inputs = [Inputs(i, 40, HEADS, torch.float32) for i in range(3)]
+    fresh, used = backend(layout_of(torch.float32)), backend(layout_of(torch.float32))
+    used.prepare(step_of([(0, 1, [block]) for block in range(NUM_BLOCKS)]))
+    nan = torch.full((NUM_BLOCKS, HEADS.channels), torch.nan)
+    one = inputs[0]
+    used.convolve(0, nan, one.weight)
+    gates = torch.zeros(NUM_BLOCKS, 2 * HEADS.values)
+    used.delta_rule(0, nan, gates, one.rate, one.shift, HEADS)
+    for a, b in zip(run(fresh, inputs, 0, 1), run(used, inputs, 0, 1), strict=True):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, CpuBackend])
+def test_beside_transformers(backend: type[TorchBackend] | type[CpuBackend]) -> None:
+    theirs = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    each = Inputs(3, 70, HEADS, torch.float32)
+    convolved, out = at_once(backend(layout_of(torch.float32)), each)
+    their_own = theirs.causal_conv1d_fn(each.x.T[None], each.weight, None, activation="silu")
+    exact, units = each.convolved()
+    assert_within(convolved, (their_own[0].T.double(), units), times=2)
+    size = HEADS.keys * HEADS.key_dim
+    q, k, v = (
+        x.unflatten(1, (-1, n))[None]
+        for x, n in zip(
+            each.x.split([size, size, HEADS.values * HEADS.value_dim], 1),
+            (HEADS.key_dim, HEADS.key_dim, HEADS.value_dim),
+            strict=True,
+        )
+    )
+    strength, time = each.gates.chunk(2, 1)
+    decay = -each.rate * F.softplus(time + each.shift)
+    remembered, _ = theirs.torch_recurrent_gated_delta_rule(
+        q,
+        k,
+        v,
+        g=decay[None],
+        beta=strength.sigmoid()[None],
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=True,
+    )
+    exact, units = each.remembered()
+    assert_within(out, (remembered[0].double(), units), times=2)
+    assert_within(remembered[0], (exact, units))
 
 
 def test_a_backend_without_states_says_so() -> None:

@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from quire.base.cache_group import CacheGroup
+from quire.base.cache_group import STATE, CacheGroup
 from quire.base.config import ModelConfig
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.layers import Attention
 from quire.models.loading import LoadOptions, load_model
 from quire.ops.add import add
-from quire.ops.attention.base import AttentionBackend, KVLayout
+from quire.ops.attention.base import AttentionBackend, DeltaHeads, KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.embedding import embedding
 from quire.ops.formats import Quantization
+from quire.ops.gated_norm import gated_norm
 from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.layer_norm import layer_norm
 from quire.ops.linear import linear, pack_weight
@@ -23,6 +24,7 @@ from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.scale import scale
+from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.soft_cap import soft_cap
 from quire.ops.threads import set_num_threads
 from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same, trace
@@ -105,6 +107,68 @@ def test_a_program_has_each_operation() -> None:
             pieces.append(run(ids[start:end], step.positions_T, backend))
         found.append(torch.cat(pieces))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-5)
+
+
+class StatesBesideAttention:
+    """A layer that remembers a state, of which convolution, delta rule and gates read columns of
+    one product; then attention with a gate. only_core: without what torch rounds in another way."""
+
+    HEADS = DeltaHeads(keys=2, values=4, key_dim=8, value_dim=12)
+    WIDTH, SIZE = 3, 48
+
+    def __init__(self, only_core: bool) -> None:
+        generator = torch.Generator().manual_seed(4)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.only_core, heads = only_core, self.HEADS
+        self.sizes = [heads.channels, heads.values * heads.value_dim, 2 * heads.values]
+        self.table = random(VOCAB, self.SIZE)
+        self.inputs = pack_weight(random(sum(self.sizes), self.SIZE) / 7)
+        self.convolution = random(heads.channels, self.WIDTH)
+        self.rate, self.shift = random(heads.values).exp(), random(heads.values)
+        self.norm, self.attention = random(heads.value_dim), Attention(1, 0.7)
+
+    def __call__(
+        self, ids_T: torch.Tensor, _positions: torch.Tensor, backend: AttentionBackend
+    ) -> torch.Tensor:
+        rows = linear(embedding(ids_T, self.table), self.inputs)
+        qkv, gate, gates = rows.split(self.sizes, dim=1)
+        qkv = backend.convolve(0, qkv, self.convolution)
+        out_TNE = backend.delta_rule(0, qkv, gates, self.rate, self.shift, self.HEADS)
+        if not self.only_core:
+            gate_TNE = gate.unflatten(1, out_TNE.shape[1:])
+            out_TNE = gated_norm(out_TNE, gate_TNE, self.norm, 1e-6)
+        q, k, v = out_TNE.split([2, 1, 1], dim=1)
+        attended = self.attention(q, k, v, backend)
+        return attended if self.only_core else sigmoid_mul(attended, gate[:, :24])
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        return hidden_RD
+
+
+@pytest.mark.parametrize("only_core", [True, False])
+def test_layers_with_states_in_a_program(only_core: bool) -> None:
+    """Beside the operations: the same bits where the core computes them too, else close."""
+    model = StatesBesideAttention(only_core)
+    heads = model.HEADS
+    size = heads.channels * (model.WIDTH - 1) + heads.memory_size
+    groups = CacheGroup(STATE, (0,), state_size=size), CacheGroup("full", (1,), 1, 12)
+    ids, found = torch.tensor(random_tokens(90)[0]), []
+    for name, is_native in ("cpu", True), ("cpu", False), ("reference", False):
+        backend = make_backend(name, KVLayout(groups, (24, 24), 4, torch.float32, CPU))
+        run = native_or_same(model, backend) if is_native else model
+        assert isinstance(run, NativeModel) == is_native
+        pieces = []
+        for start, end in ((0, 41), (41, 89), (89, 90)):
+            step = make_step([RowPart(start, end, (range(23), range(1, 24)))], 4)
+            backend.prepare(step)
+            pieces.append(run(ids[start:end], step.positions_T, backend))
+        found.append(torch.cat(pieces))
+    torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=2e-5)
+    if only_core:
+        assert torch.equal(found[0], found[1])
 
 
 class ExpertsOfManyFormats:

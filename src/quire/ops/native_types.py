@@ -22,6 +22,19 @@ class CorePlan(Protocol):
     ) -> None: ...  # fmt: skip
 
 
+class CoreStatePlan(Protocol):
+    """A step's rows and the blocks that take their states (csrc/states.h)."""
+
+    def prepare(
+        self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
+        num_rows: int, block_size: int,
+    ) -> None: ...  # fmt: skip
+
+
+class CoreStates(Protocol):
+    """Where a layer's states stand."""
+
+
 class CoreKV(Protocol):
     """Where a layer's keys and values stand, and in which format."""
 
@@ -41,6 +54,7 @@ class CoreProgram(Protocol):
     """A model's forward pass (csrc/program.h)."""
 
     def add_layer(self, group: int, kv: CoreKV, /) -> None: ...
+    def add_state_layer(self, group: int, states: CoreStates, /) -> None: ...
     def add_experts(
         self, *, gate_up: Sequence[CoreWeight], down: Sequence[CoreWeight],
         gate_up_biases: Sequence[int], down_biases: Sequence[int], num_chosen: int,
@@ -49,11 +63,12 @@ class CoreProgram(Protocol):
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
         size: int, stride: int, layer: int, input: int, element: int, table: int, frequencies: int,
-        weight: int, bias: int, scale: float, soft_cap: float, eps: float, packed: CoreWeight,
+        weight: int, bias: int, scale: float, soft_cap: float, eps: float, delta: Sequence[int],
+        packed: CoreWeight,
     ) -> None: ...  # fmt: skip
     def run(
-        self, rows: int, ids: int, positions: int, out: int, groups: Sequence[tuple[CorePlan, int]],
-        num_threads: int, /,
+        self, rows: int, ids: int, positions: int, out: int,
+        groups: Sequence[tuple[CorePlan | CoreStatePlan, int]], num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
 
@@ -71,6 +86,8 @@ class Core(Protocol):
         keys: int, values: int,
     ) -> CoreKV: ...  # fmt: skip
     def HeadRows(self, *, data: int, element: int, stride: int) -> CoreRows: ...
+    def StatePlan(self) -> CoreStatePlan: ...
+    def StateLayer(self, *, data: int, size: int) -> CoreStates: ...
     def PackedWeight(
         self, *, format: int, variant: int, outputs: int, inputs: int, group: int,
         is_ordered: int, data: int,
@@ -88,6 +105,16 @@ class Core(Protocol):
     def store_kv(
         self, kv: CoreKV, k: CoreRows, v: CoreRows, slots: int, count: int, num_threads: int, /
     ) -> None: ...
+
+    # --- states ---
+    def convolve(
+        self, plan: CoreStatePlan, layer: CoreStates, out: CoreRows, x: CoreRows, weight: int,
+        channels: int, width: int, num_threads: int, /,
+    ) -> None: ...  # fmt: skip
+    def delta_rule(
+        self, plan: CoreStatePlan, layer: CoreStates, heads: Sequence[int], out: CoreRows,
+        qkv: CoreRows, gates: CoreRows, rate: int, shift: int, num_threads: int, variant: int, /,
+    ) -> None: ...  # fmt: skip
 
     # --- sampling ---
     def philox_words(self, counter: Sequence[int], key: Sequence[int], /) -> list[int]: ...

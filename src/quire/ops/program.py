@@ -16,6 +16,7 @@ from enum import IntEnum
 
 import torch
 
+from quire.ops.attention.base import DeltaHeads
 from quire.ops.clamped_gate import ClampedGate
 from quire.ops.formats import rounds_activations
 from quire.ops.linear import Weight
@@ -51,10 +52,15 @@ class Kind(IntEnum):
     GATED_ADD = 18
     EXPERTS = 19
     ATTEND = 20
+    CONVOLVE = 21
+    DELTA_RULE = 22
+    GATED_NORM = 23
+    SIGMOID_MUL = 24
 
 
 # Kinds whose threads share the work of all rows in a way of their own: a phase each.
-SHARED = (Kind.MULTIPLY, Kind.EXPERTS, Kind.ATTEND)
+SHARED = (Kind.MULTIPLY, Kind.EXPERTS, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)
+NO_HEADS = DeltaHeads(0, 0, 0, 0)
 NO_WEIGHT = WeightLayout(0, 0, 0, 0, 1)
 
 
@@ -122,6 +128,7 @@ class Instruction:
     scale: float = 1.0
     soft_cap: float = 0.0
     eps: float = 0.0
+    delta: DeltaHeads = NO_HEADS
     packed: PackedWeight | None = None
 
     def add_to(self, program: CoreProgram, begins_phase: bool) -> None:
@@ -143,6 +150,7 @@ class Instruction:
             scale=self.scale,
             soft_cap=self.soft_cap,
             eps=self.eps,
+            delta=self.delta,
             packed=_core_weight(self.packed),
         )
 
@@ -245,6 +253,10 @@ class Tracer:
             "linear": self._linear,
             "kv_write": self._kv_write,
             "attention": self._attention,
+            "convolve": self._convolve,
+            "delta_rule": self._delta_rule,
+            "gated_norm": self._gated_norm,
+            "sigmoid_mul": self._row_wise(Kind.SIGMOID_MUL),
         }
 
     def trace(self, result_TD: torch.Tensor) -> ProgramDraft:
@@ -338,6 +350,19 @@ class Tracer:
         kind, views = Kind.ADD_RMS_NORM, (self._new(out[0]), self._new(out[1]), *sources)
         size, weight = x.shape[-1], weight.float()
         self._emit(Instruction(kind, views, num_written=2, size=size, weight=weight, eps=eps))
+
+    def _gated_norm(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight_E: torch.Tensor,
+        eps: float,
+    ) -> None:
+        heads, size = math.prod(x.shape[1:-1]), x.shape[-1]
+        kind, views = Kind.GATED_NORM, (self._new(out), self._view(x), self._view(gate))
+        weight = weight_E.float()
+        self._emit(Instruction(kind, views, heads=heads, size=size, weight=weight, eps=eps))
 
     def _layer_norm(
         self,
@@ -452,6 +477,35 @@ class Tracer:
                 soft_cap=soft_cap or 0.0,
                 weight=_float(sinks_N),
             )
+        )
+
+    def _convolve(
+        self,
+        out: torch.Tensor,
+        _backend: object,
+        layer: int,
+        x_TC: torch.Tensor,
+        weight_CW: torch.Tensor,
+    ) -> None:
+        kind, views = Kind.CONVOLVE, (self._new(out), self._view(x_TC))
+        weight, (size, width) = weight_CW.T.float().contiguous(), weight_CW.shape
+        self._emit(Instruction(kind, views, heads=width, size=size, layer=layer, weight=weight))
+
+    def _delta_rule(
+        self,
+        out: torch.Tensor,
+        _backend: object,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> None:
+        views = self._new(out), self._view(qkv_TC), self._view(gates_TG)
+        rate, shift = rate_N.float(), shift_N.float()
+        self._emit(
+            Instruction(Kind.DELTA_RULE, views, layer=layer, weight=rate, bias=shift, delta=heads)
         )
 
 

@@ -13,7 +13,7 @@ from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.native import address, needed_core
-from quire.ops.native_types import CoreProgram
+from quire.ops.native_types import CorePlan, CoreProgram, CoreStatePlan
 from quire.ops.packed import PackedWeight
 from quire.ops.program import Kind, ProgramDraft, Tracer, Untraceable
 from quire.ops.registry import record_ops
@@ -41,9 +41,10 @@ class NativeModel:
         assert attention is self._backend
         ids_T = input_ids_T.long()
         out_TD = torch.empty(len(ids_T), self._size)
-        slots = [self._backend.slots(group) for group in range(len(self._heads))]
-        groups = [
-            (self._backend.plan(group, heads), address(slots[group], torch.int64))
+        groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
+            (self._backend.states.plan(group), 0)
+            if heads is None
+            else (self._backend.plan(group, heads), self._slots(group))
             for group, heads in enumerate(self._heads)
         ]
         self._program.run(
@@ -55,6 +56,9 @@ class NativeModel:
             num_threads(),
         )
         return out_TD
+
+    def _slots(self, group: int) -> int:
+        return address(self._backend.slots(group), torch.int64)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V], float32."""
@@ -73,11 +77,13 @@ def trace(model: Any) -> tuple[ProgramDraft, int]:
     return draft, hidden_TD.shape[1]
 
 
-def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int]:
-    """Count the query heads of a KV head for each cache group; they must be equally many in all
-    layers."""
-    found: dict[int, int] = {}
+def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int | None]:
+    """Count the query heads of a KV head for each cache group, None for a group of states; they
+    must be equally many in all layers."""
+    found: dict[int, int | None] = {}
     for instruction in draft.instructions:
+        if instruction.kind in (Kind.CONVOLVE, Kind.DELTA_RULE):
+            found[backend.states.layer(instruction.layer).group] = None
         if instruction.kind == Kind.ATTEND:
             kv = backend.layer_kv(instruction.layer)
             heads = instruction.heads // kv.kv.heads
@@ -90,9 +96,12 @@ def assemble(draft: ProgramDraft, backend: CpuBackend) -> CoreProgram:
     """Make the core's program. The draft must outlive it: it holds the memory that it points to."""
     places, width = draft.places()
     program = needed_core().Program(draft.widths, places, width, backend.variant)
-    for layer in range(backend.num_layers):
-        kv = backend.layer_kv(layer)
-        program.add_layer(kv.group, kv.kv)
+    for layer in backend.layers:
+        if layer in backend.states:
+            program.add_state_layer(*backend.states.layer(layer))
+        else:
+            kv = backend.layer_kv(layer)
+            program.add_layer(kv.group, kv.kv)
     for experts in draft.experts:
         experts.add_to(program)
     phases = draft.phases

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, KVLayout
-from quire.ops.attention.kv_memory import KVMemory
-from quire.ops.attention.states import StatesInBlocks
+from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.core_states import StatesInCore
+from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.formats import ATTENTION, chosen_variant
 from quire.ops.native import address, core, needed_core
 from quire.ops.native_types import CoreKV, CorePlan, CoreRows
@@ -43,9 +43,10 @@ class LayerKV:
     kv: CoreKV
 
 
-class CpuBackend(StatesInBlocks):
+class CpuBackend(MovesBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
+    states: of the layers that have any.
     split, cascade: whether a step's work may be cut along contexts, and whether rows that share
     blocks may read them together; neither changes a bit. variant: a name of `variants`.
     """
@@ -65,11 +66,15 @@ class CpuBackend(StatesInBlocks):
             raise ConfigError(f"attention_backend cpu cannot be used here: {reason}; take torch.")
         self._core = needed_core()
         self._layout = layout
+        self._step: AttentionStep | None = None
         self._memory = KVMemory(layout)
-        self._layers = {
-            layer: self._layer_kv(*place) for layer, place in self._memory.place.items()
-        }
         self.variant = variant_number(variant or chosen_variant(ATTENTION))
+        self.states = StatesInCore(self._memory, layout, self.variant)
+        self._layers = {
+            layer: self._layer_kv(*place)
+            for layer, place in self._memory.place.items()
+            if layer not in self.states
+        }
         self._options = (split, cascade)
         self._tables: list[torch.Tensor] = []
         self._plans = [self._core.AttentionPlan() for _ in layout.groups]
@@ -83,10 +88,12 @@ class CpuBackend(StatesInBlocks):
             for table_SL in step.block_tables_SL
         ]
         self._planned = [0] * len(self._plans)
+        self.states.prepare(step, self._tables)
 
     @property
-    def num_layers(self) -> int:
-        return len(self._layers)
+    def layers(self) -> list[int]:
+        """All layers, those with states too."""
+        return sorted(self._memory.place)
 
     def layer_kv(self, layer: int) -> LayerKV:
         """Return where a layer's keys and values stand; the same for the backend's whole life."""
@@ -147,6 +154,24 @@ class CpuBackend(StatesInBlocks):
             self.variant,
         )
         return out_TNH
+
+    @op("convolve")
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.states.convolve(layer, x_TC, weight_CW)
+
+    @op("delta_rule")
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self.states.delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
 
     def _make_plan(self, plan: CorePlan, group: int, queries_per_kv_head: int) -> None:
         step, table_SL = self._step, self._tables[group]

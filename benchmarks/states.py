@@ -1,0 +1,116 @@
+"""Time of one layer's convolution and delta rule on this CPU.
+
+    python -m benchmarks.states [--dtype float32] [--backend cpu] [--threads 2]
+
+A table of one layer's times: of the delta rule also GFLOP/s of its recurrence (7 for each number
+of the memory and token), and of a step that decodes the states that are read and written per
+second, beside copying memory that fits in no cache. The shape is that of a hybrid of 0.6B: 16 heads
+of 128 x 128 and a convolution of 4 over 6,144 channels.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from benchmarks.timing import best_time, copy_bandwidth
+from quire.base.cache_group import STATE, CacheGroup
+from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.select import make_backend
+from quire.ops.threads import num_threads, set_num_threads
+
+HEADS, WIDTH, BLOCK_SIZE = DeltaHeads(16, 16, 128, 128), 4, 16
+LAYERS = 18  # run in turn, so that one call does not find the last one's states in the cache
+MOST_ROWS = 16
+
+# Rows given as (tokens before the step, new tokens).
+CASES = {
+    "decode, 1 row": ((100, 1),),
+    "decode, 4 rows": ((100, 1),) * 4,
+    "decode, 16 rows": ((100, 1),) * MOST_ROWS,
+    "prompt, 64": ((0, 64),),
+    "prompt, 512": ((0, 512),),
+    "prompts, 4 of 64": ((0, 64),) * 4,
+    "mixed, 128 and 15 rows": ((0, 128), *((100, 1),) * 15),
+}
+
+
+def step_of(rows: Sequence[tuple[int, int]]) -> AttentionStep:
+    """A step whose rows have a block each."""
+    lens = np.array([count for _, count in rows], np.int32)
+    contexts = np.array([before + count for before, count in rows], np.int32)
+    tables = torch.full((len(rows), int(contexts.max()) // BLOCK_SIZE + 1), -1, dtype=torch.int32)
+    for row, context in enumerate(contexts):
+        tables[row, (context - 1) // BLOCK_SIZE] = row
+        tables[row, max(0, rows[row][0] - 1) // BLOCK_SIZE] = row
+    total = int(lens.sum())
+    return AttentionStep(
+        positions_T=torch.zeros(total, dtype=torch.int64),
+        query_starts_S1=torch.from_numpy(np.concatenate(([0], np.cumsum(lens))).astype(np.int32)),
+        context_lens_S=torch.from_numpy(contexts),
+        slots_T=(torch.full((total,), -1),),
+        block_tables_SL=(tables,),
+        query_lens_host=lens,
+        context_lens_host=contexts,
+    )
+
+
+def per_layer(run: Callable[[int], object]) -> float:
+    """Seconds of one layer."""
+
+    def all_layers() -> None:
+        for layer in range(LAYERS):
+            run(layer)
+
+    return best_time(all_layers, min_s=0.3) / LAYERS
+
+
+def measure(
+    backend: AttentionBackend, rows: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[float, float]:
+    """Seconds of one layer's convolution and delta rule."""
+    total, channels = sum(count for _, count in rows), HEADS.channels
+    # As a layer has them: columns of what one product returned.
+    row = torch.randn(total, channels + HEADS.values * HEADS.value_dim + 2 * HEADS.values)
+    x, gates = row.to(dtype)[:, :channels], row.to(dtype)[:, -2 * HEADS.values :]
+    weight = torch.randn(channels, WIDTH).to(dtype)
+    rate, shift = torch.rand(2, HEADS.values)
+    backend.prepare(step_of(rows))
+    convolution_s = per_layer(lambda layer: backend.convolve(layer, x, weight))
+    delta_s = per_layer(lambda layer: backend.delta_rule(layer, x, gates, rate, shift, HEADS))
+    return convolution_s, delta_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--threads", type=int, default=num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    set_num_threads(options.threads)
+    dtype = getattr(torch, options.dtype)
+    size = HEADS.channels * (WIDTH - 1) + HEADS.memory_size
+    group = CacheGroup(STATE, tuple(range(LAYERS)), state_size=size)
+    layout = KVLayout((group,), (MOST_ROWS,), BLOCK_SIZE, dtype, torch.device("cpu"))
+    with torch.inference_mode():
+        backend, limit = make_backend(options.backend, layout), copy_bandwidth()
+        print(
+            f"{options.backend}, {dtype}, {options.threads} threads; copying {limit / 1e9:.1f} GB/s"
+        )
+        for name, rows in CASES.items():
+            convolution_s, delta_s = measure(backend, rows, dtype)
+            tokens = sum(count for _, count in rows)
+            rate = 2 * len(rows) * HEADS.memory_size * 4 / delta_s
+            work = 7 * tokens * HEADS.memory_size / delta_s
+            print(
+                f"{name:24s} convolution {convolution_s * 1e6:7.0f} us,"
+                f" delta rule {delta_s * 1e6:7.0f} us {work / 1e9:5.0f} GFLOP/s,"
+                f" states {rate / 1e9:5.1f} GB/s {rate / limit:5.0%} of copying",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Layers with states on a CPU by the C++ core (csrc/states.h), where their blocks stand.
+
+Shape legend as in `states.py`. A sequence's results have the same bits in any batch, however it was
+cut into steps, and on any number of threads.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from quire.base.cache_group import STATE
+from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.kv_memory import KVMemory
+from quire.ops.native import address, needed_core
+from quire.ops.native_types import CoreRows, CoreStatePlan, CoreStates
+from quire.ops.packed import ELEMENTS
+from quire.ops.threads import num_threads
+
+MOST_WIDTH = 16  # of a convolution, as in csrc/states.h
+
+
+class LayerStates(NamedTuple):
+    """A layer's states as the core takes them, and the cache group that they are in."""
+
+    group: int
+    states: CoreStates
+
+
+class StatesInCore:
+    """Does what the state groups' layers do. variant: of attention's, by number."""
+
+    def __init__(self, memory: KVMemory, layout: KVLayout, variant: int) -> None:
+        self._core, self._variant = needed_core(), variant
+        self._block_size = layout.block_size
+        self._plans = {
+            g: self._core.StatePlan()
+            for g, group in enumerate(layout.groups)
+            if group.kind == STATE
+        }
+        self._layers = {
+            layer: LayerStates(group, self._states(memory.kv[group][0, index]))
+            for layer, (group, index) in memory.place.items()
+            if group in self._plans
+        }
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._layers
+
+    def prepare(self, step: AttentionStep, tables_SL: Sequence[torch.Tensor]) -> None:
+        """Follow the step's rows through each group's table, whose rows are contiguous."""
+        for group, plan in self._plans.items():
+            table_SL = tables_SL[group]
+            assert table_SL.dtype == torch.int32, f"needs int32 tables, got {table_SL.dtype}"
+            plan.prepare(
+                tables=table_SL.data_ptr(),
+                table_stride=table_SL.stride(0),
+                query_starts=address(step.query_starts_S1, torch.int32),
+                context_lens=address(step.context_lens_S, torch.int32),
+                num_rows=len(step.context_lens_S),
+                block_size=self._block_size,
+            )
+
+    def plan(self, group: int) -> CoreStatePlan:
+        """Return the prepared step's rows in a group; valid until the next step."""
+        return self._plans[group]
+
+    def layer(self, layer: int) -> LayerStates:
+        """Return where a layer's states stand; the same for good."""
+        return self._layers[layer]
+
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """See AttentionBackend."""
+        group, states = self._layers[layer]
+        channels, width = weight_CW.shape
+        assert x_TC.shape[1] == channels, "weights of each channel"
+        assert 1 < width <= MOST_WIDTH, f"a convolution of {width}"
+        out_TC = torch.empty(x_TC.shape, dtype=x_TC.dtype)
+        weight_WC = weight_CW.T.float().contiguous()
+        self._core.convolve(
+            self._plans[group],
+            states,
+            self._rows(out_TC),
+            self._rows(x_TC),
+            address(weight_WC, torch.float32),
+            channels,
+            width,
+            num_threads(),
+        )
+        return out_TC
+
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        group, states = self._layers[layer]
+        assert qkv_TC.shape[1] == heads.channels, "queries, keys and values"
+        assert gates_TG.shape[1] == 2 * heads.values, "strengths and times"
+        out_TNE = torch.empty(len(qkv_TC), heads.values, heads.value_dim, dtype=qkv_TC.dtype)
+        self._core.delta_rule(
+            self._plans[group],
+            states,
+            heads,
+            self._rows(out_TNE.flatten(1)),
+            self._rows(qkv_TC),
+            self._rows(gates_TG),
+            address(rate_N, torch.float32),
+            address(shift_N, torch.float32),
+            num_threads(),
+            self._variant,
+        )
+        return out_TNE
+
+    def _states(self, states_1B1S: torch.Tensor) -> CoreStates:
+        """Return a layer's part [1, B, 1, state_size] of a KVMemory as the core takes it."""
+        data, size = address(states_1B1S, torch.float32), states_1B1S.shape[-1]
+        return self._core.StateLayer(data=data, size=size)
+
+    def _rows(self, x_TC: torch.Tensor) -> CoreRows:
+        """Return rows as the core takes them."""
+        stride, of_number = x_TC.stride()
+        assert of_number == 1 or x_TC.shape[1] == 1, f"a token must be contiguous: {x_TC.stride()}"
+        return self._core.HeadRows(
+            data=x_TC.data_ptr(), element=ELEMENTS[x_TC.dtype], stride=stride
+        )
