@@ -46,11 +46,12 @@ def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str
         kv.keep_states(sequence, range(10))
         assert kv.allocate_slots(sequence, 40) is not None
         kv.index_blocks(sequence, digests, 10)
+        written = [list(table.blocks) for table in sequence.tables]
         kv.end_plan()
         lost = [{i for i in range(10) if draws.random() < share} for share in (0.1, 0.4)]
-        for pool, table, places in zip(kv.pools, sequence.tables, lost, strict=True):
+        for pool, blocks, places in zip(kv.pools, written, lost, strict=True):
             for i in places:
-                pool.unindex(table.blocks[i])
+                pool.unindex(blocks[i])
 
         def is_a_hit(length: int, span: int = span, lost: list[set[int]] = lost) -> bool:
             reads = tokens_read(FULL, 0, length * SIZE), tokens_read(kind, span, length * SIZE)
@@ -63,7 +64,7 @@ def test_a_hit_is_the_longest_whose_next_token_finds_all_that_it_reads(kind: str
         hit = kv.get_computed_blocks(digests, 41)
         assert hit.num_tokens == wanted * SIZE
         first = min(tokens_read(kind, span, wanted * SIZE), default=wanted * SIZE) // SIZE
-        assert hit.blocks[1] == [NULL] * first + sequence.tables[1].blocks[first:wanted]
+        assert hit.blocks[1] == [NULL] * first + written[1][first:wanted]
 
 
 def test_bytes_of_a_block() -> None:

@@ -8,8 +8,11 @@ from quire.base.cache_group import CacheGroup
 from quire.base.errors import OutOfMemory
 from quire.kv.manager import KVManager
 from quire.kv.sizing import (
+    LEAST_STATES,
     MIB,
+    SNAPSHOT_TOKENS,
     MemoryPlan,
+    host_tier_blocks,
     least_pool_bytes,
     longest_sequence,
     sequences_that_fit,
@@ -19,6 +22,8 @@ from quire.kv.sizing import (
 FULL = CacheGroup("full", (0, 1, 2), 2, 8)
 WINDOW = CacheGroup("window", (3, 4), 2, 8, window=20)
 WIDE = CacheGroup("window", (5,), 2, 8, window=70)
+STATES = CacheGroup("state", (6, 7, 8), state_size=6000)  # as much as 125 tokens of FULL
+HYBRIDS = [(FULL, STATES), (FULL, WINDOW, STATES)]
 GROUPS = [(FULL,), (WINDOW,), (FULL, WINDOW), (FULL, WINDOW, WIDE)]
 
 
@@ -109,6 +114,68 @@ def test_as_many_sequences_as_the_manager_takes(
     assert fitting <= count <= fitting * 1.5 + 1
     if groups == (FULL,):
         assert count == fitting
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    groups=st.sampled_from(HYBRIDS),
+    budget=st.integers(0, 20_000_000),
+    block_size=st.sampled_from([4, 16]),
+    length=st.integers(2, 2000),
+    rows=st.integers(1, 40),
+)
+def test_states_have_half_of_the_memory_unless_a_sequence_needs_it(
+    groups: tuple[CacheGroup, ...], budget: int, block_size: int, length: int, rows: int
+) -> None:
+    costs = bytes_of(groups, block_size)
+    least = least_pool_bytes(groups, costs, block_size, length, rows, 64)
+    try:
+        pools = size_pools(groups, costs, budget, block_size, length, rows, 64)
+    except OutOfMemory:
+        assert budget < least
+        return
+    assert budget >= least
+    full, num_states = pools[0], pools[-1]
+    per_sequence = -(-length // block_size) + 1
+    assert sum(n * c for n, c in zip(pools, costs, strict=True)) <= budget
+    assert per_sequence <= full <= per_sequence * rows
+    fewest = min(full, LEAST_STATES)
+    worth = max(LEAST_STATES, 2 * rows) + full * block_size // SNAPSHOT_TOKENS
+    assert fewest <= num_states <= min(full, worth)
+    if num_states > fewest:
+        assert num_states * costs[-1] <= budget / 2
+    if num_states < min(full, worth) and full > per_sequence:
+        assert (num_states + 1) * costs[-1] > budget / 2
+    needs = KVManager(groups, pools, block_size).group_blocks(length, 0, 1, min(64, length))
+    assert all(need <= num for need, num in zip(needs, pools, strict=True))
+
+
+@pytest.mark.parametrize("groups", HYBRIDS)
+@pytest.mark.parametrize("budget", [3_000_000, 1_700_000, 700_000])
+def test_the_longest_sequence_leaves_states_their_half(
+    groups: tuple[CacheGroup, ...], budget: int
+) -> None:
+    costs = bytes_of(groups, 16)
+    length = longest_sequence(groups, costs, budget, 16, 100_000, 4, 64)
+    pools = size_pools(groups, costs, budget, 16, length, 4, 64)
+    assert pools[-1] == max(LEAST_STATES, min(budget // 2 // costs[-1], 8 + length // 512))
+
+
+def test_an_error_tells_what_states_take() -> None:
+    costs = bytes_of(HYBRIDS[0], 16)
+    states = r"6 states of 0\.1 MiB each"
+    with pytest.raises(OutOfMemory, match=rf"\(1 MiB with {states}\)\. Lower max_model_len"):
+        size_pools(HYBRIDS[0], costs, 500_000, 16, 1000, 4, 64)
+    with pytest.raises(OutOfMemory, match=rf"holds 1 blocks of 16 tokens with {states}, too few"):
+        longest_sequence(HYBRIDS[0], costs, 100_000, 16, 1000, 4, 64)
+
+
+def test_host_memory_keeps_states_in_proportion_and_as_many_blocks_of_others() -> None:
+    groups = HYBRIDS[1]
+    costs = bytes_of(groups, 16)
+    full, window, states = host_tier_blocks(groups, costs, (1000, 20, 50), 10_000_000)
+    assert full == window and full // states == 20
+    assert 9_900_000 < full * (costs[0] + costs[1]) + states * costs[2] <= 10_000_000
 
 
 def test_a_window_group_leaves_the_rest_to_the_others() -> None:

@@ -91,3 +91,13 @@ def test_every_cache_group_must_have_room() -> None:
     assert isinstance(refusal, RequestError)
     assert "more KV blocks than the pool has" in str(refusal)
     scheduler.add(make_request("small", list(range(16)), max_tokens=5), 0.0)
+
+
+def test_a_reserve_of_states_is_a_part_of_them() -> None:
+    """Sequences that grow take more and more blocks of the others, and of states one or two."""
+    states = CacheGroup("state", (1,), state_size=8)
+    memory = Memory(KVManager((FULL, states), (1000, 16), SIZE), 8)
+    assert memory.headroom.num_blocks == 1000
+    assert memory.fits([500, 14], reserve=500) and not memory.fits([500, 15], reserve=500)
+    assert memory.fits([500, 15], reserve=1) and not memory.fits([501, 4], reserve=500)
+    assert memory.needs_of_prefix(100) == [25, 1]

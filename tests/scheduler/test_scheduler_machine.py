@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.base.cache_group import CacheGroup
+from quire.base.cache_group import STATE, CacheGroup
 from quire.base.clock import FakeClock
 from quire.base.config import SchedulerConfig
 from quire.base.errors import RequestError
@@ -40,6 +40,7 @@ from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
 from quire.kv.digest import extend_digests
 from quire.kv.manager import KVManager
+from quire.kv.sizing import LEAST_STATES
 from quire.kv.table import NULL
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.memory import Memory
@@ -154,7 +155,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self, depth, budget, rows, spare, caching, lazy, mode, policy, threshold, tier, stores
     ):
-        num_blocks = (MAX_LEN // BLOCK + 1 + spare,) * len(self.groups)
+        most = MAX_LEN // BLOCK + 1
+        sizes = [LEAST_STATES if group.kind == STATE else most for group in self.groups]
+        num_blocks = tuple(size + spare for size in sizes)
         limits = None if tier is None else (tier,) * len(self.groups)
         self.kv = KVManager(self.groups, num_blocks, BLOCK, caching, host_limits=limits)
         config = SchedulerConfig(

@@ -168,11 +168,13 @@ def _lines(found: "Fit") -> Iterator[str]:
 def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:
     for group in found.groups:
         text = f"{_size(group.token_bytes)} per token, {_size(group.block_bytes)} per block"
+        if not group.token_bytes:
+            text = f"{_size(group.block_bytes)} per state"
         text += f" in {group.num_layers} layer{'s' if group.num_layers > 1 else ''}"
         if group.window is not None:
             text += f" with a window of {group.window:,}"
         if len(found.groups) > 1:
-            text += f": {group.num_blocks:,} blocks"
+            text += f": {group.num_blocks:,} {'blocks' if group.token_bytes else 'states'}"
         yield "KV", text
 
 

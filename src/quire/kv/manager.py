@@ -94,6 +94,7 @@ class KVManager:
         self.block_bytes = tuple(block_bytes)
         self._state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
         self._not_yet: list[set[int]] = [set() for _ in groups]  # states that the plan will write
+        self._grown: list[SequenceBlocks] = []  # in the plan, whose states before may go after it
 
     @property
     def num_blocks(self) -> int:
@@ -197,11 +198,13 @@ class KVManager:
         for table, group in zip(sequence.tables, self.groups, strict=True):
             table.drop_before(group.first_needed(start))
         if computed is not None:
-            if not self.fits(self._needs_to_adopt(computed, num_new_tokens)):
+            if not self.fits(self._needs_to_adopt(sequence, computed, num_new_tokens)):
                 return None
             self._adopt(sequence, computed)
         if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
             return None
+        if self._state_groups:
+            self._grown.append(sequence)
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
     def _taken(self, g: int, hit: KVBlocks) -> int:
@@ -211,9 +214,14 @@ class KVManager:
         woken = sum(b == LOAD or (b != NULL and pool.num_refs(b) == 0) for b in hit.blocks[g])
         return woken + copied
 
-    def _needs_to_adopt(self, hit: KVBlocks, num_new_tokens: int) -> list[int]:
-        blocks = -(-(hit.num_tokens + num_new_tokens) // self.block_size)
-        return [blocks - len(mine) + self._taken(g, hit) for g, mine in enumerate(hit.blocks)]
+    def _needs_to_adopt(
+        self, sequence: SequenceBlocks, hit: KVBlocks, num_new_tokens: int
+    ) -> list[int]:
+        num_tokens = hit.num_tokens + num_new_tokens
+        return [
+            table.num_blocks_from(len(hit.blocks[g]), num_tokens) + self._taken(g, hit)
+            for g, table in enumerate(sequence.tables)
+        ]
 
     def _adopt(self, sequence: SequenceBlocks, hit: KVBlocks) -> None:
         """Begin with the blocks of a hit. Those to load get blocks of the device, which the index
@@ -251,9 +259,14 @@ class KVManager:
 
     def end_plan(self) -> None:
         """Note that a plan is made. Only in those to come can sequences begin with a state that it
-        writes: keys and values of all rows are written before any are read, states are not."""
+        writes: keys and values of all rows are written before any are read, states are not. And
+        what it reads is needed no longer."""
+        grown, self._grown = self._grown, []
         for g in self._state_groups:
             self._not_yet[g].clear()
+            for sequence in grown:
+                table = sequence.tables[g]
+                table.drop_before(self.groups[g].first_needed(table.num_tokens))
 
     @property
     def has_states(self) -> bool:

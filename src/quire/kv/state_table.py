@@ -61,25 +61,21 @@ class StateTable(BlockTable):
         index, rest = divmod(num_tokens, self.block_size)
         return rest == 0 and num_tokens < self.num_tokens and self.blocks[index - 1] != NULL
 
-    def num_new_blocks(self, num_tokens: int) -> int:
-        """Free blocks that `append(num_tokens)` takes."""
-        if num_tokens == 0:
-            return 0
-        return len(self._new_places(num_tokens)) + self._must_copy()
+    def num_blocks_from(self, first: int, num_tokens: int) -> int:
+        """Count the logical blocks from `first` on that so many tokens take."""
+        return len(self._places(first, num_tokens))
 
-    def _new_places(self, num_tokens: int) -> list[int]:
-        """List the logical blocks that `append(num_tokens)` takes."""
-        last = (self.num_tokens + num_tokens - 1) // self.block_size
-        if last < len(self.blocks):
-            return []
-        return [*(i for i in sorted(self.kept) if len(self.blocks) <= i < last), last]
+    def _places(self, first: int, num_tokens: int) -> list[int]:
+        """List the logical blocks from `first` on that get a state behind so many tokens."""
+        last = (num_tokens - 1) // self.block_size
+        return [*(i for i in sorted(self.kept) if first <= i < last), last] if last >= first else []
 
     def append(self, num_tokens: int) -> Appended:
         """Make room to write the states that the next `num_tokens` tokens leave behind."""
         done = Appended()
         if num_tokens == 0:
             return done
-        places = self._new_places(num_tokens)
+        places = self._places(len(self.blocks), self.num_tokens + num_tokens)
         partial = self._partial_index()
         if partial is not None:
             self._make_writable(partial, done)

@@ -67,8 +67,12 @@ class BlockTable:
         """Free blocks that `append(num_tokens)` takes."""
         if num_tokens == 0:
             return 0
-        total = -(-(self.num_tokens + num_tokens) // self.block_size)
-        return max(0, total - len(self.blocks)) + self._must_copy()
+        behind = self.num_blocks_from(len(self.blocks), self.num_tokens + num_tokens)
+        return behind + self._must_copy()
+
+    def num_blocks_from(self, first: int, num_tokens: int) -> int:
+        """Count the logical blocks from `first` on that so many tokens take."""
+        return max(0, -(-num_tokens // self.block_size) - first)
 
     def append(self, num_tokens: int) -> Appended:
         """Make room to write the next `num_tokens` tokens. The pool must have the blocks."""

@@ -160,7 +160,7 @@ def _host_tier(
             f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory ({free / 1e9:.1f} GB)."
         )
     sizes = block_bytes_of(config, spec)
-    limits = host_tier_blocks(sizes, num_bytes)
+    limits = host_tier_blocks(spec.cache_groups, sizes, memory.num_blocks, num_bytes)
     if cache.kv_host_gb and not all(limits):
         raise ConfigError(
             f"kv_host_gb={cache.kv_host_gb:g} holds no block; one takes {sum(sizes) / 1e6:.1f} MB."

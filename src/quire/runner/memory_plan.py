@@ -9,7 +9,7 @@ from pathlib import Path
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, size_pools
+from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, num_states, size_pools
 
 CPU_POOL_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
@@ -156,4 +156,5 @@ def make_plan(
         num_blocks=num_blocks,
         block_size=cache.block_size,
         max_model_len=length,
+        num_states=num_states(spec.cache_groups, num_blocks),
     )

@@ -18,6 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from quire.base.cache_group import STATE
 from quire.base.messages import MeasuredRates
 from quire.kv.host_tier import Copies, Name
 from quire.kv.manager import KVBlocks, KVManager, SequenceBlocks
@@ -30,6 +31,7 @@ from quire.scheduler.sequence import Sequence
 
 STEP_UP = 1.0  # blocks per running row
 STEP_DOWN = 0.95
+STATE_RESERVE = 8  # the share of the states that admissions leave free, at most
 EPSILON = 1e-6  # a third of 300 is 100, also in binary fractions
 
 Needs = Seq[int]  # blocks, by cache group
@@ -85,7 +87,9 @@ class Memory:
         fingerprint: bytes = b"",
         digester: Digester = digest_blocks,
     ) -> None:
-        num_blocks = min(pool.num_blocks for pool in kv.pools)
+        pairs = list(zip(kv.groups, kv.pools, strict=True))
+        sizes = [pool.num_blocks for group, pool in pairs if group.kind != STATE]
+        num_blocks = min(sizes or [pool.num_blocks for pool in kv.pools])
         self.kv = kv
         self.rates = MeasuredRates()
         self.headroom = Headroom(num_blocks, int(watermark * num_blocks))
@@ -94,6 +98,11 @@ class Memory:
         self.misses = MissReports(kv, self.names)
         self._lookup = PrefixLookup(kv, self.names, self.pinned)
         self._chunk = chunk
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The kinds of the cache groups."""
+        return [group.kind for group in self.kv.groups]
 
     def continue_with(self, digester: Digester) -> None:
         """Go on from a snapshot: nothing is remembered of prompts that were missed."""
@@ -107,8 +116,9 @@ class Memory:
     # ---- does it fit -------------------------------------------------------------------------
 
     def fits(self, needs: Needs, reserve: int = 0) -> bool:
-        """Tell whether this need can be met now, with `reserve` blocks of each group to spare."""
-        return self.kv.fits(needs, reserve)
+        """Tell whether this need can be met now, with `reserve` blocks of each group to spare; of
+        states fewer, since sequences that grow do not take more and more of them."""
+        return self.kv.fits(self._with_reserve(needs, reserve))
 
     def fits_at_all(self, needs: Needs, pinned: Needs | None = None) -> bool:
         """Tell whether the pools are large enough. pinned: what is kept from this need, if not what
@@ -138,8 +148,9 @@ class Memory:
         return [need - mine for need, mine in zip(needs, pinned, strict=True)]
 
     def needs_of_prefix(self, num_tokens: int) -> list[int]:
-        """Return what a pinned prefix may hold."""
-        return self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
+        """Return what a pinned prefix may hold: of states, the one behind it."""
+        needs = self.kv.group_blocks(num_tokens, 0, 1, min(self._chunk, num_tokens))
+        return [1 if k == STATE else need for k, need in zip(self._kinds, needs, strict=True)]
 
     def needs_to_stand(self, blocks: Seq[SequenceBlocks]) -> Needs:
         """Return what these hold together, and one block more for each."""
@@ -151,7 +162,16 @@ class Memory:
         needs = self.needs_to_stand([member.swapped for member in members])
         held = zip(self.kv.pools, self.pinned.reserved, strict=True)
         room = [pool.num_blocks - kept for pool, kept in held]
-        return self.fits([min(n + reserve, most) for n, most in zip(needs, room, strict=True)])
+        wanted = self._with_reserve(needs, reserve)
+        return self.fits([min(n, most) for n, most in zip(wanted, room, strict=True)])
+
+    def _with_reserve(self, needs: Needs, reserve: int) -> Needs:
+        if reserve == 0 or not self.kv.has_states:
+            return [need + reserve for need in needs]
+        return [
+            need + (min(reserve, pool.num_blocks // STATE_RESERVE) if kind == STATE else reserve)
+            for need, pool, kind in zip(needs, self.kv.pools, self._kinds, strict=True)
+        ]
 
     def growth(self, num_tokens: int, limit: int) -> int:
         """Count the blocks that a sequence of so many tokens lacks up to its limit."""

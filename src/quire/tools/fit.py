@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from quire.base.cache_group import STATE
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
@@ -54,7 +55,8 @@ ANY: tuple[int, ...] = ()  # a shape that is not compared
 
 @dataclass(frozen=True)
 class GroupFit:
-    """A cache group: its layers, and bytes of a token and of a block in all of them."""
+    """A cache group: its layers, and bytes of a token and of a block, or a state, in all of
+    them."""
 
     kind: str
     window: int | None
@@ -240,7 +242,7 @@ def _groups(config: EngineConfig, spec: ModelSpec, memory: MemoryPlan) -> tuple[
             kind=group.kind,
             window=group.window,
             num_layers=len(group.layers),
-            token_bytes=num_bytes // config.cache.block_size,
+            token_bytes=0 if group.kind == STATE else num_bytes // config.cache.block_size,
             block_bytes=num_bytes,
             num_blocks=num_blocks,
         )
