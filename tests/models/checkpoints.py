@@ -10,6 +10,7 @@ import transformers
 from quire.base.model_spec import ModelSpec, load_spec
 from quire.tools.verify.precision import WholePrecision
 
+OFFSET_NORMS = ("gemma", "qwen3_next", "qwen3_5")  # theirs are 1 + weight
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 VOCAB = 97
 LLAMA = {
@@ -101,6 +102,24 @@ GRANITE = LLAMA | {
 }
 SMOLLM3 = LLAMA | {"num_hidden_layers": 4, "pad_token_id": 0}
 COHERE2 = LLAMA | {"num_hidden_layers": 4, "sliding_window": 6, "logit_scale": 0.5}
+# Three layers with linear attention and one with full; heads of 16 dimensions, 4 of them turned.
+# Norms of nearly nothing would make much of what float32 rounds.
+HYBRID = LLAMA | {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-3,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4,
+}
+HYBRID_EXPERTS = HYBRID | {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 
 # name -> (model_type, config)
 VARIANTS = {
@@ -276,6 +295,36 @@ VARIANTS = {
             "layer_types": ["full_attention", "sliding_attention"] * 2,
         },
     ),
+    "qwen3_next": ("qwen3_next", HYBRID_EXPERTS),
+    "qwen3_next_some": (
+        "qwen3_next",
+        HYBRID_EXPERTS
+        | {
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "mlp_only_layers": [2],
+            "num_hidden_layers": 3,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
+    "qwen3_5": ("qwen3_5_text", HYBRID | {"tie_word_embeddings": True}),
+    "qwen3_5_wide": (
+        "qwen3_5_text",
+        HYBRID
+        | {
+            "attention_bias": True,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_value_heads": 6,
+            "linear_conv_kernel_dim": 5,
+            "rope_parameters": YARN_ROPE
+            | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "rope_theta": 500.0},
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", HYBRID_EXPERTS),
     "gpt2_scaled": ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 24}),
 }
 
@@ -311,10 +360,10 @@ def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB")
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"
     ).eval()
-    norms_mean = 0.0 if model_type.startswith("gemma") else 1.0  # Gemma's are 1 + weight
     for name, parameter in model.named_parameters():
-        is_norm = "norm" in name or ".ln_" in name
-        parameter.data.normal_(norms_mean if is_norm and name.endswith("weight") else 0.0, 0.25)
+        is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
+        is_offset = model_type.startswith(OFFSET_NORMS) and "linear_attn" not in name
+        parameter.data.normal_(1.0 if is_norm and not is_offset else 0.0, 0.25)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return Checkpoint(directory, load_spec(directory), model)
 

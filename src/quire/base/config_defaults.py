@@ -90,6 +90,24 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
+    "qwen3_next": {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+    },
+    "qwen3_5_moe_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "shared_expert_intermediate_size": 512,
+    },
 }
 
 

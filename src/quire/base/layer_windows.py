@@ -1,22 +1,27 @@
-"""Which layers of a model see only a window of tokens, as transformers reads it from the config.
+"""Which layers of a model see only a window of tokens, and which do not attend at all, as
+transformers reads it from the config.
 
 Each architecture has its own rule, and ignores fields that others obey. A config whose fields
 contradict the rule of its architecture is refused: its authors meant something else.
 """
 
 from quire.base.config_fields import MAX_COUNT, Fields
+from quire.base.linear_attention import HYBRID_TYPES, LINEAR
 
 Windows = tuple[int | None, ...]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+ATTENDING = (FULL, SLIDING)
 OLD_NAMES = {"attention": FULL}
-WITHOUT = ("llama", "gpt2", "opt", "olmo2", "granite", "glm4", "gpt_neox")
+WITHOUT = ("llama", "gpt2", "opt", "olmo2", "granite", "glm4", "gpt_neox", *HYBRID_TYPES)
 EVERYWHERE = ("mistral", "mixtral", "phi3")
 BY_LAYER = ("qwen2", "qwen3", "qwen2_moe", "smollm3")
 # Of every so many layers the last attends to everything, if `layer_types` does not say otherwise.
 IN_TURN = ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
 EVERY_OTHER = 2
 WITH_PATTERN = ("gemma3_text", "cohere2")  # these read from the config how many
+# Of models with linear attention every fourth layer attends, if the config does not say otherwise.
+FULL_INTERVAL = 4
 
 
 def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
@@ -34,7 +39,8 @@ def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
         return _in_turn(fields, model_type, num_layers)
     else:
         return _of_others(fields, num_layers)
-    kinds = _kinds(fields, num_layers)
+    known = (FULL, LINEAR) if model_type in HYBRID_TYPES else ATTENDING
+    kinds = _kinds(fields, num_layers, known=known)
     for layer, (kind, window) in enumerate(zip(kinds or (), windows, strict=False)):
         if (kind == SLIDING) != (window is not None):
             raise fields.error(
@@ -43,6 +49,25 @@ def layer_windows(fields: Fields, model_type: str, num_layers: int) -> Windows:
                 f" {f'a window of {window}' if window else 'no windows'} in all layers",
             )
     return windows
+
+
+def linear_layers(fields: Fields, model_type: str, num_layers: int) -> tuple[int, ...]:
+    """Return the layers that have linear attention, which no window and no token's keys and values
+    belong to. Raises ModelError for a model in which no layer attends."""
+    if model_type not in HYBRID_TYPES:
+        return ()
+    kinds = _kinds(fields, num_layers, known=(FULL, LINEAR))
+    every = fields.integer("full_attention_interval", default=FULL_INTERVAL)
+    if kinds is None:
+        kinds = tuple(LINEAR if (layer + 1) % every else FULL for layer in range(num_layers))
+    if FULL not in kinds:
+        name, other = "layer_types", "full_attention_interval"
+        if not fields.has(name):
+            name, other = other, name
+        raise fields.error(
+            name, f"none of {num_layers} layers (num_hidden_layers) attends by that or {other}"
+        )
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
 
 
 def _without(fields: Fields, model_type: str, num_layers: int) -> Windows:
@@ -137,7 +162,9 @@ def _window(fields: Fields) -> int:
     return fields.integer("sliding_window", most=MAX_COUNT)
 
 
-def _kinds(fields: Fields, num_layers: int, others: str = "") -> tuple[str, ...] | None:
+def _kinds(
+    fields: Fields, num_layers: int, others: str = "", known: tuple[str, str] = ATTENDING
+) -> tuple[str, ...] | None:
     """Return what `layer_types` says; others: what an unknown kind counts as, an error if empty."""
     found = fields.texts("layer_types")
     if found is None:
@@ -148,9 +175,9 @@ def _kinds(fields: Fields, num_layers: int, others: str = "") -> tuple[str, ...]
         )
     kinds = []
     for kind in (OLD_NAMES.get(name, name) for name in found):
-        if kind not in (FULL, SLIDING) and not others:
+        if kind not in known and not others:
             raise fields.error(
-                "layer_types", f"{kind!r} is not supported; supported are {FULL} and {SLIDING}"
+                "layer_types", f"{kind!r} is not supported; supported are {' and '.join(known)}"
             )
-        kinds.append(kind if kind in (FULL, SLIDING) else others)
+        kinds.append(kind if kind in known else others)
     return tuple(kinds)

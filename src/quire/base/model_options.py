@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from quire.base.config_fields import Fields
 from quire.base.errors import ModelError
+from quire.base.linear_attention import HYBRID_TYPES
 
 # The rotary types whose options are read here; most others read theirs in their model's file.
 ROTARY_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -24,7 +25,7 @@ ACTIVATION_FIELDS = {
 UNGATED_TYPES = ("gpt2", "opt", "gpt_neox")
 ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
-EXPERT_GATES = ("silu", "swish")
+SILU = ("silu", "swish")  # of experts, and of what linear attention convolves
 # Of types with experts: their number, those of a token and the size of each, where a config does
 # not say it; experts without an own size have intermediate_size.
 EXPERTS: dict[str, tuple[int, int, int | None]] = {
@@ -32,7 +33,14 @@ EXPERTS: dict[str, tuple[int, int, int | None]] = {
     "qwen3_moe": (128, 8, 768),
     "mixtral": (8, 2, None),
     "gpt_oss": (128, 4, None),
+    "qwen3_next": (512, 10, 512),
+    "qwen3_5_moe_text": (256, 8, 512),
 }
+# Of them: those whose config has one name for the number, those with an expert that all tokens are
+# sent to, and those all of whose layers have experts, whose weights add up to 1.
+WITH_ONE_NAME = ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text")
+WITH_SHARED = WITH_ONE_NAME
+ALWAYS_SPARSE = ("qwen3_5_moe_text",)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,8 @@ def layer_options(fields: Fields, model_type: str) -> LayerOptions:
 
 def check_activation(layers: LayerOptions, model_type: str) -> None:
     """Raise ModelError if no feed-forward layer here has this function."""
-    known: tuple[str, ...] = EXPERT_GATES if model_type in EXPERTS else GATES
+    silu_alone = model_type in EXPERTS or model_type in HYBRID_TYPES
+    known: tuple[str, ...] = SILU if silu_alone else GATES
     if model_type in UNGATED_TYPES:
         known = ACTIVATIONS
     field, _ = _activation_field(model_type)
@@ -163,10 +172,12 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
         return None
     count, num_chosen, inner = EXPERTS[model_type]
     num_experts = _num_experts(fields, model_type, count)
+    always = model_type in ALWAYS_SPARSE
     if num_experts == 0:
-        if inner is not None:
+        if inner is not None and not always:
             return None
-        raise fields.error("num_local_experts", f"{model_type} has experts in all layers")
+        name = "num_experts" if model_type in WITH_ONE_NAME else "num_local_experts"
+        raise fields.error(name, f"{model_type} has experts in all layers")
     if num_experts * num_layers > MAX_EXPERT_LAYERS:
         raise fields.error(
             "num_experts" if fields.has("num_experts") else "num_local_experts",
@@ -180,9 +191,9 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
             num_experts,
             num_chosen,
             inner_size=fields.integer("moe_intermediate_size", default=inner, least=0),
-            normalises=fields.flag("norm_topk_prob"),
-            step=fields.integer("decoder_sparse_step", default=1, least=0),
-            dense_layers=fields.integers("mlp_only_layers"),
+            normalises=always or fields.flag("norm_topk_prob"),
+            step=1 if always else fields.integer("decoder_sparse_step", default=1, least=0),
+            dense_layers=() if always else fields.integers("mlp_only_layers"),
             shared_size=_shared_size(fields, model_type),
         )
     if not 1 <= options.num_chosen <= num_experts:
@@ -201,8 +212,8 @@ def expert_options(fields: Fields, model_type: str, num_layers: int) -> ExpertOp
 
 
 def _num_experts(fields: Fields, model_type: str, default: int) -> int:
-    """Read it, which has two names but in qwen2_moe."""
-    names = ("num_experts", "num_local_experts")[: 1 if model_type == "qwen2_moe" else 2]
+    """Read it, which has two names in some types."""
+    names = ("num_experts", "num_local_experts")[: 1 if model_type in WITH_ONE_NAME else 2]
     counts = [fields.integer(n, default=default, least=0, most=MAX_EXPERTS) for n in names]
     if all(map(fields.has, names)) and counts[0] != counts[-1]:
         raise fields.error(names[0], f"but num_local_experts, another name for it, is {counts[1]}")
@@ -210,13 +221,16 @@ def _num_experts(fields: Fields, model_type: str, default: int) -> int:
 
 
 def _shared_size(fields: Fields, model_type: str) -> int:
-    if model_type != "qwen2_moe":
+    if model_type not in WITH_SHARED:
         return 0
     return fields.integer("shared_expert_intermediate_size")
 
 
 def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:
-    """Raise ModelError for what transformers obeys and no model here does."""
+    """Raise ModelError for what transformers obeys and no model here does, and for what a config
+    says that its architecture cannot be."""
+    if model_type in HYBRID_TYPES and not fields.flag("attn_output_gate", True):
+        raise fields.error("attn_output_gate", f"attention of {model_type} always has a gate")
     if model_type == "gpt2" and fields.flag("add_cross_attention"):
         raise fields.error("add_cross_attention", "models with an encoder are not supported")
     if fields.value("per_layer_config"):

@@ -12,15 +12,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from quire.base.cache_group import FULL, WINDOW, CacheGroup
+from quire.base.cache_group import FULL, STATE, WINDOW, CacheGroup
 from quire.base.config_defaults import DEFAULTS, defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
 from quire.base.errors import ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
 from quire.base.json_file import read_object
-from quire.base.layer_windows import layer_windows
+from quire.base.layer_windows import layer_windows, linear_layers
+from quire.base.linear_attention import LinearAttention, linear_attention
 from quire.base.model_options import (
+    EXPERTS,
     ROTARY_TYPES,
     ExpertOptions,
     GPT2Options,
@@ -57,6 +59,7 @@ LEAST_POSITIONS = 4  # a model is traced with three tokens
 class ModelSpec:
     """Numbers of one decoder model. Sizes are counts of elements.
 
+    linear_layers: those with linear attention, which keep a state instead of keys and values.
     is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
     implementation: whose class runs it, QUIRE for ours and those of packages made for us,
     TRANSFORMERS, or COMPILED.
@@ -78,22 +81,32 @@ class ModelSpec:
     bos_token_id: int | None = None
     is_long: bool = False
     implementation: str = field(default=QUIRE, repr=False)
+    linear_layers: tuple[int, ...] = field(default=(), repr=False)
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Return one group per distinct window, the full group first."""
-        windows = sorted(set(self.layer_windows), key=lambda w: (w is not None, w or 0))
-        return tuple(
+        """Return one group per distinct window, the full group first, then the states."""
+        attending = {
+            layer: window
+            for layer, window in enumerate(self.layer_windows)
+            if layer not in self.linear_layers
+        }
+        windows = sorted(set(attending.values()), key=lambda w: (w is not None, w or 0))
+        groups = [
             CacheGroup(
                 kind=FULL if window is None else WINDOW,
-                layers=tuple(i for i, w in enumerate(self.layer_windows) if w == window),
+                layers=tuple(layer for layer, w in attending.items() if w == window),
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 window=window,
             )
             for window in windows
-        )
+        ]
+        if self.linear_layers:
+            size = self.linear_attention.state_size
+            groups.append(CacheGroup(STATE, self.linear_layers, state_size=size))
+        return tuple(groups)
 
     @property
     def identity(self) -> str:
@@ -135,6 +148,11 @@ class ModelSpec:
         return expert_options(self.fields, self.model_type, self.num_layers)
 
     @property
+    def linear_attention(self) -> LinearAttention:
+        """Read the sizes of the layers of `linear_layers`."""
+        return linear_attention(self.fields)
+
+    @property
     def quantization(self) -> QuantizationConfig | None:
         """Read how the checkpoint's weights are quantised; None if they are not."""
         return quantization_config(self.fields)
@@ -155,6 +173,8 @@ class ModelSpec:
         _ = self.quantization
         check_activation(self.layers, self.model_type)
         _ = self.experts
+        if self.linear_layers:
+            _ = self.linear_attention
         if self.model_type in ROTARY_TYPES:
             _ = self.rope
         elif self.model_type in ("gpt2", "opt"):
@@ -229,6 +249,7 @@ def parse_spec(raw: dict[str, Any]) -> ModelSpec:
         dtype=_dtype(fields),
         tie_embeddings=fields.flag("tie_word_embeddings"),
         layer_windows=layer_windows(fields, model_type, num_layers),
+        linear_layers=linear_layers(fields, model_type, num_layers),
         eos_token_ids=fields.integers("eos_token_id"),
         bos_token_id=_bos(fields),
         raw=raw,
@@ -261,6 +282,8 @@ def _intermediate_size(fields: Fields, model_type: str, hidden: int) -> int:
         return fields.integer("n_inner", default=4 * hidden)
     if model_type == "opt":
         return fields.integer("ffn_dim")
+    if model_type == "qwen3_5_moe_text":  # all layers have experts
+        return fields.integer("moe_intermediate_size", default=EXPERTS[model_type][2])
     if model_type in DEFAULTS:
         return fields.integer("intermediate_size")
     return fields.integer("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)

@@ -6,7 +6,11 @@ from typing import Any
 from quire.base.config_fields import Fields
 
 # The types whose text part we run, and its type.
-NESTED = {"gemma3": "gemma3_text"}
+NESTED = {
+    "gemma3": "gemma3_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 PART_OF = "text_part_of"  # a field of the made config: the type of the whole
 # What the whole model's config says about the text part, too. The first wins over the second.
 DTYPES = ("dtype", "torch_dtype")

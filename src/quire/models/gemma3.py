@@ -7,21 +7,19 @@ from quire.base.config_fields import Fields
 from quire.base.layer_windows import FULL, SLIDING
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import LEAST_FACTOR, RopeOptions, rope_of
-from quire.base.text_config import PART_OF
-from quire.models.decoder import Decoder
 from quire.models.gemma2 import Gemma2Layer, embedding_scale, optional, refuse_bidirectional
 from quire.models.layers import ParamFactory
 from quire.models.options import DecoderOptions
+from quire.models.text_part import TextPart
 
 GLOBAL_THETA, LOCAL_THETA = 1e6, 1e4
-AROUND = "language_model."  # what a checkpoint that reads images, too, puts around the text part
-OF_IMAGES = ("vision_tower.", "multi_modal_projector.")
 
 
-class Gemma3(Decoder):
+class Gemma3(TextPart):
     """The text model (`gemma3_text`), also as a part of one that reads images (`gemma3`)."""
 
     layer_kind = Gemma2Layer
+    of_images = ("vision_tower.", "multi_modal_projector.")
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         fields, bias = spec.fields, spec.layers.attention_bias
@@ -38,19 +36,6 @@ class Gemma3(Decoder):
             logits_soft_cap=optional(fields, "final_logit_softcapping"),
         )
         super().__init__(spec, options, factory)
-        self._is_part = spec.raw.get(PART_OF) is not None
-
-    def names_of(self, name: str) -> tuple[str, ...]:
-        """See Model."""
-        return super().names_of(self._without_whole(name))
-
-    def ignores(self, name: str) -> bool:
-        """See Model; and what reads images, where this is only the text part."""
-        of_images = self._is_part and name.removeprefix(self.base_prefix).startswith(OF_IMAGES)
-        return of_images or super().ignores(self._without_whole(name))
-
-    def _without_whole(self, name: str) -> str:
-        return name.replace(AROUND, "", 1) if self._is_part else name
 
 
 def rope_of_full(spec: ModelSpec) -> RopeOptions:

@@ -8,8 +8,10 @@ parameters (queries, keys and values; gate and up) have one source per part. Lay
 uninitialised memory on the target device; `loading.py` fills it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -66,7 +68,7 @@ class Source:
     repeated: the checkpoint holds one row of it, which fills all rows.
     order: int64, which of the checkpoint's rows each row here is; None: the same. Of a repeated row
     its elements are meant, of another tensor `order_dimension`.
-    offset: is added to every value.
+    offset: is added to every value. is_logarithm: the checkpoint holds the values' logarithms.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Source:
     order: torch.Tensor | None = None
     offset: float = 0.0
     order_dimension: int = 0
+    is_logarithm: bool = False
 
     @property
     def checkpoint_shape(self) -> tuple[int, ...]:
@@ -109,10 +112,15 @@ class Source:
         self.destination.copy_(self.taken(values))
         if self.offset:
             self.destination.add_(self.offset)
+        if self.is_logarithm:
+            self.destination.exp_()
 
 
 class Layer(nn.Module):
-    """A layer with parameters of its own."""
+    """A layer with parameters of its own. neutral: what those of these names are filled with where
+    there is no checkpoint; others with random numbers."""
+
+    neutral: ClassVar[Mapping[str, float]] = MappingProxyType({})
 
     def sources(self) -> list[Source]:
         """The checkpoint tensors that fill this layer's own parameters (not its children's)."""
@@ -243,6 +251,8 @@ class RMSNorm(Layer):
     offset: is added to the checkpoint's weight; then the sum is kept in at least 32 bits.
     """
 
+    neutral = MappingProxyType({"weight": 1.0})
+
     def __init__(
         self, name: str, size: int, eps: float, factory: ParamFactory, offset: float = 0.0
     ) -> None:
@@ -268,6 +278,8 @@ class HeadNorm(Layer):
     The weights of both kinds stand side by side, so that one operation does queries and keys.
     offset: as of RMSNorm. order: of a head's dimensions, where rotation needs another.
     """
+
+    neutral = MappingProxyType({"weight": 1.0})
 
     def __init__(
         self,
@@ -295,6 +307,8 @@ class HeadNorm(Layer):
 
 class LayerNorm(Layer):
     """Layer normalisation. affine: with weight and bias; has_bias: whether with the latter."""
+
+    neutral = MappingProxyType({"weight": 1.0, "bias": 0.0})
 
     def __init__(
         self,

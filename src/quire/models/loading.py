@@ -26,7 +26,7 @@ from quire.models.contents import Contents, check_complete, tensor_names
 from quire.models.formats import AS_THEY_ARE, StoredFormat, WeightFormats
 from quire.models.gguf.stored import kinds_by_name
 from quire.models.gguf.weights import gguf_tensors, stored_formats
-from quire.models.layers import HeadNorm, LayerNorm, RMSNorm
+from quire.models.layers import Layer
 from quire.models.model import Model
 from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.quantised.layers import quantised_layers
@@ -218,8 +218,8 @@ def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
     def fill(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         nonlocal done, count
         count += 1
-        if isinstance(module, RMSNorm | HeadNorm | LayerNorm):
-            parameter.fill_(1.0 if name == "weight" else 0.0)
+        if isinstance(module, Layer) and name in module.neutral:
+            parameter.fill_(module.neutral[name])
         else:
             numbers.fill(parameter, start=count * 7919)
         done += parameter.nbytes

@@ -33,7 +33,9 @@ from quire.models.phi3 import Phi3
 from quire.models.qwen2 import Qwen2
 from quire.models.qwen2_moe import Qwen2Moe
 from quire.models.qwen3 import Qwen3
+from quire.models.qwen3_5 import Qwen3_5
 from quire.models.qwen3_moe import Qwen3Moe
+from quire.models.qwen3_next import Qwen3Next
 from quire.models.smollm3 import SmolLM3
 from quire.models.transformers_model import TransformersModel
 
@@ -55,7 +57,10 @@ MODELS: dict[str, Callable[[ModelSpec, ParamFactory], Model]] = {
     "qwen2": Qwen2,
     "qwen2_moe": Qwen2Moe,
     "qwen3": Qwen3,
+    "qwen3_5_moe_text": Qwen3_5,
+    "qwen3_5_text": Qwen3_5,
     "qwen3_moe": Qwen3Moe,
+    "qwen3_next": Qwen3Next,
     "smollm3": SmolLM3,
 }
 

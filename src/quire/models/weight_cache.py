@@ -100,7 +100,7 @@ def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:
         for source in layer.sources() if isinstance(layer, Layer) else ():
             order = None if source.order is None else source.order.tolist()
             yield prefix, source.name, source.checkpoint_shape, source.transposed, source.repeated
-            yield source.part, source.offset, order
+            yield source.part, source.offset, source.is_logarithm, order
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.base.cache_group import STATE, CacheGroup
 from quire.base.model_spec import ModelSpec
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
 from quire.ops.attention.cpu import CpuBackend
@@ -109,7 +110,7 @@ class PagedRun:
             self._model = NativeModel(model, self._attention)
         order = np.random.default_rng(paging.seed).permutation(num_blocks).tolist()
         self._tables = [[order.pop() for _ in range(count)] for count in counts]
-        self._groups = len(spec.cache_groups)
+        self._groups = spec.cache_groups
         self._done = [0] * len(sequences)
 
     def step(self, lens: Sequence[int]) -> torch.Tensor:
@@ -120,11 +121,21 @@ class PagedRun:
         ids: list[int] = []
         for row in rows:
             begin, end = self._done[row], self._done[row] + lens[row]
-            parts.append(RowPart(begin, end, (self._tables[row],) * self._groups))
+            tables = tuple(self._table(group, row, begin, end) for group in self._groups)
+            parts.append(RowPart(begin, end, tables))
             ids += self._sequences[row][begin:end]
             self._done[row] = end
         step = make_step(parts, self._paging.block_size, self._paging.device)
         return run_step(self._model, self._attention, ids, step)
+
+    def _table(self, group: CacheGroup, row: int, begin: int, end: int) -> list[int]:
+        """Return the blocks of a sequence; of states only those behind the tokens before `begin`
+        and before `end`."""
+        table = self._tables[row]
+        if group.kind != STATE:
+            return table
+        kept = {(token - 1) // self._paging.block_size for token in (begin, end)}
+        return [block if i in kept else -1 for i, block in enumerate(table)]
 
 
 def run_paged(

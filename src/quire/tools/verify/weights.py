@@ -45,7 +45,8 @@ def _sources(model: nn.Module) -> Iterator[Source]:
 
 def _as_stored(source: Source) -> torch.Tensor:
     """Undo `Source.fill`."""
-    values = source.destination.detach().cpu() - source.offset
+    values = source.destination.detach().cpu()
+    values = values.log() if source.is_logarithm else values - source.offset
     if source.repeated:
         values = values[0]
     if source.order is not None:

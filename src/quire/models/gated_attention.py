@@ -1,0 +1,78 @@
+"""Attention whose output has a gate, as Qwen 3 Next and Qwen 3.5 have it.
+
+Shape legend: T tokens, D model dim, N query heads, K KV heads, M = N + 2 K, H head dim.
+"""
+
+import torch
+from torch import nn
+
+from quire.models.decoder import LayerPlace, layer_rope
+from quire.models.layers import Attention, HeadNorm, Linear
+from quire.models.rope import head_order, rows_of_heads
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.sigmoid_mul import sigmoid_mul
+
+
+class GatedAttention(nn.Module):
+    """Queries with a gate each, keys and values, norms of heads, a rotation of a part of each, and
+    the output projection of what the gates let through.
+
+    Of the merged projection the gates come first, so that the others stand side by side. In
+    checkpoints each head's gate stands behind its query.
+    """
+
+    def __init__(self, at: LayerPlace, inside: str = "self_attn") -> None:
+        super().__init__()
+        spec, options, layer, name, factory = at
+        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, size
+        rope = layer_rope(spec, options, layer)
+        assert rope is not None, "keys are stored turned"
+        order = head_order(size, rope.rotated, interleaved=False)
+        name = f"{name}.{inside}"
+        self.gate_qkv = Linear(
+            [f"{name}.{each}" for each in ("q_proj", "k_proj", "v_proj")],
+            spec.hidden_size,
+            [2 * heads * size, kv_heads * size, kv_heads * size],
+            factory,
+            bias=options.qkv_bias,
+            orders=[gates_first(heads, size, order), rows_of_heads(order, kv_heads), None],
+        )
+        self.norm = HeadNorm(
+            (f"{name}.q_norm", f"{name}.k_norm"),
+            (heads, kv_heads),
+            size,
+            spec.layers.norm_eps,
+            factory,
+            offset=options.norm_offset,
+            order=order,
+        )
+        self.output = Linear(
+            [f"{name}.o_proj"],
+            heads * size,
+            [spec.hidden_size],
+            factory,
+            bias=options.output_bias,
+        )
+        self.attention = Attention(layer, size**-0.5)
+
+    def forward(
+        self, x_TD: torch.Tensor, rotary_rows: torch.Tensor, backend: AttentionBackend
+    ) -> torch.Tensor:
+        heads, kv_heads, size = self._heads, self._kv_heads, self._head_dim
+        all_heads = self.gate_qkv(x_TD).view(-1, 2 * (heads + kv_heads), size)
+        gate_TNH, qkv_TMH = all_heads.split([heads, heads + 2 * kv_heads], dim=1)
+        norm, layer = self.norm, self.attention.layer
+        q_TNH = backend.rotary_write(layer, qkv_TMH, kv_heads, rotary_rows, norm.weight, norm.eps)
+        read_TM = self.attention.stored(q_TNH, backend)
+        out: torch.Tensor = self.output(sigmoid_mul(read_TM, gate_TNH.flatten(1)))
+        return out
+
+
+def gates_first(heads: int, size: int, order_H: torch.Tensor | None) -> torch.Tensor:
+    """Order the rows of a projection to [query | gate] of each head, int64: all gates, then all
+    queries, the dimensions of each in an order of their own."""
+    queries_NH, gates_NH = torch.arange(2 * heads * size).view(heads, 2, size).unbind(1)
+    if order_H is not None:
+        queries_NH = queries_NH[:, order_H]
+    return torch.cat((gates_NH.flatten(), queries_NH.flatten()))
