@@ -154,7 +154,9 @@ def prefix_hit(tried: Tried) -> None:
     with tried.open() as llm:
         first, again = tried.generate(llm), tried.generate(llm)
     assert chosen(first) == chosen(again) == tried.wanted
-    assert first[1].num_cached_tokens == SHARED, "of a prompt that begins as the first"
+    # Where prompts part, a state is left for the next that begins so, not for the second of them.
+    shared = 0 if tried.spec.linear_layers else SHARED
+    assert first[1].num_cached_tokens == shared, "of a prompt that begins as the first"
     assert all(output.num_cached_tokens for output in again[:LONG])
 
 

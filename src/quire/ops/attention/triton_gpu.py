@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, KVLayout
 from quire.ops.attention.kv_memory import KVMemory
@@ -100,6 +101,7 @@ class TritonBackend(StatesInBlocks):
                 *(scales or {}).get(layer, (1.0, 1.0)),
             )
             for layer, (g, index) in self._place.items()
+            if layout.groups[g].kind != STATE
         }
         self._machine = attention.machine_of(layout.device)
         self._work: list[Work | None] = [None] * len(layout.groups)
