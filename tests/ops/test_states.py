@@ -1,5 +1,5 @@
 """Layers that remember a state, in backends, beside loops over whole sequences in float64. Covers
-`ops/attention/core_states.py`."""
+`ops/attention/core_states.py` and `ops/attention/delta_chunks.py`."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -186,6 +186,19 @@ def test_sequences_in_steps_of_any_length(
     for each, (convolved, out) in zip(inputs, made, strict=True):
         torch.testing.assert_close(convolved, each.convolved()[0], rtol=0, atol=1e-12)
         torch.testing.assert_close(out, each.remembered()[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+def test_chunks_of_tokens(dtype: torch.dtype, atol: float) -> None:
+    """More tokens than torch takes at once; a head may forget all of e^1000 between two of them,
+    and nothing after."""
+    inputs = Inputs(1, 150, HEADS, dtype)
+    inputs.rate[0], inputs.rate[1] = 100.0, 16.0
+    inputs.gates[::7, HEADS.values] = 10.0
+    inputs.gates[1::7, HEADS.values :] = -30.0
+    convolved, out = at_once(TorchBackend(layout_of(dtype)), inputs)
+    torch.testing.assert_close(convolved.double(), inputs.convolved()[0], rtol=0, atol=atol)
+    torch.testing.assert_close(out.double(), inputs.remembered()[0], rtol=0, atol=atol)
 
 
 # Heads and the convolution's width: sizes that no vector divides, and N = K, N = 4 K.

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.delta_chunks import remember_token, remember_tokens
 from quire.ops.attention.kv_memory import MovesBlocks
 from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
@@ -28,7 +29,7 @@ NORM_EPS = 1e-6  # of queries and keys
 
 class StateRow(NamedTuple):
     """A row's way through its blocks. start: block of the state that it starts with, -1 for zeros.
-    pieces: (first token, end, block or -1), tokens of the step."""
+    pieces: (first token, end, block or -1), tokens of the step; only the last one has no block."""
 
     start: int
     pieces: tuple[tuple[int, int, int], ...]
@@ -44,10 +45,11 @@ def state_rows(step: AttentionStep, table_SL: torch.Tensor, block_size: int) -> 
         offset = context - end  # of a position from the token's place in the step
         begin = first + offset
         table = tables[row]
-        pieces = []
+        pieces: list[tuple[int, int, int]] = []
         for index in range(begin // block_size, (context - 1) // block_size + 1):
             piece_end = min((index + 1) * block_size, context) - offset
-            pieces.append((max(first, index * block_size - offset), piece_end, table[index]))
+            if table[index] >= 0 or piece_end == end:
+                pieces.append((pieces[-1][1] if pieces else first, piece_end, table[index]))
         yield StateRow(table[(begin - 1) // block_size] if begin else -1, tuple(pieces))
 
 
@@ -69,16 +71,18 @@ class KeepsStates(AttentionBackend):
         channels, width = weight_CW.shape
         states = self.states(layer)[:, : channels * (width - 1)].unflatten(1, (channels, width - 1))
         out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
+        weight_WC = weight_CW.T.to(dtype).contiguous()
         for row in self.state_rows(layer):
-            past = states[row.start] if row.start >= 0 else torch.zeros_like(states[0])
+            past_WC = (states[row.start] if row.start >= 0 else torch.zeros_like(states[0])).T
             for first, end, block in row.pieces:
-                inputs_CT = torch.cat([past, x_TC[first:end].T.to(dtype)], dim=1)
-                kernel = weight_CW.to(dtype)[:, None]
-                made_CT = F.conv1d(inputs_CT[None], kernel, groups=channels)[0]
-                out_TC[first:end] = F.silu(made_CT).T.to(x_TC.dtype)
-                past = inputs_CT[:, inputs_CT.shape[1] - (width - 1) :]
+                inputs_XC = torch.cat([past_WC, x_TC[first:end].to(dtype)])
+                made_TC = inputs_XC[: end - first] * weight_WC[0]
+                for w in range(1, width):
+                    made_TC.addcmul_(inputs_XC[w : w + end - first], weight_WC[w])
+                out_TC[first:end] = F.silu(made_TC).to(x_TC.dtype)
+                past_WC = inputs_XC[end - first :]
                 if block >= 0:
-                    states[block] = past
+                    states[block] = past_WC.T
         return out_TC
 
     @op("delta_rule")
@@ -94,30 +98,56 @@ class KeepsStates(AttentionBackend):
         """See AttentionBackend."""
         dtype = accumulation_dtype(qkv_TC.dtype)
         q_TND, k_TND, v_TNE = split_heads(qkv_TC.to(dtype), heads)
-        beta_TN, decay_TN = delta_gates(gates_TG, rate_N, shift_N)
-        shape = (heads.values, heads.key_dim, heads.value_dim)
-        states = self.states(layer)[:, -heads.memory_size :].unflatten(1, shape)
+        beta_TN, log_decay_TN = delta_gates(gates_TG, rate_N, shift_N)
+        decay_TN, states = log_decay_TN.exp().to(dtype), self._memories(layer, heads)
         out_TNE = torch.empty_like(v_TNE)
         for row in self.state_rows(layer):
             memory = states[row.start] if row.start >= 0 else torch.zeros_like(states[0])
             for first, end, block in row.pieces:
                 for t in range(first, end):
-                    memory = memory * decay_TN[t, :, None, None]
-                    k_ND1, q_ND1 = k_TND[t, :, :, None], q_TND[t, :, :, None]
-                    wrong_NE = v_TNE[t] - (memory * k_ND1).sum(1)
-                    memory = memory + k_ND1 * (beta_TN[t, :, None] * wrong_NE)[:, None]
-                    out_TNE[t] = (memory * q_ND1).sum(1)
+                    tokens = q_TND[t], k_TND[t], v_TNE[t], decay_TN[t], beta_TN[t]
+                    out_TNE[t], memory = remember_token(memory, *tokens)
                 if block >= 0:
                     states[block] = memory
         return out_TNE.to(qkv_TC.dtype)
 
+    def _memories(self, layer: int, heads: DeltaHeads) -> torch.Tensor:
+        """Return the memories of a layer's delta rule in all blocks, [B, N, D, E]."""
+        shape = (heads.values, heads.key_dim, heads.value_dim)
+        memories: torch.Tensor = self.states(layer)[:, -heads.memory_size :].unflatten(1, shape)
+        return memories
+
 
 class StatesInBlocks(MovesBlocks, KeepsStates):
-    """Does that with the states of a KVMemory."""
+    """Does that with the states of a KVMemory, and the delta rule many tokens at once."""
 
     _layout: KVLayout
     _step: AttentionStep | None = None
     _rows: tuple[AttentionStep, dict[int, list[StateRow]]] | None = None  # by group
+
+    @op("delta_rule")
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        q_TND, k_TND, v_TNE = split_heads(qkv_TC.to(accumulation_dtype(qkv_TC.dtype)), heads)
+        beta_TN, log_decay_TN = delta_gates(gates_TG, rate_N, shift_N)
+        inputs = q_TND, k_TND, v_TNE, log_decay_TN, beta_TN
+        states, out_TNE = self._memories(layer, heads), torch.empty_like(v_TNE)
+        for row in self.state_rows(layer):
+            memory = states[row.start] if row.start >= 0 else torch.zeros_like(states[0])
+            for first, end, block in row.pieces:
+                tokens = (x[first:end] for x in inputs)
+                out_TNE[first:end], memory = remember_tokens(memory, *tokens)
+                if block >= 0:
+                    states[block] = memory
+        return out_TNE.to(qkv_TC.dtype)
 
     def states(self, layer: int) -> torch.Tensor:
         """See KeepsStates."""
@@ -155,8 +185,9 @@ def split_heads(
 def delta_gates(
     gates_TG: torch.Tensor, rate_N: torch.Tensor, shift_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how much of each token is taken in and how much of the memory stays, [T, N] each."""
+    """Return how much of each token is taken in, and, in float64, the logarithm of how much of the
+    memory stays; [T, N] each."""
     strength_TN, time_TN = gates_TG.chunk(2, dim=1)
     dtype = accumulation_dtype(gates_TG.dtype)
-    decay_TN = torch.exp(-rate_N * F.softplus(time_TN.to(dtype) + shift_N))
-    return strength_TN.sigmoid().to(dtype), decay_TN
+    log_decay_TN = -rate_N * F.softplus(time_TN.to(dtype) + shift_N)
+    return strength_TN.sigmoid().to(dtype), log_decay_TN.double()
