@@ -59,7 +59,9 @@ def test_a_program_computes_what_the_operations_compute(variant: str, tmp_path: 
     model = load_model(tmp_path, checkpoint.spec, torch.float32, CPU)
     wanted = run_paged(model, checkpoint.spec, SEQUENCES, WHOLE, backend="torch")
     got = run_paged(model, checkpoint.spec, SEQUENCES, CUTS, backend="cpu", native=True)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=3e-5)
+    # Beside float64, both are off by up to 6e-5 where a memory goes through all tokens.
+    has_states = any(group.kind == STATE for group in checkpoint.spec.cache_groups)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1.2e-4 if has_states else 3e-5)
 
 
 class SomeOperations:
