@@ -128,10 +128,10 @@ def assert_within(
 
 
 def run(
-    backend: AttentionBackend, inputs: Sequence[Inputs], layer: int, seed: int
+    backend: AttentionBackend, inputs: Sequence[Inputs], layer: int, seed: int, most: int = 3 * P
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Compute sequences in steps of random lengths; each leaves random snapshots, and in some steps
-    a sequence goes back to one of them and takes the rest again."""
+    """Compute sequences in steps of random lengths up to `most`; each leaves random snapshots, and
+    in some steps a sequence goes back to one of them and takes the rest again."""
     choose = random.Random(seed)
     free = list(range(NUM_BLOCKS))
     choose.shuffle(free)
@@ -142,7 +142,7 @@ def run(
         rows, parts = [], []
         for i, each in enumerate(inputs):
             left = len(each.x) - done[i]
-            count = choose.randint(0, min(left, 3 * P))
+            count = choose.randint(0, min(left, most))
             if count == 0:
                 continue
             table = tables[i]

@@ -5,12 +5,15 @@ device, once per cache group, when the group's first layer runs and says how man
 query's result has the same bits in any batch, unless what the rows of a step leave to be merged
 would take more than PARTS_BYTES: then all of its rows are cut into fewer parts.
 
+Layers with states take kernels of their own, which find all they need on the device. Rows of up to
+Chunks.few tokens go through the delta rule token by token, others in chunks.
+
 A deterministic backend cuts keys at multiples of a chunk from a sequence's beginning, so that a
 query has the same bits also if its sequence was cut into other steps or began with cached blocks.
 A token that is split leaves 4 N (H + 2) bytes for each chunk of its context (1,024 keys; 17 KB of
 32 heads of 128 numbers, 0.4 % of the chunk's keys and values with 8 KV heads); up to four tiles of
 64 / G tokens of a row are. Where that is more than PARTS_BYTES rows of fewer tiles, in the end
-none, are split: slower, with the same bits.
+none, are split: slower, with the same bits. States go token by token, in any row.
 
 Triton is imported when a backend is made, so that nobody else waits for it. Under Triton's
 interpreter the backend serves CPUs too, slowly and for tests.
@@ -25,13 +28,14 @@ import torch
 
 from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, KVLayout
-from quire.ops.attention.kv_memory import KVMemory
-from quire.ops.attention.states import StatesInBlocks
+from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.registry import op
 
 if TYPE_CHECKING:
     from quire.ops.kernels.attention_plan import Cut, Work
+    from quire.ops.kernels.delta_chunks import Chunks
+    from quire.ops.kernels.states import StateStep
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KV_FORMATS = ("auto", "int8", "fp8")
@@ -64,11 +68,12 @@ def why_not(layout: KVLayout) -> str | None:
     return None
 
 
-class TritonBackend(StatesInBlocks):
+class TritonBackend(MovesBlocks):
     """Raises ConfigError for a layout that it cannot serve.
 
     deterministic: see above; it takes heads in groups of any size, and all formats.
-    cut: how work is cut, if not as usual; the group's own heads and window are put into it.
+    cut: how work is cut, if not as usual; the group's own heads and window are put into it. chunks:
+    the same of the delta rule.
     scales: of a layer whose keys and values are fp8, what stored keys and values are multiplied by.
     """
 
@@ -81,14 +86,25 @@ class TritonBackend(StatesInBlocks):
         *,
         deterministic: bool = False,
         cut: "Cut | None" = None,
+        chunks: "Chunks | None" = None,
         scales: dict[int, tuple[float, float]] | None = None,
     ) -> None:
         reason = why_not(layout)
         if reason is not None:
             raise ConfigError(f"attention_backend triton cannot be used here: {reason}; take auto.")
-        from quire.ops.kernels import attention, attention_plan, attention_write, rotary_write
+        from quire.ops.kernels import (
+            attention,
+            attention_plan,
+            attention_write,
+            delta_chunks,
+            delta_rule,
+            rotary_write,
+            states,
+        )
 
         self._rotary = rotary_write
+        self._states, self._delta_rule, self._delta_chunks = states, delta_rule, delta_chunks
+        self._chunks = chunks or delta_chunks.Chunks()
         self._attention, self._plan, self._write = attention, attention_plan, attention_write
         self._cut = replace(cut or attention_plan.Cut(), is_fixed=deterministic)
         self._layout = layout
@@ -105,6 +121,7 @@ class TritonBackend(StatesInBlocks):
         }
         self._machine = attention.machine_of(layout.device)
         self._work: list[Work | None] = [None] * len(layout.groups)
+        self._step: AttentionStep | None = None
 
     def prepare(self, step: AttentionStep) -> None:
         """Take the step. Its work is cut when a group's first layer runs."""
@@ -165,6 +182,44 @@ class TritonBackend(StatesInBlocks):
         return self._attention.attention(
             q_TNH, kv, work, scale, self._machine, soft_cap, sinks_N, out_TNH
         )
+
+    @op("convolve")
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """See AttentionBackend."""
+        states_BZ, step = self._states_of(layer)
+        return self._states.convolve(x_TC, weight_CW, states_BZ, step)
+
+    @op("delta_rule")
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """See AttentionBackend. Which kernels are launched depends on the numbers of tokens and of
+        rows alone, and either does rows of any length."""
+        states_BZ, step = self._states_of(layer)
+        out_TNE = qkv_TC.new_empty(len(qkv_TC), heads.values, heads.value_dim)
+        given = (qkv_TC, gates_TG, rate_N, shift_N, heads, states_BZ, step, out_TNE)
+        few, is_fixed = self._chunks.few, self._cut.is_fixed
+        if is_fixed or qkv_TC.dtype == torch.float32 or len(qkv_TC) <= step.num_rows + few:
+            self._delta_rule.delta_rule(*given, is_fixed=is_fixed)
+        else:
+            self._delta_rule.delta_rule(*given, most=few)
+            self._delta_chunks.delta_chunks(*given, self._chunks)
+        return out_TNE
+
+    def _states_of(self, layer: int) -> tuple[torch.Tensor, "StateStep"]:
+        """Return the layer's states in all blocks, [B, state_size], and where the step has them."""
+        step, (g, index) = self._step, self._place[layer]
+        assert step is not None, "prepare comes first"
+        starts, contexts = step.query_starts_S1, step.context_lens_S
+        states_BZ = self._memory.kv[g][0, index, 0, :, 0]
+        tables = step.block_tables_SL[g]
+        return states_BZ, self._states.StateStep(starts, contexts, tables, self._layout.block_size)
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
         """Return the prepared step's work for the layers of a group; cut once."""
