@@ -12,6 +12,7 @@ from quire.base.cache_group import STATE, CacheGroup
 from quire.kv.host_tier import Copies, HostTier
 from quire.kv.pool import BlockPool
 from quire.kv.state_table import StateTable
+from quire.kv.state_worth import StateWorth
 from quire.kv.table import NULL, Appended, BlockTable
 
 
@@ -94,6 +95,7 @@ class KVManager:
         self.block_bytes = tuple(block_bytes)
         self._state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
         self._not_yet: list[set[int]] = [set() for _ in groups]  # states that the plan will write
+        self.worth = StateWorth()
         self._grown: list[SequenceBlocks] = []  # in the plan, whose states before may go after it
 
     @property
@@ -239,6 +241,9 @@ class KVManager:
                 if block_id != NULL:
                     pool.release(block_id)
         sequence.num_indexed = hit.num_tokens // self.block_size
+        for g in self._state_groups if hit.num_tokens else ():
+            digest = self.pools[g].digest_of(sequence.tables[g].blocks[-1])
+            self.worth.begin(self._state_table(sequence, g), digest)
 
     def _load(self, g: int, host_block: int) -> int:
         """Take a block of the device, held once, into which the plan being made loads a host
@@ -267,6 +272,7 @@ class KVManager:
             for sequence in grown:
                 table = sequence.tables[g]
                 table.drop_before(self.groups[g].first_needed(table.num_tokens))
+            self._settle_states(g, grown, has_ended=False)
 
     @property
     def has_states(self) -> bool:
@@ -277,12 +283,23 @@ class KVManager:
         """Tell whether a block is cached, or only a state that nobody has left behind."""
         return g in self._state_groups or self.is_cached(g, digest)
 
-    def keep_states(self, sequence: SequenceBlocks, kept: Collection[int]) -> None:
-        """Say behind which logical blocks the sequence shall leave its states for others."""
+    def keep_states(
+        self, sequence: SequenceBlocks, kept: Collection[int], prompt_end: int = -1
+    ) -> None:
+        """Say behind which logical blocks the sequence shall leave its states for others.
+        prompt_end: which of them is the prompt's last."""
         for g in self._state_groups:
-            table = sequence.tables[g]
-            assert isinstance(table, StateTable)
-            table.kept = kept
+            table = self._state_table(sequence, g)
+            table.kept, table.prompt_end = kept, prompt_end
+
+    def _state_table(self, sequence: SequenceBlocks, g: int) -> StateTable:
+        table = sequence.tables[g]
+        assert isinstance(table, StateTable)
+        return table
+
+    def _settle_states(self, g: int, sequences: Iterable[SequenceBlocks], has_ended: bool) -> None:
+        for sequence in sequences:
+            self.worth.settle(self._state_table(sequence, g), self.pools[g], has_ended)
 
     def take_loads(self) -> list[Copies]:
         """Take the copies that load the last hit's blocks, by cache group."""
@@ -331,6 +348,7 @@ class KVManager:
         named = [table.name(first, digests[first:num]) for table in sequence.tables]
         for g in self._state_groups:
             self._not_yet[g].update(named[g])
+            self.worth.leave(self._state_table(sequence, g), first, digests[first:num])
         return named
 
     def unindex_blocks(self, named: Sequence[Iterable[int]]) -> None:
@@ -404,6 +422,8 @@ class KVManager:
         for table in sequence.tables:
             table.free()
         sequence.num_indexed = 0
+        for g in self._state_groups:
+            self._settle_states(g, (sequence,), has_ended=True)
 
     def reset_prefix_cache(self) -> None:
         for pool in self.pools:

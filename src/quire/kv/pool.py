@@ -73,6 +73,12 @@ class BlockPool:
         self.unindex(block_id)
         return True
 
+    def evict_soon(self, digest: bytes) -> None:
+        """Let this block be evicted before all others, if nobody holds it."""
+        block_id = self._index.get(digest)
+        if block_id is not None and block_id in self._unused:
+            self._unused.move_to_end(block_id, last=False)
+
     def acquire(self, block_id: int) -> None:
         """Add a reference to a block that is in use or waits in the LRU queue."""
         if self._num_refs[block_id] == 0:

@@ -20,14 +20,19 @@ NO_BOUND = 1 << 62
 
 class StateTable(BlockTable):
     """kept: logical blocks whose state is written when the sequence passes them; of others only the
-    one where a step ends. passing: the block, and its name, that was named last and not kept."""
+    one where a step ends. passing: the block, and its name, that was named last and not kept.
+    prompt_end: which of those that are kept is its prompt's last, with its name; began: the name of
+    the state that it began with."""
 
-    __slots__ = ("kept", "passing")
+    __slots__ = ("began", "kept", "passing", "prompt_end", "prompt_name")
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         super().__init__(pool, block_size)
         self.kept: Collection[int] = ()
         self.passing: tuple[int, bytes] | None = None
+        self.prompt_end = -1
+        self.prompt_name: bytes | None = None
+        self.began: bytes | None = None
 
     def num_free_slots(self, num_blocks: int) -> int:
         """Count the tokens that it could take in with so many blocks more: any number, with one."""
@@ -45,13 +50,13 @@ class StateTable(BlockTable):
     def fork(self) -> Self:
         """Make a second table over the same states; the live one is copied by who writes first."""
         child = super().fork()
-        child.kept = self.kept
+        child.kept, child.prompt_end = self.kept, self.prompt_end
         return child
 
     def moved_to(self, pool: BlockPool, places: dict[int, int]) -> Self:
         """Make the same table over blocks of another pool."""
         table = super().moved_to(pool, places)
-        table.kept = self.kept
+        table.kept, table.prompt_end = self.kept, self.prompt_end
         return table
 
     def has_all_behind(self, num_tokens: int, first_needed: int) -> bool:

@@ -32,6 +32,7 @@ from quire.scheduler.sequence import Sequence
 STEP_UP = 1.0  # blocks per running row
 STEP_DOWN = 0.95
 STATE_RESERVE = 8  # the share of the states that admissions leave free, at most
+PROMPT_TAIL = 8  # tokens with which a template may begin an answer, and not later repeat it
 EPSILON = 1e-6  # a third of 300 is 100, also in binary fractions
 
 Needs = Seq[int]  # blocks, by cache group
@@ -194,18 +195,23 @@ class Memory:
         """Give a waiting sequence the blocks of its hit and those for its next tokens; what changed
         by cache group, or None if they are not there."""
         if self.kv.has_states:
-            self.kv.keep_states(sequence.blocks, self._states_to_keep(sequence, hit))
+            self.kv.keep_states(sequence.blocks, *self._states_to_keep(sequence, hit))
         return self.kv.allocate_slots(sequence.blocks, num_new, hit)
 
-    def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> set[int]:
-        """Choose the logical blocks behind which a sequence leaves its state: the prompt's last
-        full one, with which a next turn begins; and the last that all but the states were found of,
-        where others part from it."""
+    def _states_to_keep(self, sequence: Sequence, hit: KVBlocks) -> tuple[set[int], int]:
+        """Choose the logical blocks behind which a sequence leaves its state: one at the prompt's
+        end, which comes second here; and the last that all but the states were found of, where
+        others have parted from it, unless one had ended there whose state was evicted."""
         digests, num_tokens = self.names.readable(sequence)
-        at_end = (sequence.num_prompt_tokens - 1) // self.block_size
-        parted = self.kv.num_computed_blocks(digests, num_tokens, self.kv.is_state_or_cached)
-        first = hit.num_tokens // self.block_size
-        return {length - 1 for length in (at_end, parted) if length > first}
+        prompt_end = (sequence.num_prompt_tokens - 1 - PROMPT_TAIL) // self.block_size - 1
+        parted = self.kv.num_computed_blocks(digests, num_tokens, self.kv.is_state_or_cached) - 1
+        last_found = hit.num_tokens // self.block_size - 1
+        kept = {prompt_end} if prompt_end > last_found else set()
+        near = 1 + -(-PROMPT_TAIL // self.block_size)
+        ends = digests[max(0, parted + 1 - near) : parted + 1]
+        if parted - last_found >= near and not self.kv.worth.was_left(ends):
+            kept.add(parted)
+        return kept, prompt_end
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
         """Give a running sequence room for its next tokens, as `start` does."""

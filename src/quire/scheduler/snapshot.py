@@ -39,7 +39,7 @@ from quire.base import (
     step_outputs,
 )
 from quire.base.errors import EngineError
-from quire.kv import host_tier, manager, pool, state_table, table
+from quire.kv import host_tier, manager, pool, state_table, state_worth, table
 from quire.scheduler import (
     admission,
     arrivals,
@@ -77,8 +77,8 @@ VOCABULARY = (
     cache_group, events, kv_orders, messages, plan, prefix, sampling_params, step_outputs,
 )  # fmt: skip
 OWNERS = (
-    host_tier, manager, pool, state_table, table, admission, arrivals, beams, block_naming,
-    branching, fifo, in_flight, lifecycle, memory, pinned, pins, planning, preemption,
+    host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
+    block_naming, branching, fifo, in_flight, lifecycle, memory, pinned, pins, planning, preemption,
     prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results, stores,
     suspects, tenants, time_limits, two_level,
 )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Which states wait for others: turns of conversations, and where prompts part, in small pools.
+
+Covers `kv/state_worth.py`.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from quire.base.cache_group import CacheGroup
+from quire.base.config import SchedulerConfig
+from quire.base.events import Admitted
+from quire.kv.manager import KVManager
+from quire.scheduler.memory import Memory
+from quire.scheduler.scheduler import Scheduler
+from tests.scheduler.device import make_request
+from tests.scheduler.test_policies import answer
+
+FULL, STATES = CacheGroup("full", (0,), 1, 8), CacheGroup("state", (1,), state_size=8)
+SIZE, NUM_TALKS = 4, 8
+Tokens = list[int]
+
+
+class Service:
+    """A scheduler that serves what it is asked, and what was added before."""
+
+    def __init__(self, num_states: int) -> None:
+        kv = KVManager((FULL, STATES), (3000, num_states), SIZE)
+        config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64)
+        self.scheduler = Scheduler(Memory(kv, 64), config, 1000)
+        self.num = 0
+
+    def add(self, prompt: Tokens, num_output: int = 10) -> None:
+        self.num += 1
+        self.scheduler.add(make_request(f"r{self.num}", prompt, max_tokens=num_output), 0.0)
+
+    def ask(self, prompt: Tokens, num_output: int = 10) -> tuple[int, Tokens]:
+        """Serve a request; how many of its tokens were cached, of the last one, and its answer."""
+        scheduler, found, got = self.scheduler, -1, []
+        self.add(prompt, num_output)
+        while scheduler.has_work:
+            decisions = scheduler.schedule(0.0)
+            found = next(
+                (e.num_cached_tokens for e in decisions.events if isinstance(e, Admitted)), found
+            )
+            assert decisions.plan is not None
+            result = answer(decisions.plan)
+            got += result.token_ids[:, 0].tolist()
+            scheduler.update(result, 0.0)
+            scheduler.check_invariants()
+        return found, got
+
+    def talk_of_other_things(self) -> None:
+        for _ in range(2):
+            self.ask(words(1000 + self.num, 30))
+
+
+def words(seed: int, num: int) -> Tokens:
+    return np.random.default_rng(seed).integers(100, 1000, num).tolist()
+
+
+def num_common(tokens: Tokens, others: Tokens) -> int:
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(others)))
+
+
+def go_on(prompt: Tokens, answer: Tokens) -> Tokens:
+    return prompt + answer
+
+
+def leave_thoughts_out(prompt: Tokens, answer: Tokens) -> Tokens:
+    """And what the template had begun the answer with."""
+    return prompt[:-3] + answer[5:]
+
+
+@pytest.mark.parametrize("next_turn", [go_on, leave_thoughts_out])
+def test_each_turn_of_many_conversations_finds_the_one_before(
+    next_turn: Callable[[Tokens, Tokens], Tokens],
+) -> None:
+    """With little more than a state for each conversation: those before, and the other one that
+    each turn leaves, have to go first. The first turns show which one that is."""
+    service = Service(NUM_TALKS + 6)
+    talks, computed = [words(talk, 30) for talk in range(NUM_TALKS)], [Tokens()] * NUM_TALKS
+    order = [0, 1] * 3 + [*range(NUM_TALKS)] * 6
+    for number, talk in enumerate(order):
+        prompt = talks[talk]
+        found, got = service.ask(prompt)
+        if number >= len(order) - 4 * NUM_TALKS:
+            assert found >= num_common(prompt, computed[talk]) - 12
+        talks[talk] = next_turn(prompt, got) + words(number, 9)
+        computed[talk] = prompt + got[:-1]
+
+
+def test_the_third_of_those_that_share_a_long_beginning_finds_it_and_all_that_follow_do() -> None:
+    service, system = Service(12), words(0, 102)
+    found = []
+    for i in range(20):
+        found.append(service.ask(system + words(1 + i, 20))[0])
+        service.talk_of_other_things()
+    assert found == [0, 0, *(100,) * 18]
+
+
+def test_a_state_that_two_have_begun_with_waits_for_a_third() -> None:
+    service, prompt = Service(12), words(0, 99)
+    for _ in range(4):
+        service.talk_of_other_things()
+    prompt += service.ask(prompt)[1]
+    service.add(prompt + words(1, 20))
+    assert service.ask(prompt + words(2, 20))[0] == 108
+    service.talk_of_other_things()
+    assert service.ask(prompt + words(3, 20))[0] == 108
+
+
+def test_the_end_of_a_conversation_is_no_place_where_prompts_part() -> None:
+    """If its state was evicted, the next turn leaves none there."""
+    service = Service(6)
+    _, pool = service.scheduler.memory.kv.pools
+    first = words(0, 30)
+    _, got = service.ask(first)
+    ends = list(service.scheduler.memory.kv.worth.left)
+    assert len(ends) == 2 and all(pool.lookup(end) is not None for end in ends)
+    for _ in range(4):
+        service.talk_of_other_things()
+    assert all(pool.lookup(end) is None for end in ends)
+    found, _ = service.ask(first + got + words(50, 30))
+    assert found == 0 and all(pool.lookup(end) is None for end in ends)
