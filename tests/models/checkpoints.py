@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -355,7 +356,13 @@ def exact_logits(directory: Path, sequences: Sequence[Sequence[int]]) -> list[to
 
 def write_checkpoint(directory: Path, variant: str, max_shard_size: str = "1GB") -> Checkpoint:
     """Write a variant's checkpoint with weights large enough that every part matters."""
-    model_type, config = VARIANTS[variant]
+    return write_own(directory, *VARIANTS[variant], max_shard_size)
+
+
+def write_own(
+    directory: Path, model_type: str, config: dict[str, Any], max_shard_size: str = "1GB"
+) -> Checkpoint:
+    """Write one of another config."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **config), attn_implementation="eager"

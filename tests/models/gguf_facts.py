@@ -20,7 +20,11 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gpt_neox": "gptneox",
     "gpt_oss": "gpt-oss",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
+HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -51,6 +55,15 @@ NAMES = {
     "block_sparse_moe.experts.w3": "ffn_up_exps",
     "block_sparse_moe.experts.w2": "ffn_down_exps",
     "mlp.router": "ffn_gate_inp",
+    # Qwen 3 Next and Qwen 3.5
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     # GPT-2
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
@@ -70,6 +83,7 @@ NAMES = {
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
 }
+WITHOUT_KIND = {"sinks": "attn_sinks.weight", "A_log": "ssm_a", "dt_bias": "ssm_dt.bias"}
 AFTER = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -80,6 +94,7 @@ OWN_NAMES: dict[str, dict[str, str]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm"},
+    **{kind: {"post_attention_layernorm": "post_attention_norm"} for kind in HYBRID},
     "glm4": {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
@@ -125,10 +140,20 @@ OWN_KEYS: dict[str, dict[str, str]] = {
     },
     "cohere2": {"sliding_window": "attention.sliding_window", "logit_scale": "logit_scale"},
     "gpt_neox": {"use_parallel_residual": "use_parallel_residual"},
+    **{
+        kind: {
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_key_head_dim": "ssm.state_size",
+            "linear_num_key_heads": "ssm.group_count",
+            "linear_num_value_heads": "ssm.time_step_rank",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        }
+        for kind in HYBRID
+    },
 }
 PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
 PATTERNS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-TURN_PARTS = ("phi3", "glm4", "gpt_neox")
+TURN_PARTS = ("phi3", "glm4", "gpt_neox", *HYBRID)
 
 
 def metadata(config: Config) -> dict[str, Any]:
@@ -145,6 +170,8 @@ def metadata(config: Config) -> dict[str, Any]:
     hidden = found["embedding_length"]
     inner = config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
     found["feed_forward_length"] = inner
+    if kind in HYBRID:
+        found |= _linear(config)
     if kind in PATTERNS:
         found |= _pattern(config, PATTERNS[kind])
     if kind != "gpt2":
@@ -157,6 +184,17 @@ def _pattern(config: Config, every: int) -> dict[str, Any]:
     kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
     usual = [(layer + 1) % every != 0 for layer in range(len(kinds))]
     return {} if kinds == usual else {"attention.sliding_window_pattern": kinds}
+
+
+def _linear(config: Config) -> dict[str, Any]:
+    """The converter writes an interval of 4 where the config has none, and the kinds beside it."""
+    kinds = [kind == "linear_attention" for kind in config["layer_types"]]
+    inner = config["linear_value_head_dim"] * config["linear_num_value_heads"]
+    found = {"full_attention_interval": 4, "attention.recurrent_layers": kinds}
+    if config["model_type"] != "qwen3_next":
+        sections = config["rope_parameters"].get("mrope_section", [11, 11, 10])
+        found["rope.dimension_sections"] = [*sections, 0]
+    return found | {"ssm.inner_size": inner}
 
 
 def _rope(config: Config) -> dict[str, Any]:
@@ -220,8 +258,9 @@ def head_dim(config: Config) -> int:
 
 def tensor_name(name: str, model_type: str) -> str:
     names = NAMES | OWN_NAMES.get(model_type, {})
-    if name.endswith(".sinks"):
-        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
+    for ending, theirs in WITHOUT_KIND.items():
+        if name.endswith(f".{ending}"):
+            return f"blk.{name.split('.')[2]}.{theirs}"
     stem, _, kind = name.rpartition(".")
     found = re.fullmatch(r"(?:model\.layers|transformer\.h|gpt_neox\.layers)\.(\d+)\.(.+)", stem)
     if found is None:
@@ -234,7 +273,9 @@ def arranged(name: str, values: Array, config: Config) -> Array:
     kind = config["model_type"]
     if re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
         return values.T
-    if kind.startswith("gemma") and name.endswith("norm.weight"):
+    if "linear_attn." in name:
+        return _arranged_linear(name, values, config)
+    if kind.startswith(("gemma", *HYBRID)) and name.endswith("norm.weight"):
         return values + 1
     if ".query_key_value." in name:
         heads = config["num_attention_heads"]
@@ -248,6 +289,46 @@ def arranged(name: str, values: Array, config: Config) -> Array:
         heads = config["num_key_value_heads"]
     halves = values.reshape(heads, 2, len(values) // heads // 2, *values.shape[1:])
     return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+def _arranged_linear(name: str, values: Array, config: Config) -> Array:
+    """Of linear attention; of Qwen 3.5 the heads of values take turns among the key heads."""
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    values = values.squeeze(1) if "conv1d" in name else values
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if config["model_type"] == "qwen3_next" or keys == heads:
+        return values
+
+    def in_turn(part: Array) -> Array:
+        size = len(part) // heads
+        by_key = part.reshape(keys, heads // keys, size, *part.shape[1:])
+        return by_key.swapaxes(0, 1).reshape(part.shape)
+
+    if name.endswith("linear_attn.norm.weight"):
+        return values
+    if "out_proj" in name:
+        return np.ascontiguousarray(in_turn(values.T).T)
+    first = 2 * keys * config["linear_key_head_dim"] if "qkv" in name or "conv1d" in name else 0
+    return np.concatenate((values[:first], in_turn(values[first:])))
+
+
+def with_split_inputs(tensors: Mapping[str, Array], config: Config) -> dict[str, Array]:
+    """Part what goes into Qwen 3 Next's linear attention, which checkpoints hold by key head."""
+    found: dict[str, Array] = {}
+    for name, values in tensors.items():
+        stem, is_such, _ = name.partition("in_proj_qkvz")
+        if not is_such:
+            found[name] = values
+            continue
+        keys, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        by_key = values.reshape(keys, -1, values.shape[1])
+        own = (by_key.shape[1] - 2 * key_dim) // 2
+        parts = np.split(by_key, [key_dim, 2 * key_dim, 2 * key_dim + own], axis=1)
+        *qkv, z = (part.reshape(-1, values.shape[1]) for part in parts)
+        found[f"{stem}in_proj_qkv.weight"] = np.concatenate(qkv)
+        found[f"{stem}in_proj_z.weight"] = z
+    return found
 
 
 def with_stacked_experts(tensors: Mapping[str, Array]) -> dict[str, Array]:

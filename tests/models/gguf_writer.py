@@ -19,6 +19,7 @@ from tests.models.gguf_facts import (
     metadata,
     rope_tensors,
     tensor_name,
+    with_split_inputs,
     with_stacked_experts,
 )
 
@@ -152,7 +153,7 @@ def convert(
     for file in weight_files(folder):
         held |= {name: tensor.float().numpy() for name, tensor in load_file(file).items()}
     tensors = {}
-    for name, values in with_stacked_experts(held).items():
+    for name, values in with_stacked_experts(with_split_inputs(held, config)).items():
         theirs = tensor_name(name, config["model_type"])
         own_kind = kind if theirs.endswith(".weight") else F32  # biases of experts are matrices
         tensors[theirs] = stored(arranged(name, values, config), own_kind)

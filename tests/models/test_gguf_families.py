@@ -54,6 +54,10 @@ CONVERTIBLE = [
     "mixtral_window",
     "qwen2_moe",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_wide",
+    "qwen3_5_moe",
 ]
 # What such files cannot say, as llama.cpp takes it.
 TAKEN_FOR_GRANTED: dict[str, dict[str, Any]] = {
@@ -76,6 +80,7 @@ INEXPRESSIBLE = {
     "qwen3_moe_window",
     "qwen2_moe_some",
     "gpt_oss_plain",
+    "qwen3_next_some",
 }
 ROUNDED = ("gemma2", "gemma3_text")  # their norms' weights are 1 more in the file, in float32
 SEQUENCES = random_tokens(23, 5, 61, 1)
@@ -132,6 +137,7 @@ def test_float32_gives_the_same_logits(checkpoint: Checkpoint, tmp_path: Path) -
     )
     # The file has its norms' epsilon in float32.
     limit = 1e-5 if spec.raw.get("model_type") in ROUNDED or has_divisors(spec) else 1e-8
+    limit = 1e-4 if spec.linear_layers else limit  # what decays is made of is rounded, too
     for got_TV, wanted_TV in pairs:
         torch.testing.assert_close(got_TV, wanted_TV, rtol=limit, atol=limit)
 

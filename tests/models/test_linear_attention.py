@@ -1,6 +1,6 @@
 """Layers with linear attention: what is loaded, and what a config says of them.
 
-Covers `base/linear_attention.py`; test_architectures.py has their numbers.
+Covers `base/linear_attention.py`, `base/gguf_linear.py` and `models/gguf/value_heads.py`.
 """
 
 from pathlib import Path
@@ -13,10 +13,15 @@ from safetensors.torch import load_file, save_file
 from quire.base.cache_group import FULL, STATE, CacheGroup
 from quire.base.errors import ModelError
 from quire.base.model_spec import load_spec, parse_spec
+from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE
 from quire.models.gated_attention import gates_first
-from quire.models.linear_attention import DeltaRule, rows_of_key_heads
+from quire.models.linear_attention import DeltaRule, LinearAttentionLayer, rows_of_key_heads
 from quire.models.loading import LoadOptions, load_model
-from tests.models.checkpoints import HYBRID, HYBRID_EXPERTS, write_checkpoint
+from quire.ops.native import core
+from quire.ops.packed import PackedWeight
+from quire.tools.verify.weights import take_dequantised
+from tests.models.checkpoints import HYBRID, HYBRID_EXPERTS, write_checkpoint, write_own
+from tests.models.gguf_writer import Q8_0, convert
 from tests.models.paged import CPU, run_paged
 
 WEIGHTS = "model.safetensors"
@@ -31,6 +36,12 @@ def spec_of(**changes: Any) -> Any:
 
 def rule_of(model: torch.nn.Module) -> DeltaRule:
     return next(module for module in model.modules() if isinstance(module, DeltaRule))
+
+
+def output_of(model: torch.nn.Module) -> Any:
+    """The first one's."""
+    layers = (module for module in model.modules() if isinstance(module, LinearAttentionLayer))
+    return next(layers).output.weight
 
 
 def test_groups_are_those_of_the_layers_kinds() -> None:
@@ -118,3 +129,57 @@ def test_orders_of_rows() -> None:
     assert rows_of_key_heads((2, 2, 4), 2).tolist() == [0, 4, 1, 5, 2, 3, 6, 7]
     # of each of two heads of two dimensions: a query, a gate
     assert gates_first(2, 2, torch.tensor([1, 0])).tolist() == [2, 3, 6, 7, 1, 0, 5, 4]
+
+
+def test_columns_of_a_gguf_file_are_moved_as_blocks(tmp_path: Path) -> None:
+    """What the core multiplies as it is stored is what is dequantised in float64."""
+    sizes = {"hidden_size": 64, "linear_value_head_dim": 32, "linear_num_value_heads": 6}
+    config = HYBRID | sizes
+    write_own(tmp_path, "qwen3_5_text", config)
+    path = convert(tmp_path, tmp_path / "model.gguf", kind=Q8_0)
+    spec = load_spec(path)
+    exact = load_model(path, spec, torch.float64, CPU)
+    wanted = run_paged(exact, spec, TOKENS, [[37]], backend="reference", dtype=torch.float64)[0]
+    checkpoint = load_model(tmp_path, load_spec(tmp_path), torch.float64, CPU)
+    rounded = run_paged(checkpoint, spec, TOKENS, [[37]], backend="reference", dtype=torch.float64)
+    assert (rounded[0] - wanted).norm() < 0.1 * wanted.norm()
+    if core() is None:
+        return
+    kept, plain = (
+        load_model(path, spec, torch.float32, CPU, LoadOptions(formats=formats))
+        for formats in (AS_THEY_ARE, IN_THE_DTYPE)
+    )
+    assert isinstance(output_of(kept), PackedWeight)
+    take_dequantised(plain, kept)
+    torch.testing.assert_close(output_of(plain).double(), output_of(exact))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention.recurrent_layers": [True]}, "an array of 1 for 4 layers"),
+        ({"ssm.inner_size": 25}, "ssm.inner_size is 25, no multiple of 4 heads"),
+        ({"ssm.state_size": 16}, r"ssm_conv1d.weight has the shape \[56, 4\]"),
+        ({"nextn_predict_layers": 4}, "nextn_predict_layers is 4 of 4 layers"),
+    ],
+)
+def test_gguf_files_that_contradict_themselves(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, "qwen3_5")
+    extra = {f"qwen35.{key}": value for key, value in change.items()}
+    path = convert(tmp_path, tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(ModelError, match=message):
+        load_spec(path)
+
+
+def test_layers_of_a_gguf_file_that_guess_more_tokens_are_left_out(tmp_path: Path) -> None:
+    """As if the last layer were one."""
+    kinds = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    write_own(tmp_path, "qwen3_5_text", HYBRID | {"layer_types": kinds})
+    extra = {"qwen35.nextn_predict_layers": 1}
+    path = convert(tmp_path, tmp_path / "model.gguf", extra=extra)
+    spec = load_spec(path)
+    assert (spec.num_layers, spec.linear_layers) == (3, (0, 2))
+    model = load_model(path, spec, torch.float32, CPU)
+    assert run_paged(model, spec, TOKENS, [[37]])[0].isfinite().all()

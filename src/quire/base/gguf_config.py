@@ -69,7 +69,9 @@ def _gpt2(meta: Metadata) -> dict[str, Any]:
     if hidden % heads:
         raise ModelError(f"{meta.file.path} has {heads} heads, which do not divide {hidden}.")
     meta.check_shape("position_embd.weight", (length, hidden))
-    meta.check_layers(num_layers, {"attn_qkv": (3 * hidden, hidden), "ffn_up": (inner, hidden)})
+    meta.check_layers(
+        range(num_layers), {"attn_qkv": (3 * hidden, hidden), "ffn_up": (inner, hidden)}
+    )
     return {
         "model_type": "gpt2",
         "n_layer": num_layers,

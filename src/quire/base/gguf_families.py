@@ -3,11 +3,12 @@
 What a file cannot say is what llama.cpp takes for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import ModelError
+from quire.base.gguf_linear import attending_layers, layer_count, linear_attention
 from quire.base.gguf_metadata import Metadata
 from quire.base.gguf_rope import longrope, rope, turned_part
 from quire.base.layer_windows import FULL, SLIDING
@@ -29,7 +30,8 @@ class Family:
 
     queries: the matrix of queries, or of queries, keys and values. fuses_gate: gate and up are one
     matrix. turns_part: of each head. reads_rope: given how many dimensions that is. eps: of its
-    norms. obeys: metadata that others must not have.
+    norms. is_hybrid: some layers have linear attention, and queries have gates. obeys: metadata
+    that others must not have.
     """
 
     model_type: str
@@ -39,6 +41,7 @@ class Family:
     turns_part: bool = False
     reads_rope: Callable[[Metadata, int], Config] = rope
     may_have_experts: bool = False
+    is_hybrid: bool = False
     eps: str = "attention.layer_norm_rms_epsilon"
     obeys: tuple[str, ...] = ()
 
@@ -87,7 +90,7 @@ def _experts(meta: Metadata, sizes: Config) -> Config:
     inner = meta.count("expert_feed_forward_length", inner)
     num_experts, hidden = meta.count("expert_count"), sizes["hidden_size"]
     shape = {"ffn_gate_exps": (num_experts, inner, hidden)}
-    meta.check_layers(sizes["num_hidden_layers"], shape)
+    meta.check_layers(range(sizes["num_hidden_layers"]), shape)
     return {
         "num_experts": num_experts,
         "num_experts_per_tok": meta.count("expert_used_count"),
@@ -193,6 +196,18 @@ def _glm4(meta: Metadata, sizes: Config) -> Config:
     return {}
 
 
+def _qwen3_next(meta: Metadata, sizes: Config) -> Config:
+    found = {"norm_topk_prob": True} | linear_attention(meta, sizes)
+    return _qwen3_5_moe(meta, sizes) | found
+
+
+def _qwen3_5_moe(meta: Metadata, sizes: Config) -> Config:
+    """Read the experts, and the one of all tokens beside them."""
+    shared = meta.count("expert_shared_feed_forward_length")
+    experts = _experts(meta, sizes) | {"shared_expert_intermediate_size": shared}
+    return experts | linear_attention(meta, sizes)
+
+
 def _gpt_neox(meta: Metadata, sizes: Config) -> Config:
     return {
         "layer_norm_eps": meta.number("attention.layer_norm_epsilon"),
@@ -220,6 +235,13 @@ FAMILIES = {
         "cohere2", _cohere2, eps="attention.layer_norm_epsilon", obeys=("logit_scale",)
     ),
     "glm4": Family("glm4", _glm4, fuses_gate=True, turns_part=True),
+    "qwen3next": Family(
+        "qwen3_next", _qwen3_next, turns_part=True, may_have_experts=True, is_hybrid=True
+    ),
+    "qwen35": Family("qwen3_5_text", linear_attention, turns_part=True, is_hybrid=True),
+    "qwen35moe": Family(
+        "qwen3_5_moe_text", _qwen3_5_moe, turns_part=True, may_have_experts=True, is_hybrid=True
+    ),
     "gptneox": Family(
         "gpt_neox",
         _gpt_neox,
@@ -236,17 +258,28 @@ FAMILIES = {
 def decoder(meta: Metadata, family: Family) -> Config:
     """Make a config of an architecture with rotary attention."""
     sizes = _sizes(meta, family)
-    biases = {"attention_bias": f"blk.0.{family.queries}.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+    first = next(iter(_attending(meta, family, sizes["num_hidden_layers"])), 0)
+    biases = {
+        "attention_bias": f"blk.{first}.{family.queries}.bias",
+        "mlp_bias": "blk.0.ffn_up.bias",
+    }
     config = sizes | {name: tensor in meta.file.tensors for name, tensor in biases.items()}
     config |= {"model_type": family.model_type, "rms_norm_eps": meta.number(family.eps)}
     return config | family.own(meta, config)
+
+
+def _attending(meta: Metadata, family: Family, num_layers: int) -> Sequence[int]:
+    return attending_layers(meta, num_layers) if family.is_hybrid else range(num_layers)
 
 
 def _sizes(meta: Metadata, family: Family) -> Config:
     """Read the sizes and the rotary embedding, and hold them against the matrices."""
     heads, hidden = meta.count("attention.head_count"), meta.count("embedding_length")
     kv_heads = meta.count("attention.head_count_kv", heads)
-    num_layers, inner = meta.count("block_count"), meta.count("feed_forward_length")
+    num_layers = layer_count(meta) if family.is_hybrid else meta.count("block_count")
+    num_experts = _num_experts(meta)
+    # Where all layers have experts, a file may leave it out.
+    inner = meta.count("feed_forward_length", 1 if family.is_hybrid and num_experts else None)
     head_dim = meta.count("attention.key_length", max(1, hidden // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
         found, may_differ = meta.count(key, head_dim), family.turns_part and key.startswith("rope")
@@ -265,15 +298,15 @@ def _sizes(meta: Metadata, family: Family) -> Config:
             " KV heads: query heads must be a multiple of KV heads, and dimensions even."
         )
     both = family.queries == "attn_qkv"
-    shapes = {family.queries: ((heads + 2 * kv_heads * both) * head_dim, hidden)}
-    num_experts = _num_experts(meta)
+    rows = (heads * (2 if family.is_hybrid else 1) + 2 * kv_heads * both) * head_dim
     if num_experts and not family.may_have_experts:
         raise meta.error(
             "expert_count", f"{num_experts}; such a mixture of experts is not supported"
         )
+    meta.check_layers(_attending(meta, family, num_layers), {family.queries: (rows, hidden)})
     if not num_experts:
-        shapes["ffn_up"] = (inner * (2 if family.fuses_gate else 1), hidden)
-    meta.check_layers(num_layers, shapes)
+        shape = (inner * (2 if family.fuses_gate else 1), hidden)
+        meta.check_layers(range(num_layers), {"ffn_up": shape})
     return {
         "num_hidden_layers": num_layers,
         "hidden_size": hidden,

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from quire.base.errors import ModelError
 from quire.base.gguf import ArrayPlace, GGUFFile
@@ -62,10 +62,10 @@ class Metadata:
             raise ModelError(f"{self.file.path}: {name} holds numbers that are not above 0.")
         return found
 
-    def check_layers(self, num_layers: int, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check_layers(self, layers: Iterable[int], shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Check the matrices that fix all other sizes, before memory is taken for what the metadata
         says."""
-        for layer in range(num_layers):
+        for layer in layers:
             for part, shape in shapes.items():
                 self.check_shape(f"blk.{layer}.{part}.weight", shape)
 

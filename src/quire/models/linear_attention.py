@@ -5,8 +5,8 @@ Shape legend: T tokens, D model dim, C channels of the convolution, N value head
 their vectors, M = N E, K key heads.
 """
 
+from collections.abc import Container
 from types import MappingProxyType
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,47 +52,61 @@ class DeltaRule(Layer):
         ]
 
 
-class Projections(NamedTuple):
-    """What checkpoints call the modules of queries, keys, values and gates of the output, and those
-    of strengths and times. by_key_head: whether these stand together for each key head with its
-    value heads, instead of one after the other."""
+class Inputs(Linear):
+    """Queries, keys and values, and gates of the output.
 
-    inputs: tuple[str, ...]
-    gates: tuple[str, ...]
-    by_key_head: bool
+    by_key_head: whether checkpoints have one module of them all, in which they stand together for
+    each key head. GGUF files have a matrix of the first three and one of the gates all the same.
+    """
 
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        sizes: LinearAttention,
+        factory: ParamFactory,
+        *,
+        by_key_head: bool,
+    ) -> None:
+        keys, values = sizes.keys_size, sizes.values_size
+        names, outputs = ["in_proj_qkv", "in_proj_z"], [sizes.channels, values]
+        modules = [f"{name}.{each}" for each in names]
+        super().__init__(modules, hidden, outputs, factory)
+        self._together = f"{name}.in_proj_qkvz.weight"
+        self._order = rows_of_key_heads((keys, keys, values, values), sizes.key_heads)
+        self._by_key_head = self._is_usual = by_key_head
 
-APART = Projections(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"), False)
-BY_KEY_HEAD = Projections(("in_proj_qkvz",), ("in_proj_ba",), True)
+    def adopt(self, stored: Container[str]) -> None:
+        """Learn which of them the weight files hold."""
+        apart = super().sources()[0].name
+        self._by_key_head = self._is_usual and apart not in stored
+
+    def sources(self) -> list[Source]:
+        if self._by_key_head:
+            return [Source(self._together, self.weight, order=self._order)]
+        return super().sources()
 
 
 class LinearAttentionLayer(nn.Module):
     """Queries, keys and values, convolved; the delta rule; a gated norm and the output."""
 
-    def __init__(self, at: LayerPlace, form: Projections) -> None:
+    def __init__(self, at: LayerPlace, *, by_key_head: bool) -> None:
         super().__init__()
         sizes, factory = at.spec.linear_attention, at.factory
         name, hidden = f"{at.name}.{INSIDE}", at.spec.hidden_size
+        keys, heads = sizes.key_heads, sizes.value_heads
         self._layer, self._eps = at.layer, at.spec.layers.norm_eps
-        self._heads = DeltaHeads(sizes.key_heads, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        keys, values, heads = sizes.keys_size, sizes.values_size, sizes.value_heads
-        parts, gates = (keys, keys, values, values), (heads, heads)
-        self._split = [sizes.channels, values]
-        self.inputs, self.gates = (
-            kind(
-                [f"{name}.{each}" for each in names],
-                hidden,
-                [sum(outputs)] if form.by_key_head else joined,
-                factory,
-                orders=[rows_of_key_heads(outputs, sizes.key_heads)] if form.by_key_head else (),
-            )
-            for kind, names, outputs, joined in (
-                (Linear, form.inputs, parts, self._split),
-                (PlainLinear, form.gates, gates, gates),
-            )
-        )
+        self._heads = DeltaHeads(keys, heads, sizes.key_dim, sizes.value_dim)
+        self._split = [sizes.channels, sizes.values_size]
+        self.inputs = Inputs(name, hidden, sizes, factory, by_key_head=by_key_head)
+        names, outputs, orders = ["in_proj_b", "in_proj_a"], [heads, heads], []
+        if by_key_head:
+            names, outputs = ["in_proj_ba"], [2 * heads]
+            orders = [rows_of_key_heads((heads, heads), keys)]
+        modules = [f"{name}.{each}" for each in names]
+        self.gates = PlainLinear(modules, hidden, outputs, factory, orders=orders)
         self.rule = DeltaRule(name, sizes, factory)
-        self.output = Linear([f"{name}.out_proj"], values, [hidden], factory)
+        self.output = Linear([f"{name}.out_proj"], sizes.values_size, [hidden], factory)
 
     def forward(
         self, x_TD: torch.Tensor, _: torch.Tensor | None, backend: AttentionBackend

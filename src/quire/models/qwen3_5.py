@@ -3,7 +3,6 @@ its inputs."""
 
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import ParamFactory
-from quire.models.linear_attention import APART
 from quire.models.qwen3_next import MORE_TOKENS, Qwen3NextLayer, hybrid_options
 from quire.models.text_part import TextPart
 
@@ -11,7 +10,7 @@ from quire.models.text_part import TextPart
 class Qwen3_5Layer(Qwen3NextLayer):  # noqa: N801 (as it is called)
     """Without experts its feed-forward layer is dense."""
 
-    projections = APART
+    by_key_head = False
 
 
 class Qwen3_5(TextPart):  # noqa: N801

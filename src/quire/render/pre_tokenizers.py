@@ -15,6 +15,7 @@ _MODERN = (
 )
 LLAMA3 = _MODERN.replace("DIGITS", r"\p{N}{1,3}")
 QWEN2 = _MODERN.replace("DIGITS", r"\p{N}")
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 _CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 GPT4O = (
@@ -73,6 +74,7 @@ PRE_TOKENIZERS = {
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
+    "qwen35": PreTokenizer((QWEN35,), is_composed=True),
     "stablelm2": PreTokenizer((QWEN2,)),
     "tekken": _TEKKEN,
     "deepseek-coder": _CODER,

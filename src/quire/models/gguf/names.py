@@ -8,14 +8,13 @@ from quire.base.gguf import TensorPlace
 from quire.base.model_spec import ModelSpec
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
-WITHOUT_KIND = ("attn_sinks",)  # is called .weight there, and nothing here
 EXPERT = "{}"  # stands for an expert's number where a tensor holds all experts of a layer
 
 
 @dataclass(frozen=True)
 class Names:
     """Our names by llama.cpp's. whole: of the tensors that stand alone. layers: what is in front of
-    a layer's number. in_layer: what comes after it."""
+    a layer's number. in_layer: what comes after it, or all of that: then ours has no kind."""
 
     whole: Mapping[str, str]
     layers: str
@@ -54,6 +53,26 @@ QWEN_MOE = DECODER.but(
     ffn_up_exps="mlp.experts.{}.up_proj",
     ffn_down_exps="mlp.experts.{}.down_proj",
 )
+SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+LINEAR = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",  # of older files
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
 BY_TYPE = {
     "gpt2": Names(
         {
@@ -95,9 +114,9 @@ BY_TYPE = {
         ffn_down_exps="block_sparse_moe.experts.{}.w2",
     ),
     "gpt_oss": QWEN_MOE.but(
-        attn_sinks="self_attn.sinks",
         post_attention_norm="post_attention_layernorm",
         ffn_gate_inp="mlp.router",
+        **{"attn_sinks.weight": "self_attn.sinks"},
     ),
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
@@ -111,13 +130,11 @@ BY_TYPE = {
         post_ffw_norm="post_feedforward_layernorm",
     ),
     "phi3": DECODER.but(attn_qkv="self_attn.qkv_proj", ffn_up="mlp.gate_up_proj"),
-    "qwen2_moe": QWEN_MOE.but(
-        ffn_gate_inp_shexp="mlp.shared_expert_gate",
-        ffn_gate_shexp="mlp.shared_expert.gate_proj",
-        ffn_up_shexp="mlp.shared_expert.up_proj",
-        ffn_down_shexp="mlp.shared_expert.down_proj",
-    ),
+    "qwen2_moe": QWEN_MOE.but(**SHARED),
     "qwen3_moe": QWEN_MOE,
+    "qwen3_next": QWEN_MOE.but(**SHARED, **LINEAR),
+    "qwen3_5_text": DECODER.but(**LINEAR),
+    "qwen3_5_moe_text": QWEN_MOE.but(**SHARED, **LINEAR),
 }
 
 
@@ -131,14 +148,15 @@ def our_names(place: TensorPlace, spec: ModelSpec) -> list[str]:
 
 
 def _our_name(name: str, names: Names) -> str:
-    stem, _, kind = name.rpartition(".")
-    found = IN_LAYER.fullmatch(stem)
+    found = IN_LAYER.fullmatch(name)
     if found is None:
+        stem, _, kind = name.rpartition(".")
         ours = names.whole.get(stem)
         return name if ours is None else f"{ours}.{kind}"
     layer, part = found.groups()
-    ours = names.in_layer.get(part)
-    if ours is None:
+    stem, _, kind = part.rpartition(".")
+    if part in names.in_layer:
+        return f"{names.layers}.{layer}.{names.in_layer[part]}"
+    if stem not in names.in_layer:
         return name
-    kind = "" if part in WITHOUT_KIND else f".{kind}"
-    return f"{names.layers}.{layer}.{ours}{kind}"
+    return f"{names.layers}.{layer}.{names.in_layer[stem]}.{kind}"

@@ -7,6 +7,7 @@ from quire.base.gguf import GGUFFile, TensorKind
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat
 from quire.models.gguf.names import our_names
+from quire.models.gguf.value_heads import kept_kind
 from quire.models.outline import PLAIN, Part
 from quire.ops.formats import SIZES, Quantization
 
@@ -36,7 +37,11 @@ def stored_formats_of_parts(
 
 def kinds_by_name(file: GGUFFile, spec: ModelSpec) -> dict[str, TensorKind]:
     """Tell how each tensor is stored, by the name that our layers ask for."""
-    return {name: place.kind for place in file.tensors.values() for name in our_names(place, spec)}
+    return {
+        name: kept_kind(place, spec)
+        for place in file.tensors.values()
+        for name in our_names(place, spec)
+    }
 
 
 def stored_format(

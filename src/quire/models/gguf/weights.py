@@ -19,12 +19,14 @@ from torch import nn
 from quire.base.errors import ModelError
 from quire.base.gguf import GGUFFile, TensorKind
 from quire.base.gguf_rope import OF_CONFIG
+from quire.base.linear_attention import HYBRID_TYPES
 from quire.base.model_spec import ModelSpec
 from quire.models.formats import StoredFormat
 from quire.models.gguf.dequantise import dequantise
-from quire.models.gguf.names import our_names
+from quire.models.gguf.names import IN_LAYER, our_names
 from quire.models.gguf.stored import kinds_by_name, stored_format
-from quire.models.layers import Embedding, Linear, LMHead, Source
+from quire.models.gguf.value_heads import column_order, row_order
+from quire.models.layers import Embedding, Linear, LMHead, Part, Source
 
 PERMUTED = ("llama", "granite", "smollm3")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # a row that files hold as a vector
@@ -37,8 +39,8 @@ class GGUFTensor:
     """A tensor as the file has it, or one expert's part of it. A vector counts as rows of one value
     each.
 
-    name: as our layers call it. order: which of the file's rows each of ours is; None: the same.
-    offset: is added to every value.
+    name: as our layers call it. order, columns: which of the file's rows and columns each of ours
+    is; None: the same. offset: is added to every value.
     """
 
     name: str
@@ -47,6 +49,7 @@ class GGUFTensor:
     stored: npt.NDArray[np.uint8]
     order: npt.NDArray[np.int64] | None = None
     offset: float = 0.0
+    columns: npt.NDArray[np.int64] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -55,7 +58,15 @@ class GGUFTensor:
     def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Rows from `start` to before `stop`, in our order, as the file stores their values.
 
-        A row is whole blocks, and a permutation of rows leaves them whole."""
+        A row is whole blocks, and a permutation of rows leaves them whole; so must that of columns.
+        """
+        rows = self._rows(start, stop)
+        if self.columns is None:
+            return rows
+        places = self.columns[:: self.kind.block_size] // self.kind.block_size
+        return rows.reshape(len(rows), -1, self.kind.block_bytes)[:, places].reshape(rows.shape)
+
+    def _rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         if self.order is None:
             return self.stored[start:stop]
         return self.stored[self.order[start:stop]]
@@ -73,9 +84,9 @@ class GGUFTensor:
             num_values = num_bytes // self.kind.block_bytes * self.kind.block_size
             wanted = (wanted[0], num_values)
             destination = destination[:, :num_bytes]
-        if source.part is not None:
-            assert source.part.dimension == 0, "files hold rows"
-            wanted = (source.part.whole[0], *wanted[1:])
+        part = _rows_of(source)
+        if part is not None:
+            wanted = (part.whole[0], *wanted[1:])
         if self.shape != wanted:
             raise ModelError(
                 f"the tensor for {self.name} has the shape {list(self.shape)}, but the metadata"
@@ -85,15 +96,18 @@ class GGUFTensor:
         self._taken(source)._fill(destination, as_blocks)
         if offset:
             destination.add_(offset)
+        if source.is_logarithm:  # files hold what it stands for, below 0
+            destination.neg_()
 
     def _taken(self, source: Source) -> "GGUFTensor":
         """Choose the rows that a source asks for, in its order."""
         order = np.arange(self.shape[0]) if self.order is None else self.order
-        if source.part is not None:
-            order = order[source.part.first : source.part.first + source.part.count]
+        part = _rows_of(source)
+        if part is not None:
+            order = order[part.first : part.first + part.count]
         if source.order is not None:
             order = order[source.order.cpu().numpy()]
-        if source.part is None and source.order is None:
+        if part is None and source.order is None:
             return self
         return replace(self, order=order)
 
@@ -109,7 +123,14 @@ class GGUFTensor:
             destination[start:stop].copy_(_tensor(rows))
 
     def _values(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        return dequantise(self.kind, self.blocks(start, stop))
+        values = dequantise(self.kind, self._rows(start, stop))
+        return values if self.columns is None else values[:, self.columns]
+
+
+def _rows_of(source: Source) -> Part | None:
+    """Return the rows that a source takes of a tensor, if not all. A part of another dimension is
+    one that files leave out, of size 1."""
+    return source.part if source.part is not None and source.part.dimension == 0 else None
 
 
 def _tensor(values: npt.NDArray[Any]) -> torch.Tensor:
@@ -141,7 +162,7 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
     """All tensors of the file, one at a time, those of experts one by one. Those that we have no
     name for keep theirs."""
     for place in file.tensors.values():
-        if place.name in OF_CONFIG:
+        if place.name in OF_CONFIG or _is_behind_layers(place.name, spec):
             continue
         names, shape = our_names(place, spec), place.shape
         if len(shape) > 1 and names != [place.name] and EXPERTS in place.name:
@@ -155,15 +176,24 @@ def gguf_tensors(file: GGUFFile, spec: ModelSpec) -> Iterator[GGUFTensor]:
             )
         stored = np.frombuffer(file.data(place), np.uint8).reshape(len(names), shape[0], -1)
         order = _row_order(place.name, file, spec, shape[0])
-        offset = -1.0 if _is_norm_of_gemma(place.name, spec) else 0.0
+        columns = column_order(place.name, spec)
+        offset = -1.0 if _is_offset_norm(place.name, spec) else 0.0
         for name, each in zip(names, stored, strict=True):
-            yield GGUFTensor(name, place.kind, shape, each, order, offset)
+            yield GGUFTensor(name, place.kind, shape, each, order, offset, columns)
         file.forget(place)
 
 
-def _is_norm_of_gemma(name: str, spec: ModelSpec) -> bool:
+def _is_offset_norm(name: str, spec: ModelSpec) -> bool:
     """Tell whether a file holds 1 + weight where checkpoints hold the weight."""
-    return spec.model_type.startswith("gemma") and name.endswith("norm.weight")
+    is_such = spec.model_type.startswith("gemma") or spec.model_type in HYBRID_TYPES
+    return is_such and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
+
+
+def _is_behind_layers(name: str, spec: ModelSpec) -> bool:
+    """Tell whether a tensor is of layers that guess more tokens, which are not run."""
+    found = IN_LAYER.fullmatch(name)
+    is_hybrid = spec.model_type in HYBRID_TYPES
+    return is_hybrid and found is not None and int(found.group(1)) >= spec.num_layers
 
 
 def _row_order(
@@ -176,7 +206,9 @@ def _row_order(
     and keys as 0, H/2, 1, H/2+1, ... Of gpt_neox, checkpoints hold queries, keys and values of one
     head together, files all queries, all keys, all values.
     """
-    size = spec.head_dim
+    size, of_values = spec.head_dim, row_order(name, spec)
+    if of_values is not None:
+        return of_values if len(of_values) == num_rows else None
     if spec.model_type == "gpt_neox" and re.fullmatch(r"blk\.\d+\.attn_qkv\..+", name):
         if num_rows != 3 * spec.num_heads * size:
             return None  # a wrong number of rows is found when the parameter is filled
