@@ -209,7 +209,7 @@ def test_the_sizes_of_qwen3_30b_a3b() -> None:
     assert cost.weight_bytes == 2 * (cost.layers + cost.head)
 
 
-@pytest.mark.parametrize("variant", MIXTURES)
+@pytest.mark.parametrize("variant", [*MIXTURES, "qwen3_next", "qwen3_next_some", "qwen3_5_wide"])
 def test_parameters_that_multiply_a_token(variant: str) -> None:
     spec = parse_spec({"model_type": VARIANTS[variant][0]} | VARIANTS[variant][1])
     assert linear_parameters(spec) == step_cost(spec, torch.float32).layers

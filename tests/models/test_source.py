@@ -45,6 +45,8 @@ SIZES = {
     "qwen3-4b": 4022,
     "qwen3-8b": 8191,
     "qwen3-30b-a3b": 30532,
+    "qwen3-next-80b-a3b": 80_000,
+    "qwen3.5-0.8b": 752,  # without what reads images
     "llama-3.1-8b": 8030,
     "llama-3.2-1b": 1236,
     "llama-3.2-3b": 3213,

@@ -46,16 +46,19 @@ def _cgroup_left() -> list[int]:
 def workspace_bytes(spec: ModelSpec, dtype_bytes: int, num_tokens: int, num_seqs: int) -> int:
     """Bound what one step allocates beside weights and KV, from the model's shape.
 
-    Per token: the residual stream, queries, keys and values, both halves of the feed-forward layer
-    and its product, or what a mixture of experts makes. Per sampling row: logits in the model's
-    dtype and twice in float32.
+    Per token: the residual stream, queries, keys and values, or what linear attention makes, both
+    halves of the feed-forward layer and its product, or what a mixture of experts makes. Per
+    sampling row: logits in the model's dtype and twice in float32.
     """
     experts = spec.experts
     inner = 3 * spec.intermediate_size
     if experts is not None:
         inner = max(inner, experts.activations(spec.hidden_size))
-    qkv = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    per_token = (4 * spec.hidden_size + 2 * qkv + inner) * dtype_bytes
+    mixing = 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if spec.linear_layers:
+        gates = spec.num_heads * spec.head_dim
+        mixing = max(mixing + 2 * gates, spec.linear_attention.activations)
+    per_token = (4 * spec.hidden_size + mixing + inner) * dtype_bytes
     per_sample = spec.vocab_size * (dtype_bytes + 3 * 4)
     return num_tokens * per_token + num_seqs * per_sample
 

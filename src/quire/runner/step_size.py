@@ -34,10 +34,16 @@ def bounded_tokens(tokens: float) -> int:
 def linear_parameters(spec: ModelSpec) -> int:
     """Count the weights that each token is multiplied with, head and embedding aside."""
     attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    mixing = spec.num_layers * attention
+    if spec.linear_layers:
+        gates = spec.hidden_size * spec.head_dim * spec.num_heads
+        num_linear = len(spec.linear_layers)
+        linear = num_linear * spec.linear_attention.parameters(spec.hidden_size)
+        mixing = (spec.num_layers - num_linear) * (attention + gates) + linear
     dense, experts = 3 * spec.hidden_size * spec.intermediate_size, spec.experts
     if experts is None:
-        return spec.num_layers * (attention + dense)
+        return mixing + spec.num_layers * dense
     num_sparse = sum(experts.is_sparse(layer) for layer in range(spec.num_layers))
     num_gates = experts.num_experts + (1 if experts.shared_size else 0)
     sparse = spec.hidden_size * (num_gates + 3 * experts.token_size)
-    return spec.num_layers * (attention + dense) + num_sparse * (sparse - dense)
+    return mixing + spec.num_layers * dense + num_sparse * (sparse - dense)
