@@ -108,8 +108,30 @@ def delta_case(bench: Bench, rows: int, tokens: int, in_chunks: bool) -> Made:
     return lambda: delta_rule.delta_rule(*given), cost
 
 
+def gated_case(bench: Bench, module: str, tokens: int) -> Made:
+    """The norm of what the delta rule reads, with gates; and attention's gate. Gates are a part of
+    wider rows."""
+    from quire.ops.kernels import gate, norm
+
+    heads = TINY if bench.is_tiny else NEXT_80B
+    size = heads.values * heads.value_dim
+    x, wide = bench.randn(tokens, size), bench.randn(tokens, 3 * size)
+    cost = Cost(num_bytes=3 * x.nbytes)
+    if module == "gate":
+        return lambda: gate.sigmoid_mul(x, wide[:, :size]), cost
+    weight = bench.randn(heads.value_dim)
+    x_TNE, gate_TNE = (
+        each.unflatten(1, (heads.values, heads.value_dim)) for each in (x, wide[:, size : 2 * size])
+    )
+    return lambda: norm.gated_norm(x_TNE, gate_TNE, weight, 1e-6), cost
+
+
 def cases(is_tiny: bool) -> Iterator[tuple[str, str, Callable[[Bench], Made]]]:
     """Module, name, and what makes it."""
+    for module in ("norm", "gate"):
+        for tokens in (2, 9) if is_tiny else (64, 8192):
+            gated = lambda b, m=module, t=tokens: gated_case(b, m, t)  # noqa: E731
+            yield module, f"gates of linear layers, {tokens} tokens", gated
     for module, shapes in SHAPES.items():
         for rows, tokens in TINY_SHAPES if is_tiny else shapes:
             name = f"{rows} rows of {tokens} tokens"

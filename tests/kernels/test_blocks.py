@@ -21,6 +21,7 @@ LAYOUTS = {
     "two_bytes": ((2, 1, 2, 7, 1, 5), torch.float16, 3),
     "large_blocks": ((2, 1, 1, 7, 16, 150), torch.float32, 3),
     "blocks_first": ((2, 7, 4, 3, 8), torch.float32, 1),
+    "states": ((1, 3, 1, 7, 1, 5001), torch.float32, 3),
 }
 
 
@@ -128,6 +129,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(kernels, real.__name__, call)
     return names
+
+
+def test_blocks_of_megabytes(device: torch.device) -> None:
+    """States of 32 heads of 128 x 128, of two layers."""
+    size = 32 * 128 * 128 + 3 * 8192
+    group = CacheGroup("state", (0, 1), state_size=size)
+    memory = KVMemory(KVLayout((group,), (4,), 16, torch.float16, device, "int8"))
+    (kv,) = memory.kv
+    assert kv.dtype == torch.float32
+    kv[0, :, 0, 1, 0] = torch.arange(2 * size, device=device).view(2, size).float()
+    kernels.copy_blocks(kv, torch.tensor([[1], [3]], dtype=torch.int32, device=device))
+    assert same_bits(kv[:, :, :, 3], kv[:, :, :, 1]) and not kv[:, :, :, [0, 2]].any()
 
 
 @pytest.mark.parametrize("kv_format", ["auto", "int8", "fp8"])

@@ -7,6 +7,7 @@ from quire.ops.clamped_gate import clamped_gate
 from quire.ops.gelu_mul import gelu_mul, gelu_tanh_mul
 from quire.ops.host_memory import lazy_zeros
 from quire.ops.kernels import gate as kernels
+from quire.ops.sigmoid_mul import sigmoid_mul
 from quire.ops.silu_mul import silu_mul
 from quire.ops.soft_cap import soft_cap
 
@@ -42,6 +43,17 @@ def test_clamped_gate(shape: tuple[int, int], dtype: torch.dtype, device: torch.
     wanted = clamped_gate(x, 1.7, 3.0)
     assert found[0, 0].isnan() and found[0, 1] == 0
     torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (3, 128), (2, 1025)])
+def test_sigmoid_mul(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    """Of a wider tensor's parts, as queries and their gates have one projection."""
+    wide = numbers(shape[0], 2 * shape[1] + 3, seed=4, dtype=dtype, device=device)
+    x, gate = wide[:, 3:].split(shape[1], dim=1)
+    found, wanted = kernels.sigmoid_mul(x, gate), sigmoid_mul(x.cpu(), gate.cpu())
+    assert found.dtype == dtype and found.is_contiguous()
+    torch.testing.assert_close(found.cpu(), wanted, atol=1e-7, rtol=TOLERANCE[dtype])
+    assert kernels.sigmoid_mul(x[:0], gate[:0]).shape == (0, shape[1])
 
 
 def test_rows_of_a_wider_tensor(device: torch.device) -> None:

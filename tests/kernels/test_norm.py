@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from quire.ops import rms_norm as reference
+from quire.ops.gated_norm import gated_norm
 from quire.ops.kernels import norm
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -53,3 +54,28 @@ def test_after_an_addition(
     for mine, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 128), (3, 5, 20), (2, 40, 64)])
+@pytest.mark.parametrize("has_float32_weight", [False, True])
+def test_vectors_with_a_gate_each(
+    shape: tuple[int, int, int], has_float32_weight: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """A part of a wider tensor, as of a projection that others share; all bits of the rounding."""
+    tokens, heads, size = shape
+    wide = numbers(tokens, 2 * heads * size + 7, seed=1, dtype=dtype, device=device) * 3
+    x, gate = (part.unflatten(1, (heads, size)) for part in wide[:, 7:].split(heads * size, dim=1))
+    kind = torch.float32 if has_float32_weight else dtype
+    weight = numbers(size, seed=2, dtype=kind, device=device)
+    found, wanted = (
+        norm.gated_norm(x, gate, weight, 1e-6),
+        gated_norm(x.cpu(), gate.cpu(), weight.cpu(), 1e-6),
+    )
+    assert found.dtype == dtype
+    tolerance = TOLERANCE[dtype] / (1 if dtype == torch.float32 else 4)
+    torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=2 * tolerance)
+
+
+def test_no_vectors(device: torch.device) -> None:
+    x = torch.empty(0, 3, 16, device=device)
+    assert norm.gated_norm(x, x, torch.ones(16, device=device), 1e-6).shape == (0, 3, 16)

@@ -1,10 +1,11 @@
-"""The gate of a gated feed-forward layer, one program per row and 1024 columns; and soft-capping of
-logits, one per 1024 of them.
+"""The gate of a gated feed-forward layer, or of attention, one program per row and 1024 columns;
+and soft-capping of logits, one per 1024 of them.
 
 Bound by memory: 3 F elements per token, in accesses of 16 bytes. Expected on an H200, at 4.3 TB/s:
 41 us for 2048 tokens of F = 14336 in bfloat16; the time of a launch for a few tokens. Logits are
 read and written once.
-Shape legend: T tokens, F feed-forward dim, E = 2 F, R rows, V vocabulary.
+Shape legend: T tokens, F feed-forward dim, E = 2 F, M numbers of a token's heads, R rows, V
+vocabulary.
 """
 
 import torch
@@ -57,6 +58,22 @@ def _gate_kernel(
 
 
 @triton.jit
+def _sigmoid_mul_kernel(
+    x_ptr, gate_ptr, out_ptr, num_columns, num_blocks, x_stride, gate_stride, BLOCK: tl.constexpr
+):
+    program = tl.program_id(0)
+    row = (program // num_blocks).to(tl.int64)
+    at = (program % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num_columns
+    x = tl.load(x_ptr + row * x_stride + at, mask=inside, other=0.0)
+    gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
+    # As the reference: the gate is rounded to the dtype, and that is multiplied.
+    gate = (1.0 / (1.0 + tl.exp(-gate))).to(x_ptr.dtype.element_ty).to(tl.float32)
+    out = (x.to(tl.float32) * gate).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_columns + at, out, mask=inside)
+
+
+@triton.jit
 def _soft_cap_kernel(x_ptr, out_ptr, num_elements, cap, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_elements
@@ -90,6 +107,28 @@ def gelu_tanh_mul(gate_up_TE: torch.Tensor) -> torch.Tensor:
 def clamped_gate(gate_up_TE: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """The same as `quire.ops.clamped_gate.clamped_gate`."""
     return _gate(gate_up_TE, CLAMPED, alpha, limit)
+
+
+def sigmoid_mul(x_TM: torch.Tensor, gate_TM: torch.Tensor) -> torch.Tensor:
+    """Do as `quire.ops.sigmoid_mul.sigmoid_mul`, of one dtype; rows may be further apart than their
+    width."""
+    num_tokens, num_columns = x_TM.shape
+    assert gate_TM.shape == x_TM.shape and gate_TM.dtype == x_TM.dtype
+    assert x_TM.stride(1) == gate_TM.stride(1) == 1, "columns must be contiguous"
+    out_TM = x_TM.new_empty(num_tokens, num_columns)
+    num_blocks = triton.cdiv(num_columns, BLOCK)
+    if out_TM.numel():
+        _sigmoid_mul_kernel[(num_tokens * num_blocks,)](
+            x_TM,
+            gate_TM,
+            out_TM,
+            num_columns,
+            num_blocks,
+            x_TM.stride(0),
+            gate_TM.stride(0),
+            BLOCK=BLOCK,
+        )
+    return out_TM
 
 
 def soft_cap(x_RV: torch.Tensor, cap: float) -> torch.Tensor:
@@ -126,21 +165,34 @@ def _gate(
 
 _GATE = {"num_columns": "i32", "num_blocks": "i32", "token_stride": "i32"}
 _CAP = {"num_elements": "i32", "cap": "fp32"}
-CONFIGS = [
-    Config(
-        _gate_kernel,
-        {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | _GATE,
-        {"ACTIVATION": activation, "ALPHA": 1.702, "LIMIT": 7.0, "BLOCK": BLOCK},
-        divisible=("num_columns", "token_stride"),
-    )
-    for dtype in ("bf16", "fp16", "fp32")
-    for activation in (SILU, GELU, GELU_TANH, CLAMPED)
-] + [
-    Config(
-        _soft_cap_kernel,
-        {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | _CAP,
-        {"BLOCK": BLOCK},
-        divisible=("num_elements",),
-    )
-    for dtype in ("bf16", "fp16", "fp32")
-]
+CONFIGS = (
+    [
+        Config(
+            _gate_kernel,
+            {"gate_up_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | _GATE,
+            {"ACTIVATION": activation, "ALPHA": 1.702, "LIMIT": 7.0, "BLOCK": BLOCK},
+            divisible=("num_columns", "token_stride"),
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+        for activation in (SILU, GELU, GELU_TANH, CLAMPED)
+    ]
+    + [
+        Config(
+            _sigmoid_mul_kernel,
+            dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), f"*{dtype}")
+            | dict.fromkeys(("num_columns", "num_blocks", "x_stride", "gate_stride"), "i32"),
+            {"BLOCK": BLOCK},
+            divisible=("num_columns", "x_stride", "gate_stride"),
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ]
+    + [
+        Config(
+            _soft_cap_kernel,
+            {"x_ptr": f"*{dtype}", "out_ptr": f"*{dtype}"} | _CAP,
+            {"BLOCK": BLOCK},
+            divisible=("num_elements",),
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+    ]
+)

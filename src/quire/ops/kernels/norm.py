@@ -1,6 +1,7 @@
-"""RMS normalisation, alone or after a residual addition: one program per row.
+"""RMS normalisation, alone or after a residual addition: one program per row. And of vectors with a
+gate each: one program for some vectors of a token.
 
-Shape legend: T tokens, D the normalised dimension.
+Shape legend: T tokens, D the normalised dimension; N heads of E numbers.
 """
 
 import torch
@@ -8,6 +9,8 @@ import triton
 import triton.language as tl
 
 from quire.ops.kernels.launch import Config, next_power_of_2
+
+TILE = 1024  # numbers of vectors with gates in a program, 8 for each of 128 threads
 
 
 @triton.jit
@@ -90,6 +93,77 @@ def _num_warps(width: int) -> int:
     return min(16, max(1, width // 512))
 
 
+@triton.jit
+def _gated_norm_kernel(
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    out_ptr,
+    num_heads,
+    num_columns,
+    x_token,  # elements from one token to the next
+    gate_token,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    tiles = tl.cdiv(num_heads, HEADS)
+    token = (tl.program_id(0) // tiles).to(tl.int64)
+    head = tl.program_id(0) % tiles * HEADS + tl.arange(0, HEADS)
+    at = tl.arange(0, WIDTH)
+    inside = (head < num_heads)[:, None] & (at < num_columns)[None, :]
+    place = head[:, None] * num_columns + at[None, :]
+    x = tl.load(x_ptr + token * x_token + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + token * gate_token + place, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=at < num_columns, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, axis=1) / num_columns + eps)[:, None]
+    # As the reference: rounded to the dtype before the product, and behind it if the weight has it.
+    x = x.to(x_ptr.dtype.element_ty).to(tl.float32) * weight[None, :]
+    if weight_ptr.dtype.element_ty == x_ptr.dtype.element_ty:
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    x *= gate / (1.0 + tl.exp(-gate))
+    out = out_ptr + token * num_heads * num_columns + place
+    tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gated_norm(
+    x_TNE: torch.Tensor, gate_TNE: torch.Tensor, weight_E: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """Do as `quire.ops.gated_norm.gated_norm`; a token's heads follow each other, tokens may be
+    further apart."""
+    num_tokens, num_heads, size = x_TNE.shape
+    for each in (x_TNE, gate_TNE):
+        assert each.stride()[1:] == (size, 1), f"heads must follow, got {each.stride()}"
+    assert weight_E.is_contiguous()
+    out_TNE = x_TNE.new_empty(x_TNE.shape)
+    width = next_power_of_2(size)
+    heads = _heads(width, num_heads)
+    if out_TNE.numel():
+        _gated_norm_kernel[(num_tokens * triton.cdiv(num_heads, heads),)](
+            x_TNE,
+            gate_TNE,
+            weight_E,
+            out_TNE,
+            num_heads,
+            size,
+            x_TNE.stride(0),
+            gate_TNE.stride(0),
+            eps,
+            HEADS=heads,
+            WIDTH=width,
+            num_warps=_gated_warps(heads, width),
+        )
+    return out_TNE
+
+
+def _heads(width: int, num_heads: int) -> int:
+    return min(max(1, TILE // width), next_power_of_2(num_heads))
+
+
+def _gated_warps(heads: int, width: int) -> int:
+    return min(16, max(1, heads * width // 256))
+
+
 _SIGNATURE = {
     "x_ptr": "*bf16",
     "residual_ptr": "*bf16",
@@ -112,4 +186,15 @@ CONFIGS = [
     )
     for width in (128, 1024, 4096, 8192)
     for has_residual in (False, True)
+] + [
+    Config(
+        _gated_norm_kernel,
+        dict.fromkeys(("x_ptr", "gate_ptr", "out_ptr"), f"*{dtype}")
+        | {"weight_ptr": f"*{weight}", "eps": "fp32"}
+        | dict.fromkeys(("num_heads", "num_columns", "x_token", "gate_token"), "i32"),
+        {"HEADS": _heads(128, 32), "WIDTH": 128},
+        num_warps=_gated_warps(_heads(128, 32), 128),
+        divisible=("num_columns", "x_token", "gate_token"),
+    )
+    for dtype, weight in (("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp16"), ("fp32", "fp32"))
 ]

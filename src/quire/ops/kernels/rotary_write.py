@@ -260,5 +260,6 @@ CONFIGS = [
         for norm in (False, True)
     ),
     *(_config(size, "auto", False) for size in (64, 80, 96, 256)),
+    _config(256, "auto", True),
     _config(128, "auto", True, num_kv_heads=1),  # Triton compiles a 1 as a constant
 ]
