@@ -108,6 +108,22 @@ QUIRE_INLINE void convolve_all(float* __restrict out, const float* const* taps,
     }
 }
 
+template <int kLines>
+QUIRE_INLINE void split_all(float* __restrict lines, int64_t stride, const float* x, int64_t size) {
+    for (int64_t i = 0; i < size; ++i) {
+        for (int l = 0; l < kLines; ++l) lines[l * stride + i] = x[i * kLines + l];
+    }
+}
+
+template <int kLines>
+QUIRE_INLINE void join_all(float* __restrict out, const float* const* lines, int64_t size) {
+    const float* x[kLines];
+    for (int l = 0; l < kLines; ++l) x[l] = lines[l];
+    for (int64_t i = 0; i < size; ++i) {
+        for (int l = 0; l < kLines; ++l) out[i * kLines + l] = x[l][i];
+    }
+}
+
 template <class T>
 QUIRE_VECTOR void widen_all(float* out, const T* from, int64_t size) {
     for (int64_t i = 0; i < size; ++i) out[i] = widen(from[i]);
@@ -206,6 +222,28 @@ void convolve_row(float* out, const float* const* taps, const float* weight, int
                 for (int64_t w = 0; w < width; ++w) sum += weight[w * stride + i] * taps[w][i];
                 out[i] = silu_of(sum);
             }
+    }
+}
+
+QUIRE_VECTOR
+void split_lines(float* lines, int64_t stride, const float* x, int64_t count, int64_t size) {
+    switch (count) {
+        case 1: return split_all<1>(lines, stride, x, size);
+        case 2: return split_all<2>(lines, stride, x, size);
+        case 3: return split_all<3>(lines, stride, x, size);
+        default:
+            for (int64_t i = 0; i < size * count; ++i) lines[i % count * stride + i / count] = x[i];
+    }
+}
+
+QUIRE_VECTOR
+void join_lines(float* out, const float* const* lines, int64_t count, int64_t size) {
+    switch (count) {
+        case 1: return join_all<1>(out, lines, size);
+        case 2: return join_all<2>(out, lines, size);
+        case 3: return join_all<3>(out, lines, size);
+        default:
+            for (int64_t i = 0; i < size * count; ++i) out[i] = lines[i % count][i / count];
     }
 }
 

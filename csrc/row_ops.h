@@ -53,6 +53,10 @@ void clamped_gate_row(float* out, const float* x, float alpha, float limit, int6
 void convolve_row(float* out, const float* const* taps, const float* weight, int64_t stride,
                   int64_t width, int64_t size);
 
+// `count` lines of `size` numbers from [size, count], `stride` apart, and from lines back to that.
+void split_lines(float* lines, int64_t stride, const float* x, int64_t count, int64_t size);
+void join_lines(float* out, const float* const* lines, int64_t count, int64_t size);
+
 // out = x * sigmoid(gate), with a gate for each number.
 void sigmoid_mul_row(float* out, const float* x, const float* gate, int64_t size);
 

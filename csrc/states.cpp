@@ -60,6 +60,16 @@ void read_numbers(float* out, const HeadRows& rows, int64_t token, int64_t begin
     }
 }
 
+// The same where they stand, if they need no widening.
+const float* numbers(float* widened, const HeadRows& rows, int64_t token, int64_t begin,
+                     int64_t count) {
+    if (rows.element == Element::kFloat32) {
+        return static_cast<const float*>(rows.data) + token * rows.stride + begin;
+    }
+    read_numbers(widened, rows, token, begin, count);
+    return widened;
+}
+
 void write_numbers(const HeadRows& rows, int64_t token, int64_t begin, const float* from,
                    int64_t count) {
     begin += token * rows.stride;
@@ -109,18 +119,13 @@ struct Convolution {
     // The last inputs of a state, zeros without one, to lines of kTileChannels.
     void take(float* to, int64_t block, int64_t begin, int64_t count) const {
         const int64_t past = width - 1;
-        const float* state = block < 0 ? nullptr : layer.of(block) + begin * past;
-        for (int64_t i = 0; i < past; ++i, to += kTileChannels) {
-            for (int64_t c = 0; c < count; ++c) to[c] = state ? state[c * past + i] : 0.0f;
-        }
+        if (block < 0) return std::fill(to, to + past * kTileChannels, 0.0f);
+        split_lines(to, kTileChannels, layer.of(block) + begin * past, past, count);
     }
 
     void leave(const float* const* from, int64_t block, int64_t begin, int64_t count) const {
         const int64_t past = width - 1;
-        float* state = layer.of(block) + begin * past;
-        for (int64_t i = 0; i < past; ++i) {
-            for (int64_t c = 0; c < count; ++c) state[c * past + i] = from[i][c];
-        }
+        join_lines(layer.of(block) + begin * past, from, past, count);
     }
 };
 
@@ -135,10 +140,12 @@ void prepare_token(float* keys, float* gates, int64_t key_stride, int64_t tokens
     for (int64_t head = 0; head < heads.keys; ++head) {
         float* k = keys + (head * tokens + token) * key_stride;
         float* q = k + dim;
-        read_numbers(q, rule.qkv, token, head * dim, dim);
-        read_numbers(k, rule.qkv, token, (heads.keys + head) * dim, dim);
-        unit_row(q, q, shrink, dim, kNormEps);
-        unit_row(k, k, 1.0f, dim, kNormEps);
+        const auto unit = [&](float* out, int64_t begin, float length) {
+            const float* x = numbers(out, rule.qkv, token, begin, dim);
+            unit_row(out, x, length, dim, kNormEps);
+        };
+        unit(q, head * dim, shrink);
+        unit(k, (heads.keys + head) * dim, 1.0f);
         q[dim] = dot_row(k, q, dim);
     }
     for (int64_t n = 0; n < heads.values; ++n) {

@@ -5,6 +5,7 @@
 #include <arm_neon.h>
 
 #include <cstring>
+#include <type_traits>
 
 #include "elements.h"
 #include "states_kernels.h"

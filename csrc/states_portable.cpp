@@ -1,5 +1,6 @@
 // The delta rule for any CPU: vectors of four, which compilers know everywhere.
 #include <cstring>
+#include <type_traits>
 
 #include "elements.h"
 #include "states_kernels.h"

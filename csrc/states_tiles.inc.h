@@ -20,6 +20,8 @@ using F = typename Isa::F;
 constexpr int64_t kLanes = Isa::kLanes;
 constexpr int kVectors = Isa::kVectors;
 constexpr int64_t kColumns = kLanes * kVectors;
+constexpr int64_t kLine = 16;  // floats of a cache line
+constexpr int64_t kAhead = 4;  // tokens between the one that is read and the one that is fetched
 
 // Sums over even d and over odd d.
 struct Sums {
@@ -133,13 +135,36 @@ class Tile {
         return pass<false, true>(memory_, from, heads_.key_dim, first, first, F{}, none);
     }
 
-    // Writes the token's result, and returns what it changes.
+    const T* values(int64_t token) const {
+        const HeadRows& qkv = call_.rule.qkv;
+        const int64_t behind = 2 * heads_.keys * heads_.key_dim;
+        return static_cast<const T*>(qkv.data) + token * qkv.stride + behind + in_row_;
+    }
+    T* result(int64_t token) const {
+        const HeadRows& out = call_.rule.out;
+        return static_cast<T*>(out.data) + token * out.stride + in_row_;
+    }
+
+    // Writes the token's result, and finds what it changes. A later token's numbers are asked for
+    // already: rows of several pages are no stream that a CPU would follow.
     QUIRE_INLINE void read_out(const Sums& sums, int64_t token, F decay, F (&change)[kVectors]) {
-        alignas(64) float values[kColumns] = {}, made[kColumns];
-        const int64_t v_at = 2 * heads_.keys * heads_.key_dim + in_row_;
-        const HeadRows &qkv = call_.rule.qkv, &out = call_.rule.out;
-        const T* from = static_cast<const T*>(qkv.data) + token * qkv.stride + v_at;
-        for (int64_t c = 0; c < columns_; ++c) values[c] = widen(from[c]);
+        const int64_t next = token + kAhead < row_.end ? token + kAhead : token;
+        for (int64_t c = 0; c < kColumns; c += kLine) {
+            __builtin_prefetch(values(next) + c);
+            __builtin_prefetch(result(next) + c, 1);
+        }
+        if (std::is_same_v<T, float> && is_whole()) {
+            const auto* from = reinterpret_cast<const float*>(values(token));
+            return weigh(sums, token, decay, from, reinterpret_cast<float*>(result(token)), change);
+        }
+        alignas(64) float widened[kColumns] = {}, made[kColumns];
+        for (int64_t c = 0; c < columns_; ++c) widened[c] = widen(values(token)[c]);
+        weigh(sums, token, decay, widened, made, change);
+        for (int64_t c = 0; c < columns_; ++c) narrow(result(token)[c], made[c]);
+    }
+
+    QUIRE_INLINE void weigh(const Sums& sums, int64_t token, F decay, const float* values,
+                            float* made, F (&change)[kVectors]) const {
         const F strength = Isa::all(gates_[2 * token + 1]);
         const F product = Isa::all(key(token)[2 * heads_.key_dim]);
 #pragma GCC unroll 4
@@ -149,8 +174,6 @@ class Tile {
             change[v] = strength * (Isa::load(values + v * kLanes) - stored);
             Isa::store(made + v * kLanes, Isa::fma(product, change[v], asked));
         }
-        T* to = static_cast<T*>(out.data) + token * out.stride + in_row_;
-        for (int64_t c = 0; c < columns_; ++c) narrow(to[c], made[c]);
     }
 
     void leave(int64_t block) const {

@@ -131,7 +131,10 @@ class Layer {
         if (c.is_stored()) {
             pack_numbers(random);
         } else {
-            pack_weight(data_.data(), weight_, weight.all(), c.format == WeightFormat::kInt4, 1);
+            const MutableMatrix all = weight.all();
+            pack_weight(data_.data(), weight_,
+                        {all.element, static_cast<const uint8_t*>(all.data), -1, 0},
+                        c.format == WeightFormat::kInt4, 1);
         }
         weight_.data = data_.data();
         std::vector<int64_t> ids;

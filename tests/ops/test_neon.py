@@ -17,10 +17,14 @@ FLAGS = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-trapping-math", "-Wno-p
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64-static"
 
+# Sources of the core that a check needs beside its own.
+BESIDE = {"states": ("attention*.cpp", "row_ops.cpp")}
+
 # What is checked, emulated CPUs, and the variants that they run.
 EMULATED = {
     ("attention", "cortex-a53"): ["portable", "neon"],
     ("linear", "cortex-a53"): ["portable", "neon"],
+    ("states", "cortex-a53"): ["portable", "neon"],
     ("linear", "neoverse-n1"): ["portable", "neon", "neon_dotprod"],
     ("linear", "max"): ["portable", "neon", "neon_dotprod", "neon_i8mm"],
 }
@@ -39,7 +43,8 @@ def tool(name: str, package: str) -> str:
 
 def build(check: str, compiler: str, folder: Path, *link_flags: str) -> Path:
     """tests/csrc/check_<check>.cpp with the sources that it is about."""
-    sources = [*sorted(CSRC.glob(f"{check}*.cpp")), CSRC / "parallel.cpp", CSRC / "variants.cpp"]
+    patterns = (f"{check}*.cpp", *BESIDE.get(check, ()), "parallel.cpp", "variants.cpp")
+    sources = [path for pattern in patterns for path in sorted(CSRC.glob(pattern))]
 
     def compiled(source: Path) -> str:
         to = folder / f"{source.stem}.o"
