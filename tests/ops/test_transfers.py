@@ -185,6 +185,18 @@ def test_slots_are_taken_once_and_only_if_blocks_move() -> None:
     assert not any(machine.host.read(0, 3))
 
 
+@pytest.mark.parametrize(("part_bytes", "wanted"), [(1000, 4), (128, 4), (64, 4), (40, 2), (1, 2)])
+def test_larger_blocks_have_fewer_slots(part_bytes: int, wanted: int) -> None:
+    """So that they take no more memory, down to two. A block has 64 bytes."""
+    streams, kv = LateStreams(), torch.zeros(SHAPES[0])
+    kv[:, :, :, 2] = 5.0
+    host = HostBlocks([kv], dim=3, streams=streams, part_bytes=part_bytes, num_slots=4)
+    host.swap_out(0, ids(1, 2, 3), ids(3, 4, 5))
+    assert host.block_bytes(0) == 64 and streams.num_buffers == wanted
+    values = np.frombuffer(host.read(0, 4), np.float32)
+    assert (values == 5.0).all() and not any(host.read(0, 5))
+
+
 def test_last_writes() -> None:
     assert last_writes(ids(3, 1, 3, 2, 1)).tolist() == [2, 3, 4]
     assert last_writes(ids(5, 2, 7)).tolist() == [0, 1, 2]

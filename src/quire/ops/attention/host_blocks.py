@@ -26,6 +26,7 @@ from quire.ops.host_memory import lazy_zeros
 
 PART_BYTES = 16 << 20  # of what a GPU gathers and sends at once
 NUM_SLOTS = 8  # parts on their way at once: as much pinned memory, and as much of the device's
+LEAST_SLOTS = 2  # of blocks that are larger than a part: states are, of many layers
 
 
 class HostBlocks:
@@ -58,7 +59,9 @@ class HostBlocks:
         self._transfers: Transfers | None = None
         if streams is not None:
             largest = max(self.block_bytes(place) for place in range(len(device_kv)))
-            self._transfers = Transfers(streams, max(part_bytes, largest), num_slots)
+            slot_bytes = max(part_bytes, largest)
+            num_slots = max(LEAST_SLOTS, num_slots * part_bytes // slot_bytes)
+            self._transfers = Transfers(streams, slot_bytes, num_slots)
 
     def swap_out(self, place: int, source: Int32, destination: Int32) -> None:
         """Copy blocks `source` of a device tensor to blocks `destination` of its mirror. Waits only
