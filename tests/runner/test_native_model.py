@@ -243,7 +243,9 @@ def test_it_rounds_less_than_the_operations(
 
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("variant", ["qwen3_tied", "mistral_window", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    "variant", ["qwen3_tied", "mistral_window", "gpt2", "gemma2", "qwen3_next"]
+)
 def test_logits_have_the_same_bits_alone_batched_and_chunked(
     variant: str, dtype: torch.dtype, formats: str, tmp_path: Path
 ) -> None:
