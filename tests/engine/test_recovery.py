@@ -85,6 +85,7 @@ class Faults:
         self.pins: set[int] = set()  # seeds of prefixes to pin
         self.places = PLACES
         self.num_raised = 0
+        self.suspects: Any = ()  # alone in a plan, and guilty if that fails
         self._seeds: dict[int, tuple[int, bool]] = {}  # by row: of its request; whether scored
         self._prompt_lens: dict[int, int] = {}
         self.moved: set[int] = set()  # seeds of those for whom there was a move of that kind
@@ -157,7 +158,7 @@ class Faults:
 
     def _choose(self, plan: Plan) -> str | None:
         is_first, self._last_step = plan.step_id != self._last_step, plan.step_id
-        if not is_first or not len(plan.rows):
+        if not is_first or not len(plan.rows) or len(self.suspects):
             return None
         moves = {move.kind for move in plan.moves}
         cells = [
@@ -194,10 +195,12 @@ class Faults:
 
 
 class Engine:
-    """A core over a tiny llama with faults, and what its requests were given."""
+    """A core over a tiny model with faults, and what its requests were given."""
 
-    def __init__(self, depth: int, num_blocks: int = 14, **more: Any) -> None:
-        folder = checkpoint("llama")
+    def __init__(
+        self, depth: int, num_blocks: int = 14, architecture: str = "llama", **more: Any
+    ) -> None:
+        folder = checkpoint(architecture)
         settings: dict[str, Any] = {
             "model": str(folder), "dtype": "float64", "block_size": 4, "max_model_len": MAX_LEN,
             "attention_backend": "torch", "scheduling_policy": "fifo", "max_num_seqs": 8,
@@ -229,6 +232,8 @@ class Engine:
         limits = RequestLimits(97, MAX_LEN, 20, 1 << 20)
         scheduler = make_scheduler(built, self.source)
         self.core = EngineCore(scheduler, make_executor(built), FakeClock(), limits)
+        if self.faults is not None:
+            self.faults.suspects = scheduler.lifecycle.suspects
         return self
 
     def add(self, request: Request) -> None:
@@ -325,9 +330,9 @@ SEEDS |= {f"r{i}": 10 + i for i in range(10)}
 
 
 @cache
-def wanted(seed: int) -> Engine:
+def wanted(seed: int, architecture: str = "llama") -> Engine:
     """The same program without faults, in a large pool."""
-    engine = Engine(1, 200, kv_host_gb=0.0).start()
+    engine = Engine(1, 200, architecture, kv_host_gb=0.0).start()
     run_program(engine, seed, has_guilty=False)
     return engine
 
@@ -367,6 +372,22 @@ def test_a_fault_that_a_request_brings_costs_that_one(place: str, depth: int) ->
     run_guilty(place, depth, depth)
 
 
+@pytest.mark.parametrize(("place", "depth"), list(zip(PLACES, cycle((2, 3, 1)), strict=False)))
+def test_where_layers_remember_a_state_it_costs_that_one_too(place: str, depth: int) -> None:
+    """Which is found by being alone, since no step is run again."""
+    run_guilty(place, depth, depth, "qwen3_5")
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_fault_by_chance_costs_nobody_where_layers_remember_a_state(depth: int) -> None:
+    table: Counter[Cell] = Counter()
+    for seed in range(3):
+        engine = Engine(depth, architecture="qwen3_5").start(table)
+        run_program(engine, seed, has_guilty=False)
+        assert_same(engine, wanted(seed, "qwen3_5"), set())
+    assert sum(table.values()) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("place", PLACES)
@@ -375,10 +396,10 @@ def test_more_faults_that_requests_bring(place: str, depth: int) -> None:
         run_guilty(place, depth, seed)
 
 
-def run_guilty(place: str, depth: int, seed: int) -> None:
-    engine = Engine(depth).start(Counter(), place)
+def run_guilty(place: str, depth: int, seed: int, architecture: str = "llama") -> None:
+    engine = Engine(depth, architecture=architecture).start(Counter(), place)
     run_program(engine, seed, has_guilty=True)
-    assert_same(engine, wanted(seed), {"r2", "r6"})
+    assert_same(engine, wanted(seed, architecture), {"r2", "r6"})
     assert engine.faults is not None and engine.faults.num_raised > 0
 
 

@@ -39,6 +39,20 @@ CONFIGS: dict[str, tuple[type, type, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    "qwen3_5": (  # the last layer of four attends
+        tf.Qwen3_5TextConfig,
+        tf.Qwen3_5ForCausalLM,
+        LLAMA_LIKE
+        | {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
     "mistral": (tf.MistralConfig, tf.MistralForCausalLM, LLAMA_LIKE | {"sliding_window": WINDOW}),
     "opt": (
         tf.OPTConfig,

@@ -141,7 +141,10 @@ class KVManager:
                 needs.append(num_shared + num_sequences * (blocks - num_shared))
             else:
                 most = group.most_blocks(num_tokens, self.block_size, chunk)
-                needs.append(num_sequences * most)
+                others = most
+                if group.kind == STATE:  # of which one after the other begins
+                    others = group.most_blocks(num_tokens, self.block_size)
+                needs.append(most + (num_sequences - 1) * others)
         return needs
 
     def get_computed_blocks(
