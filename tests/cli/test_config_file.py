@@ -212,7 +212,8 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
         ("--trust-remote-code", "trust_remote_code=True is not supported: code from a model's"),
         ("--tensor-parallel-size 2", "tensor_parallel_size='2' is not supported"),
         ("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
-        ("--speculative-config {}", "speculative decoding is not supported yet"),
+        ("--speculative-config {", "speculative_config is not JSON"),
+        ('--speculative-config {"method":"medusa"}', "must be one of ngram, got 'medusa'"),
     ],
 )
 def test_flags_that_promise_what_is_not_here_are_refused(

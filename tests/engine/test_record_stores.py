@@ -75,11 +75,12 @@ def test_a_run_is_replayed_exactly(tmp_path: Path, keeps_tokens: bool, depth: in
 
 
 class RecordedAtOnce(Recorded):
-    """From the first call on, with orders that wait to be taken."""
+    """From the first call on, with orders that wait to be taken, and blocks of other engines."""
 
     @invariant()
     def is_recorded(self) -> None:
         if self.recorder is None and "scheduler" in vars(self):
+            self.stores.has_others = True
             self.record(keeps_tokens=len(list(self.folder.iterdir())) % 2 == 0)
 
 

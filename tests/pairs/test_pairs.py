@@ -14,7 +14,9 @@ import torch
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.base.errors import RequestError
+from quire.base.events import Stepped
 from quire.base.outputs import RequestOutput
+from quire.engine.guess_pace import StepTimes
 
 PROMPT = "Once upon a time there was a little fox. One day the fox"
 MAX_TOKENS = 14
@@ -75,6 +77,19 @@ def short() -> Iterator[LLM]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def guessing() -> Iterator[LLM]:
+    """Short of memory, and it tries what followed the last token before: often it is wrong. How
+    long steps take is not looked at, so that it guesses on any machine."""
+    settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    with pytest.MonkeyPatch.context() as patch, engine(
+        max_num_seqs=8, kv_cache_memory_bytes=8 * block_bytes(), max_num_batched_tokens=16,
+        speculative_config=settings,
+    ) as made:  # fmt: skip
+        patch.setattr(StepTimes, "observe", lambda *_: None)
+        yield made
+
+
 def engine(**settings: Any) -> LLM:
     return LLM("demo", max_model_len=64, dtype="float32", disable_log_stats=True, **settings)
 
@@ -106,6 +121,22 @@ def alone(roomy: LLM) -> dict[str, Any]:
 @pytest.mark.parametrize(("one", "other"), PAIRS)
 def test_side_by_side(roomy: LLM, alone: dict[str, Any], one: str, other: str) -> None:
     assert answers(roomy, params_of(one), params_of(other)) == [alone[one], alone[other]]
+
+
+@pytest.mark.parametrize("one", FEATURES)
+def test_guesses_change_nothing(guessing: LLM, alone: dict[str, Any], one: str) -> None:
+    greedy = params_of("greedy", "ignore_eos")
+    found = answers(guessing, params_of(one), greedy, params_of(one))
+    assert found[::2] == [alone[one]] * 2
+
+
+def test_there_are_guesses(guessing: LLM) -> None:
+    steps: list[Stepped] = []
+    core = guessing.engine.client.core
+    core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
+    answers(guessing, params_of("greedy", "ignore_eos"), params_of("n"))
+    tried, right = sum(s.num_guessed for s in steps), sum(s.num_accepted for s in steps)
+    assert tried > right > 0
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)

@@ -114,6 +114,11 @@ class FakeDevice:
 
     def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
         self._apply(plan)
+        drafts = {draft.row: draft.token_ids.tolist() for draft in plan.drafts}
+        for row, guesses in drafts.items():
+            known = self.tokens[row][: self.computed[row] + 1]  # more, if the step is repeated
+            assert self.tokens[row] in (known, known + guesses), "guesses behind a pending token"
+            self.tokens[row] = known + guesses
         spans = [
             (row, self.computed[row], self.computed[row] + count)
             for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)
@@ -126,18 +131,23 @@ class FakeDevice:
         sources = dict(zip(plan.sample_rows.tolist(), plan.sample_sources.tolist(), strict=True))
         ends = {row: end for row, _, end in spans}
         allowed, unservable = self._allowed(plan, masks)
+        for row, guesses in drafts.items():
+            ends[row] -= len(guesses)
         sampled, errors = self._sample(sources, garbled, ends, allowed)
         errors |= unservable
-        for row, _, end in spans:
-            self.computed[row] = end
+        accepted = self._accept(drafts, sampled, errors)
+        for row, _, _ in spans:
+            self.computed[row] = ends[row] + len(accepted.get(row, ()))
         for fork in plan.new_forks:
             self.computed[fork.child] = self.computed[fork.parent]
-        token_ids = np.asarray(sampled, np.int32).reshape(-1, 1)
-        accepted = np.ones(len(sampled), np.int32)
+        lists = [[token, *accepted.get(row, ())] for row, token in sampled.items()]
+        token_ids = np.zeros((len(lists), max(map(len, lists), default=1)), np.int32)
+        for i, tokens in enumerate(lists):
+            token_ids[i, : len(tokens)] = tokens
         return StepResult(
             plan.step_id,
             token_ids,
-            accepted,
+            np.array([len(tokens) for tokens in lists], np.int32),
             self._candidates(plan, allowed),
             row_errors=errors,
             unservable_rows=tuple(unservable),
@@ -280,15 +290,30 @@ class FakeDevice:
         garbled: set[int],
         ends: dict[int, int],
         allowed: dict[int, list[int]],
-    ) -> tuple[list[int], dict[int, str]]:
-        sampled = []
+    ) -> tuple[dict[int, int], dict[int, str]]:
+        sampled = {}
         for row, source in sources.items():
             known = self.tokens[row][: ends[source]]
             token = 0 if source in garbled else next_token(known, allowed.get(row))
-            sampled.append(token)
+            sampled[row] = token
             self.tokens[row] = [*known, token]
         bad = {row: "garbage" for row, source in sources.items() if source in garbled}
         return sampled, bad
+
+    def _accept(
+        self, drafts: dict[int, list[int]], sampled: dict[int, int], errors: dict[int, str]
+    ) -> dict[int, list[int]]:
+        """What rows sample behind each guess that was right."""
+        accepted: dict[int, list[int]] = {}
+        for row, guesses in drafts.items():
+            last, more = sampled[row], accepted.setdefault(row, [])
+            for guess in [] if row in errors else guesses:
+                if guess != last:
+                    break
+                last = next_token(self.tokens[row])
+                self.tokens[row].append(last)
+                more.append(last)
+        return accepted
 
     def _allowed(
         self, plan: Plan, masks: MaskPromise | None

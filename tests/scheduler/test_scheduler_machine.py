@@ -34,7 +34,7 @@ from quire.base.kv_orders import (
     Remove,
     Removed,
 )
-from quire.base.messages import Abort, Append, Request, ResetPrefixCache, Unpin
+from quire.base.messages import Abort, Append, Draft, Drafted, Request, ResetPrefixCache, Unpin
 from quire.base.step_outputs import StepOutputs, StepReader
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
@@ -49,12 +49,14 @@ from quire.scheduler.srtf import Srtf
 from quire.scheduler.two_level import TwoLevel
 from tests.scheduler.device import (
     GARBAGE,
+    VOCAB,
     Curse,
     FakeDevice,
     FakeExecutor,
     FakeGrammars,
     expected_tokens,
     make_request,
+    next_token,
 )
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.updates import read
@@ -300,6 +302,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.answer(steps, fails=False)
             self.compile(steps, fails=False)
 
+    @rule(num=st.integers(1, 6), wrong=st.sampled_from([0, 1, 2, 3, 9, 9]))
+    def draft(self, num: int, wrong: int) -> None:
+        """Guess for all that run; `wrong`: the first guess that is not right."""
+        drafts = []
+        for sequence in self.scheduler.rows.sequences():
+            context = known = sequence.known_tokens.tolist()
+            for i in range(num):
+                context = [*context, VOCAB - 1 if i == wrong else next_token(context)]
+            guesses = context[len(known) :]
+            name = sequence.request.request_id
+            drafts.append(Draft(name, sequence.index, len(known), guesses))
+        self.core.control(Drafted(drafts))
+
     @rule(seconds=st.sampled_from([0.5, 3.0]))
     def wait(self, seconds: float) -> None:
         self.clock.advance(seconds)
@@ -495,7 +510,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             events.clear()
             return
         assert len(at) == 1
-        assert len(events[at[0]].rows) == num_tokens
+        assert len(events[at[0]].rows) + events[at[0]].num_accepted == num_tokens
         ends = [e for e in events[: at[0]] if isinstance(e, Finished)]
         grown = {"error"} if self.pins else set()  # an open prompt, too long to stand beside pins
         for end in ends:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from quire.base.events import Preempted
-from quire.base.messages import Append, MeasuredRates
+from quire.base.messages import Append, Draft, Drafted, MeasuredRates
+from quire.base.plan import StepResult
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.scheduler import Scheduler
-from quire.scheduler.sequence import handed_over, verified
+from quire.scheduler.sequence import handed_over
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
 from tests.scheduler.test_policies import add, answer, scheduler_of, step
@@ -119,12 +120,21 @@ def test_a_prefilled_request_is_handed_over() -> None:
 def test_a_draft_is_verified(num_rejected: int) -> None:
     """A draft of three behind 20 known tokens of which 19 are computed: with all of it rejected it
     is a plain step, with none of it the same as four."""
-    computed, total = verified(19, 20, num_scheduled=4, num_draft=3, num_rejected=num_rejected)
-    scheduler = scheduler_of(Fifo)
+    scheduler = scheduler_of(Fifo, budget=32)
     add(scheduler, "a", 19)
-    for _ in range(2 + 1 + 3 - num_rejected):
-        step(scheduler)
-    assert counters(scheduler, "a") == f"{computed}/{total}"
+    step(scheduler)
+    assert counters(scheduler, "a") == "19/20"
+    scheduler.control(Drafted([Draft("a", 0, 20, [3, 5, 7])]), 0.0)
+    plan = scheduler.schedule(0.0).plan
+    assert plan is not None and plan.num_tokens.tolist() == [4]
+    assert counters(scheduler, "a") == "23/24"
+    assert scheduler.schedule(0.0).plan is None, "it is not known where the row goes on"
+    given = [[3, 5, 7, 9][: 4 - num_rejected]]
+    accepted = np.array([4 - num_rejected], np.int32)
+    scheduler.update(StepResult(plan.step_id, np.array(given, np.int32), accepted), 0.0)
+    assert counters(scheduler, "a") == f"{23 - num_rejected}/{24 - num_rejected}"
+    step(scheduler)
+    assert counters(scheduler, "a") == f"{24 - num_rejected}/{25 - num_rejected}"
 
 
 def test_all_rows_of_a_step_move_alike() -> None:

@@ -5,6 +5,8 @@ Each field carries its help, and its unit where it has one, in the dataclass fie
 """
 
 import dataclasses
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from quire.base.plugins import (
     all_names,
     is_installed,
 )
+from quire.base.speculation import parse_speculation
 
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
@@ -253,6 +256,12 @@ class EngineConfig:
     logits_processors: tuple[str, ...] = setting(
         (), "logits processors of installed packages that requests may ask for by name"
     )
+    speculative_config: str | None = setting(
+        None,
+        'guess tokens ahead and try them beside the next one, as JSON: {"method": "ngram",'
+        ' "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 5} guesses what'
+        " followed the same tokens before. No answer changes by it, only how fast it comes",
+    )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
     disable_log_stats: bool = setting(False, "do not log the memory plan and statistics")
     record: str | None = setting(
@@ -282,6 +291,7 @@ class EngineConfig:
         _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
         _check_installed(LOGITS_PROCESSORS, self.logits_processors)
+        parse_speculation(self.speculative_config)
         _check_choices(self, self.model, self.cache, self.scheduler)
 
 
@@ -414,7 +424,8 @@ def config_from_flat(**settings: Any) -> EngineConfig:
             part, words = owners[name]
             parts[part][name] = _number_of(name, value, words) if words else value
         elif name in top:
-            parts[""][name] = value
+            is_json = name == "speculative_config" and isinstance(value, Mapping)
+            parts[""][name] = json.dumps(value) if is_json else value
         else:
             known = ", ".join(sorted(top | owners.keys()))
             raise ConfigError(f"there is no setting {name!r}; the settings are: {known}.")

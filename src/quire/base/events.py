@@ -100,9 +100,14 @@ class Finished(Event):
 @dataclass(frozen=True, slots=True)
 class Stepped(Event):
     """A result was taken. rows: [N] those that got a token, in the numbering of `Admitted.row`,
-    also of sequences which this very step ended. duration_s: of the step on the device side."""
+    also of sequences which this very step ended. num_tokens: that the step computed; num_guessed:
+    guesses among them, of num_drafts rows; num_accepted: tokens that rows got besides, because
+    guesses were right. duration_s: of the step on the device side."""
 
     step_id: int
     rows: Int32
     num_tokens: int
     duration_s: float
+    num_drafts: int = 0
+    num_guessed: int = 0
+    num_accepted: int = 0

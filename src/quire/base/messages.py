@@ -98,6 +98,22 @@ class MeasuredRates(msgspec.Struct, frozen=True, tag=True):
     step_tokens: int = 0
 
 
+class Draft(msgspec.Struct, frozen=True, array_like=True):
+    """Guesses at what follows the first `num_known` tokens of one of a request's sequences."""
+
+    request_id: str
+    index: int
+    num_known: int
+    token_ids: list[int]
+
+
+class Drafted(msgspec.Struct, frozen=True, tag=True):
+    """Control: what sequences may try in the next plan that they are in. Guesses at what follows
+    other tokens than those that are known then are forgotten."""
+
+    drafts: list[Draft]
+
+
 class KeepCached(msgspec.Struct, frozen=True, tag=True):
     """Control: the engine ends; plans to come copy out what is cached, for stores to keep."""
 
@@ -111,7 +127,15 @@ class GrammarReady(msgspec.Struct, frozen=True, tag=True):
 
 
 Control = (
-    Abort | Append | ResetPrefixCache | Unpin | MeasuredRates | KeepCached | GrammarReady | Answer
+    Abort
+    | Append
+    | ResetPrefixCache
+    | Unpin
+    | MeasuredRates
+    | KeepCached
+    | GrammarReady
+    | Drafted
+    | Answer
 )
 
 

@@ -66,6 +66,15 @@ class HostTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class RowDraft:
+    """Guesses at what follows a row's known tokens, [k]. The row computes them with its last known
+    token, and samples at each; what it samples counts up to the first that is not the guess."""
+
+    row: int
+    token_ids: Int32
+
+
+@dataclass(frozen=True, slots=True)
 class BlockWrites:
     """Block-table entries to set, as parallel arrays: table[group][row, index] = block_id."""
 
@@ -114,6 +123,14 @@ class Plan:
     host_tokens: tuple[HostTokens, ...] = ()
     block_writes: BlockWrites = field(default_factory=BlockWrites)
     moves: tuple[Move, ...] = ()
+    drafts: tuple[RowDraft, ...] = ()  # of some of sample_rows; num_tokens counts them
+
+    @property
+    def num_drafts(self) -> Int32:
+        """[S] how many of a row's tokens, at the end, are guesses."""
+        counts = dict.fromkeys(self.rows.tolist(), 0)
+        counts |= {draft.row: len(draft.token_ids) for draft in self.drafts}
+        return np.fromiter(counts.values(), np.int32, len(counts))
 
     @property
     def new_forks(self) -> tuple[RowFork, ...]:
@@ -164,8 +181,10 @@ class Candidates:
 class StepResult:
     """What a step gave.
 
-    token_ids: [N, 1 + drafts], of which num_accepted [N] are valid from the left.
-    candidates: sampling row -> Candidates, for those that asked for logprobs.
+    token_ids: [N, 1 + drafts], of which num_accepted [N] are valid from the left: one, and one more
+    for each guess that was right.
+    candidates: sampling row -> Candidates of its first token, for those that asked for logprobs;
+    more_candidates: of its others.
     prompt_candidates: row -> Candidates of the prompt positions that this step computed, in order;
     the first is for the position after the first computed one.
     row_errors: row -> what went wrong with it; unservable_rows: those of them whose request leaves
@@ -183,3 +202,4 @@ class StepResult:
     error: str | None = None
     unservable_rows: tuple[int, ...] = ()
     lost_swaps: bool = False
+    more_candidates: dict[int, list[Candidates]] = field(default_factory=dict)

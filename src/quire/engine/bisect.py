@@ -180,6 +180,7 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
         num_candidates=plan.num_candidates[samples],
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,
         masked_rows=plan.masked_rows[np.isin(plan.masked_rows, plan.sample_rows[samples])],
+        drafts=tuple(draft for draft in plan.drafts if draft.row in row_set),
         forked=forked,
         started=tuple(start for start in plan.started if start.row in row_set),
         block_writes=_writes_of(plan.block_writes, row_set | {fork.child for fork in forked}),
@@ -254,6 +255,7 @@ def combine(plan: Plan, parts: list[Part], errors: dict[int, str] | None = None)
         token_ids[at, : result.token_ids.shape[1]] = result.token_ids
         num_accepted[at] = result.num_accepted
         whole.candidates.update(result.candidates)
+        whole.more_candidates.update(result.more_candidates)
         whole.prompt_candidates.update(result.prompt_candidates)
         whole.row_errors.update(result.row_errors)
         unservable += result.unservable_rows

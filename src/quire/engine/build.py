@@ -8,10 +8,12 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
+from quire.base.speculation import parse_speculation
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
+from quire.engine.drafting import Drafting
 from quire.engine.executor import Executor, InProcessExecutor
 from quire.engine.grammars import Grammars
 from quire.engine.identity import fingerprint_of
@@ -28,7 +30,7 @@ from quire.models.source import ModelSource, resolve_model
 from quire.ops.threads import num_threads
 from quire.render.renderer import Renderer
 from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
-from quire.runner.derive import default_depth
+from quire.runner.derive import depth_of
 from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
 from quire.scheduler.memory import Memory
@@ -102,6 +104,8 @@ def build_core(
     )
     connect_stores(core, built)
     core.constrain(_make_grammars(core, built, source))
+    if speculation := parse_speculation(config.speculative_config):
+        core.draft(Drafting(speculation))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
@@ -133,7 +137,7 @@ def _build_executor(
     config: EngineConfig, source: ModelSource, progress: Progress | None
 ) -> tuple[BuiltRunner, Executor]:
     device = choose_device(config.device).type
-    if device == "cpu" and (config.scheduler.pipeline_depth or default_depth(device)) == 1:
+    if device == "cpu" and depth_of(config, device) == 1:
         built = build_runner(config, source, progress)
         if built.runner.is_async:  # Triton's interpreter in a GPU's place
             return built, LaunchingExecutor(built, DeviceThread())

@@ -105,7 +105,7 @@ class CallEncoder:
         if redaction is None:
             fields["ids"] = token_ids.astype(np.int32).tobytes()
         else:
-            fields["stops"] = _stops(redaction, token_ids, flown)
+            fields["stops"] = _stops(redaction, token_ids, accepted, flown)
             candidates = _of_beams(redaction, candidates, flown, rows)
             errors = {row: redaction.error(message) for row, message in errors.items()}
             error = redaction.error(error) if error else error
@@ -114,6 +114,7 @@ class CallEncoder:
         more = {
             "candidates": candidates,
             "prompt_candidates": prompts,
+            "more_candidates": result.more_candidates if redaction is None else {},
             "row_errors": errors,
             "unservable_rows": result.unservable_rows,
             "lost_swaps": result.lost_swaps,
@@ -123,13 +124,19 @@ class CallEncoder:
         return fields
 
 
-def _stops(redaction: Redaction, token_ids: Any, flown: Sequence[Line]) -> dict[int, int]:
-    """Place and id of the sampled tokens that may end their sequence."""
-    if token_ids.shape[1] == 0 or not len(token_ids):
+def _stops(
+    redaction: Redaction, token_ids: Any, accepted: Any, flown: Sequence[Line]
+) -> dict[int, int]:
+    """Place, counted row by row, and id of the sampled tokens that may end their sequence."""
+    num, width = token_ids.shape
+    if width == 0 or num == 0:
         return {}
-    first = token_ids[:, 0]
-    places = np.flatnonzero(redaction.may_stop(first)).tolist()
-    return {i: int(first[i]) for i in places if first[i] in flown[i].request.stop_token_ids}
+    flat = token_ids.ravel()
+    is_there = np.arange(width) < accepted[:, None]
+    places = np.flatnonzero(redaction.may_stop(flat) & is_there.ravel()).tolist()
+    stop_ids = (flown[place // width].request.stop_token_ids for place in places)
+    pairs = zip(places, stop_ids, strict=True)
+    return {place: int(flat[place]) for place, ids in pairs if flat[place] in ids}
 
 
 def _of_beams(
@@ -282,12 +289,13 @@ def _result(fields: Fields) -> StepResult:
     else:
         token_ids = np.full(shape, NEUTRAL, np.int32)
         for place, token_id in fields["stops"].items():
-            token_ids[place, 0] = token_id
+            token_ids.flat[place] = token_id
     accepted = np.ones(shape[0], np.int32)
     if "accepted" in fields:
         accepted = np.frombuffer(fields["accepted"], np.int32)
     names = (
-        "candidates", "prompt_candidates", "row_errors", "unservable_rows", "lost_swaps", "error"
+        "candidates", "prompt_candidates", "more_candidates", "row_errors", "unservable_rows",
+        "lost_swaps", "error",
     )  # fmt: skip
     more = {name: decode(fields[name]) for name in names if name in fields}
     return StepResult(fields["step"], token_ids, accepted, duration_s=fields["s"], **more)

@@ -26,6 +26,7 @@ from quire.base.masks import MaskPromise
 from quire.base.messages import (
     Abort,
     Control,
+    Drafted,
     KeepCached,
     MeasuredRates,
     PinnedPrefix,
@@ -37,6 +38,7 @@ from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, give_rows_up, leave_out, with_leftover
 from quire.engine.connectors.connections import MOST_WAIT_S, Connections
+from quire.engine.drafting import Drafting
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.pacing import Pacing
@@ -117,6 +119,7 @@ class EngineCore:
         self._death: str | None = None
         self._stores: Connections | None = None
         self._grammars: Grammars | None = None
+        self._drafting: Drafting | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
         self._events: list[Event] = []  # that subscribers have not heard of
@@ -167,6 +170,10 @@ class EngineCore:
     def constrain(self, grammars: Grammars) -> None:
         """Let these say which tokens the requests with a grammar may choose."""
         self._grammars = grammars
+
+    def draft(self, drafting: Drafting) -> None:
+        """Let this guess what sequences go on with."""
+        self._drafting = drafting
 
     def record(self, recorder: Recorder) -> None:
         """Let the recorder see every call of the scheduler from now on."""
@@ -324,6 +331,7 @@ class EngineCore:
 
     def plan(self) -> Plan | None:
         """Plan one step and hand it over, if there is something to plan."""
+        self._guess()
         decisions = self._pass(self.doors.schedule(self._clock.now()))
         plan = decisions.plan
         self._num_left_waiting = self.scheduler.num_waiting
@@ -332,8 +340,18 @@ class EngineCore:
             details = [*self._dropped.details, *decisions.outputs.details]
             self._dropped = StepOutputs(details=details)
         if plan is not None:
+            if self._drafting is not None:
+                self._drafting.planned(plan)
             self._submit(plan, NOBODY if decisions.sampling is None else decisions.sampling)
         return plan
+
+    def _guess(self) -> None:
+        """Tell the scheduler what sequences may try."""
+        if self._drafting is None or len(self._submitted) >= self.scheduler.depth:
+            return
+        candidates = self.scheduler.drafts.candidates()
+        if drafts := self._drafting.guess(candidates, self.scheduler.num_running):
+            self.control(Drafted(drafts))
 
     def take(self) -> StepOutputs:
         """Take the result of the oldest plan in flight."""
@@ -347,6 +365,8 @@ class EngineCore:
         if result.error is not None:
             return self._recover(step, result.error)
         self._measure(carried_out, result)
+        if self._drafting is not None:
+            self._drafting.observe(carried_out, result.duration_s)
         if carried_out is not step.plan:
             result = combine(step.plan, [(carried_out, result)])
         outputs = self._update(result, self._submitted)

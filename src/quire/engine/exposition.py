@@ -110,6 +110,13 @@ class Exposition(Collector):
             ("num_preemptions", "Times that a request lost its row.", metrics.num_preemptions),
         ):  # fmt: skip
             yield self._counter(name, help, number)
+        if metrics.num_drafts:
+            help = "Steps of a row that tried guesses."
+            yield self._counter("spec_decode_num_drafts", help, metrics.num_drafts)
+            help = "Guesses that were tried."
+            yield self._counter("spec_decode_num_draft_tokens", help, metrics.num_guessed)
+            help = "Tokens that came because guesses were right."
+            yield self._counter("spec_decode_num_accepted_tokens", help, metrics.num_accepted)
         labels = (*LABELS, "finished_reason")
         help = "Requests that ended, by how."
         family = CounterMetricFamily(PREFIX + "request_success", help, labels=labels)

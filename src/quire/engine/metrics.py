@@ -84,6 +84,8 @@ class EngineMetrics:
     counts_hits: there is a prefix cache, in which every admitted prompt is looked up.
     num_computed_prompt_tokens: tokens computed for the first token of a request, or after a
     preemption again: the rate at which prompts are worked on, also in the middle of a long one.
+    num_drafts: how often a row tried guesses; num_guessed: these; num_accepted: tokens that they
+    brought.
     idle_s: time without any request between the first and the last one.
     """
 
@@ -96,6 +98,9 @@ class EngineMetrics:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0
         self.num_preemptions = 0
+        self.num_drafts = 0
+        self.num_guessed = 0
+        self.num_accepted = 0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.idle_s = 0.0
         tokens = tokens_up_to(max_model_len)
@@ -130,7 +135,10 @@ class EngineMetrics:
         """Count a step: rows without a last token have got their first one; for the others an
         interval ends."""
         rows, now = event.rows, event.at_s
-        self.num_generation_tokens += len(rows)
+        self.num_generation_tokens += len(rows) + event.num_accepted
+        self.num_drafts += event.num_drafts
+        self.num_guessed += event.num_guessed
+        self.num_accepted += event.num_accepted
         self.histograms["iteration_tokens_total"].observe(event.num_tokens)
         rows = rows[self._since_step[rows] <= event.step_id]  # others' tokens are a former owner's
         last_token_s = self._last_token_s[rows]
@@ -141,7 +149,8 @@ class EngineMetrics:
                 self._take_first_token(row, now)
             last_token_s = last_token_s[~is_first]
         self.histograms["inter_token_latency_seconds"].observe_all(now - last_token_s)
-        self.num_computed_prompt_tokens += event.num_tokens - len(last_token_s)
+        num_prompt = event.num_tokens - event.num_guessed - len(last_token_s)
+        self.num_computed_prompt_tokens += num_prompt
 
     def _take_first_token(self, row: int, now: float) -> None:
         times = self._owners[row]

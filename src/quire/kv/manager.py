@@ -212,6 +212,17 @@ class KVManager:
             self._grown.append(sequence)
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
+    def append_guesses(
+        self, sequence: SequenceBlocks, num_tokens: int, num_guesses: int
+    ) -> tuple[Appended, ...] | None:
+        """Make room for tokens that may be rejected, behind num_tokens that are being computed;
+        what changed by group, or None if a pool is too empty. Nothing is dropped: what the tokens
+        before them need is still needed."""
+        sequence.advance(num_tokens)
+        if not self.fits([table.num_new_blocks(num_guesses) for table in sequence.tables]):
+            return None
+        return tuple(table.append(num_guesses) for table in sequence.tables)
+
     def _taken(self, g: int, hit: KVBlocks) -> int:
         """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
         copy of a last one that is not full."""

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+from quire.base.cache_group import STATE
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
@@ -44,6 +45,19 @@ def default_depth(device: str) -> int:
     return 1 if device == "cpu" else 2
 
 
+def depth_of(config: EngineConfig, device: str) -> int:
+    """Return how many plans are in flight: one where guesses need to know the last token."""
+    depth = config.scheduler.pipeline_depth
+    if not config.speculative_config:
+        return depth or default_depth(device)
+    if depth is not None and depth > 1:
+        raise ConfigError(
+            f"pipeline_depth={depth} leaves nothing to guess: the last token must be known. Leave"
+            " pipeline_depth or speculative_config out."
+        )
+    return 1
+
+
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
     """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
     memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
@@ -60,13 +74,18 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
             "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"
             " CPU."
         )
+    if config.speculative_config and any(g.kind == STATE for g in spec.cache_groups):
+        raise ConfigError(
+            f"speculative_config is not for {spec.model_type}: its layers remember a state, which"
+            " cannot go back to the last right guess. Leave it out."
+        )
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = MOST_TOKENS if on_cpu else GPU_TOKENS
     scheduler = dataclasses.replace(
         config.scheduler,
         max_num_seqs=config.scheduler.max_num_seqs or (CPU_SEQS if on_cpu else GPU_SEQS),
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens or budget,
-        pipeline_depth=config.scheduler.pipeline_depth or default_depth(device),
+        pipeline_depth=depth_of(config, device),
     )
     model = dataclasses.replace(config.model, max_model_len=length, dtype=dtype)
     return dataclasses.replace(config, model=model, scheduler=scheduler, device=device)

@@ -98,6 +98,19 @@ class Launched:
         return found
 
 
+@dataclass(frozen=True)
+class Settled:
+    """A step that is over."""
+
+    found: StepResult
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self.found
+
+
 def to_candidates(tensors: list[torch.Tensor], counts: npt.NDArray[np.int64]) -> list[Candidates]:
     """Return candidates of each row, from `logprob_tensors` on the host. counts: how many
     candidates each row asked for, beside its own token."""

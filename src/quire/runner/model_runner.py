@@ -28,14 +28,16 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.logprobs import token_logprobs
+from quire.ops.row_state import write_tokens
 from quire.ops.select_rows import select_rows
-from quire.ops.step_inputs import StepInputs
+from quire.ops.step_inputs import StepInputs, gather_step
 from quire.runner.device import Arrival, Device
 from quire.runner.extras import StepExtras
 from quire.runner.gpu.graphs import Graphs, Recorded, Size
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
-from quire.runner.launched import Launched
+from quire.runner.guesses import Compute, run_with_guesses
+from quire.runner.launched import Launched, Settled
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs, logprob_tensors
@@ -114,14 +116,24 @@ class ModelRunner:
         return self.launch(plan, masks).result()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Launched:
-        """Put a plan's work behind all before it. masks: which tokens its masked rows may
-        choose."""
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Launched | Settled:
+        """Put a plan's work behind all before it; one with guesses is waited for. masks: which
+        tokens its masked rows may choose."""
+        if plan.drafts:
+            return Settled(run_with_guesses(self, plan, masks))
+        return self.launch_from(plan, None, masks)
+
+    def launch_from(
+        self, plan: Plan, compute: Compute | None, masks: MaskPromise | None = None
+    ) -> Launched:
+        """Put a plan's work behind all before it. compute: does what the forward pass would
+        do."""
         self._start_and_release(plan)
         rows, sampler = self.rows, self.sampler
         asked = sampler.asked(plan.sample_rows, plan.masked_rows)
         needs, wanted = sampler.needs(asked), sampler.wanted(asked)
-        recorded = self._recorded(plan, needs)  # perhaps now, before the lists are this plan's
+        # Perhaps now, before the lists are this plan's.
+        recorded = self._recorded(plan, needs) if compute is None else None
         update, slot = rows.apply(plan, sampler.flags.has_edits, asked)
         if (before := self._unread.pop(slot, None)) is not None:
             before.wait()
@@ -129,7 +141,7 @@ class ModelRunner:
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
         extras = asked.extras
-        step = _Step(self, needs, wanted, scores, extras) if recorded is None else recorded
+        step = recorded or _Step(self, needs, wanted, scores, extras, compute)
 
         def begin() -> list[torch.Tensor]:
             self._moves.carry_out(plan)
@@ -209,6 +221,23 @@ class ModelRunner:
         context_lens = np.full(size.rows, self.rows.max_model_len, np.int32)
         return StepShape(query_lens, context_lens, size.rows)
 
+    def forward(self, plan: Plan) -> torch.Tensor:
+        """Compute the hidden states of a plan with guesses, [T, D] (guesses.py)."""
+        state, ends = self.rows.state, plan.computed_bound + plan.num_tokens
+        end_of = dict(zip(plan.rows.tolist(), ends.tolist(), strict=True))
+        for draft in plan.drafts:
+            begin = end_of[draft.row] - len(draft.token_ids)
+            write_tokens(state, draft.row, begin, draft.token_ids)
+        shape = shape_of(plan)
+        longest = -(-int(shape.context_lens.max()) // state.block_size)
+        inputs = gather_step(state, plan.rows, plan.num_tokens, longest)
+        self.backend.prepare(self.attention_step(inputs, shape))
+        return self.model(inputs.ids_T, inputs.positions_T, self.backend)
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits, [R, V]."""
+        return self.model.logits(hidden_RD)
+
     def gather(self, shape: StepShape) -> Gathered:
         """Gather the inputs of the step that comes next."""
         return self.rows.ops.gather(shape)
@@ -246,12 +275,16 @@ class ModelRunner:
         shape: StepShape,
         backend: AttentionBackend,
         scores: Sequence[Scored] = (),
+        compute: Compute | None = None,
     ) -> "Begun":
         """Do the first half of a step's work, up to logits and scores."""
         inputs, samples = gathered.inputs, gathered.samples
+        if compute is not None:
+            hidden_TD, logits_NV = compute()
+            return Begun(gathered, logits_NV, self._scored(hidden_TD, scores))
         backend.prepare(self.attention_step(inputs, shape))
         hidden_TD = self.model(inputs.ids_T, inputs.positions_T, backend)
-        scored = [tensor for part in scores for tensor in self._score(hidden_TD, part)]
+        scored = self._scored(hidden_TD, scores)
         if not shape.num_samples:
             return Begun(gathered, None, scored)
         logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
@@ -274,6 +307,9 @@ class ModelRunner:
             ids_N, is_valid_N, found = found_N
         self.rows.advance(begun.gathered, ids_N, is_valid_N)
         return found + begun.scored
+
+    def _scored(self, hidden_TD: torch.Tensor, scores: Sequence[Scored]) -> list[torch.Tensor]:
+        return [tensor for part in scores for tensor in self._score(hidden_TD, part)]
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
         """Tell log-probabilities of the prompt tokens that follow some positions of the step."""
@@ -300,12 +336,14 @@ class _Step:
     wanted: list[WantedLogprobs]
     scores: Sequence[Scored]
     extras: StepExtras | None
+    compute: Compute | None = None
     begun: list[Begun] = field(default_factory=list)
 
     def begin(self, shape: StepShape) -> list[torch.Tensor]:
         """Return what the host looks at before the other half."""
         runner = self.runner
-        begun = runner.begin(runner.gather(shape), shape, runner.backend, self.scores)
+        gathered = runner.gather(shape)
+        begun = runner.begin(gathered, shape, runner.backend, self.scores, self.compute)
         self.begun = [begun]
         if self.extras is None or not self.extras.hosted or begun.logits_NV is None:
             return []

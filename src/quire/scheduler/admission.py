@@ -39,7 +39,7 @@ class Admission:
     ) -> None:
         self._rows, self._memory = rows, memory
         self._lifecycle, self._preemption = lifecycle, preemption
-        self._token_budget, self._most_prefill = token_budget, most_prefill
+        self.token_budget, self._most_prefill = token_budget, most_prefill
 
     def admit(self, builder: PlanBuilder, budget: int, now: float) -> None:
         """Give rows to waiting sequences, in the queue's order; nobody passes one that must wait.
@@ -73,7 +73,7 @@ class Admission:
         if self._must_wait_for_prompt(sequence) or not self._fits_beside(sequence):
             return False
         hit = self._memory.find_hit(sequence)
-        num_new = min(self._token_budget, sequence.num_known_tokens - hit.num_tokens)
+        num_new = min(self.token_budget, sequence.num_known_tokens - hit.num_tokens)
         return self._has_blocks(sequence, hit, num_new)
 
     def reserve(self, sequence: Sequence) -> int:

@@ -1,5 +1,7 @@
 """What must hold of a scheduler's owners between two calls; for tests."""
 
+import numpy as np
+
 from quire.kv.manager import KVManager
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
@@ -32,7 +34,9 @@ def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:
     assert (table.computed[order] <= table.total[order]).all(), "computed overtook total"
     assert (table.known[order] <= table.total[order]).all(), "known overtook total"
     assert (table.total[order] <= table.limit[order]).all(), "total overtook the limit"
-    assert (table.total[order] - table.known[order] <= num_in_flight).all(), "stray pending"
+    pending = table.total[order] - table.known[order] - table.tried[order]
+    assert (pending <= num_in_flight).all(), "stray pending"
+    assert np.count_nonzero(table.tried) == rows.num_trying, "guesses of nobody"
     assert (table.capacity[order] >= table.computed[order]).all(), "computed without a slot"
     ranks = [(sequence.priority, sequence.arrival) for sequence in running]
     assert ranks == sorted(ranks), "running rows are out of order"

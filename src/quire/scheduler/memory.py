@@ -218,6 +218,19 @@ class Memory:
         sequence.blocks.advance(sequence.num_computed_tokens)
         return self.kv.allocate_slots(sequence.blocks, num_new)
 
+    def grow_by_guesses(self, sequence: Sequence, num: int) -> tuple[Appended, ...] | None:
+        """Give a running sequence room for so many guesses behind what the plan that is being made
+        computes; what changed by cache group, None if there are too few blocks."""
+        return self.kv.append_guesses(sequence.blocks, sequence.num_computed_tokens, num)
+
+    def take_back(self, sequence: Sequence) -> bool:
+        """Free the room of guesses that were wrong; whether there was some."""
+        num_tokens = sequence.num_computed_tokens
+        if sequence.blocks.num_tokens <= num_tokens:
+            return False
+        self.kv.truncate(sequence.blocks, num_tokens)
+        return True
+
     def num_free_slots(self, sequence: Sequence) -> int:
         """Count the tokens that a running sequence could take in, if it got all free blocks."""
         return self.kv.num_free_slots(sequence.blocks)

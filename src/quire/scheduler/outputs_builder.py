@@ -18,7 +18,7 @@ class OutputsBuilder:
         self._arrivals: Int64 = np.empty(0, np.int64)
         self._names: list[RowName] = []
         self._updates: dict[int, SequenceUpdate] = {}  # by arrival
-        self._candidates: dict[int, tuple[Sequence, Candidates]] = {}  # by arrival
+        self._candidates: dict[int, tuple[Sequence, list[Candidates]]] = {}  # by arrival
 
     def update_of(self, sequence: Sequence) -> SequenceUpdate:
         """Return the update of a sequence that has more to tell than a token."""
@@ -41,8 +41,8 @@ class OutputsBuilder:
         num_cached = max(0, sequence.num_cached_tokens)
         self._names.append(RowName(row, sequence.request.request_id, sequence.index, num_cached))
 
-    def set_candidates(self, sequence: Sequence, candidates: Candidates) -> None:
-        """Add the log-probabilities of the token that the sequence gets, if it gets one."""
+    def set_candidates(self, sequence: Sequence, candidates: list[Candidates]) -> None:
+        """Add the log-probabilities of the tokens that the sequence gets, as far as it does."""
         self._candidates[sequence.arrival] = sequence, candidates
 
     def finish(self, sequence: Sequence, finish: Finish) -> None:
@@ -59,15 +59,17 @@ class OutputsBuilder:
         rows, token_ids, arrivals = self._rows, self._token_ids, self._arrivals
         if self._candidates:
             with_token = {arrival for arrival, told in self._updates.items() if told.token_ids}
-            with_token.update(arrivals.tolist())
+            in_columns = set(arrivals.tolist())
+            with_token |= in_columns
             for arrival, (sequence, candidates) in self._candidates.items():
                 if arrival in with_token:
-                    self.update_of(sequence).candidates = [candidates]
+                    num = len(self.update_of(sequence).token_ids) + (arrival in in_columns)
+                    self.update_of(sequence).candidates = candidates[:num]
         if self._updates:
             has_more: npt.NDArray[np.bool_] = np.isin(arrivals, list(self._updates))
             moved = zip(arrivals[has_more].tolist(), token_ids[has_more].tolist(), strict=True)
             for arrival, token_id in moved:
-                self._updates[arrival].token_ids.append(token_id)
+                self._updates[arrival].token_ids.insert(0, token_id)  # before those of guesses
             rows, token_ids = rows[~has_more], token_ids[~has_more]
         return StepOutputs(rows, token_ids, self._names, list(self._updates.values()))
 

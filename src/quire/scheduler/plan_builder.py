@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.base.plan import BlockWrites, Move, MoveKind, RowFork, RowStart
+from quire.base.plan import BlockWrites, Move, MoveKind, RowDraft, RowFork, RowStart
 from quire.kv.host_tier import Copies
 from quire.kv.manager import SequenceBlocks
 from quire.kv.table import Appended
@@ -29,6 +29,7 @@ class PlanBuilder:
     )  # cache group, row, from, to
     swaps: list[Move] = field(default_factory=list)
     shared: list[SharedBlocks] = field(default_factory=list)
+    drafts: list[RowDraft] = field(default_factory=list)
     has_preempted: bool = False
     deferred: list[Sequence] = field(default_factory=list)
 

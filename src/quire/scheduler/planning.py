@@ -17,6 +17,7 @@ from quire.base.plan import Move, MoveKind, Plan
 from quire.scheduler.admission import Admission
 from quire.scheduler.branching import Branching
 from quire.scheduler.budget_shares import share_budget
+from quire.scheduler.drafts import Drafts
 from quire.scheduler.in_flight import InFlightStep
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
@@ -42,14 +43,14 @@ class Planner:
         branching: Branching,
         preemption: Preemption,
         admission: Admission,
-        token_budget: int,
+        drafts: Drafts,
     ) -> None:
         self.in_flight: deque[InFlightStep] = deque()
         self.next_step_id = 0
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
         self._progress, self._branching = progress, branching
-        self._preemption, self._admission = preemption, admission
-        self._token_budget = token_budget  # the most; a step may have time for less
+        self._preemption, self._admission, self._drafts = preemption, admission, drafts
+        self._token_budget = admission.token_budget  # the most; a step may have time for less
         self._swaps: list[Move] = []  # out of the device's memory, for the next plan
 
     def plan(self, now: float) -> Plan | None:
@@ -57,7 +58,7 @@ class Planner:
         builder, self._swaps = PlanBuilder(self.next_step_id, swaps=self._swaps), []
         suspects = self._lifecycle.suspects
         if suspects and self._plan_suspect(builder, now):
-            return self._close(builder, now)
+            return self._close(builder, 0, now)
         rows = self._rows.running
         if suspects:
             rows = rows[[sequence not in suspects for sequence in self._rows.sequences()]]
@@ -67,7 +68,7 @@ class Planner:
         # If nothing is planned, those who gave way were the only ones with something to do.
         if not builder.has_preempted or budget == most:
             self._admission.admit(builder, budget, now)
-        return self._close(builder, now)
+        return self._close(builder, most, now)
 
     def flush(self) -> Plan | None:
         """Make a plan that only copies to host memory what the device's index has and nobody holds,
@@ -158,8 +159,9 @@ class Planner:
         self._rows.set_capacity(rows, capacity + size)
         return True
 
-    def _close(self, builder: PlanBuilder, now: float) -> Plan | None:
-        """Freeze the plan; rows whose last known or pending token is computed will sample."""
+    def _close(self, builder: PlanBuilder, most: int, now: float) -> Plan | None:
+        """Freeze the plan; rows whose last known or pending token is computed will sample. most:
+        tokens that the step has time for."""
         table = self._rows.table
         rows, num_tokens = builder.all_rows()
         self._memory.misses.take_evicted(now)
@@ -167,6 +169,8 @@ class Planner:
         if len(rows) == 0:
             self._swaps = builder.swaps  # who gave way was the only one with something to do
             return None
+        if self._drafts.has_any and not builder.has_preempted:
+            self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
         self._memory.end_plan(builder.step_id)
         is_sampling = table.computed[rows] == table.total[rows]
         if computing := self._memory.pinned.computing_rows:
@@ -194,6 +198,7 @@ class Planner:
             released=np.asarray(changes.released, np.int32),
             block_writes=builder.block_writes(),
             moves=builder.moves(),
+            drafts=tuple(builder.drafts),
         )
         self._put_in_flight(plan, builder, forked)
         planned = Planned(now, plan.step_id, len(rows), num_planned, plan)

@@ -38,6 +38,7 @@ class Rows:
         self.running: Int64 = np.empty(0, np.int64)
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
+        self.num_trying = 0  # rows with guesses in flight
         self._most_prefill = most_prefill or NEVER
 
     # ---- questions ---------------------------------------------------------------------------
@@ -68,6 +69,8 @@ class Rows:
         table = self.table
         most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
         need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
+        if self.num_trying:
+            need[table.tried[rows] > 0] = 0  # where it goes on is not known
         return need
 
     def need_of(self, sequence: Sequence) -> int:
@@ -150,7 +153,9 @@ class Rows:
         """Take the row of a sequence, which keeps its known tokens; pending ones will still
         arrive."""
         row, table = sequence.row, self.table
-        sequence.num_pending_lost = int(table.total[row] - table.known[row])
+        tried = int(table.tried[row])
+        sequence.num_pending_lost = int(table.total[row] - table.known[row]) - tried
+        self._forget_guesses(row)
         sequence.saved_tokens = sequence.known_tokens.copy()
         sequence.row = -1
         table.sequences[row] = None
@@ -204,6 +209,25 @@ class Rows:
         known = known + 1
         table.known[rows] = known
         return known
+
+    def try_tokens(self, row: int, num_tokens: int) -> None:
+        """Count guesses that the plan that is being made computes behind a row's known tokens."""
+        table = self.table
+        table.computed[row] += num_tokens
+        table.total[row] += num_tokens
+        table.tried[row] = num_tokens
+        self.num_trying += 1
+
+    def end_try(self, row: int, num_rejected: int) -> None:
+        """Take back the guesses that were wrong; the others are pending tokens."""
+        table = self.table
+        table.computed[row] -= num_rejected
+        table.total[row] -= num_rejected
+        self._forget_guesses(row)
+
+    def _forget_guesses(self, row: int) -> None:
+        self.num_trying -= bool(self.table.tried[row])
+        self.table.tried[row] = 0
 
     def put_token(self, row: int, token_id: int) -> None:
         """Let a token become known that was chosen on the host, for a row that expects none."""

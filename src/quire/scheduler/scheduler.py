@@ -11,6 +11,7 @@ The state has owners, each the only writer of what it owns; they see those above
     stores      what is asked of stores                                stores.py
     arrivals    sequences of new requests, and when they are late      arrivals.py
     pins        prefixes that are kept                                 pins.py
+    drafts      what sequences may try                                 drafts.py
     planner     the plans in flight, and how the next one is made      planning.py
 
 `depth` plans may be in flight; no other code knows how many.
@@ -25,6 +26,7 @@ from quire.base.messages import (
     Abort,
     Append,
     Control,
+    Drafted,
     GrammarReady,
     KeepCached,
     MeasuredRates,
@@ -49,6 +51,7 @@ from quire.scheduler.decisions import (
     StoresView,
     TierView,
 )
+from quire.scheduler.drafts import Drafts
 from quire.scheduler.fifo import Fifo
 from quire.scheduler.invariants import check_lives, check_memory, check_rows
 from quire.scheduler.lifecycle import Lifecycle
@@ -97,8 +100,9 @@ class Scheduler:
         mode, budget = config.preemption_mode, self.token_budget
         self.preemption = preemption = Preemption(rows, memory, lifecycle, mode)
         self.admission = Admission(rows, memory, lifecycle, preemption, budget, most_prefill)
+        self.drafts = drafts = Drafts(rows, memory, lifecycle)
         self.planner = Planner(
-            rows, memory, lifecycle, progress, branching, preemption, self.admission, budget
+            rows, memory, lifecycle, progress, branching, preemption, self.admission, drafts
         )
         self._results = StepResults(rows, memory, lifecycle, branching, self.pins, self.stores)
         self._is_ending = False  # what is cached is to be kept in stores
@@ -150,6 +154,8 @@ class Scheduler:
             self.arrivals.take_grammar(message, now)
         elif isinstance(message, MeasuredRates):
             self.memory.rates = message
+        elif isinstance(message, Drafted):
+            self.drafts.take(message)
         elif isinstance(message, Answer):
             if self.stores is not None:
                 self.stores.take(message)

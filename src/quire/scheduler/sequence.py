@@ -46,7 +46,8 @@ class RowTable:
 
     capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
     enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
-    which no stop token counts; has_grammar: a grammar says which tokens it may choose; epoch: how
+    which no stop token counts; tried: guessed tokens of a plan in flight, which `computed` and
+    `total` count; has_grammar: a grammar says which tokens it may choose; epoch: how
     often the row changed hands, so that a result is not taken for another's. stop_ids: [rows,
     NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid up to `known`.
     """
@@ -64,6 +65,7 @@ class RowTable:
         self.arrival = np.zeros(num_rows, np.int64)
         self.priority = np.zeros(num_rows, np.int64)
         self.tenant = np.zeros(num_rows, np.int64)
+        self.tried = np.zeros(num_rows, np.int64)
         self.has_grammar = np.zeros(num_rows, bool)
         self.epoch = np.zeros(num_rows, np.int64)
         self.num_candidates = np.full(num_rows, -1, np.int32)
@@ -90,7 +92,7 @@ class Sequence:
     saved_tokens: Int32 = field(repr=False, default_factory=lambda: np.empty(0, np.int32))
     state: State = State.WAITING
     row: int = -1
-    num_pending_lost: int = 0  # pending tokens of plans that were in flight when it was preempted
+    num_pending_lost: int = 0  # plans in flight when it was preempted that will bring it tokens
     digests: list[bytes] = field(default_factory=list, repr=False)
     num_cached_tokens: int = -1  # prefix hit at first admission; -1 before
     num_prompt_tokens: int = 0
@@ -191,10 +193,11 @@ class Sequence:
     @property
     def num_kept_tokens(self) -> int:
         """Computed tokens that it keeps when it is swapped out. A beam whose candidates are on
-        their way will not get them, and must compute its last token again."""
+        their way will not get them, and must compute its last token again. Guesses may be wrong."""
         if self.is_beam:
             return min(self.num_computed_tokens, self.num_known_tokens - 1)
-        return self.num_computed_tokens
+        tried = int(self.table.tried[self.row]) if self.row >= 0 else 0
+        return self.num_computed_tokens - tried
 
     def stops_at(self, token_id: int) -> bool:
         """Tell whether this token, having just become the last known one, ends the sequence."""
@@ -264,11 +267,3 @@ def handed_over(num_prompt: int) -> tuple[int, int]:
     """Return computed and total of a prefilled request that a decode worker takes over: the prefill
     worker has sampled the first output token (T 4.4.4, disaggregation)."""
     return num_prompt, num_prompt + 1
-
-
-def verified(
-    computed: int, total: int, num_scheduled: int, num_draft: int, num_rejected: int
-) -> tuple[int, int]:
-    """Return computed and total after a draft was verified: num_scheduled tokens were computed,
-    among them the draft's (T 4.4.4, speculative decoding)."""
-    return computed + num_scheduled - num_rejected, total + num_draft - num_rejected + 1

@@ -46,6 +46,7 @@ from quire.scheduler import (
     beams,
     block_naming,
     branching,
+    drafts,
     fifo,
     in_flight,
     lifecycle,
@@ -69,7 +70,7 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 5  # of what is kept of the state
+STATE_VERSION = 6  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
 )
@@ -78,9 +79,9 @@ VOCABULARY = (
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,
-    block_naming, branching, fifo, in_flight, lifecycle, memory, pinned, pins, planning, preemption,
-    prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results, stores,
-    suspects, tenants, time_limits, two_level,
+    block_naming, branching, drafts, fifo, in_flight, lifecycle, memory, pinned, pins, planning,
+    preemption, prefix_lookup, progress, queue, rows, scheduler, sequence, srtf, step_results,
+    stores, suspects, tenants, time_limits, two_level,
 )  # fmt: skip
 
 

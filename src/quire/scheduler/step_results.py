@@ -56,20 +56,21 @@ class StepResults:
             suspects.acquit(step)
         _take_prompt_candidates(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
+        extra = _accepted(step, result)
         beams = rows[:0]
         if self._lifecycle.searches:
             others = self._branching.take_candidates(step, result, outputs, now)
             beams, rows, token_ids = rows[~others], rows[others], token_ids[others]
             epochs, sequences = epochs[others], sequences[others]
         live = table.epoch[rows] == epochs
-        got_token = rows
+        got_token, num_more = rows, 0
         if not live.all():
-            is_taken = np.ones(len(rows), bool)
-            is_taken[~live] = [
-                self._take_late(s, int(t), r in step.left_out, outputs, now)
+            num_taken = np.ones(len(rows), np.int64)
+            num_taken[~live] = [
+                self._take_late(s, [int(t), *extra.get(r, ())], r in step.left_out, outputs, now)
                 for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
             ]
-            got_token = rows[is_taken]
+            got_token, num_more = rows[num_taken > 0], int(np.maximum(num_taken - 1, 0).sum())
             rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
         outputs.set_tokens(rows, table.arrival[rows], token_ids)
         if len(beams):
@@ -80,8 +81,13 @@ class StepResults:
         for i in np.flatnonzero(ends):
             self._end(sequences[i], int(token_ids[i]), outputs, now)
         self._check_long_stop_lists(sequences, token_ids, outputs, now)
-        num_tokens = step.plan.num_scheduled_tokens
-        stepped = Stepped(now, result.step_id, got_token, num_tokens, result.duration_s)
+        if step.plan.drafts:
+            num_more += self._end_tries(step, sequences, extra, outputs, now)
+        plan = step.plan
+        stepped = Stepped(
+            now, result.step_id, got_token, plan.num_scheduled_tokens, result.duration_s,
+            len(plan.drafts), sum(len(draft.token_ids) for draft in plan.drafts), num_more,
+        )  # fmt: skip
         self._lifecycle.tell(stepped, is_first=True)  # before the endings that came with it
         _hand_out_candidates(step, result, outputs)
         return outputs
@@ -98,27 +104,63 @@ class StepResults:
         outputs.finish(sequence, finish)
         self._lifecycle.end(sequence, finish.reason, now)
 
+    def _end_tries(
+        self,
+        step: InFlightStep,
+        sequences: npt.NDArray[np.object_],
+        extra: dict[int, list[int]],
+        outputs: OutputsBuilder,
+        now: float,
+    ) -> int:
+        """Give the tokens behind the first to the rows that tried guesses and still go on, and take
+        back the guesses that were wrong; returns how many tokens. sequences: those that hold their
+        rows since."""
+        holders, num_given = {sequence.row: sequence for sequence in sequences}, 0
+        for draft in step.plan.drafts:
+            sequence = holders.get(draft.row)
+            if sequence is None or sequence.row < 0:
+                continue
+            more = extra.get(draft.row, [])
+            self._rows.end_try(draft.row, len(draft.token_ids) - len(more))
+            for token_id in more:
+                self._rows.take_tokens(np.array([draft.row]), np.array([token_id], np.int32))
+                outputs.update_of(sequence).token_ids.append(token_id)
+                num_given += 1
+                if self._is_over(sequence, token_id):
+                    self._end(sequence, token_id, outputs, now)
+                    break
+            if sequence.row >= 0 and self._memory.take_back(sequence):
+                self._rows.set_capacity(draft.row, sequence.blocks.capacity)
+        return num_given
+
+    def _is_over(self, sequence: Sequence, token_id: int) -> bool:
+        """Tell whether a sequence ends with the token that it has just got."""
+        return sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit
+
     def _take_late(
         self,
         sequence: Sequence,
-        token_id: int,
+        token_ids: list[int],
         is_void: bool,
         outputs: OutputsBuilder,
         now: float,
-    ) -> bool:
-        """Take a token for a sequence that lost its row: kept if it was preempted, dropped if it
-        ended or if the token is void. Until it came, the sequence was not to get a row again."""
+    ) -> int:
+        """Take tokens for a sequence that lost its row: kept if it was preempted, dropped if it
+        ended or if they are void; returns how many it got. Until they came, it was not to get a row
+        again."""
         if sequence.state is State.ENDED or sequence.num_pending_lost == 0:
-            return False
+            return 0
         sequence.num_pending_lost -= 1
         if is_void:
             self._lifecycle.forget_swapped(sequence)
-            return False
-        sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
-        outputs.update_of(sequence).token_ids.append(token_id)
-        if sequence.stops_at(token_id) or sequence.num_known_tokens >= sequence.limit:
-            self._end(sequence, token_id, outputs, now)
-        return True
+            return 0
+        for num, token_id in enumerate(token_ids, 1):
+            sequence.saved_tokens = np.append(sequence.saved_tokens, np.int32(token_id))
+            outputs.update_of(sequence).token_ids.append(token_id)
+            if self._is_over(sequence, token_id):
+                self._end(sequence, token_id, outputs, now)
+                return num
+        return len(token_ids)
 
     def _check_long_stop_lists(
         self,
@@ -258,7 +300,17 @@ def _hand_out_candidates(step: InFlightStep, result: StepResult, outputs: Output
     sampled = dict(zip(step.plan.sample_rows.tolist(), step.sequences, strict=True))
     for row, candidates in result.candidates.items():
         if row not in step.left_out and not sampled[row].is_beam:
-            outputs.set_candidates(sampled[row], candidates)
+            more = result.more_candidates.get(row, [])
+            outputs.set_candidates(sampled[row], [candidates, *more])
+
+
+def _accepted(step: InFlightStep, result: StepResult) -> dict[int, list[int]]:
+    """Return, by row, the tokens behind the first that rows got whose guesses were right."""
+    if not step.plan.drafts:
+        return {}
+    rows, counts = step.plan.sample_rows.tolist(), result.num_accepted.tolist()
+    pairs = zip(rows, counts, result.token_ids, strict=True)
+    return {row: tokens[1:count].tolist() for row, count, tokens in pairs if count > 1}
 
 
 def _code_of(row: int, result: StepResult) -> str:

@@ -76,7 +76,6 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "logprobs_mode": _value("logprobs are those before sampling's changes", "raw_logprobs"),
     "chat_template_content_format": _value("the template tells it", "auto"),
     "enable_lora": _switch("adapters are not supported yet", False),
-    "speculative_config": _value("speculative decoding is not supported yet"),
     "guided_decoding_backend": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config.backend": _ignored("llguidance is the one for all grammars"),

@@ -1,0 +1,119 @@
+"""What guessing ahead brings: the same requests by an engine with it and one without, in turns.
+
+    python -m benchmarks.speculation --model demo --dtype float32
+    python -m benchmarks.speculation --model shape:qwen3-0.6b --workloads loop random
+
+    loop      greedy text that repeats itself: a model of random weights does so soon; in others one
+              token is the only one that is allowed
+    copy      the model is asked to say again what stands in the prompt, greedy
+    random    temperature 1: hardly anything comes twice, so there is nothing to gain
+
+Both engines' answers are compared, token by token. The limit: with k guesses that are all right a
+step brings 1 + k tokens, and takes at least what a step of one token does.
+"""
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+from quire import LLM, SamplingParams
+from quire.base.events import Stepped
+from quire.tools.report import benchmark_parser, print_head, write_report
+
+TEXT = (
+    "Say this again, word by word: The little fox ran over the hill, and then the little fox ran"
+    " back. "
+)
+AIMS = {"loop": 2.0, "copy": 2.0, "random": 0.98}
+
+
+def requests_of(workload: str, batch: int, num_tokens: int, is_demo: bool) -> list[Any]:
+    params = []
+    for i in range(batch):
+        own: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
+        if workload == "random":
+            own |= {"temperature": 1.0, "seed": i}
+        else:
+            own |= {"temperature": 0.0}
+        if workload == "loop" and is_demo:
+            own |= {"allowed_token_ids": [40 + i]}
+        params.append(SamplingParams(**own))
+    text = TEXT * 3 if workload == "copy" else "Once upon a time"
+    return [([f"{i} {text}" for i in range(batch)], params)]
+
+
+def run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> tuple[float, Any]:
+    """Output tokens per second, behind the first token of each, and the answers."""
+    llm.generate(
+        prompts, [SamplingParams(max_tokens=1, temperature=0.0)] * len(prompts), use_tqdm=False
+    )
+    began = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    answers = [list(output.outputs[0].token_ids) for output in outputs]
+    return sum(map(len, answers)) / seconds, answers
+
+
+def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    shared = {
+        "model": options.model, "dtype": options.dtype, "quantization": options.quantization,
+        "max_model_len": 512, "disable_log_stats": True, "kv_cache_memory_bytes": 512 << 20,
+    }  # fmt: skip
+    settings = {
+        "method": "ngram", "num_speculative_tokens": options.guesses,
+        "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+    }  # fmt: skip
+    found, is_demo = [], options.model == "demo"
+    with LLM(**shared) as plain, LLM(speculative_config=settings, **shared) as guessing:
+        steps: list[Stepped] = []
+        core = guessing.engine.client.core
+        core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
+        print("workload   rows    plain   guessing   tok/s    ratio (aim)   tried   right")
+        for workload in options.workloads:
+            for batch in options.batches:
+                [(prompts, params)] = requests_of(workload, batch, options.tokens, is_demo)
+                rates: dict[str, list[float]] = {"plain": [], "guessing": []}
+                for number in range(-1, options.rounds):
+                    steps.clear()
+                    one, answers = run(plain, prompts, params)
+                    other, same = run(guessing, prompts, params)
+                    assert answers == same, "a guess has changed an answer"
+                    if number >= 0:
+                        rates["plain"].append(one)
+                        rates["guessing"].append(other)
+                tried = sum(step.num_guessed for step in steps)
+                right = sum(step.num_accepted for step in steps)
+                medians = {name: statistics.median(each) for name, each in rates.items()}
+                ratio = statistics.median(
+                    b / a for a, b in zip(rates["plain"], rates["guessing"], strict=True)
+                )
+                print(
+                    f"{workload:10} {batch:4} {medians['plain']:8.1f} {medians['guessing']:10.1f}"
+                    f" {'':8} {ratio:5.2f} ({AIMS[workload]})  {tried:6} {right:7}"
+                )
+                found.append({"workload": workload, "rows": batch, "rates": rates, "tried": tried,
+                              "right": right, "ratio": ratio})  # fmt: skip
+    print(f"The limit of a row with {options.guesses} guesses: {1 + options.guesses}.0")
+    return found
+
+
+def main() -> None:
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--guesses", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--workloads", nargs="+", default=list(AIMS), choices=list(AIMS))
+    options = parser.parse_args()
+    print_head(
+        f"Guessing ahead, {options.model}, {options.dtype}, {options.quantization or 'plain'}"
+    )
+    write_report(options.output_json, {"settings": vars(options), "found": compare(options)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What sequences are to try next: the engine's side of guessing (scheduler/drafts.py).
+
+Who guesses sees known tokens only, and what is guessed reaches the scheduler by `control`, so a
+replay of a recording needs none of this.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.base.messages import Draft
+from quire.base.plan import Plan
+from quire.base.speculation import Speculation
+from quire.engine.guess_pace import Chance, StepTimes, lengths
+from quire.engine.ngrams import NGrams
+from quire.scheduler.sequence import Sequence, State
+
+MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
+
+
+@dataclass(slots=True)
+class Guesser:
+    """What is known of one sequence. tried: how many tokens it had when guesses were tried last,
+    and how many these were."""
+
+    ngrams: NGrams
+    chance: Chance = field(default_factory=Chance)
+    tried: tuple[int, int] | None = None
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Take what the sequence has got since, and what became of its guesses."""
+        if self.tried is not None:
+            known, num = self.tried
+            right = sequence.num_known_tokens - known - 1
+            self.chance.observe(num, max(0, min(num, right)))
+            self.tried = None
+        self.ngrams.extend(sequence.known_tokens[len(self.ngrams.tokens) :].tolist())
+
+
+class Drafting:
+    """Guesses for all sequences of an engine."""
+
+    def __init__(self, speculation: Speculation) -> None:
+        self._settings = speculation
+        self._of: dict[Sequence, Guesser] = {}
+        self._in_row: dict[int, Guesser] = {}  # those of the last guesses
+        self._times = StepTimes()
+
+    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+        """Guess for those of the sequences for which it is worth its time. num_running: rows that
+        run, with them."""
+        found: list[tuple[Sequence, Guesser, list[int]]] = []
+        for sequence in sequences:
+            guesser = self._guesser(sequence)
+            guesser.catch_up(sequence)
+            most = min(self._settings.num_tokens, sequence.limit - sequence.num_known_tokens - 1)
+            if guesses := guesser.ngrams.guess(most):
+                found.append((sequence, guesser, guesses))
+        self._in_row = {}
+        if not found:
+            return []
+        sizes, chances = [len(g) for *_, g in found], [each.chance.value for _, each, _ in found]
+        drafts = []
+        nums = lengths(sizes, chances, num_running - len(found), self._times)
+        for (sequence, guesser, guesses), num in zip(found, nums, strict=True):
+            if num == 0:
+                guesser.chance.hope()
+                continue
+            self._in_row[sequence.row] = guesser
+            name, known = sequence.request.request_id, sequence.num_known_tokens
+            drafts.append(Draft(name, sequence.index, known, guesses[:num]))
+        return drafts
+
+    def planned(self, plan: Plan) -> None:
+        """Note which guesses a plan tries."""
+        if not plan.drafts:
+            return
+        known = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
+        known_of = dict(zip(plan.rows.tolist(), known, strict=True))
+        for draft in plan.drafts:
+            if (guesser := self._in_row.get(draft.row)) is not None:
+                guesser.tried = known_of[draft.row], len(draft.token_ids)
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Take how long a plan took."""
+        if seconds > 0 and len(plan.rows) and (plan.num_tokens - plan.num_drafts == 1).all():
+            self._times.observe(int(np.sum(plan.num_tokens)), seconds)
+
+    def _guesser(self, sequence: Sequence) -> Guesser:
+        found = self._of.get(sequence)
+        if found is None:
+            if len(self._of) >= MOST_FORGOTTEN and len(self._of) % MOST_FORGOTTEN == 0:
+                alive = (item for item in self._of.items() if item[0].state is not State.ENDED)
+                self._of = dict(alive)
+            settings = self._settings
+            ngrams = NGrams(settings.shortest_run, settings.longest_run)
+            found = self._of[sequence] = Guesser(ngrams)
+        return found

@@ -1,0 +1,103 @@
+"""How many guesses are worth their time: by how often a sequence's were right, and by what steps
+of more tokens have taken.
+
+A row with k guesses, each right with probability a if those before it were, brings 1 + a + a^2 +
+.. + a^k tokens on average. The k of each row that gives the most tokens per second is found by
+adding the guess that is most likely right as long as that makes the step's rate no lower. What a
+step of T tokens takes is the median of those of T that there were lately, and between two such
+numbers it lies on the line between them. Only steps that compute no prompt are counted. What was
+seen too long ago is forgotten, and a size above all that are known is taken to cost no more than
+they do, so that it is tried again.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence as Seq
+from heapq import heapify, heappop, heappush
+
+FORGOTTEN = 128  # steps
+NUM_TIMES = 9  # of steps of a size
+KEPT = 0.9  # of what was believed, after a step
+FIRST_CHANCE = 0.7  # that a guess is right of a sequence that had none
+LEAST_CHANCE = 0.05
+HOPE = 0.01  # how much the chance grows with each step without guesses, so that it is tried again
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+
+
+class StepTimes:
+    """What steps take, by how many tokens they compute."""
+
+    def __init__(self) -> None:
+        self._num_seen = 0
+        self._seen_at: dict[int, int] = {}
+        self._lately: dict[int, deque[float]] = {}
+        self._seconds: dict[int, float] = {}  # their medians, of the sizes that there were
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take the time of a step that computed no prompt."""
+        size = SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
+        lately = self._lately.setdefault(size, deque(maxlen=NUM_TIMES))
+        lately.append(seconds)
+        self._seconds[size] = sorted(lately)[len(lately) // 2]
+        self._num_seen += 1
+        self._seen_at[size] = self._num_seen
+        for old, seen_at in list(self._seen_at.items()):
+            if seen_at < self._num_seen - FORGOTTEN:
+                del self._seen_at[old], self._lately[old], self._seconds[old]
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """Return what a step of so many tokens should take; None if nothing is known."""
+        if not self._seconds:
+            return None
+        sizes = sorted(self._seconds)
+        at = bisect_left(sizes, num_tokens)
+        if at == len(sizes):
+            return self._seconds[sizes[-1]]
+        above = sizes[at]
+        if at == 0 or above == num_tokens:
+            return self._seconds[above]
+        below = sizes[at - 1]
+        share = (num_tokens - below) / (above - below)
+        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
+
+
+class Chance:
+    """How often a sequence's guesses were right."""
+
+    def __init__(self) -> None:
+        self.value = FIRST_CHANCE
+
+    def observe(self, num_guessed: int, num_right: int) -> None:
+        """Take what became of guesses: those up to the first wrong one were put to the test."""
+        num_tested = min(num_guessed, num_right + 1)
+        for i in range(num_tested):
+            self.value = KEPT * self.value + (1 - KEPT) * (i < num_right)
+
+    def hope(self) -> None:
+        """Take a step in which nothing was guessed, though it might have been."""
+        self.value = min(FIRST_CHANCE, self.value + HOPE)
+
+
+def lengths(most: Seq[int], chances: Seq[float], num_others: int, times: StepTimes) -> list[int]:
+    """Return how many guesses each row should try. most: how many it has; chances: that one of them
+    is right; num_others: tokens of the step beside these rows' own."""
+    found = [0] * len(most)
+    if times.seconds(1) is None:
+        return list(most)
+    num_tokens = num_others + len(most)
+    gained = float(num_tokens)
+    rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
+    heap = [(-chance, row) for row, chance in enumerate(chances) if most[row] > 0]
+    heapify(heap)
+    best, best_rate = list(found), rate
+    while heap:
+        gain, row = heappop(heap)
+        found[row] += 1
+        num_tokens += 1
+        gained -= gain
+        rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
+        if rate > best_rate:
+            best, best_rate = list(found), rate
+        if found[row] < most[row] and -gain * chances[row] > LEAST_CHANCE:
+            heappush(heap, (gain * chances[row], row))
+    return best

@@ -1,0 +1,104 @@
+"""Guesses at what sequences go on with, tried beside their next token (T 4.4.4, C16).
+
+A guess costs what a token of a prompt costs, and changes no answer: the row samples at each place
+as it would anyway, and what it samples counts up to the first that is not the guess. Guesses take
+what the plan leaves of budget, blocks and length; nobody gives way for them. A row whose guesses
+are in flight is in no plan until their result is in: where it goes on is not known before.
+"""
+
+import numpy as np
+
+from quire.base.messages import Draft, Drafted
+from quire.base.plan import RowDraft
+from quire.scheduler.lifecycle import Lifecycle
+from quire.scheduler.memory import Memory
+from quire.scheduler.plan_builder import PlanBuilder
+from quire.scheduler.rows import Rows
+from quire.scheduler.sequence import Int32, Sequence
+
+
+class Drafts:
+    """Keeps what was guessed until it is tried, or out of date."""
+
+    def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle) -> None:
+        self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
+        self._guessed: dict[tuple[str, int], Draft] = {}
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._guessed)
+
+    def take(self, message: Drafted) -> None:
+        """Keep guesses, in the place of earlier ones of the same sequences."""
+        self._guessed |= {(draft.request_id, draft.index): draft for draft in message.drafts}
+
+    def candidates(self) -> list[Sequence]:
+        """List the sequences whose next plan may try guesses: they run and lack only their next
+        token."""
+        table, rows = self._rows.table, self._rows.running
+        is_known = table.total[rows] == table.known[rows]
+        is_next = table.computed[rows] == table.known[rows] - 1
+        has_room = table.limit[rows] > table.known[rows] + 1
+        found = self._rows.sequences(rows[is_known & is_next & has_room])
+        return [sequence for sequence in found if self._may_ever_try(sequence)]
+
+    def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
+        """Let rows of a plan try their guesses, as many as the budget has room for. rows,
+        num_tokens: of the plan; what is tried is added to the latter."""
+        place = {row: i for i, row in enumerate(rows.tolist())}
+        guessed, self._guessed = self._guessed, {}
+        for key, draft in guessed.items():
+            sequence = self._find(draft)
+            if sequence is None or sequence.num_known_tokens != draft.num_known:
+                continue
+            at = place.get(sequence.row)
+            if at is None:
+                self._guessed[key] = draft
+                continue
+            if num_tokens[at] != 1 or not self._may_try(sequence):
+                continue
+            most = min(len(draft.token_ids), budget, sequence.limit - draft.num_known - 1)
+            num = self._make_room(sequence, most, builder)
+            if num > 0:
+                self._rows.try_tokens(sequence.row, num)
+                token_ids = np.array(draft.token_ids[:num], np.int32)
+                builder.drafts.append(RowDraft(sequence.row, token_ids))
+                num_tokens[at] += num
+                budget -= num
+
+    def _find(self, draft: Draft) -> Sequence | None:
+        """Find the sequence of a draft, if it holds a row."""
+        first = self._lifecycle.sequences.get(draft.request_id)
+        members = [] if first is None else first.members
+        found = next((member for member in members if member.index == draft.index), None)
+        return None if found is None or found.row < 0 else found
+
+    def _may_try(self, sequence: Sequence) -> bool:
+        """Tell whether the plan computes a sequence's last token, and nothing else hangs on it: a
+        group that is about to be forked, a beam, a prefix to be pinned, a prompt that is open, a
+        grammar's mask, a state that cannot go back."""
+        table, row = self._rows.table, sequence.row
+        if table.computed[row] != table.known[row] or table.total[row] != table.known[row]:
+            return False
+        return self._may_ever_try(sequence)
+
+    def _may_ever_try(self, sequence: Sequence) -> bool:
+        group = sequence.group
+        if sequence.is_pin or sequence.is_open or sequence.is_beam or sequence.request.grammar:
+            return False
+        if self._memory.kv.has_states:
+            return False
+        return group is None or group.is_forked
+
+    def _make_room(self, sequence: Sequence, num: int, builder: PlanBuilder) -> int:
+        """Return how many guesses have room: all, or those that the sequence's blocks hold."""
+        row, capacity = sequence.row, int(self._rows.table.capacity[sequence.row])
+        room = capacity - sequence.num_computed_tokens
+        if num <= room:
+            return num
+        appended = self._memory.grow_by_guesses(sequence, num)
+        if appended is None:
+            return room
+        self._rows.set_capacity(row, sequence.blocks.capacity)
+        builder.add_blocks(row, appended)
+        return num

@@ -1,0 +1,45 @@
+"""Reading `speculative_config`."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError
+from quire.base.speculation import Speculation, parse_speculation
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("{}", Speculation("ngram", 4, 5, 5)),
+        ('{"method": "ngram", "num_speculative_tokens": 7}', Speculation("ngram", 7, 5, 5)),
+        ({"prompt_lookup_max": 3}, Speculation("ngram", 4, 3, 3)),
+        ({"prompt_lookup_min": 2}, Speculation("ngram", 4, 2, 2)),
+        ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, Speculation("ngram", 4, 6, 2)),
+    ],
+)
+def test_what_is_left_out(given: Any, meant: Speculation) -> None:
+    assert parse_speculation(given) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must be like"),
+        ({"method": "medusa"}, "one of ngram, got 'medusa'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a number from 1, got 0"),
+        ({"num_speculative_tokens": True}, "must be a number from 1, got True"),
+        ({"num_speculative_tokens": 33}, "at most 32, got 33"),
+        ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "not be above prompt_lookup_max"),
+        ({"model": "x"}, "has no 'model'; it has: method"),
+    ],
+)
+def test_errors_name_what_is_wrong(given: Any, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        config_from_flat(speculative_config=given)
+
+
+def test_nothing_is_guessed_by_default() -> None:
+    assert parse_speculation(config_from_flat().speculative_config) is None

@@ -1,0 +1,79 @@
+"""The engine's side of guessing: who is guessed for, what becomes of it, and what is forgotten."""
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.events import Planned, Stepped
+from quire.engine.drafting import MOST_FORGOTTEN
+from quire.engine.guess_pace import StepTimes
+
+
+@pytest.fixture(autouse=True)
+def no_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is guessed does not depend on how fast the machine is: nothing is known of that."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+
+
+SETTINGS = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
+}
+TEXT = "one two three. one two three. one two three. one two"
+
+
+def steps_of(llm: LLM) -> list[Stepped]:
+    steps: list[Stepped] = []
+    core = llm.engine.client.core
+    core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
+    return steps
+
+
+def engine(**settings: object) -> LLM:
+    return LLM(
+        "demo", max_model_len=96, dtype="float32", disable_log_stats=True,
+        kv_cache_memory_bytes=8 << 20, speculative_config=SETTINGS, **settings,
+    )  # fmt: skip
+
+
+def test_repeated_text_takes_fewer_steps() -> None:
+    """A bias makes the answer certain: the same token over and over."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
+    with engine() as llm:
+        steps = steps_of(llm)
+        [output] = llm.generate([TEXT], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == [40] * 40
+    assert sum(step.num_accepted for step in steps) + len(steps) >= 40
+    assert len(steps) < 30
+
+
+def test_a_wrong_guess_costs_no_token() -> None:
+    params = SamplingParams(temperature=2.0, seed=1, max_tokens=60, ignore_eos=True)
+    with engine() as llm:
+        steps = steps_of(llm)
+        [output] = llm.generate([TEXT], params, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 60
+    assert sum(step.num_guessed for step in steps) > sum(step.num_accepted for step in steps)
+
+
+def test_guesses_stay_within_the_limit() -> None:
+    """The last token is never one too many, and no guess is behind it."""
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, allowed_token_ids=[40])
+    with engine() as llm:
+        plans: list[Planned] = []
+        core = llm.engine.client.core
+        core.subscribe(lambda event: plans.append(event) if isinstance(event, Planned) else None)
+        [output] = llm.generate([TEXT + " !!!!"], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == [40] * 3
+    drafts = [draft for each in plans if each.plan for draft in each.plan.drafts]
+    assert all(len(draft.token_ids) <= 1 for draft in drafts)
+
+
+def test_who_has_ended_is_forgotten() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    with engine(max_num_seqs=4) as llm:
+        llm.generate([f"{i} {TEXT}" for i in range(3 * MOST_FORGOTTEN)], params, use_tqdm=False)
+        drafting = llm.engine.client.core._drafting
+        assert drafting is not None
+        assert len(drafting._of) <= MOST_FORGOTTEN + 4

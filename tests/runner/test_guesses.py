@@ -1,0 +1,109 @@
+"""Steps with guesses give the very tokens and log-probabilities of plain steps, bit for bit,
+whatever is guessed."""
+
+import random
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.messages import Draft
+from quire.base.plan import Plan
+from quire.ops.native import core
+from quire.scheduler.sequence import Sequence
+
+PROMPTS = ["Once upon a time", "The little fox said: 1, 2, 3, 1, 2, 3,", "a", "def add(x, y):"]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30, logprobs=3, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=25, top_p=0.9, n=2, logprobs=0),
+    SamplingParams(
+        temperature=0.8, seed=6, max_tokens=30, repetition_penalty=1.2, frequency_penalty=0.3,
+        logprobs=2, dry_multiplier=0.8,
+    ),
+    SamplingParams(temperature=0.7, seed=8, max_tokens=20, min_tokens=10, stop=["the"]),
+]  # fmt: skip
+
+
+class Oracle:
+    """Knows the answers, and tells wrong ones as often as it is asked to: each of `num` guesses is
+    right with this probability."""
+
+    def __init__(self, answers: dict[Any, list[int]], num: int, right: float) -> None:
+        self._answers, self._num, self._right = answers, num, right
+        self._choose = random.Random(3)
+        self.num_right = self.num_tried = 0
+
+    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+        drafts = []
+        for sequence in sequences:
+            prompt = tuple(sequence.known_tokens[: sequence.num_prompt_tokens].tolist())
+            at = sequence.num_output_tokens
+            rest = self._answers[prompt, sequence.index][at : at + self._num]
+            guesses = [t if self._choose.random() < self._right else 7 for t in rest]
+            name, known = sequence.request.request_id, sequence.num_known_tokens
+            drafts.append(Draft(name, sequence.index, known, guesses))
+        return drafts
+
+    def planned(self, plan: Plan) -> None:
+        self.num_tried += int(plan.num_drafts.sum())
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        pass
+
+
+def engine(**settings: Any) -> LLM:
+    return LLM(
+        "demo", max_model_len=64, disable_log_stats=True, enable_prefix_caching=False,
+        kv_cache_memory_bytes=8 << 20, **settings,
+    )  # fmt: skip
+
+
+def answers(llm: LLM) -> list[Any]:
+    outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    return [
+        [
+            (c.token_ids, c.text, c.finish_reason, c.cumulative_logprob, c.logprobs)
+            for c in o.outputs
+        ]
+        for o in outputs
+    ]
+
+
+FORMATS: list[dict[str, Any]] = [
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int8"},
+]
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+@pytest.mark.parametrize("settings", FORMATS, ids=lambda s: "-".join(s.values()))
+def test_no_guess_changes_an_answer(settings: dict[str, Any]) -> None:
+    with engine(**settings) as llm:
+        plain = answers(llm)
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        known = {
+            (tuple(o.prompt_token_ids or ()), c.index): list(c.token_ids)
+            for o in outputs
+            for c in o.outputs
+        }
+        for num, right in [(1, 1.0), (4, 1.0), (3, 0.0), (4, 0.7)]:
+            oracle = Oracle(known, num, right)
+            llm.engine.client.core._drafting = oracle  # type: ignore[assignment]
+            assert answers(llm) == plain, (num, right)
+            assert oracle.num_tried > 20
+
+
+def test_right_guesses_save_steps() -> None:
+    with engine(dtype="float32") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=21, ignore_eos=True)
+        [output] = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        known = {(tuple(output.prompt_token_ids or ()), 0): list(output.outputs[0].token_ids)}
+        oracle = Oracle(known, 4, 1.0)
+        llm.engine.client.core._drafting = oracle  # type: ignore[assignment]
+        scheduler = llm.engine.client.core.scheduler
+        before = scheduler.planner.next_step_id
+        llm.generate(PROMPTS[:1], params, use_tqdm=False)
+        # One step for the prompt and the first token; then five tokens each.
+        assert scheduler.planner.next_step_id - before == 5
