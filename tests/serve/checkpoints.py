@@ -118,6 +118,19 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         tf.Qwen2MoeForCausalLM,
         LLAMA_LIKE | MIXTURE | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20},
     ),
+    "qwen3_5_text": (
+        tf.Qwen3_5TextConfig,
+        tf.Qwen3_5ForCausalLM,
+        LLAMA_LIKE
+        | {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 6,
+        },
+    ),
     "gpt_oss": (
         tf.GptOssConfig,
         tf.GptOssForCausalLM,
