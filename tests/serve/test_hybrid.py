@@ -6,11 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-import torch
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.ops.native import core
+from quire.render.renderer import RenderedPrompt
 from quire.scheduler.memory import PROMPT_TAIL
 from quire.tools.verify.precision import WholePrecision
 from tests.models.checkpoints import random_tokens
@@ -156,3 +157,32 @@ def test_what_was_evicted_comes_back_with_its_state(place: str, tmp_path: Path) 
             llm = open_llm(**few, **tier)
     llm.close()
     assert cached == [0] * 6 + [END] * 6
+
+
+@needs_core
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_same_bits_however_a_prompt_is_cut(quantization: str | None) -> None:
+    own: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization}
+    with open_llm(**own, enable_prefix_caching=False) as plain:
+        alone = [found(ask(plain, [prompt], SAMPLED))[0] for prompt in prompts()]
+    with open_llm(**own, max_num_batched_tokens=7) as llm:
+        for _ in range(2):
+            assert found(ask(llm, prompts(), SAMPLED)) == alone
+
+
+def test_a_prompt_in_pieces() -> None:
+    (whole,) = random_tokens(37, seed=6)
+    with open_llm(**EXACT, max_num_batched_tokens=11) as llm:
+        client, requests = llm.engine.client, llm.engine.requests
+        made = requests.make(RenderedPrompt(whole[:5]), greedy(6))
+        client.add(msgspec.structs.replace(made, is_open=True))
+        for first, last in ((5, 6), (6, 21), (21, 36)):
+            for _ in range(4):
+                assert client.step() == []
+            client.append(made.request_id, whole[first:last])
+        client.append(made.request_id, whole[36:], is_last=True)
+        outputs: list[RequestOutput] = []
+        while not (outputs and outputs[-1].finished):
+            outputs += client.step()
+        assert_idle(llm)
+    assert outputs[-1].outputs[0].token_ids == wanted(tuple(whole))[:6]
