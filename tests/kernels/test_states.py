@@ -85,21 +85,36 @@ def test_longer_chunks(chunks: Chunks, device: torch.device) -> None:
     check_sequences(torch.float16, device, seed=2, chunks=chunks)
 
 
-def test_programs_may_come_in_any_order(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Who writes a block where a row's state was does so after all who read it."""
+@pytest.fixture
+def from_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last program of a launch comes first."""
     if not INTERPRETED:
         pytest.skip("a GPU has an order of its own")
     from triton.runtime.interpreter import InterpreterBuilder
 
-    def from_behind(self: Any, *places: int) -> None:
+    def turned(self: Any, *places: int) -> None:
         counts = zip(self.grid_dim, places, strict=True)
         self.grid_idx = tuple(count - 1 - place for count, place in counts)
 
-    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", from_behind)
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", turned)
+
+
+def test_programs_may_come_in_any_order(from_behind: None, device: torch.device) -> None:
     check_sequences(torch.float16, device, seed=4, most=9 * P, chunks=SMALL)
     check_sequences(torch.float32, device, seed=5, most=2 * P)
+
+
+def test_who_reads_a_block_writes_it(from_behind: None, device: torch.device) -> None:
+    """One that is longer than a program's tokens, in place."""
+    layout = replace(layout_of(torch.float32), block_size=64)
+    backend, inputs = Kernels(layout, device), Inputs(1, 80, HEADS, torch.float32)
+    found, done = [], 0
+    for count in (10, 53, 17):
+        backend.prepare(step_of([(done, count, [4, 7])]))
+        found.append(backend.convolve(0, inputs.x[done : done + count], inputs.weight))
+        done += count
+    wanted = inputs.convolved()[0]
+    torch.testing.assert_close(torch.cat(found).double(), wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
