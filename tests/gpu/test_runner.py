@@ -99,7 +99,7 @@ def test_a_second_start_knows_what_the_first_one_used(tmp_path: Any, monkeypatch
         assert rounds(llm, GREEDY) == first
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5"])
 def test_deterministic_in_bfloat16(architecture: str) -> None:
     """One request alone, among others, in small chunks, and with its prompt in the cache."""
     params = SamplingParams(temperature=0.9, seed=1, max_tokens=16, logprobs=1, ignore_eos=True)

@@ -306,6 +306,7 @@ STEPS = {
     [
         ("llama", True),
         ("qwen3_moe", False),
+        ("qwen3_5", True),
         pytest.param("llama", False, marks=pytest.mark.slow),
         pytest.param("mistral", False, marks=pytest.mark.slow),
     ],
