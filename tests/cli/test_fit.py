@@ -93,6 +93,17 @@ def test_a_group_with_a_window(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "in 1 layer: " in out and "in 2 layers with a window of 6: " in out
 
 
+def test_a_group_of_states(capsys: pytest.CaptureFixture[str]) -> None:
+    """18 layers with 16 x 128 x 128 numbers and the inputs of a convolution: not by tokens."""
+    pool = "--kv-cache-memory-bytes", "1000000000", "--max-model-len", "4096"
+    asked = "shape:qwen3.5-0.8b", "--device", "cpu", *pool
+    status, out, _ = run(capsys, "fit", *asked)
+    assert status == 0
+    assert "12.0 KiB per token, 192.0 KiB per block in 6 layers: " in out
+    assert "19.3 MiB per state in 18 layers: 24 states" in out
+    assert figures(capsys, *asked)["kv"]["bytes_per_token"] == 12 * 1024
+
+
 def test_warnings_are_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()

@@ -137,14 +137,17 @@ class CacheConfig:
         0.92, "share of the GPU's memory that this process may use, whatever others do"
     )
     kv_cache_memory_bytes: int | None = setting(
-        None, "size of the KV pool; derived from the memory plan if absent", unit="bytes"
+        None,
+        "size of the KV pool, in which states of layers with linear attention have half at most;"
+        " derived from the memory plan if absent",
+        unit="bytes",
     )
     kv_cache_dtype: str = setting(
         "auto",
         "how keys and values are stored: in the model's dtype; as int8, with a scale for each token"
         " and head (on a CPU, or on a GPU by triton); or as fp8 (e4m3), with two scales for each"
         " layer from the checkpoint, or 1 (on a GPU of compute capability 8.9 or more, by triton)."
-        " fp8_e4m3 is vLLM's name of fp8",
+        " States of layers with linear attention are never rounded. fp8_e4m3 is vLLM's name of fp8",
         choices=("auto", "int8", "fp8", "fp8_e4m3"),
     )
     enable_prefix_caching: bool = setting(True, "reuse full blocks of equal prefixes")
