@@ -15,9 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import load_spec
+from quire.base.text_config import TIES
 from quire.models.loading import load_model
 from quire.models.registry import model_spec
-from tests.models.checkpoints import GEMMA3, exact_logits, random_tokens
+from tests.models.checkpoints import (
+    GEMMA3,
+    HYBRID,
+    HYBRID_EXPERTS,
+    exact_logits,
+    random_tokens,
+)
 from tests.models.paged import CPU, run_paged
 
 VISION = {
@@ -29,6 +36,19 @@ VISION = {
     "patch_size": 8,
 }
 IMAGE = {"mm_tokens_per_image": 4, "image_token_index": 96}
+QWEN_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "depth": 1,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+QWEN_TOKENS = {
+    f"{name}_token_id": 90 + i
+    for i, name in enumerate(("image", "video", "vision_start", "vision_end"))
+}
 TOKENS = random_tokens(40)
 WEIGHTS = "model.safetensors"
 
@@ -40,6 +60,29 @@ def folder(tmp_path: Path) -> Path:
     config = transformers.Gemma3Config(text_config=text, vision_config=VISION, **IMAGE)
     transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("kind", ["Qwen3_5", "Qwen3_5Moe"])
+def test_of_qwen3_5(kind: str, ties: bool, tmp_path: Path) -> None:
+    """It has a convolution and a part that guesses more tokens beside its layers."""
+    own = HYBRID_EXPERTS if kind.endswith("Moe") else HYBRID
+    text = own | {"initializer_range": 0.25, TIES: ties, "rms_norm_eps": 1e-3}
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=text, vision_config=QWEN_VISION, tie_word_embeddings=ties, **QWEN_TOKENS
+    )
+    torch.manual_seed(0)
+    getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(tmp_path)
+    wanted = exact_logits(tmp_path, TOKENS)[0]
+    tensors = load_file(tmp_path / WEIGHTS) | {"mtp.fc.weight": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    edit(tmp_path, tie_word_embeddings=None)  # the text part says it, too
+    spec = model_spec(tmp_path)
+    assert (spec.linear_layers, spec.tie_embeddings) == ((0, 1, 2), ties)
+    model = load_model(tmp_path, spec, torch.float64, CPU)
+    options: dict[str, Any] = {"backend": "reference", "dtype": torch.float64}
+    got = run_paged(model, spec, TOKENS, [[7, 33]], **options)[0]
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
 
 
 def edit(folder: Path, **changes: Any) -> None:

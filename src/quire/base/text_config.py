@@ -11,6 +11,7 @@ NESTED = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
+TIES, TIED = "tie_word_embeddings", ("gemma3",)  # whose head is tied where no config says it
 PART_OF = "text_part_of"  # a field of the made config: the type of the whole
 # What the whole model's config says about the text part, too. The first wins over the second.
 DTYPES = ("dtype", "torch_dtype")
@@ -31,8 +32,8 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
     shared = _present(raw, SHARED)
     if _present(shared, DTYPES):
         found = {name: value for name, value in found.items() if name not in DTYPES}
-    ties = Fields(raw).flag("tie_word_embeddings", True)
-    return found | shared | {"model_type": own, "tie_word_embeddings": ties, PART_OF: model_type}
+    ties = Fields(raw).flag(TIES, model_type in TIED or inner.flag(TIES))
+    return found | shared | {"model_type": own, TIES: ties, PART_OF: model_type}
 
 
 def _present(raw: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
