@@ -31,7 +31,7 @@ from quire.models.weight_cache import WeightCache
 from quire.ops.native import core
 from quire.ops.packed import PackedParts, PackedWeight
 from tests.models import quantised_writers as writers
-from tests.models.checkpoints import LLAMA, exact_logits, random_tokens
+from tests.models.checkpoints import HYBRID, LLAMA, exact_logits, random_tokens
 from tests.models.paged import CPU, run_paged
 from tests.models.quantised_writers import Format, compressed, float8, gptq, integers_of
 
@@ -426,3 +426,16 @@ def test_weights_stay_quantised(name: str, tmp_path: Path) -> None:
         model_bytes(model),
         rel=0.03,  # the order of inputs is not planned for
     )
+
+
+@pytest.mark.parametrize("name", ["gptq ordered", "awq", "float blocks"])
+def test_linear_attention_whose_gates_stay_plain(name: str, tmp_path: Path) -> None:
+    """Their rows are too few for blocks, so quantisers leave them out."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    sizes |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_value_heads": 4}
+    plain_ones = ("lm_head", "in_proj_a", "in_proj_b", "conv1d")
+    form = replace(FORMATS[name], left_out=plain_ones)
+    quantised, plain = writers.write(tmp_path, form, "qwen3_5_text", **(HYBRID | sizes))
+    assert_same(exact_model(quantised), exact_model(plain))
+    if core() is not None:
+        assert_near(quantised, plain, 0.3)
