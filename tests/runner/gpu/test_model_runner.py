@@ -45,8 +45,8 @@ SETTINGS = {
 }
 
 
-def build(backend: str, **settings: Any) -> BuiltRunner:
-    path = str(checkpoint("llama"))
+def build(backend: str, architecture: str = "llama", **settings: Any) -> BuiltRunner:
+    path = str(checkpoint(architecture))
     config = config_from_flat(model=path, attention_backend=backend, **SETTINGS | settings)
     return build_runner(config, resolve_model(path, None))
 
@@ -72,10 +72,11 @@ def drive(
     device: LateDevice | None = None,
     masked: Set[str] = frozenset(),
     make: Callable[[], list[Request]] = requests,
+    architecture: str = "llama",
 ) -> dict[tuple[str, int], list[int]]:
     """The tokens of all sequences. Plans are launched as far ahead as possible. masked: requests
     whose rows have masks."""
-    scheduler = make_scheduler(built, resolve_model(str(checkpoint("llama")), None))
+    scheduler = make_scheduler(built, resolve_model(str(checkpoint(architecture)), None))
     for request in make():
         scheduler.add(request, 0.0)
     in_flight: deque[Any] = deque()
@@ -129,6 +130,28 @@ def test_quantised_products_are_recorded_and_read_nothing(
     weights = {"quantization": quantization}
     found = drive(build("triton", compilation="full", **weights), devices[-1])
     assert found == drive(build("triton", enforce_eager=True, **weights), devices[-1])
+
+
+@pytest.mark.parametrize("compilation", [pytest.param("full", marks=pytest.mark.slow), "piecewise"])
+def test_layers_with_states_are_recorded_and_read_nothing(
+    compilation: str,
+    devices: list[LateDevice],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also in mixed steps, whose rows have other lengths than when they were recorded."""
+    replays, begin = [], Pieces.begin
+    monkeypatch.setattr(gpu, "is_gpu", lambda device: True)
+    monkeypatch.setattr(Pieces, "begin", lambda pieces: (replays.append(pieces), begin(pieces)))
+    hybrid: dict[str, Any] = {"architecture": "qwen3_5"}
+    settings = hybrid | {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 60}
+    make = partial(requests, num_more=2)
+    found = drive(
+        build("triton", compilation=compilation, **settings), devices[-1], make=make, **hybrid
+    )
+    assert len(replays) > 5
+    with on_the_host():
+        monkeypatch.undo()
+        assert found == drive(build("torch", **settings), make=make, **hybrid)
 
 
 MASKED = {"r0", "r3", "r4"}
