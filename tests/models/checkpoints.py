@@ -115,11 +115,14 @@ HYBRID = LLAMA | {
     "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 4,
 }
+# Few layers, and most of the experts: what is rounded sends few tokens to others.
 HYBRID_EXPERTS = HYBRID | {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
     "num_experts": 6,
-    "num_experts_per_tok": 2,
+    "num_experts_per_tok": 4,
 }
 
 # name -> (model_type, config)
