@@ -123,3 +123,18 @@ def test_swaps_that_always_fail_are_nobodys_fault(groups: tuple[CacheGroup, ...]
     driver.finish()
     assert driver.device.num_failed > 0
     assert are_as_expected(driver, length=40)
+
+
+def test_a_row_forked_from_one_that_goes_back_goes_back_too() -> None:
+    """It is in a plan of its own in flight, behind the one that was to fork it."""
+    settings = {"pipeline_depth": 3, "max_num_batched_tokens": 5, "max_num_seqs": 2}
+    driver = driver_of(FailsAt, HYBRID[1:], **settings)
+    driver.device.fails_at = 0
+    request = make_request("a", list(range(10)), max_tokens=8, seed=0, n=2)
+    driver.core.add(request)
+    for _ in range(3):
+        driver.core.plan()
+    assert len(driver.scheduler.planner.in_flight[-1].plan.rows) == 2
+    driver.take()
+    driver.finish()
+    assert driver.output["a", 0] == driver.output["a", 1] == expected_tokens(request, MAX_LEN)

@@ -71,6 +71,10 @@ def find_tainted(
             if lease in tainted or tainted.fails(owners[lease]):
                 for mine, bad in zip(shared.named, tainted.blocks, strict=True):
                     bad.update(mine)
+        for fork in step.plan.new_forks:  # which does not come about without its parent
+            if (fork.parent, epochs[fork.parent]) in tainted.dependants:
+                child = fork.child, epochs[fork.child]
+                tainted.dependants[child] = owners[child]
     return tainted
 
 
