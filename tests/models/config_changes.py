@@ -15,7 +15,7 @@ ABSENT = "absent"
 
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "silu", "swish")
 ACTIVATIONS += ("relu", "relu2", "mish", "tanh", "linear")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 FACTORS = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5]  # as many as a head of 16 has frequencies
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
@@ -92,6 +92,8 @@ OTHERS: dict[str, list[Any]] = {
     "logits_scaling": [3.0],
     "attention_multiplier": [0.5],
     "quantization_config": [{"quant_method": "unheard of"}],
+    "full_attention_interval": [2, 3],
+    "attn_output_gate": [False],
     "per_layer_config": [{"0": {"hidden_act": "relu"}}],
 }
 # Of the class's own workings: how it is called, trained and saved. The first three change the form
@@ -163,7 +165,12 @@ def _others(name: str, now: Any, kind: str, base: Mapping[str, Any]) -> list[Any
 def _layer_types(base: Mapping[str, Any]) -> list[Any]:
     count = base.get("num_hidden_layers", base.get("n_layer"))
     assert isinstance(count, int)
-    return [
+    of_hybrids = [
+        [LINEAR] * count,
+        [(FULL, LINEAR)[i % 2] for i in range(count)],
+        [(LINEAR, FULL)[i % 2] for i in range(count)],
+    ]
+    return (of_hybrids if LINEAR in (base.get("layer_types") or ()) else []) + [
         [FULL] * count,
         [SLIDING] * count,
         [(FULL, SLIDING)[i % 2] for i in range(count)],

@@ -17,6 +17,7 @@ from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE
 from quire.models.gated_attention import gates_first
 from quire.models.linear_attention import DeltaRule, LinearAttentionLayer, rows_of_key_heads
 from quire.models.loading import LoadOptions, load_model
+from quire.models.registry import model_spec
 from quire.ops.native import core
 from quire.ops.packed import PackedWeight
 from quire.tools.verify.weights import take_dequantised
@@ -183,3 +184,10 @@ def test_layers_of_a_gguf_file_that_guess_more_tokens_are_left_out(tmp_path: Pat
     assert (spec.num_layers, spec.linear_layers) == (3, (0, 2))
     model = load_model(path, spec, torch.float32, CPU)
     assert run_paged(model, spec, TOKENS, [[37]])[0].isfinite().all()
+
+
+@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5"])
+def test_transformers_classes_have_no_such_layers_here(variant: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, variant)
+    with pytest.raises(ModelError, match="layers that remember a state run by quire's own classes"):
+        model_spec(tmp_path, "transformers")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.base.errors import MissingDependency, ModelError
+from quire.base.linear_attention import HYBRID_TYPES
 from quire.base.text_config import PART_OF
 
 EXTRA = 'pip install "quire[transformers]"'
@@ -75,6 +76,11 @@ def _refuse(config: Any) -> None:
             raise ModelError(
                 f"config.json: {name} is true; models with encoders are not supported."
             )
+    if config.model_type in HYBRID_TYPES:
+        raise ModelError(
+            f"transformers' class of {config.model_type} cannot run over paged memory: layers that"
+            " remember a state run by quire's own classes."
+        )
     for rope in _ropes(getattr(config, "rope_parameters", None)):
         kind = rope.get("rope_type")
         if kind in UNSTEADY_ROPES:
