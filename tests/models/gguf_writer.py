@@ -155,7 +155,8 @@ def convert(
     tensors = {}
     for name, values in with_stacked_experts(with_split_inputs(held, config)).items():
         theirs = tensor_name(name, config["model_type"])
-        own_kind = kind if theirs.endswith(".weight") else F32  # biases of experts are matrices
+        is_matrix = theirs.endswith(".weight") and "ssm_conv1d" not in theirs
+        own_kind = kind if is_matrix else F32  # biases of experts are matrices, too
         tensors[theirs] = stored(arranged(name, values, config), own_kind)
     if "output.weight" in tensors and config.get("tie_word_embeddings"):
         del tensors["output.weight"]

@@ -16,6 +16,7 @@ from quire.base.model_spec import load_spec, parse_spec
 from quire.models import layers
 from quire.models.loading import load_model
 from quire.models.phi3 import phi3_rope
+from quire.models.qwen3_next import hybrid_options
 from quire.models.registry import make_model
 from quire.models.rope import rope_frequencies
 from quire.models.source import resolve_model, shape_names
@@ -366,7 +367,10 @@ def test_every_shape_that_we_bring_is_accepted() -> None:
     for name in shape_names():
         spec = load_spec(resolve_model(f"shape:{name}").directory)
         if spec.model_type not in ("gpt2", "opt"):
-            rope = phi3_rope(spec) if spec.model_type == "phi3" else spec.rope
+            rope = phi3_rope(spec) if spec.model_type == "phi3" else None
+            if spec.linear_layers:
+                rope = next(each for each in hybrid_options(spec).ropes if each is not None)
+            rope = rope or spec.rope
             frequencies = rope_frequencies(rope, spec.head_dim)[: rope.rotated // 2]
             assert torch.isfinite(frequencies).all()
             assert (frequencies > 0).all()

@@ -135,25 +135,30 @@ def test_alone_and_in_a_batch_are_the_same(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefix_hits_do_not_change_tokens(architecture: str, block_size: int, depth: int) -> None:
     """In one call the prefix is computed once, in the step of the first request; a later call
-    begins behind it, also where it goes on from what was generated."""
+    begins behind it, also where it goes on from what was generated. How much of it states let a
+    model find that remembers them is told in test_hybrid.py."""
     folder = checkpoint(architecture)
     shared = prompts()[4][:32]
     asked = [shared + tail for tail in ([5], [6, 7, 8], [9] * 10, [])]
     wanted = [reference_tokens(folder, prompt, 12) for prompt in asked]
     settings = {"block_size": block_size, "pipeline_depth": depth}
     with open_llm(folder, **settings) as llm:
+        has_states = llm.engine.client.core.scheduler.memory.kv.has_states
         first = llm.generate(asked, greedy(12))
         assert tokens(first) == wanted
-        assert [o.num_cached_tokens for o in first[:3]] == [0, 32, 32]
+        found = [o.num_cached_tokens for o in first[:3]]
+        assert found == [0, 32, 32] or (has_states and found[0] == found[1] == 0 < found[2] <= 32)
         again = llm.generate(asked, greedy(12))
         assert tokens(again) == wanted
         full = [len(prompt) - 1 - (len(prompt) - 1) % block_size for prompt in asked]
-        assert [o.num_cached_tokens for o in again] == full
+        found = [o.num_cached_tokens for o in again]
+        is_part = all(16 <= n <= most for n, most in zip(found, full, strict=True))
+        assert found == full or (has_states and is_part)
         longer = asked[0] + wanted[0][:8]
         (more,) = llm.generate([longer], greedy(4))
         assert tokens([more]) == [wanted[0][8:]]
         reached = len(longer) - 1 - (len(longer) - 1) % block_size
-        assert more.num_cached_tokens == reached
+        assert more.num_cached_tokens == reached or has_states
         llm.reset_prefix_cache()
         (fresh,) = llm.generate([asked[0]], greedy(12))
         assert (fresh.num_cached_tokens, tokens([fresh])) == (0, wanted[:1])
@@ -191,8 +196,8 @@ def test_layers_with_and_without_a_window(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", TOGETHER)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_other_families(family: str, case: str) -> None:
-    has_windows = family in ("gemma2", "gemma3_text", "cohere2", "gpt_oss")
-    assert_as_expected(checkpoint(family), case, num_groups=2 if has_windows else 1)
+    has_two_kinds = family in ("gemma2", "gemma3_text", "cohere2", "gpt_oss", "qwen3_5_text")
+    assert_as_expected(checkpoint(family), case, num_groups=2 if has_two_kinds else 1)
 
 
 def assert_as_expected(folder: Path, case: str, num_groups: int) -> None:

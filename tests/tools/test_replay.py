@@ -133,7 +133,7 @@ def test_a_call_that_raised_is_recorded_with_the_names_that_it_had_given(
 ) -> None:
     """Without them a replay without tokens would go another way before it comes to the bug."""
 
-    def broken(self, builder, now):
+    def broken(self, builder, most, now):
         raise KeyError("a bug")
 
     monkeypatch.setattr(Planner, "_close", broken)
