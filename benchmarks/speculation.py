@@ -28,22 +28,25 @@ TEXT = (
 AIMS = {"loop": 2.0, "copy": 2.0, "random": 0.98}
 
 
-def requests_of(workload: str, batch: int, num_tokens: int, is_demo: bool) -> list[Any]:
+def requests_of(
+    workload: str, batch: int, num_tokens: int, is_demo: bool
+) -> tuple[list[Any], list[SamplingParams]]:
+    """Prompts are texts, or token ids for a model without a tokenizer."""
     params = []
     for i in range(batch):
         own: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True}
-        if workload == "random":
-            own |= {"temperature": 1.0, "seed": i}
-        else:
-            own |= {"temperature": 0.0}
+        own |= {"temperature": 1.0, "seed": i} if workload == "random" else {"temperature": 0.0}
         if workload == "loop" and is_demo:
             own |= {"allowed_token_ids": [40 + i]}
         params.append(SamplingParams(**own))
     text = TEXT * 3 if workload == "copy" else "Once upon a time"
-    return [([f"{i} {text}" for i in range(batch)], params)]
+    if is_demo:
+        return [f"{i} {text}" for i in range(batch)], params
+    ids = [[i + 5, *(token * 37 % 1000 + 5 for token in range(32))] for i in range(batch)]
+    return [{"prompt_token_ids": each} for each in ids], params
 
 
-def run(llm: LLM, prompts: list[str], params: list[SamplingParams]) -> tuple[float, Any]:
+def run(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> tuple[float, Any]:
     """Output tokens per second, behind the first token of each, and the answers."""
     llm.generate(
         prompts, [SamplingParams(max_tokens=1, temperature=0.0)] * len(prompts), use_tqdm=False
@@ -72,7 +75,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         print("workload   rows    plain   guessing   tok/s    ratio (aim)   tried   right")
         for workload in options.workloads:
             for batch in options.batches:
-                [(prompts, params)] = requests_of(workload, batch, options.tokens, is_demo)
+                prompts, params = requests_of(workload, batch, options.tokens, is_demo)
                 rates: dict[str, list[float]] = {"plain": [], "guessing": []}
                 for number in range(-1, options.rounds):
                     steps.clear()
@@ -112,7 +115,8 @@ def main() -> None:
     print_head(
         f"Guessing ahead, {options.model}, {options.dtype}, {options.quantization or 'plain'}"
     )
-    write_report(options.output_json, {"settings": vars(options), "found": compare(options)})
+    settings = {name: value for name, value in vars(options).items() if name != "output_json"}
+    write_report(options.output_json, {"settings": settings, "found": compare(options)})
 
 
 if __name__ == "__main__":
