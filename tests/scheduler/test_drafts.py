@@ -3,9 +3,13 @@ out of date."""
 
 import numpy as np
 
+from quire.base.cache_group import CacheGroup
+from quire.base.config import SchedulerConfig
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import Plan, StepResult
+from quire.kv.manager import KVManager
 from quire.scheduler.fifo import Fifo
+from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from tests.scheduler.test_policies import add, scheduler_of, step
 
@@ -98,3 +102,24 @@ def test_no_guess_behind_a_pending_token() -> None:
     scheduler.depth = 2
     plan = scheduler.schedule(0.0).plan
     assert plan is None or tried(plan) == {}
+
+
+def test_what_a_guess_evicts_is_copied_out_before_it_is_written() -> None:
+    """The plan that gives a cached block to guesses is the one that copies it to host memory."""
+    kv = KVManager((CacheGroup("full", (0,), 1, 1),), (4,), 4, host_limits=[8])
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16)
+    scheduler = Scheduler(Memory(kv, 16, watermark=0.0), config, 16, Fifo)
+    add(scheduler, "old", 8, max_tokens=1)
+    while scheduler.has_work:
+        step(scheduler)
+    cached = [block for block in range(4) if kv.pools[0].is_indexed(block)]
+    assert len(cached) == 2
+    add(scheduler, "a", 3, max_tokens=10)
+    while scheduler.lifecycle.sequences["a"].num_output_tokens < 1:
+        step(scheduler)
+    guess(scheduler, "a", 8)
+    plan = plan_of(scheduler)
+    assert tried(plan) == {0: 8}
+    given = {block for block in plan.block_writes.block_id.tolist() if block in cached}
+    copied = {block for move in plan.moves for block in move.source.tolist()}
+    assert given and given <= copied

@@ -164,13 +164,13 @@ class Planner:
         tokens that the step has time for."""
         table = self._rows.table
         rows, num_tokens = builder.all_rows()
+        if self._drafts.has_any and not builder.has_preempted:  # before it is asked who was evicted
+            self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
         self._memory.misses.take_evicted(now)
         builder.add_moves(MoveKind.SWAP_OUT, self._memory.copies_out())
         if len(rows) == 0:
             self._swaps = builder.swaps  # who gave way was the only one with something to do
             return None
-        if self._drafts.has_any and not builder.has_preempted:
-            self._drafts.spread(builder, rows, num_tokens, most - int(num_tokens.sum()))
         self._memory.end_plan(builder.step_id)
         is_sampling = table.computed[rows] == table.total[rows]
         if computing := self._memory.pinned.computing_rows:
