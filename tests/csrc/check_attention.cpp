@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "check.h"
 #include "attention.h"
 #include "elements.h"
 
@@ -33,18 +34,6 @@ struct Case {
 };
 
 int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
-
-class Random {
-   public:
-    // In [-1, 1).
-    float next() {
-        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<float>(static_cast<int32_t>(state_ >> 32)) * 0x1p-31f;
-    }
-
-   private:
-    uint64_t state_ = 1;
-};
 
 template <class T>
 float read_as(const void* data, int64_t i) {
@@ -233,26 +222,15 @@ class Batch {
     std::vector<float> sinks_;
 };
 
-class Check {
-   public:
-    void expect(bool is_right, const Case& c, const char* what) {
-        ++count_;
-        if (is_right) return;
-        if (++failures_ > 5) return;
-        std::printf("  wrong: %s; format %d element %d head dim %d group %d block size %d\n", what,
-                    static_cast<int>(c.format), static_cast<int>(c.element),
-                    static_cast<int>(c.head_dim), static_cast<int>(c.group),
-                    static_cast<int>(c.block_size));
-    }
-    int64_t count() const { return count_; }
-    int64_t failures() const { return failures_; }
-
-   private:
-    int64_t count_ = 0, failures_ = 0;
-};
+void describe(const Case& c) {
+    std::printf("format %d element %d head dim %d group %d block size %d",
+                static_cast<int>(c.format), static_cast<int>(c.element),
+                static_cast<int>(c.head_dim), static_cast<int>(c.group),
+                static_cast<int>(c.block_size));
+}
 
 // Values are below 1, so errors are absolute.
-void check_results(Check& check, const Case& c, const Batch& batch, const Values& out) {
+void check_results(Check<Case>& check, const Case& c, const Batch& batch, const Values& out) {
     const double error = c.element == Element::kFloat32    ? 3e-6
                          : c.element == Element::kBfloat16 ? 4e-3
                                                            : 5e-4;
@@ -273,7 +251,7 @@ void check_results(Check& check, const Case& c, const Batch& batch, const Values
     check.expect(is_right, c, "further from the softmax in double precision than rounding is");
 }
 
-void check_case(Check& check, const Case& c, int variant) {
+void check_case(Check<Case>& check, const Case& c, int variant) {
     Batch batch(c);
     const auto rows = static_cast<int64_t>(c.rows.size());
     const Values out = batch.attend(variant, 0, rows, 1, {false, false});
@@ -320,14 +298,7 @@ std::vector<Case> cases() {
 }  // namespace
 
 int main() {
-    int64_t failures = 0;
-    for (int variant = 0; variant < num_attention_variants(); ++variant) {
-        Check check;
-        for (const Case& c : cases()) check_case(check, c, variant);
-        failures += check.failures();
-        std::printf("%s: %lld checks, %lld wrong\n", attention_variant_name(variant),
-                    static_cast<long long>(check.count()),
-                    static_cast<long long>(check.failures()));
-    }
-    return failures == 0 ? 0 : 1;
+    return check_variants<Case>(
+        num_attention_variants(), [](int variant) { return attention_variant_name(variant); }, cases(),
+        [](Check<Case>& check, const Case& c, int variant) { check_case(check, c, variant); });
 }

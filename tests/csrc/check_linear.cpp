@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "elements.h"
 #include "linear.h"
 
@@ -33,18 +34,6 @@ struct Case {
 };
 
 int64_t size_of(Element element) { return element == Element::kFloat32 ? 4 : 2; }
-
-class Random {
-   public:
-    // In [-1, 1).
-    float next() {
-        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<float>(static_cast<int32_t>(state_ >> 32)) * 0x1p-31f;
-    }
-
-   private:
-    uint64_t state_ = 1;
-};
 
 // A matrix of an element, and what its values are.
 class Values {
@@ -208,29 +197,18 @@ class Layer {
     std::vector<uint8_t> data_;
 };
 
-class Check {
-   public:
-    void expect(bool is_right, const Case& c, const char* what) {
-        ++count_;
-        if (is_right) return;
-        if (++failures_ > 5) return;
-        std::printf("  wrong: %s; format %d element %d outputs %lld inputs %lld group %lld\n", what,
-                    static_cast<int>(c.format), static_cast<int>(c.element),
-                    static_cast<long long>(c.outputs), static_cast<long long>(c.inputs),
-                    static_cast<long long>(c.group));
-    }
-    int64_t count() const { return count_; }
-    int64_t failures() const { return failures_; }
-
-   private:
-    int64_t count_ = 0, failures_ = 0;
-};
+void describe(const Case& c) {
+    std::printf("format %d element %d outputs %lld inputs %lld group %lld",
+                static_cast<int>(c.format), static_cast<int>(c.element),
+                static_cast<long long>(c.outputs), static_cast<long long>(c.inputs),
+                static_cast<long long>(c.group));
+}
 
 double error_of(Element element) {
     return element == Element::kFloat32 ? 0x1p-24 : element == Element::kBfloat16 ? 0x1p-8 : 0x1p-11;
 }
 
-void check_dense(Check& check, const Case& c, const Layer& layer, const Values& out) {
+void check_dense(Check<Case>& check, const Case& c, const Layer& layer, const Values& out) {
     const double element_error = error_of(c.element);
     bool is_right = true;
     for (int64_t row = 0; row < c.rows; ++row) {
@@ -297,7 +275,7 @@ float quantised_sum(const Case& c, const Layer& layer, const QuantisedRow& x, in
 }
 
 // Of stored numbers: near the sum in double precision, of activations as they are rounded.
-void check_stored(Check& check, const Case& c, const Layer& layer, const Values& out) {
+void check_stored(Check<Case>& check, const Case& c, const Layer& layer, const Values& out) {
     const bool rounds = layer.weight().rounds_activations();
     bool is_right = true;
     for (int64_t row = 0; row < c.rows; ++row) {
@@ -326,7 +304,7 @@ void check_stored(Check& check, const Case& c, const Layer& layer, const Values&
     check.expect(is_right, c, "stored numbers: far from the sum in double precision");
 }
 
-void check_quantised(Check& check, const Case& c, const Layer& layer, const Values& out) {
+void check_quantised(Check<Case>& check, const Case& c, const Layer& layer, const Values& out) {
     Values expected(c.element, 1, c.outputs);
     bool is_near = true, is_right = true;
     for (int64_t row = 0; row < c.rows; ++row) {
@@ -340,7 +318,7 @@ void check_quantised(Check& check, const Case& c, const Layer& layer, const Valu
     check.expect(is_right, c, "not the bits of exact sums in each group");
 }
 
-void check_batches(Check& check, const Case& c, const Layer& layer) {
+void check_batches(Check<Case>& check, const Case& c, const Layer& layer) {
     std::vector<Values> alone;
     for (int64_t row = 0; row < c.rows; ++row) alone.push_back(layer.multiply(row, 1, 1));
     for (int64_t rows = 1; rows <= c.rows; rows += rows < kMostRows ? 1 : c.rows - kMostRows + 1) {
@@ -357,7 +335,7 @@ void check_batches(Check& check, const Case& c, const Layer& layer) {
     }
 }
 
-void check_case(Check& check, const Case& c, int variant) {
+void check_case(Check<Case>& check, const Case& c, int variant) {
     const Layer layer(c, variant);
     const Values out = layer.multiply(0, c.rows, 1);
     if (c.is_quantised()) {
@@ -425,14 +403,7 @@ std::vector<Case> cases() {
 }  // namespace
 
 int main() {
-    int64_t failures = 0;
-    for (int variant = 0; variant < num_linear_variants(); ++variant) {
-        Check check;
-        for (const Case& c : cases()) check_case(check, c, variant);
-        failures += check.failures();
-        std::printf("%s: %lld checks, %lld wrong\n", linear_kernels(variant).name,
-                    static_cast<long long>(check.count()),
-                    static_cast<long long>(check.failures()));
-    }
-    return failures == 0 ? 0 : 1;
+    return check_variants<Case>(
+        num_linear_variants(), [](int variant) { return linear_kernels(variant).name; }, cases(),
+        [](Check<Case>& check, const Case& c, int variant) { check_case(check, c, variant); });
 }

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "check.h"
 #include "elements.h"
 #include "states.h"
 
@@ -29,18 +30,6 @@ struct Case {
     }
     int64_t outputs() const { return heads.values * heads.value_dim; }
     int64_t past_size() const { return channels() * (width - 1); }
-};
-
-class Random {
-   public:
-    // In [-1, 1).
-    float next() {
-        state_ = state_ * 6364136223846793005u + 1442695040888963407u;
-        return static_cast<float>(static_cast<int32_t>(state_ >> 32)) * 0x1p-31f;
-    }
-
-   private:
-    uint64_t state_ = 1;
 };
 
 // Contiguous numbers of an element.
@@ -219,23 +208,13 @@ class Layer {
     std::vector<float> rate_, shift_, weight_;
 };
 
-class Check {
-   public:
-    void expect(bool is_right, const Case& c, const char* what) {
-        ++count_;
-        if (is_right || ++failures_ > 5) return;
-        std::printf("  wrong: %s; element %d key dim %d value dim %d width %d\n", what,
-                    static_cast<int>(c.element), static_cast<int>(c.heads.key_dim),
-                    static_cast<int>(c.heads.value_dim), static_cast<int>(c.width));
-    }
-    int64_t count() const { return count_; }
-    int64_t failures() const { return failures_; }
+void describe(const Case& c) {
+    std::printf("element %d key dim %d value dim %d width %d",
+                static_cast<int>(c.element), static_cast<int>(c.heads.key_dim),
+                static_cast<int>(c.heads.value_dim), static_cast<int>(c.width));
+}
 
-   private:
-    int64_t count_ = 0, failures_ = 0;
-};
-
-void check_case(Check& check, const Case& c, int variant) {
+void check_case(Check<Case>& check, const Case& c, int variant) {
     Layer layer(c, 23);
     const auto [made, out] = layer.run(variant, 0, 1, 23, 1);
     const double error = c.element == Element::kFloat32    ? 5e-6
@@ -268,14 +247,7 @@ std::vector<Case> cases() {
 }  // namespace
 
 int main() {
-    int64_t failures = 0;
-    for (int variant = 0; variant < num_attention_variants(); ++variant) {
-        Check check;
-        for (const Case& c : cases()) check_case(check, c, variant);
-        failures += check.failures();
-        std::printf("%s: %lld checks, %lld wrong\n", attention_variant_name(variant),
-                    static_cast<long long>(check.count()),
-                    static_cast<long long>(check.failures()));
-    }
-    return failures == 0 ? 0 : 1;
+    return check_variants<Case>(
+        num_attention_variants(), [](int variant) { return attention_variant_name(variant); }, cases(),
+        [](Check<Case>& check, const Case& c, int variant) { check_case(check, c, variant); });
 }
