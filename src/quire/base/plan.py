@@ -128,6 +128,8 @@ class Plan:
     @property
     def num_drafts(self) -> Int32:
         """[S] how many of a row's tokens, at the end, are guesses."""
+        if not self.drafts:
+            return np.zeros(len(self.rows), np.int32)
         counts = dict.fromkeys(self.rows.tolist(), 0)
         counts |= {draft.row: len(draft.token_ids) for draft in self.drafts}
         return np.fromiter(counts.values(), np.int32, len(counts))

@@ -81,15 +81,7 @@ class DecoderAttention(nn.Module):
         )
         self.qk_norm = None
         if options.qk_norm:
-            self.qk_norm = HeadNorm(
-                (f"{name}.q_norm", f"{name}.k_norm"),
-                (heads, kv_heads),
-                size,
-                spec.layers.norm_eps,
-                factory,
-                offset=options.norm_offset,
-                order=order,
-            )
+            self.qk_norm = head_norm(at, name, order)
         self.output = Linear(
             [name_output],
             heads * size,
@@ -208,6 +200,21 @@ class SandwichLayer(DecoderLayer):
         x_TD = self.attention_end_norm(self.attention(x_TD, rotary_rows, backend))[0]
         x_TD, residual_TD = self.mlp_norm(x_TD, residual_TD)
         return self.mlp_end_norm(self.mlp(x_TD))[0], residual_TD
+
+
+def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm:
+    """Make the norms of query and key heads of the attention of this name. order: of a head's
+    dimensions (rope.py)."""
+    spec = at.spec
+    return HeadNorm(
+        (f"{name}.q_norm", f"{name}.k_norm"),
+        (spec.num_heads, spec.num_kv_heads),
+        spec.head_dim,
+        spec.layers.norm_eps,
+        at.factory,
+        offset=at.options.norm_offset,
+        order=order,
+    )
 
 
 def norm_of(at: LayerPlace, name: str) -> RMSNorm:

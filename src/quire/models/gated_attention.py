@@ -6,8 +6,8 @@ Shape legend: T tokens, D model dim, N query heads, K KV heads, M = N + 2 K, H h
 import torch
 from torch import nn
 
-from quire.models.decoder import LayerPlace, layer_rope
-from quire.models.layers import Attention, HeadNorm, Linear
+from quire.models.decoder import LayerPlace, head_norm, layer_rope
+from quire.models.layers import Attention, Linear
 from quire.models.rope import head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.sigmoid_mul import sigmoid_mul
@@ -38,15 +38,7 @@ class GatedAttention(nn.Module):
             bias=options.qkv_bias,
             orders=[gates_first(heads, size, order), rows_of_heads(order, kv_heads), None],
         )
-        self.norm = HeadNorm(
-            (f"{name}.q_norm", f"{name}.k_norm"),
-            (heads, kv_heads),
-            size,
-            spec.layers.norm_eps,
-            factory,
-            offset=options.norm_offset,
-            order=order,
-        )
+        self.norm = head_norm(at, name, order)
         self.output = Linear(
             [f"{name}.o_proj"],
             heads * size,

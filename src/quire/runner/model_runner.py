@@ -231,8 +231,13 @@ class ModelRunner:
         shape = shape_of(plan)
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, longest)
-        self.backend.prepare(self.attention_step(inputs, shape))
-        return self.model(inputs.ids_T, inputs.positions_T, self.backend)
+        return self._hidden(inputs, shape, self.backend)
+
+    def _hidden(
+        self, inputs: StepInputs, shape: StepShape, backend: AttentionBackend
+    ) -> torch.Tensor:
+        backend.prepare(self.attention_step(inputs, shape))
+        return self.model(inputs.ids_T, inputs.positions_T, backend)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits, [R, V]."""
@@ -282,8 +287,7 @@ class ModelRunner:
         if compute is not None:
             hidden_TD, logits_NV = compute()
             return Begun(gathered, logits_NV, self._scored(hidden_TD, scores))
-        backend.prepare(self.attention_step(inputs, shape))
-        hidden_TD = self.model(inputs.ids_T, inputs.positions_T, backend)
+        hidden_TD = self._hidden(inputs, shape, backend)
         scored = self._scored(hidden_TD, scores)
         if not shape.num_samples:
             return Begun(gathered, None, scored)
