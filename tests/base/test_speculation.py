@@ -6,7 +6,7 @@ import pytest
 
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
-from quire.base.speculation import Speculation, parse_speculation
+from quire.base.speculation import Speculation, Suffixes, parse_speculation
 
 
 @pytest.mark.parametrize(
@@ -17,6 +17,17 @@ from quire.base.speculation import Speculation, parse_speculation
         ({"prompt_lookup_max": 3}, Speculation("ngram", 4, 3, 3)),
         ({"prompt_lookup_min": 2}, Speculation("ngram", 4, 2, 2)),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, Speculation("ngram", 4, 6, 2)),
+        ({"method": "suffix"}, Speculation("suffix", 24, suffixes=Suffixes(24, 10_000, 1.0, 0.1))),
+        (
+            {
+                "method": "suffix",
+                "suffix_decoding_max_tree_depth": 64,
+                "suffix_decoding_max_cached_requests": 0,
+                "suffix_decoding_max_spec_factor": 2,
+                "suffix_decoding_min_token_prob": 0.5,
+            },
+            Speculation("suffix", 32, suffixes=Suffixes(64, 0, 2.0, 0.5)),
+        ),
     ],
 )
 def test_what_is_left_out(given: Any, meant: Speculation) -> None:
@@ -28,12 +39,18 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
     [
         ("{", "is not JSON"),
         ("[1]", "must be like"),
-        ({"method": "medusa"}, "one of ngram, got 'medusa'"),
+        ({"method": "medusa"}, "one of ngram, suffix.*, got 'medusa'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens must be a number from 1, got 0"),
         ({"num_speculative_tokens": True}, "must be a number from 1, got True"),
         ({"num_speculative_tokens": 33}, "at most 32, got 33"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "not be above prompt_lookup_max"),
-        ({"model": "x"}, "has no 'model'; it has: method"),
+        ({"model": "x"}, "has no 'model' for the method ngram; it has: method"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "no 'prompt_lookup_max' for .* suffix"),
+        ({"suffix_decoding_max_tree_depth": 3}, "no 'suffix_decoding_max_tree_depth'"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "from 0, got -1"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 10**9}, "at most 100000"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "at most 1, got 1.5"),
+        ('{"method": "suffix", "suffix_decoding_max_spec_factor": NaN}', "negative, got nan"),
     ],
 )
 def test_errors_name_what_is_wrong(given: Any, error: str) -> None:

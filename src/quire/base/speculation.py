@@ -1,30 +1,57 @@
 """How an engine guesses tokens ahead: the settings, in vLLM's words."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import ConfigError
 
-NGRAM = "ngram"
-METHODS = (NGRAM,)
+NGRAM, SUFFIX = "ngram", "suffix"
 NUM_TOKENS = 4  # guesses of a row, if not said
 RUN = 5  # tokens that must stand before, if not said
 MOST_TOKENS = 32
-NAMES = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+MOST_ANSWERS = 100_000
+COMMON = ("method", "num_speculative_tokens")
+FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        NGRAM: ("prompt_lookup_max", "prompt_lookup_min"),
+        SUFFIX: (
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Suffixes:
+    """Method `suffix`. depth: tokens before a place that are compared with a sequence's last ones.
+    num_answers: how many of others' answers are kept, 0: a sequence sees its own tokens only.
+    factor: most guesses for each token that stood before. least_chance: of all tokens of a guess,
+    by how often they came."""
+
+    depth: int = 24
+    num_answers: int = 10_000
+    factor: float = 1.0
+    least_chance: float = 0.1
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """method: who guesses; `ngram`: what followed the same tokens before. num_tokens: most guesses
-    of a row in a step. longest_run, shortest_run: how many tokens must stand before, so that what
-    followed them is guessed."""
+    """method: who guesses. `ngram`: what followed the same tokens before; `suffix`: what followed
+    most often, also in others' answers. num_tokens: most guesses of a row in a step. longest_run,
+    shortest_run: how many tokens must stand before, so that what followed them is guessed."""
 
     method: str
     num_tokens: int
     longest_run: int = RUN
     shortest_run: int = RUN
+    suffixes: Suffixes = Suffixes()
 
 
 def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | None:
@@ -39,17 +66,23 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
             raise ConfigError(f"speculative_config is not JSON ({error}): {given!r}.") from error
     if not isinstance(fields, Mapping):
         raise ConfigError(f'speculative_config must be like {{"method": "ngram"}}, got {given!r}.')
-    if unknown := sorted(set(fields) - set(NAMES)):
-        names = ", ".join(map(repr, unknown))
-        raise ConfigError(f"speculative_config has no {names}; it has: {', '.join(NAMES)}.")
     method = fields.get("method", NGRAM)
-    if method not in METHODS:
+    if method not in FIELDS_OF:
         raise ConfigError(
-            f"speculative_config's method must be one of {', '.join(METHODS)}, got {method!r}."
+            f"speculative_config's method must be one of {', '.join(FIELDS_OF)}, got {method!r}."
         )
-    num = _count(fields, "num_speculative_tokens", NUM_TOKENS)
-    if num > MOST_TOKENS:
-        raise ConfigError(f"num_speculative_tokens is at most {MOST_TOKENS}, got {num}.")
+    names = (*COMMON, *FIELDS_OF[method])
+    if unknown := sorted(set(fields) - set(names)):
+        raise ConfigError(
+            f"speculative_config has no {', '.join(map(repr, unknown))} for the method {method}; it"
+            f" has: {', '.join(names)}."
+        )
+    if method == SUFFIX:
+        suffixes = _suffixes(fields)
+        return Speculation(
+            method, _num_tokens(fields, min(MOST_TOKENS, suffixes.depth)), suffixes=suffixes
+        )
+    num = _num_tokens(fields, NUM_TOKENS)
     longest = _count(fields, "prompt_lookup_max", fields.get("prompt_lookup_min") or RUN)
     shortest = _count(fields, "prompt_lookup_min", longest)
     if shortest > longest:
@@ -59,8 +92,41 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
     return Speculation(method, num, longest, shortest)
 
 
-def _count(fields: Mapping[str, Any], name: str, default: Any) -> int:
+def _suffixes(fields: Mapping[str, Any]) -> Suffixes:
+    depth, num, factor, chance = FIELDS_OF[SUFFIX]
+    found = Suffixes(
+        _count(fields, depth, Suffixes.depth, fewest=2),
+        _count(fields, num, Suffixes.num_answers, fewest=0),
+        _number(fields, factor, Suffixes.factor),
+        _number(fields, chance, Suffixes.least_chance),
+    )
+    if found.num_answers > MOST_ANSWERS:
+        raise ConfigError(f"{num} is at most {MOST_ANSWERS}, got {found.num_answers}.")
+    if found.least_chance > 1:
+        raise ConfigError(f"{chance} is at most 1, got {found.least_chance}.")
+    return found
+
+
+def _num_tokens(fields: Mapping[str, Any], default: int) -> int:
+    num = _count(fields, "num_speculative_tokens", default)
+    if num > MOST_TOKENS:
+        raise ConfigError(f"num_speculative_tokens is at most {MOST_TOKENS}, got {num}.")
+    return num
+
+
+def _count(fields: Mapping[str, Any], name: str, default: Any, fewest: int = 1) -> int:
     value = default if fields.get(name) is None else fields[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"speculative_config's {name} must be a number from 1, got {value!r}.")
+    if not isinstance(value, int) or isinstance(value, bool) or value < fewest:
+        raise ConfigError(
+            f"speculative_config's {name} must be a number from {fewest}, got {value!r}."
+        )
     return value
+
+
+def _number(fields: Mapping[str, Any], name: str, default: float) -> float:
+    value = default if fields.get(name) is None else fields[name]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ConfigError(
+            f"speculative_config's {name} must be a number that is not negative, got {value!r}."
+        )
+    return float(value)
