@@ -58,7 +58,7 @@ def points_of(runner: Any) -> list[Point]:
     fails before them."""
     last = [(runner.rows, "advance", place, False) for place in PLACES[4:]]
     return [
-        (runner, "_start_and_release", "begin", False),
+        (runner, "start_and_release", "begin", False),
         (runner.rows, "_add_rest", "tables", True),
         (runner.backend, "prepare", "forward", False),
         (runner.backend, "swap_out", "swap_out", True),

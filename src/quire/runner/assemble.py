@@ -3,6 +3,7 @@
 import torch
 
 from quire.base.config import EngineConfig
+from quire.base.speculation import parse_speculation
 from quire.ops import gpu
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.row_state import RowTensors
@@ -28,13 +29,13 @@ def make_device(device: torch.device, *, forbids_waiting: bool = False) -> Devic
     return HostDevice(device)
 
 
-def make_ops(device: Device, state: RowTensors, vocab_size: int) -> StepOps:
+def make_ops(device: Device, state: RowTensors, vocab_size: int, most_guesses: int = 0) -> StepOps:
     """Take kernels on a GPU that has them, torch's operations elsewhere."""
     if gpu.kernels_for(state.tokens_RM, "row_deltas", any_dtype=True) is None:
         return TorchOps(device, state)
     from quire.runner.gpu.kernel_ops import KernelOps  # Triton is imported where it is used
 
-    return KernelOps(device, state, vocab_size)
+    return KernelOps(device, state, vocab_size, most_guesses)
 
 
 def assemble(
@@ -48,7 +49,9 @@ def assemble(
     """Make a runner that carries out every step as it is."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes)
-    ops = make_ops(device, state, vocab_size)
+    speculation = parse_speculation(config.speculative_config)
+    most_guesses = 0 if speculation is None else speculation.num_tokens
+    ops = make_ops(device, state, vocab_size, most_guesses)
     extras = Extras(state, LogitsProcessors(config.logits_processors))
     sampler = Sampler(ops, Edits(device, sizes[0]), extras, sizes[0], vocab_size)
     return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)

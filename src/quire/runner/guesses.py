@@ -1,15 +1,17 @@
-"""Steps with guesses: one forward pass, then what plain steps do, one for each place (T 4.4.4).
+"""Steps with guesses: one forward pass, and one choice at each place (T 4.4.4).
 
-The forward pass computes the guesses behind each row's last known token, as if they were known.
-Then the rows sample as they would without them: first all, then those whose guess was right, at the
-next place, and so on. Each of these is a plain step, whose hidden states are there already; so what
-a row samples is what it would have sampled, whatever it asks for, and what a wrong guess has left
-in the cache is written again.
+The forward pass computes the guesses behind each row's last known token, as if they were known. A
+row's places are this token and its guesses, and the row chooses at all of them at once, each time
+by what it would have known there. What it has chosen counts up to the first that is not the guess:
+those are the tokens that it would have chosen without guesses, whatever it asks for. What wrong
+guesses have left in the cache is written again.
+
+Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K most guesses of a row, P
+places: the sampling rows' own, then those of all guesses.
 """
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,22 +22,30 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.ops.host_memory import to_device
 from quire.ops.select_rows import select_rows
-from quire.runner.launched import Launched
+from quire.ops.step_inputs import SampleInputs
+from quire.runner.launched import read_candidates, read_scores, reasons_of, unservable
+from quire.runner.plan_parts import Moves, PromptScores, Scored
+from quire.runner.rows import DeviceRows
+from quire.runner.sampler import Sampler, WantedLogprobs
+from quire.runner.step_ops import NO_UPDATE, Asked, Needs, Sampling, Update
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+NO_TOKEN = -1
+NO_GUESS = -2
 
 
-class Computed(NamedTuple):
-    """What a forward pass has given to a plain step: hidden states of its tokens, [T, D] (none
-    behind a guess, where no prompt is scored), and logits of those rows that sample, [N, V]."""
+class Parts(Protocol):
+    """What of a runner a step with guesses is made of."""
 
-    hidden_TD: torch.Tensor
-    logits_NV: torch.Tensor
+    rows: DeviceRows
+    sampler: Sampler
+    moves: Moves
+    scores: PromptScores
 
-
-Compute = Callable[[], Computed]
-
-
-class PlainSteps(Protocol):
-    """What a step with guesses is made of."""
+    def start_and_release(self, plan: Plan) -> None:
+        """Note which rows a plan starts, forks and releases."""
+        ...
 
     def forward(self, plan: Plan) -> torch.Tensor:
         """Write a plan's guesses behind its rows' tokens and compute the hidden states of all that
@@ -46,103 +56,175 @@ class PlainSteps(Protocol):
         """Compute logits, [R, V]."""
         ...
 
-    def launch_from(
-        self, plan: Plan, compute: Compute | None, masks: MaskPromise | None = None
-    ) -> Launched:
-        """Launch a plan without guesses; `compute` does what its forward pass would do."""
+    def score(self, hidden_TD: torch.Tensor, scores: Sequence[Scored]) -> list[torch.Tensor]:
+        """Tell log-probabilities of prompts."""
         ...
 
 
+class Places(NamedTuple):
+    """Where rows choose, arrays [P]. sampling: which of the sampling rows; depths: 0, or which of
+    its guesses, from 1; last: which of the step's tokens; lengths: tokens known there."""
+
+    rows: Int32
+    sampling: Int64
+    depths: Int64
+    last: Int64
+    lengths: Int64
+
+
+def places_of(plan: Plan) -> Places:
+    """List the places of a plan with guesses."""
+    rows_N, num_samples = plan.sample_rows, len(plan.sample_rows)
+    counts = np.array([len(draft.token_ids) for draft in plan.drafts])
+    order = np.argsort(rows_N, kind="stable")
+    drafted = np.array([draft.row for draft in plan.drafts], np.int32)
+    guessing = order[np.searchsorted(rows_N, drafted, sorter=order)].repeat(counts)
+    depths = np.arange(1, 1 + len(guessing)) - (np.cumsum(counts) - counts).repeat(counts)
+    sampling = np.concatenate([np.arange(num_samples), guessing])
+    depths = np.concatenate([np.zeros(num_samples, np.int64), depths])
+    scheduled, num_guessed = plan.sample_places[sampling], plan.num_drafts
+    return Places(
+        rows_N[sampling],
+        sampling,
+        depths,
+        (np.cumsum(plan.num_tokens) - num_guessed - 1)[scheduled] + depths,
+        (plan.computed_bound + plan.num_tokens - num_guessed)[scheduled] + depths,
+    )
+
+
 class GuessedStep:
-    """The forward pass of a plan with guesses, for the plain steps that follow from it."""
+    """A plan with guesses on its way through a runner; nothing is behind it before it has ended."""
 
-    def __init__(self, steps: PlainSteps, plan: Plan) -> None:
-        self._steps, self._plan = steps, plan
-        self._logits = torch.empty(0)  # of all rows that sample, then of all guesses
-        self._num_drafts = plan.num_drafts
-        self._last = np.cumsum(plan.num_tokens) - self._num_drafts - 1  # each row's known ones
-        self._place = {row: i for i, row in enumerate(plan.rows.tolist())}
-        counts = [len(draft.token_ids) for draft in plan.drafts]
-        firsts = len(plan.sample_rows) + np.cumsum([0, *counts[:-1]])
-        pairs = zip(plan.drafts, firsts.tolist(), strict=True)
-        self._logits_of = {draft.row: first for draft, first in pairs}
+    def __init__(self, parts: Parts, plan: Plan, masks: MaskPromise | None) -> None:
+        parts.start_and_release(plan)
+        self._parts, self._plan, self._masks = parts, plan, masks
+        self._places = places = places_of(plan)
+        sampler = parts.sampler
+        self._asked: Asked = sampler.asked(places.rows, plan.masked_rows)
+        self._needs: Needs = sampler.needs(self._asked)
+        self._wanted: list[WantedLogprobs] = sampler.wanted(self._asked)
+        self._scores: list[Scored] = []
+        self._scored: list[torch.Tensor] = []
+        self._logits: torch.Tensor | None = None  # of the first half, for the other
+        self._told: dict[int, str] = {}  # what is wrong with rows
 
-    @property
-    def without_guesses(self) -> Plan:
-        """Return what is to be done first: the plan as it would be if nothing had been guessed."""
-        num_tokens = self._plan.num_tokens - self._num_drafts
-        return dataclasses.replace(self._plan, num_tokens=num_tokens, drafts=())
+    def run(self) -> StepResult:
+        """Carry it out; the rows' counters move last of all."""
+        plan, rows = self._plan, self._parts.rows
+        updates = rows.changes(plan, self._parts.sampler.flags.has_edits)
+        known = dataclasses.replace(plan, num_tokens=plan.num_tokens - plan.num_drafts, drafts=())
+        self._scores = self._parts.scores.of(known, rows.prompt_lens)
+        change, extras = rows.ops.prepare(updates, None), self._asked.extras
+        if not self._needs.has_masks and (extras is None or not extras.hosted):
+            arrival = rows.run_with(change, lambda: [*self._begin(), *self._end()])
+            arrived, seconds = arrival.wait(), 0.0
+        else:
+            first = rows.run_with(change, self._begin)
+            seen = first.wait()
+            if extras is not None and extras.hosted:
+                extras.take(seen, self._places.lengths, rows.prompt_lens[self._places.rows])
+                self._told |= extras.errors
+            arrival = rows.run_with(self._prepared(), self._end)
+            arrived, seconds = arrival.wait(), first.duration_s()
+        tokens_NK1, counts_N = accept(plan, self._places, arrived[0].numpy())
+        self._settle(tokens_NK1, counts_N)
+        result = self._result(arrived[1:], tokens_NK1, counts_N)
+        return dataclasses.replace(result, duration_s=seconds + arrival.duration_s())
 
-    def compute(self) -> Computed:
-        """Compute all; returns what is the plan's without guesses."""
-        plan, is_guess = self._plan, np.zeros(self._plan.num_scheduled_tokens, bool)
-        hidden_TD = self._steps.forward(plan)
-        guesses = [
-            self._last[self._place[draft.row]] + 1 + np.arange(len(draft.token_ids))
-            for draft in plan.drafts
+    def _begin(self) -> list[torch.Tensor]:
+        """Compute logits and scores; returns what the host looks at before the other half."""
+        parts, extras, places = self._parts, self._asked.extras, self._places
+        parts.moves.carry_out(self._plan)
+        hidden_TD = parts.forward(self._plan)
+        if self._scores:
+            is_known = np.ones(self._plan.num_scheduled_tokens, bool)
+            is_known[places.last[places.depths > 0]] = False
+            known_TD = _rows(hidden_TD, np.flatnonzero(is_known))
+            self._scored = parts.score(known_TD, self._scores)
+        self._logits = parts.logits(_rows(hidden_TD, places.last))
+        if extras is None or not extras.hosted:
+            return []
+        return extras.seen(self._logits, int(places.lengths.max()))
+
+    def _prepared(self) -> Update:
+        """Wait for the masks, if there are any."""
+        if not self._needs.has_masks:
+            return NO_UPDATE
+        assert self._masks is not None, "a plan with masked rows comes with a promise"
+        masks, which = self._masks.wait(), self._asked.masked
+        self._told |= masks.errors
+        words = masks.of(self._places.rows[which])[
+            np.arange(len(which)), self._places.depths[which]
         ]
-        places = np.concatenate([self._last[plan.sample_places], *guesses])
-        self._logits = self._steps.logits(_rows(hidden_TD, places))
-        is_guess[np.concatenate(guesses)] = True
-        known_TD = _rows(hidden_TD, np.flatnonzero(~is_guess))
-        return Computed(known_TD, self._logits[: len(plan.sample_rows)])
-
-    def computed_at(self, rows: list[int], depth: int) -> Computed:
-        """Return what comes of each of these rows' guess of this number, from 1."""
-        places = np.array([self._logits_of[row] + depth - 1 for row in rows])
-        return Computed(self._logits[:0], _rows(self._logits, places))
-
-    def plan_at(self, rows: list[int], depth: int) -> Plan:
-        """Make the plain step in which these rows' guess of this number is their last token."""
-        plan, places = self._plan, np.array([self._place[row] for row in rows])
-        asked = dict(zip(plan.sample_rows.tolist(), plan.num_candidates.tolist(), strict=True))
-        bound = plan.computed_bound[places] + plan.num_tokens[places] - self._num_drafts[places]
-        row_array = np.array(rows, np.int32)
-        return Plan(
-            plan.step_id,
-            rows=row_array,
-            num_tokens=np.ones(len(rows), np.int32),
-            computed_bound=(bound + depth - 1).astype(np.int32),
-            sample_rows=row_array,
-            num_candidates=np.array([asked[row] for row in rows], np.int32),
+        return self._parts.rows.ops.prepare_masks(
+            which.astype(np.int32), np.ascontiguousarray(words)
         )
+
+    def _end(self) -> list[torch.Tensor]:
+        """Choose at all places: returns the tokens, log-probabilities, scores."""
+        rows, places, logits_PV = self._parts.rows, self._places, self._logits
+        assert logits_PV is not None, "the first half comes first"
+        device, prompt_lens = rows.state.device, rows.prompt_lens[places.rows]
+        numbers = places.rows.astype(np.int64), places.last, places.lengths, prompt_lens
+        samples = SampleInputs(*(to_device(each, device) for each in numbers))
+        rows.ops.serve(Sampling(self._asked, places.lengths, prompt_lens))
+        ids_P, is_valid_P, found = self._parts.sampler.sample(
+            logits_PV, samples, self._needs, self._wanted, self._asked.extras
+        )
+        return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
+
+    def _settle(self, tokens_NK1: Int32, counts_N: Int32) -> None:
+        """Store the last token of each row, behind the guesses that were right, and move the
+        counters."""
+        plan, places, rows = self._plan, self._places, self._parts.rows
+        last_N = tokens_NK1[np.arange(len(counts_N)), counts_N - 1]
+        lengths_N = places.lengths[: len(counts_N)] + counts_N - 1
+        contexts_S = (plan.computed_bound + plan.num_tokens - plan.num_drafts).astype(np.int64)
+        is_own = np.isin(plan.sample_rows, plan.rows)
+        contexts_S[plan.sample_places[is_own]] += counts_N[is_own] - 1
+        rows.settle(plan.rows, contexts_S, plan.sample_rows, lengths_N, np.maximum(last_N, 0))
+
+    def _result(
+        self, arrived: list[torch.Tensor], tokens_NK1: Int32, counts_N: Int32
+    ) -> StepResult:
+        num_scores = 3 * len(self._scores)
+        found = arrived[: len(arrived) - num_scores]
+        rows = self._plan.sample_rows
+        reasons = reasons_of(rows, tokens_NK1[:, 0], self._asked, self._told)
+        at = read_candidates(found, self._wanted)
+        has_any = [row not in reasons for row in rows.tolist()]
+        candidates = {int(rows[n]): each for n, each in at.items() if n < len(rows) and has_any[n]}
+        more: dict[int, list[Candidates]] = {}
+        for place in sorted(at.keys() - range(len(rows))):
+            n = self._places.sampling[place]
+            if self._places.depths[place] < counts_N[n]:
+                more.setdefault(int(rows[n]), []).append(at[place])
+        return StepResult(
+            self._plan.step_id,
+            token_ids=np.maximum(tokens_NK1, 0),
+            num_accepted=counts_N,
+            candidates=candidates,
+            prompt_candidates=read_scores(arrived[len(found) :], self._scores),
+            row_errors=reasons,
+            unservable_rows=unservable(reasons),
+            more_candidates=more,
+        )
+
+
+def accept(plan: Plan, places: Places, chosen_P: npt.NDArray[np.integer]) -> tuple[Int32, Int32]:
+    """Find what counts: tokens [N, 1 + K], of which [N] are valid from the left: one, and one more
+    for each guess that was right. A row that has none to choose behind a right guess ends with
+    that guess; its next step will meet with it."""
+    num_samples, most = len(plan.sample_rows), int(places.depths.max())
+    tokens_NK1 = np.full((num_samples, 1 + most), NO_TOKEN, np.int32)
+    tokens_NK1[places.sampling, places.depths] = chosen_P
+    guesses_NK = np.full((num_samples, most), NO_GUESS, np.int32)
+    guessed = np.concatenate([draft.token_ids for draft in plan.drafts])
+    guesses_NK[places.sampling[num_samples:], places.depths[num_samples:] - 1] = guessed
+    is_right_NK = (tokens_NK1[:, :-1] == guesses_NK) & (tokens_NK1[:, 1:] != NO_TOKEN)
+    counts_N = 1 + np.logical_and.accumulate(is_right_NK, axis=1).sum(axis=1, dtype=np.int32)
+    return tokens_NK1, counts_N
 
 
 def _rows(values: torch.Tensor, places: npt.NDArray[np.integer]) -> torch.Tensor:
     return select_rows(values, to_device(places.astype(np.int64), values.device))
-
-
-def run_with_guesses(steps: PlainSteps, plan: Plan, masks: MaskPromise | None) -> StepResult:
-    """Carry out a plan with guesses, and wait for it. What goes wrong behind the first token of a
-    row ends its guesses there: the row's next step will meet with it."""
-    step = GuessedStep(steps, plan)
-    first = steps.launch_from(step.without_guesses, step.compute, masks).result()
-    guesses = {draft.row: draft.token_ids.tolist() for draft in plan.drafts}
-    rows = plan.sample_rows.tolist()
-    tokens = dict(zip(rows, first.token_ids.tolist(), strict=True))
-    more: dict[int, list[Candidates]] = {}
-    alive = [row for row in guesses if row not in first.row_errors]
-    duration_s = first.duration_s
-    for depth in range(1, max(map(len, guesses.values())) + 1):
-        alive = [r for r in alive if guesses[r][depth - 1 : depth] == tokens[r][-1:]]
-        if not alive:
-            break
-        try:
-            compute = partial(step.computed_at, alive, depth)
-            found = steps.launch_from(step.plan_at(alive, depth), compute).result()
-        except torch.OutOfMemoryError:
-            break
-        duration_s += found.duration_s
-        for row, token in zip(alive, found.token_ids[:, 0].tolist(), strict=True):
-            if row not in found.row_errors:
-                tokens[row].append(token)
-        for row, candidates in found.candidates.items():
-            more.setdefault(row, []).append(candidates)
-        alive = [row for row in alive if row not in found.row_errors]
-    counts = np.array([len(tokens[row]) for row in rows], np.int32)
-    token_ids = np.zeros((len(rows), int(counts.max(initial=1))), np.int32)
-    for place, row in enumerate(rows):
-        token_ids[place, : counts[place]] = tokens[row]
-    return dataclasses.replace(
-        first, token_ids=token_ids, num_accepted=counts, more_candidates=more, duration_s=duration_s
-    )

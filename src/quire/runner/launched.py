@@ -48,54 +48,72 @@ class Launched:
     def result(self) -> StepResult:
         """Wait for it. Raises what the device has met with meanwhile; then it cannot go on."""
         tokens_N, *rest = self.arrival.wait()
-        tokens = tokens_N.numpy()[: len(self.plan.sample_rows)].reshape(-1, 1).copy()
-        reasons = self._reasons(tokens[:, 0])
+        rows = self.plan.sample_rows
+        tokens = tokens_N.numpy()[: len(rows)].reshape(-1, 1).copy()
+        reasons = reasons_of(rows, tokens[:, 0], self.asked, self.errors)
         num_scores = 3 * len(self.scores)
-        candidates, scores = rest[: len(rest) - num_scores], rest[len(rest) - num_scores :]
+        found, scores = rest[: len(rest) - num_scores], rest[len(rest) - num_scores :]
+        candidates = read_candidates(found, self.wanted, is_of_all=self.is_recorded)
         return StepResult(
             step_id=self.plan.step_id,
             token_ids=np.maximum(tokens, 0),
             num_accepted=np.ones(len(tokens), np.int32),
             candidates={
-                row: item
-                for row, item in self._candidates(candidates).items()
-                if row not in reasons
+                int(rows[n]): item for n, item in candidates.items() if rows[n] not in reasons
             },
-            prompt_candidates=self._prompt_candidates(scores),
+            prompt_candidates=read_scores(scores, self.scores),
             row_errors=reasons,
-            unservable_rows=tuple(row for row, why in reasons.items() if why != _NOT_FINITE),
+            unservable_rows=unservable(reasons),
             duration_s=self.arrival.duration_s()
             + (0.0 if self.forward is None else self.forward.duration_s()),
         )
 
-    def _reasons(self, tokens_N: npt.NDArray[np.int32]) -> dict[int, str]:
-        """Say of rows without a token why there is none."""
-        rows, asked, told = self.plan.sample_rows, self.asked, self.errors
-        failed = rows[tokens_N < 0].tolist() + [row for row in rows.tolist() if row in told]
-        if not failed:
-            return {}
-        processed = [] if asked.extras is None else asked.extras.processed
-        reasons = {int(rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
-        reasons |= {int(rows[n]): _NOTHING_ALLOWED for n in asked.masked}
-        return {row: told.get(row) or reasons.get(row, _NOT_FINITE) for row in failed}
 
-    def _candidates(self, arrived: list[torch.Tensor]) -> dict[int, Candidates]:
-        found: dict[int, Candidates] = {}
-        for i, part in enumerate(self.wanted):
-            tensors = arrived[3 * i : 3 * i + 3]
-            if self.is_recorded:
-                index = torch.from_numpy(part.places)
-                tensors = [tensor[index] for tensor in arrived]
-            items = to_candidates(tensors, part.counts)
-            found.update(zip(part.rows.tolist(), items, strict=True))
-        return found
+def reasons_of(
+    rows_N: npt.NDArray[np.int32],
+    tokens_N: npt.NDArray[np.int32],
+    asked: Asked,
+    told: dict[int, str],
+) -> dict[int, str]:
+    """Say of rows without a token (-1) why there is none. asked: by these rows, at its first
+    places; told: what is known to be wrong with rows."""
+    failed = rows_N[tokens_N < 0].tolist() + [row for row in rows_N.tolist() if row in told]
+    if not failed:
+        return {}
+    processed = [] if asked.extras is None else asked.extras.processed
+    reasons = {int(asked.rows[n]): _NOTHING_LEFT for n in [*asked.spans, *processed]}
+    reasons |= {int(asked.rows[n]): _NOTHING_ALLOWED for n in asked.masked}
+    return {row: told.get(row) or reasons.get(row, _NOT_FINITE) for row in failed}
 
-    def _prompt_candidates(self, arrived: list[torch.Tensor]) -> dict[int, list[Candidates]]:
-        found: dict[int, list[Candidates]] = {}
-        for i, part in enumerate(self.scores):
-            items = to_candidates(arrived[3 * i : 3 * i + 3], np.full(part.count, part.num))
-            found.setdefault(part.row, []).extend(items)
-        return found
+
+def unservable(reasons: dict[int, str]) -> tuple[int, ...]:
+    """List the rows that have no token through no fault of the step."""
+    return tuple(row for row, why in reasons.items() if why != _NOT_FINITE)
+
+
+def read_candidates(
+    arrived: list[torch.Tensor], wanted: list[WantedLogprobs], *, is_of_all: bool = False
+) -> dict[int, Candidates]:
+    """Read candidates, by place among those that sampled. is_of_all: they came for all of these,
+    not part by part for those that wanted any."""
+    found: dict[int, Candidates] = {}
+    for i, part in enumerate(wanted):
+        tensors = arrived[3 * i : 3 * i + 3]
+        if is_of_all:
+            index = torch.from_numpy(part.places)
+            tensors = [tensor[index] for tensor in arrived]
+        items = to_candidates(tensors, part.counts)
+        found.update(zip(part.places.tolist(), items, strict=True))
+    return found
+
+
+def read_scores(arrived: list[torch.Tensor], scores: list[Scored]) -> dict[int, list[Candidates]]:
+    """Read log-probabilities of prompts, by row."""
+    found: dict[int, list[Candidates]] = {}
+    for i, part in enumerate(scores):
+        items = to_candidates(arrived[3 * i : 3 * i + 3], np.full(part.count, part.num))
+        found.setdefault(part.row, []).extend(items)
+    return found
 
 
 @dataclass(frozen=True)

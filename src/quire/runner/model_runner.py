@@ -36,7 +36,7 @@ from quire.runner.extras import StepExtras
 from quire.runner.gpu.graphs import Graphs, Recorded, Size
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
-from quire.runner.guesses import Compute, run_with_guesses
+from quire.runner.guesses import GuessedStep
 from quire.runner.launched import Launched, Settled
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
@@ -72,8 +72,8 @@ class ModelRunner:
         self.sampler = sampler
         self.device = device
         self._graphs: Graphs | None = None
-        self._moves = Moves(backend)
-        self._scores = PromptScores(sampler.vocab_size)
+        self.moves = Moves(backend)
+        self.scores = PromptScores(sampler.vocab_size)
         self._unread: dict[int, Arrival] = {}  # on their way, by result slot
 
     @property
@@ -120,31 +120,24 @@ class ModelRunner:
         """Put a plan's work behind all before it; one with guesses is waited for. masks: which
         tokens its masked rows may choose."""
         if plan.drafts:
-            return Settled(run_with_guesses(self, plan, masks))
-        return self.launch_from(plan, None, masks)
-
-    def launch_from(
-        self, plan: Plan, compute: Compute | None, masks: MaskPromise | None = None
-    ) -> Launched:
-        """Put a plan's work behind all before it. compute: does what the forward pass would
-        do."""
-        self._start_and_release(plan)
+            return Settled(GuessedStep(self, plan, masks).run())
+        self.start_and_release(plan)
         rows, sampler = self.rows, self.sampler
         asked = sampler.asked(plan.sample_rows, plan.masked_rows)
         needs, wanted = sampler.needs(asked), sampler.wanted(asked)
         # Perhaps now, before the lists are this plan's.
-        recorded = self._recorded(plan, needs) if compute is None else None
+        recorded = self._recorded(plan, needs)
         update, slot = rows.apply(plan, sampler.flags.has_edits, asked)
         if (before := self._unread.pop(slot, None)) is not None:
             before.wait()
-        scores = self._scores.of(plan, rows.prompt_lens)
+        scores = self.scores.of(plan, rows.prompt_lens)
         tokens_N = rows.result(slot, len(plan.sample_rows))
         shape = shape_of(plan, 0 if recorded is None else recorded.size.rows)
         extras = asked.extras
-        step = recorded or _Step(self, needs, wanted, scores, extras, compute)
+        step = recorded or _Step(self, needs, wanted, scores, extras)
 
         def begin() -> list[torch.Tensor]:
-            self._moves.carry_out(plan)
+            self.moves.carry_out(plan)
             return step.begin(shape) if len(plan.rows) else []
 
         def end() -> list[torch.Tensor]:
@@ -177,8 +170,9 @@ class ModelRunner:
         places = asked.masked.astype(np.int32)
         return self.rows.ops.prepare_masks(places, np.ascontiguousarray(words)), masks.errors
 
-    def _start_and_release(self, plan: Plan) -> None:
-        self._scores.start_and_release(plan)
+    def start_and_release(self, plan: Plan) -> None:
+        """Note which rows a plan starts, forks and releases, and what they ask for."""
+        self.scores.start_and_release(plan)
         if len(plan.released):
             self.sampler.release_rows(plan.released)
         for start in plan.started:
@@ -192,7 +186,7 @@ class ModelRunner:
         if (
             self._graphs is None
             or num_rows == 0
-            or self._scores.may_have(plan, self.rows.prompt_lens)
+            or self.scores.may_have(plan, self.rows.prompt_lens)
         ):
             return None
         num_places = max(num_rows, len(plan.sample_rows))
@@ -280,15 +274,11 @@ class ModelRunner:
         shape: StepShape,
         backend: AttentionBackend,
         scores: Sequence[Scored] = (),
-        compute: Compute | None = None,
     ) -> "Begun":
         """Do the first half of a step's work, up to logits and scores."""
         inputs, samples = gathered.inputs, gathered.samples
-        if compute is not None:
-            hidden_TD, logits_NV = compute()
-            return Begun(gathered, logits_NV, self._scored(hidden_TD, scores))
         hidden_TD = self._hidden(inputs, shape, backend)
-        scored = self._scored(hidden_TD, scores)
+        scored = self.score(hidden_TD, scores)
         if not shape.num_samples:
             return Begun(gathered, None, scored)
         logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
@@ -312,7 +302,8 @@ class ModelRunner:
         self.rows.advance(begun.gathered, ids_N, is_valid_N)
         return found + begun.scored
 
-    def _scored(self, hidden_TD: torch.Tensor, scores: Sequence[Scored]) -> list[torch.Tensor]:
+    def score(self, hidden_TD: torch.Tensor, scores: Sequence[Scored]) -> list[torch.Tensor]:
+        """Tell log-probabilities of prompts, from hidden states of all tokens of a step."""
         return [tensor for part in scores for tensor in self._score(hidden_TD, part)]
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
@@ -340,14 +331,13 @@ class _Step:
     wanted: list[WantedLogprobs]
     scores: Sequence[Scored]
     extras: StepExtras | None
-    compute: Compute | None = None
     begun: list[Begun] = field(default_factory=list)
 
     def begin(self, shape: StepShape) -> list[torch.Tensor]:
         """Return what the host looks at before the other half."""
         runner = self.runner
         gathered = runner.gather(shape)
-        begun = runner.begin(gathered, shape, runner.backend, self.scores, self.compute)
+        begun = runner.begin(gathered, shape, runner.backend, self.scores)
         self.begun = [begun]
         if self.extras is None or not self.extras.hosted or begun.logits_NV is None:
             return []

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from quire.base.plan import Plan, RowFork
-from quire.ops.host_memory import lazy_zeros
+from quire.ops import row_state
+from quire.ops.host_memory import lazy_zeros, to_device
 from quire.ops.row_state import RowTensors
 from quire.runner.columns import (
     PROMPT_COLUMN,
@@ -25,7 +26,10 @@ from quire.runner.device import Arrival, Device, Tensors, Work
 from quire.runner.plan_parts import Forks
 from quire.runner.row_updates import RowUpdates
 from quire.runner.sampling_flags import Flags, SamplingFlags
-from quire.runner.step_ops import Asked, Gathered, StepLists, StepOps, Update
+from quire.runner.step_ops import Asked, Gathered, Sampling, StepLists, StepOps, Update
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 
 NUM_RESULTS = 8  # steps whose tokens are on their way
 
@@ -71,13 +75,23 @@ class DeviceRows:
     def max_model_len(self) -> int:
         return self.state.tokens_RM.shape[1]
 
-    def apply(self, plan: Plan, has_edits: Flags, sampling: Asked) -> tuple[Update, int]:
-        """Get a plan's changes ready, to be taken by the step's own work (`run_with`); what has to
-        come before, such as forks, is done behind what was given before.
+    def apply(self, plan: Plan, has_edits: Flags, asked: Asked) -> tuple[Update, int]:
+        """Get a plan's changes ready, to be taken by the step's own work (`run_with`).
 
-        has_edits: whether rows, of all, are masked or biased, with this plan. sampling: what the
+        has_edits: whether rows, of all, are masked or biased, with this plan. asked: what the
         plan's sampling rows asked for. Also returns the slot where the step's tokens go.
         """
+        updates = self.changes(plan, has_edits)
+        self._result_slot = (self._result_slot + 1) % NUM_RESULTS
+        places = plan.sample_places
+        lengths = (plan.computed_bound + plan.num_tokens)[places]
+        sampling = Sampling(asked, lengths, self.prompt_lens[plan.sample_rows])
+        lists = StepLists(plan.rows, plan.num_tokens, sampling, places, self._result_slot)
+        return self.ops.prepare(updates, lists), self._result_slot
+
+    def changes(self, plan: Plan, has_edits: Flags) -> RowUpdates:
+        """Return what a plan changes of the rows, before its step. What has to come before, such as
+        forks, is done behind what was given before."""
         updates = RowUpdates()
         for start in plan.started:
             self.prompt_lens[start.row] = start.num_prompt_tokens
@@ -89,16 +103,20 @@ class DeviceRows:
             self.run_with(self.ops.prepare(updates, None), list)
             updates = self._fork(plan, has_edits)
         self._add_rest(plan, updates)
-        self._result_slot = (self._result_slot + 1) % NUM_RESULTS
-        lists = StepLists(
-            plan.rows,
-            plan.num_tokens,
-            sampling,
-            plan.sample_places,
-            self.prompt_lens[plan.sample_rows],
-            self._result_slot,
-        )
-        return self.ops.prepare(updates, lists), self._result_slot
+        return updates
+
+    def settle(
+        self, rows: Int32, contexts: Int64, sampling: Int32, lengths: Int64, token_ids: Int32
+    ) -> None:
+        """Move the counters of rows to what they have, [S] each, and store the tokens that others,
+        or some of them, have chosen, [N], behind so many of their tokens."""
+        arrays = [each.astype(np.int64) for each in (rows, contexts, sampling, lengths, token_ids)]
+
+        def work() -> Tensors:
+            row_state.advance(self.state, *(to_device(each, self.state.device) for each in arrays))
+            return []
+
+        self._device.run(work)
 
     def expect_nothing(self) -> None:
         """Get ready for a step of no rows: for what is run or recorded without a plan."""

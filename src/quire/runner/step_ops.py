@@ -65,17 +65,30 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Who samples, and what the host knows of each of them: tokens, an upper bound of what the
+    device has, and how many of these are prompt."""
+
+    asked: Asked
+    lengths: npt.NDArray[np.integer]
+    prompt_lens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class StepLists:
     """What a step serves: scheduled rows and how many tokens of each; sampling rows, and at which
-    places among the scheduled ones those stand whose logits they use; how many tokens of sampling
-    rows are prompt; where the step's tokens go."""
+    places among the scheduled ones those stand whose logits they use; where the step's tokens
+    go."""
 
     rows: Int32
     num_tokens: Int32
-    sampling: Asked
+    sampling: Sampling
     sample_places: npt.NDArray[np.intp]
-    prompt_lens: npt.NDArray[np.int64]
     result_slot: int
+
+    @property
+    def sample_rows(self) -> Int32:
+        return self.sampling.asked.rows
 
 
 @dataclass(frozen=True)
@@ -146,6 +159,11 @@ class StepOps(Protocol):
 
     def gather(self, shape: StepShape) -> Gathered:
         """Gather the inputs of the step whose lists were taken last."""
+        ...
+
+    def serve(self, sampling: Sampling) -> None:
+        """Let `edit` and `choose` serve these, a row as often as it is among them, instead of those
+        of the step whose lists were taken last."""
         ...
 
     def edit(

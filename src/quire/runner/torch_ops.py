@@ -23,7 +23,7 @@ from quire.ops.top_k import arg_max
 from quire.runner.columns import narrow, penalties_of, wide
 from quire.runner.device import Device
 from quire.runner.row_updates import RowUpdates
-from quire.runner.step_ops import Gathered, Needs, StepLists, StepShape, Update
+from quire.runner.step_ops import Gathered, Needs, Sampling, StepLists, StepShape, Update
 
 Int32 = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.intp]
@@ -37,8 +37,8 @@ class TorchOps:
     def __init__(self, device: Device, state: RowTensors) -> None:
         self._device, self._state = device, state
         self._lists: StepLists | None = None
+        self._sampling: Sampling | None = None
         self._masks: RowMasks | None = None
-        self._context_lens = np.empty(0, np.int32)  # of the scheduled rows, upper bounds
 
     def fork(self, pairs_F2: Int32) -> None:
         """Copy rows."""
@@ -60,6 +60,7 @@ class TorchOps:
                 row_state.write_deltas(self._state, deltas)
             if lists is not None:
                 self._lists = lists
+                self.serve(lists.sampling)
 
         return Update(take, lambda arrival: None)
 
@@ -75,18 +76,21 @@ class TorchOps:
     def gather(self, shape: StepShape) -> Gathered:
         """Gather as many tokens and rows as there are."""
         lists, state = self._now, self._state
-        self._context_lens = shape.context_lens
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, lists.rows, lists.num_tokens, longest)
         ends = np.cumsum(lists.num_tokens, dtype=np.int64)
-        rows_N, places_N = self._index(lists.sampling.rows), self._index(lists.sample_places)
+        rows_N, places_N = self._index(lists.sample_rows), self._index(lists.sample_places)
         samples = SampleInputs(
             rows=rows_N,
             last=self._index(ends[lists.sample_places] - 1),
             lengths=inputs.context_lens_S[places_N].long(),
-            prompt_lens=to_device(lists.prompt_lens, state.device),
+            prompt_lens=to_device(lists.sampling.prompt_lens, state.device),
         )
         return Gathered(inputs, samples, inputs.context_lens_S)
+
+    def serve(self, sampling: Sampling) -> None:
+        """Take who they are."""
+        self._sampling = sampling
 
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
@@ -103,13 +107,13 @@ class TorchOps:
         return logits_NV
 
     def _edit(self, logits_NV: torch.Tensor, samples: SampleInputs, table: EditTable) -> None:
-        lists, tokens_RM = self._now, self._state.tokens_RM
-        lengths = self._context_lens[lists.sample_places]
-        for n, span in lists.sampling.spans.items():
-            tokens_M = tokens_RM[lists.sampling.rows[n]]
-            num_tokens, num_prompt_tokens = int(lengths[n]), int(lists.prompt_lens[n])
+        sampling, tokens_RM = self._served, self._state.tokens_RM
+        asked, lengths = sampling.asked, sampling.lengths
+        for n, span in asked.spans.items():
+            tokens_M = tokens_RM[asked.rows[n]]
+            num_tokens, num_prompt_tokens = int(lengths[n]), int(sampling.prompt_lens[n])
             apply_edits(logits_NV[n], table, span, tokens_M, num_tokens, num_prompt_tokens)
-        penalised = np.flatnonzero(lists.sampling.flags.has_penalties)
+        penalised = np.flatnonzero(asked.flags.has_penalties)
         if len(penalised) > 0:
             which_P = self._index(penalised)
             rows_P = samples.rows[which_P]
@@ -127,7 +131,7 @@ class TorchOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the greedy choice, with that of the rows that sample written over it."""
         best_N, values_N = arg_max(logits_NV)
-        flags = self._now.sampling.flags
+        flags = self._served.asked.flags
         is_random, ids_N = ~flags.is_greedy, best_N
         if is_random.any():
             ids_N = best_N.clone()
@@ -148,7 +152,7 @@ class TorchOps:
     ) -> None:
         """Write results first, counters last."""
         lists, samples = self._now, gathered.samples
-        if len(lists.sampling.rows):
+        if len(lists.sample_rows):
             results_QS[lists.result_slot, : len(ids_N)] = torch.where(is_valid_N, ids_N, -1)
         rows_S = self._index(lists.rows)
         row_state.advance(
@@ -160,11 +164,16 @@ class TorchOps:
         assert self._lists is not None, "a step's lists are taken first"
         return self._lists
 
+    @property
+    def _served(self) -> Sampling:
+        assert self._sampling is not None, "somebody is served first"
+        return self._sampling
+
     def _choose_some(
         self, logits_NV: torch.Tensor, samples: SampleInputs, which: Indices, index: torch.Tensor
     ) -> torch.Tensor:
         """Choose for the rows `which`, either all with filters or all without."""
-        state, flags = self._state, self._now.sampling.flags
+        state, flags = self._state, self._served.asked.flags
         some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
         rows = samples.rows[index]
         temperatures = narrow(state, "temperature")[rows]

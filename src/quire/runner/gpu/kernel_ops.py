@@ -24,7 +24,7 @@ from quire.runner.device import Arrival, Device
 from quire.runner.gpu.mask_slots import MaskSlots
 from quire.runner.gpu.slots import SlotContents, SlotRing
 from quire.runner.row_updates import RowUpdates
-from quire.runner.step_ops import Gathered, Needs, StepLists, StepShape, Update
+from quire.runner.step_ops import Gathered, Needs, Sampling, StepLists, StepShape, Update
 
 Int32 = npt.NDArray[np.int32]
 
@@ -34,8 +34,12 @@ class KernelOps:
 
     can_be_recorded = True
 
-    def __init__(self, device: Device, state: RowTensors, vocab_size: int) -> None:
+    def __init__(
+        self, device: Device, state: RowTensors, vocab_size: int, most_guesses: int = 0
+    ) -> None:
+        """most_guesses: of a row in a step, each of which may have a mask."""
         self._device, self._state, self._vocab_size = device, state, vocab_size
+        self._most_masks = len(state.computed_R) * (1 + most_guesses)
         max_num_rows = len(state.computed_R)
         self._inbox = Inbox.empty(max_num_rows, device.device)
         self._ring = SlotRing(device, max_num_rows)
@@ -68,7 +72,7 @@ class KernelOps:
             before.slot.used = self._device.run(work)
         contents = ring.fill(ring.take(), last)
         if lists is not None:
-            header = len(lists.rows), len(lists.sampling.rows), lists.result_slot
+            header = len(lists.rows), len(lists.sample_rows), lists.result_slot
             arrays = lists.rows, lists.num_tokens, sample_pairs(lists)
             ring.write_lists(contents.slot, header, arrays)
 
@@ -97,6 +101,9 @@ class KernelOps:
             tuple(table_SL[:num_rows] for table_SL in found.block_tables_SL),
         )
         return Gathered(inputs, buffers.first_samples(shape.num_samples), buffers.context_lens_S)
+
+    def serve(self, sampling: Sampling) -> None:
+        """Do nothing: the kernels read all that they need of a row from the device."""
 
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
@@ -141,8 +148,7 @@ class KernelOps:
     def _masks(self) -> MaskSlots:
         """Make it when the first masks come, or are recorded."""
         if self._mask_slots is None:
-            num_rows = len(self._state.computed_R)
-            self._mask_slots = MaskSlots(self._device, num_rows, self._vocab_size)
+            self._mask_slots = MaskSlots(self._device, self._most_masks, self._vocab_size)
         return self._mask_slots
 
     def _receive(self, contents: SlotContents, has_lists: bool) -> None:
@@ -151,22 +157,27 @@ class KernelOps:
         row_deltas.receive(self._state, self._inbox, words, layout, *counts, has_lists)
 
     def _penalise(self, logits_NV: torch.Tensor, samples: SampleInputs) -> None:
-        """Penalise all rows: those without penalties count as if they had no tokens."""
+        """Penalise all rows, as many at once as there are counts for: those without penalties count
+        as if they had no tokens."""
         state, num_rows, device = self._state, len(logits_NV), logits_NV.device
+        most = len(state.computed_R)
         if self._counts_RV is None:
-            shape = len(state.computed_R), self._vocab_size
+            shape = most, self._vocab_size
             self._counts_RV = torch.zeros(shape, dtype=torch.int32, device=device)
-        is_penalised_N = narrow(state, "penalised").index_select(0, samples.rows)
-        apply_penalties(
-            logits_NV,
-            torch.arange(num_rows, device=device),
-            state.tokens_RM,
-            samples.lengths * is_penalised_N,
-            samples.prompt_lens,
-            penalties_of(state, samples.rows),
-            rows_P=samples.rows,
-            counts_PV=self._counts_RV,
-        )
+        for first in range(0, num_rows, most):
+            part = slice(first, first + most)
+            rows = samples.rows[part]
+            is_penalised_N = narrow(state, "penalised").index_select(0, rows)
+            apply_penalties(
+                logits_NV[part],
+                torch.arange(len(rows), device=device),
+                state.tokens_RM,
+                samples.lengths[part] * is_penalised_N,
+                samples.prompt_lens[part],
+                penalties_of(state, rows),
+                rows_P=rows,
+                counts_PV=self._counts_RV,
+            )
 
 
 def sampling_columns(state: RowTensors) -> SamplingColumns:
@@ -183,5 +194,5 @@ def sampling_columns(state: RowTensors) -> SamplingColumns:
 
 def sample_pairs(lists: StepLists) -> Int32:
     """Return [N, 2] sampling rows and their places."""
-    pairs: Int32 = np.stack((lists.sampling.rows, lists.sample_places), axis=1).astype(np.int32)
+    pairs: Int32 = np.stack((lists.sample_rows, lists.sample_places), axis=1).astype(np.int32)
     return pairs
