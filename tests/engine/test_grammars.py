@@ -22,9 +22,9 @@ from quire.base.masks import MaskPromise
 from quire.base.messages import Abort, GrammarReady
 from quire.base.plan import Plan
 from quire.base.sampling_params import SamplingParams
-from quire.engine import grammars
+from quire.engine import grammar_compiler
 from quire.engine.build import build_engine
-from quire.engine.grammars import Follower, Guided
+from quire.engine.matchers import Follower, Guided
 from quire.engine.record import Recorder
 from quire.engine.recording import read_recording
 from quire.engine.timeline import Timelines
@@ -119,7 +119,7 @@ def test_a_bad_grammar_ends_its_request_alone() -> None:
 
 
 def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_request_alone(monkeypatch: Any) -> None:
-    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 40)
+    monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 40)
     bench = GuidedBench()
     bench.add("long", lark("/[a-d]{60}/"), max_tokens=30)
     bench.add("good", NUMBERS, max_tokens=9)
@@ -136,10 +136,10 @@ def test_a_grammar_that_meets_a_limit_on_its_way_ends_its_request_alone(monkeypa
 
 def test_what_others_have_found_out_costs_nobody_an_answer(monkeypatch: Any) -> None:
     """Copies of a matcher share its states, of which there is a limit."""
-    compiled, compile_it = [], grammars._compiled
-    monkeypatch.setattr(grammars, "MAX_LEXER_STATES", 120)
+    compiled, compile_it = [], grammar_compiler.compiled
+    monkeypatch.setattr(grammar_compiler, "MAX_LEXER_STATES", 120)
     monkeypatch.setattr(
-        grammars, "_compiled", lambda *args: compiled.append(1) or compile_it(*args)
+        grammar_compiler, "compiled", lambda *args: compiled.append(1) or compile_it(*args)
     )
     bench = GuidedBench()
     for i in range(6):
@@ -196,7 +196,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     for i in range(40):
         bench.add(str(i), lark(f"/[a-d]{{{1 + i}}}/"), max_tokens=3)
     bench.finish()
-    assert len(bench.grammars._compiler._cache) == grammars.MOST_CACHED
+    assert len(bench.grammars._compiler._cache) == grammar_compiler.MOST_CACHED
     gc.collect()
     assert not [o for o in gc.get_objects() if type(o) in (Guided, Follower)]
 
@@ -207,14 +207,14 @@ def test_a_panic_while_a_grammar_is_compiled_ends_its_request_alone(monkeypatch:
     class Panic(BaseException):
         pass
 
-    compile_it = grammars._compiled
+    compile_it = grammar_compiler.compiled
 
     def panics(vocabulary: Any, grammar: str) -> Any:
         if grammar == JSON:
             raise Panic("index out of bounds")
         return compile_it(vocabulary, grammar)
 
-    monkeypatch.setattr(grammars, "_compiled", panics)
+    monkeypatch.setattr(grammar_compiler, "compiled", panics)
     bench = GuidedBench(2, is_threaded=True)
     bench.add("bad", JSON)
     bench.add("good", WORDS, max_tokens=9)

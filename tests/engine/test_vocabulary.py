@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from quire.base.errors import ConfigError, MissingDependency
-from quire.engine.grammars import Grammars, Wanted
+from quire.engine.grammars import Grammars
+from quire.engine.matchers import Wanted
 from quire.engine.vocabulary import make_vocabulary, num_words
 from quire.render.tokenizer import Tokenizer
 from tests.render.tiny import tokenizer

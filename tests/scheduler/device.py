@@ -24,7 +24,7 @@ from quire.base.cache_group import STATE, CacheGroup
 from quire.base.events import Event
 from quire.base.masks import MaskPromise, TokenMasks
 from quire.base.messages import GrammarReady, Request
-from quire.base.plan import Candidates, Int32, Plan, StepResult
+from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.executor import failed_step
 from quire.kv.table import NULL
@@ -130,12 +130,13 @@ class FakeDevice:
         self._raise_if_cursed(plan.step_id, spans)
         sources = dict(zip(plan.sample_rows.tolist(), plan.sample_sources.tolist(), strict=True))
         ends = {row: end for row, _, end in spans}
-        allowed, unservable = self._allowed(plan, masks)
+        behind, unservable = self._allowed(plan, masks)
+        allowed = {row: positions[0] or [0] for row, positions in behind.items()}
         for row, guesses in drafts.items():
             ends[row] -= len(guesses)
         sampled, errors = self._sample(sources, garbled, ends, allowed)
         errors |= unservable
-        accepted = self._accept(drafts, sampled, errors)
+        accepted = self._accept(drafts, sampled, errors, behind)
         for row, _, _ in spans:
             self.computed[row] = ends[row] + len(accepted.get(row, ()))
         for fork in plan.new_forks:
@@ -301,36 +302,45 @@ class FakeDevice:
         return sampled, bad
 
     def _accept(
-        self, drafts: dict[int, list[int]], sampled: dict[int, int], errors: dict[int, str]
+        self,
+        drafts: dict[int, list[int]],
+        sampled: dict[int, int],
+        errors: dict[int, str],
+        behind: dict[int, list[list[int]]],
     ) -> dict[int, list[int]]:
-        """What rows sample behind each guess that was right."""
+        """What rows sample behind each guess that was right. behind: what masks allow there; where
+        this is nothing, the guesses end."""
         accepted: dict[int, list[int]] = {}
         for row, guesses in drafts.items():
             last, more = sampled[row], accepted.setdefault(row, [])
-            for guess in [] if row in errors else guesses:
-                if guess != last:
+            for i, guess in enumerate([] if row in errors else guesses, 1):
+                allowed = behind[row][i] if row in behind else None
+                if guess != last or allowed == []:
                     break
-                last = next_token(self.tokens[row])
+                last = next_token(self.tokens[row], allowed)
                 self.tokens[row].append(last)
                 more.append(last)
         return accepted
 
     def _allowed(
         self, plan: Plan, masks: MaskPromise | None
-    ) -> tuple[dict[int, list[int]], dict[int, str]]:
-        """By row, what the masks allow, and what is wrong with a row's grammar. On the core's own
-        thread they must be there, since nobody else could make them."""
+    ) -> tuple[dict[int, list[list[int]]], dict[int, str]]:
+        """By row, what the masks allow at each position, and what is wrong with a row's grammar. On
+        the core's own thread they must be there, since nobody else could make them."""
         assert (masks is None) == (len(plan.masked_rows) == 0), "masks for nobody, or none"
         if masks is None:
             return {}, {}
         assert self.waits_for_masks or masks.is_there, "masks that will never come"
         found, rows = masks.wait(), plan.masked_rows.tolist()
-        words = np.ascontiguousarray(found.of(plan.masked_rows)[:, 0])
-        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
-        allowed = {row: np.flatnonzero(b).tolist() for row, b in zip(rows, bits, strict=True)}
-        errors = {row: "nothing is allowed" for row in rows if not allowed[row]}
+        words = np.ascontiguousarray(found.of(plan.masked_rows))
+        bits = np.unpackbits(words.view(np.uint8), axis=2, bitorder="little")[:, :, :VOCAB]
+        allowed = {
+            row: [np.flatnonzero(b).tolist() for b in positions]
+            for row, positions in zip(rows, bits, strict=True)
+        }
+        errors = {row: "nothing is allowed" for row in rows if not allowed[row][0]}
         errors |= {row: found.errors[row] for row in rows if row in found.errors}
-        return {row: allowed[row] or [0] for row in rows}, errors
+        return allowed, errors
 
 
 class FakeGrammars:
@@ -360,21 +370,28 @@ class FakeGrammars:
         request = self.pending.pop(pick % len(self.pending))
         return GrammarReady(request.request_id, "a bad grammar" if fails else None)
 
-    def fill(self, promise: MaskPromise, rows: Int32, sequences: list[Sequence]) -> None:
-        """A mask for each row, after what its sequence is known to have now."""
+    def fill(self, promise: MaskPromise, plan: Plan, sequences: dict[int, Sequence]) -> None:
+        """Masks for each row, after what its sequence is known to have now, and after each
+        guess."""
         assert not promise.is_there, "masks made twice"
-        bits = np.ones((len(rows), 64), bool)
-        for row, sequence in zip(bits, sequences, strict=True):
+        guesses = {draft.row: draft.token_ids.tolist() for draft in plan.drafts}
+        num_positions = 1 + max(map(len, guesses.values()), default=0)
+        bits = np.ones((len(plan.masked_rows), num_positions, 64), bool)
+        for positions, row in zip(bits, plan.masked_rows.tolist(), strict=True):
+            sequence = sequences[row]
             if sequence.state is not State.ENDED:
                 output = sequence.known_tokens[sequence.num_prompt_tokens :].tolist()
-                row[:] = False
-                row[allowed_tokens(sequence.request.grammar, output)] = True
-        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        promise.put(TokenMasks(rows, words[:, None]))
+                positions[:] = False
+                for i in range(1 + len(guesses.get(row, ()))):
+                    behind = output + guesses[row][:i] if i else output
+                    positions[i, allowed_tokens(sequence.request.grammar, behind)] = True
+        words = np.packbits(bits, axis=2, bitorder="little").view(np.int32)
+        promise.put(TokenMasks(plan.masked_rows, words))
 
-    def forgo(self, promise: MaskPromise, rows: Int32) -> None:
+    def forgo(self, promise: MaskPromise, plan: Plan) -> None:
         assert not promise.is_there, "masks were made before it was their turn"
-        promise.put(TokenMasks(rows, np.full((len(rows), 1, 2), -1, np.int32)))
+        shape = len(plan.masked_rows), 1 + int(plan.num_drafts.max(initial=0)), 2
+        promise.put(TokenMasks(plan.masked_rows, np.full(shape, -1, np.int32)))
 
 
 class FakeExecutor:

@@ -54,6 +54,7 @@ from tests.scheduler.device import (
     FakeDevice,
     FakeExecutor,
     FakeGrammars,
+    allowed_tokens,
     expected_tokens,
     make_request,
     next_token,
@@ -308,8 +309,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts = []
         for sequence in self.scheduler.rows.sequences():
             context = known = sequence.known_tokens.tolist()
+            grammar, first = sequence.request.grammar, sequence.num_prompt_tokens
             for i in range(num):
-                context = [*context, VOCAB - 1 if i == wrong else next_token(context)]
+                allowed = allowed_tokens(grammar, context[first:]) if grammar else None
+                context = [*context, VOCAB - 1 if i == wrong else next_token(context, allowed)]
             guesses = context[len(known) :]
             name = sequence.request.request_id
             drafts.append(Draft(name, sequence.index, len(known), guesses))

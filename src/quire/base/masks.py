@@ -14,6 +14,10 @@ class TokenMasks:
     word t // 32 says that token t may be chosen at this position; a row of ones allows everything.
     errors: of rows whose grammar cannot go on, what the matter is; nothing is allowed there.
 
+    Position 0 is behind a row's last known token, position i behind its i-th guess; there are as
+    many as the row with most guesses has. Where a row has no such guess, cannot have sampled it, or
+    its grammar cannot go on, nothing is allowed: its guesses end there, and it has no error.
+
     A mask is found by its row and position, never by its place in a step's lists.
     """
 
@@ -22,7 +26,7 @@ class TokenMasks:
     errors: dict[int, str] = field(default_factory=dict)
 
     def of(self, rows: Int32) -> Int32:
-        """Return the words of these of the rows, in their order."""
+        """Return the words of these of the rows, in their order, [M, positions, W]."""
         order = np.argsort(self.rows, kind="stable")
         return self.words[order[np.searchsorted(self.rows, rows, sorter=order)]]
 

@@ -472,15 +472,14 @@ class EngineCore:
             return
         assert self._grammars is not None, "who has a grammar is refused without them"
         sequences = dict(zip(step.plan.sample_rows.tolist(), step.sampling, strict=True))
-        rows = step.carried_out.masked_rows
-        self._grammars.fill(step.masks, rows, [sequences[row] for row in rows.tolist()])
+        self._grammars.fill(step.masks, step.carried_out, sequences)
 
     def _forgo_masks(self, steps: Iterable[Submitted]) -> None:
         """Promise nothing any more to plans that no masks are made for yet: the executor may wait
         for them."""
         for step in steps:
             if step.masks is not None and self._grammars is not None:
-                self._grammars.forgo(step.masks, step.carried_out.masked_rows)
+                self._grammars.forgo(step.masks, step.carried_out)
 
     def _recover(self, failed: Submitted, error: str) -> StepOutputs:
         """Repeat the oldest plan, which raised, in parts, or without its rows, then carry out the

@@ -76,7 +76,7 @@ class Drafts:
     def _may_try(self, sequence: Sequence) -> bool:
         """Tell whether the plan computes a sequence's last token, and nothing else hangs on it: a
         group that is about to be forked, a beam, a prefix to be pinned, a prompt that is open, a
-        grammar's mask, a logits processor, a state that cannot go back."""
+        logits processor, a state that cannot go back."""
         table, row = self._rows.table, sequence.row
         if table.computed[row] != table.known[row] or table.total[row] != table.known[row]:
             return False
@@ -84,7 +84,7 @@ class Drafts:
 
     def _may_ever_try(self, sequence: Sequence) -> bool:
         group = sequence.group
-        if sequence.is_pin or sequence.is_open or sequence.is_beam or sequence.request.grammar:
+        if sequence.is_pin or sequence.is_open or sequence.is_beam:
             return False
         if sequence.request.params.logits_processors:  # they may remember what they were asked
             return False
