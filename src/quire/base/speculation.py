@@ -10,6 +10,7 @@ from typing import Any
 from quire.base.errors import ConfigError
 
 NGRAM, SUFFIX = "ngram", "suffix"
+FORCED, NONE = "forced", "none"  # what a grammar leaves no choice about, and not even that
 NUM_TOKENS = 4  # guesses of a row, if not said
 RUN = 5  # tokens that must stand before, if not said
 MOST_TOKENS = 32
@@ -24,6 +25,8 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "suffix_decoding_max_spec_factor",
             "suffix_decoding_min_token_prob",
         ),
+        FORCED: (),
+        NONE: (),
     }
 )
 
@@ -43,15 +46,22 @@ class Suffixes:
 
 @dataclass(frozen=True)
 class Speculation:
-    """method: who guesses. `ngram`: what followed the same tokens before; `suffix`: what followed
-    most often, also in others' answers. num_tokens: most guesses of a row in a step. longest_run,
-    shortest_run: how many tokens must stand before, so that what followed them is guessed."""
+    """method: who guesses, beside grammars, whose forced tokens are tried with any method but
+    `none`. `ngram`: what followed the same tokens before; `suffix`: what followed most often, also
+    in others' answers; `forced`: nobody else. num_tokens: most guesses of a row in a step.
+    longest_run, shortest_run: how many tokens must stand before, so that what followed them is
+    guessed."""
 
     method: str
     num_tokens: int
     longest_run: int = RUN
     shortest_run: int = RUN
     suffixes: Suffixes = Suffixes()
+
+    @property
+    def num_forced(self) -> int:
+        """Most forced tokens of a row in a step: they are right."""
+        return self.num_tokens if self.method == FORCED else MOST_TOKENS
 
 
 def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | None:
@@ -82,6 +92,8 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
         return Speculation(
             method, _num_tokens(fields, min(MOST_TOKENS, suffixes.depth)), suffixes=suffixes
         )
+    if method in (FORCED, NONE):
+        return Speculation(method, _num_tokens(fields, MOST_TOKENS))
     num = _num_tokens(fields, NUM_TOKENS)
     longest = _count(fields, "prompt_lookup_max", fields.get("prompt_lookup_min") or RUN)
     shortest = _count(fields, "prompt_lookup_min", longest)

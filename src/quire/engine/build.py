@@ -8,7 +8,13 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
-from quire.base.speculation import parse_speculation
+from quire.base.speculation import (
+    FORCED,
+    MOST_TOKENS,
+    NONE,
+    Speculation,
+    parse_speculation,
+)
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
@@ -103,9 +109,10 @@ def build_core(
         None if is_asked_for else _step_budget(built),
     )
     connect_stores(core, built)
-    core.constrain(_make_grammars(core, built, source))
-    if speculation := parse_speculation(config.speculative_config):
-        core.draft(Drafting(speculation))
+    grammars = _make_grammars(core, built, source)
+    core.constrain(grammars)
+    if (speculation := _speculation(config)) is not None:
+        core.draft(Drafting(speculation, grammars))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
@@ -122,6 +129,15 @@ def _step_budget(built: BuiltRunner) -> StepBudget | None:
     if built.device.type != "cpu" or built.runner.is_async:
         return None
     return StepBudget(first_budget(built.config, built.spec, num_threads()))
+
+
+def _speculation(config: EngineConfig) -> Speculation | None:
+    """Return how to guess. If nothing was said, what grammars force is tried where the last token
+    is known anyway: that costs nobody anything."""
+    found = parse_speculation(config.speculative_config)
+    if found is None and config.scheduler.pipeline_depth == 1:
+        return Speculation(FORCED, MOST_TOKENS)
+    return None if found is None or found.method == NONE else found
 
 
 def _make_grammars(core: EngineCore, built: BuiltRunner, source: ModelSource) -> Grammars:

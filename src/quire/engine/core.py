@@ -347,7 +347,9 @@ class EngineCore:
 
     def _guess(self) -> None:
         """Tell the scheduler what sequences may try."""
-        if self._drafting is None or len(self._submitted) >= self.scheduler.depth:
+        if self._drafting is None or self._drafting.is_idle:
+            return
+        if len(self._submitted) >= self.scheduler.depth:
             return
         candidates = self.scheduler.drafts.candidates()
         if drafts := self._drafting.guess(candidates, self.scheduler.num_running):

@@ -1,16 +1,19 @@
 """What sequences are to try next: the engine's side of guessing (scheduler/drafts.py).
 
 Who guesses sees known tokens only, and what is guessed reaches the scheduler by `control`, so a
-replay of a recording needs none of this.
+replay of a recording needs none of this. What a grammar forces is guessed first: it is right. Other
+guesses at an answer with a grammar end where the grammar forbids them.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan
-from quire.base.speculation import Speculation
+from quire.base.speculation import FORCED, Speculation
+from quire.engine.grammars import Grammars
 from quire.engine.guess_pace import Chance, StepTimes, lengths
 from quire.engine.ngrams import NGrams
 from quire.scheduler.sequence import Sequence, State
@@ -37,39 +40,69 @@ class Guesser:
         self.ngrams.extend(sequence.known_tokens[len(self.ngrams.tokens) :].tolist())
 
 
-class Drafting:
-    """Guesses for all sequences of an engine."""
+class Guessed(NamedTuple):
+    """Guesses at what a sequence goes on with. chance: of each, if those before it were right;
+    guesser: whose they are, None if they are forced."""
 
-    def __init__(self, speculation: Speculation) -> None:
-        self._settings = speculation
+    sequence: Sequence
+    guesses: list[int]
+    chance: float
+    guesser: Guesser | None
+
+
+class Drafting:
+    """Guesses for all sequences of an engine. grammars: of its requests."""
+
+    def __init__(self, speculation: Speculation, grammars: Grammars) -> None:
+        self._settings, self._grammars = speculation, grammars
+        self._only_forced = speculation.method == FORCED
         self._of: dict[Sequence, Guesser] = {}
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
         self._times = StepTimes()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nobody to guess for."""
+        return self._only_forced and not self._grammars.num_followed
+
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         """Guess for those of the sequences for which it is worth its time. num_running: rows that
         run, with them."""
-        found: list[tuple[Sequence, Guesser, list[int]]] = []
-        for sequence in sequences:
-            guesser = self._guesser(sequence)
-            guesser.catch_up(sequence)
-            most = min(self._settings.num_tokens, sequence.limit - sequence.num_known_tokens - 1)
-            if guesses := guesser.ngrams.guess(most):
-                found.append((sequence, guesser, guesses))
+        found = [each for sequence in sequences if (each := self._guess_at(sequence)) is not None]
         self._in_row = {}
         if not found:
             return []
-        sizes, chances = [len(g) for *_, g in found], [each.chance.value for _, each, _ in found]
+        sizes, chances = [len(each.guesses) for each in found], [each.chance for each in found]
         drafts = []
         nums = lengths(sizes, chances, num_running - len(found), self._times)
-        for (sequence, guesser, guesses), num in zip(found, nums, strict=True):
+        for (sequence, guesses, _, guesser), num in zip(found, nums, strict=True):
             if num == 0:
-                guesser.chance.hope()
+                if guesser is not None:
+                    guesser.chance.hope()
                 continue
-            self._in_row[sequence.row] = guesser
+            if guesser is not None:
+                self._in_row[sequence.row] = guesser
             name, known = sequence.request.request_id, sequence.num_known_tokens
             drafts.append(Draft(name, sequence.index, known, guesses[:num]))
         return drafts
+
+    def _guess_at(self, sequence: Sequence) -> Guessed | None:
+        """Guess for one sequence: what its grammar forces, or else what others say."""
+        guesser, has_grammar = None, bool(sequence.request.grammar)
+        if not self._only_forced:
+            guesser = self._guesser(sequence)
+            guesser.catch_up(sequence)
+        most = sequence.limit - sequence.num_known_tokens - 1
+        if has_grammar:
+            num = min(self._settings.num_forced, most)
+            if forced := self._grammars.forced(sequence)[:num]:
+                return Guessed(sequence, forced, 1.0, None)
+        if guesser is None:
+            return None
+        guesses = guesser.ngrams.guess(min(self._settings.num_tokens, most))
+        if guesses and has_grammar:
+            guesses = self._grammars.cut(sequence, guesses)
+        return Guessed(sequence, guesses, guesser.chance.value, guesser) if guesses else None
 
     def planned(self, plan: Plan) -> None:
         """Note which guesses a plan tries."""
@@ -83,6 +116,8 @@ class Drafting:
 
     def observe(self, plan: Plan, seconds: float) -> None:
         """Take how long a plan took."""
+        if self.is_idle:
+            return
         if seconds > 0 and len(plan.rows) and (plan.num_tokens - plan.num_drafts == 1).all():
             self._times.observe(int(np.sum(plan.num_tokens)), seconds)
 

@@ -7,6 +7,7 @@ from quire.base.cache_group import STATE
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
+from quire.base.speculation import NONE, parse_speculation
 from quire.ops.native import core
 from quire.runner.step_size import MOST_TOKENS
 
@@ -48,7 +49,7 @@ def default_depth(device: str) -> int:
 def depth_of(config: EngineConfig, device: str) -> int:
     """Return how many plans are in flight: one where guesses need to know the last token."""
     depth = config.scheduler.pipeline_depth
-    if not config.speculative_config:
+    if not _guesses(config):
         return depth or default_depth(device)
     if depth is not None and depth > 1:
         raise ConfigError(
@@ -56,6 +57,12 @@ def depth_of(config: EngineConfig, device: str) -> int:
             " pipeline_depth or speculative_config out."
         )
     return 1
+
+
+def _guesses(config: EngineConfig) -> bool:
+    """Return whether guesses are asked for."""
+    speculation = parse_speculation(config.speculative_config)
+    return speculation is not None and speculation.method != NONE
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
@@ -74,7 +81,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
             "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"
             " CPU."
         )
-    if config.speculative_config and any(g.kind == STATE for g in spec.cache_groups):
+    if _guesses(config) and any(g.kind == STATE for g in spec.cache_groups):
         raise ConfigError(
             f"speculative_config is not for {spec.model_type}: its layers remember a state, which"
             " cannot go back to the last right guess. Leave it out."
