@@ -17,6 +17,9 @@ from quire.base.speculation import Speculation, Suffixes, parse_speculation
         ({"prompt_lookup_max": 3}, Speculation("ngram", 4, 3, 3)),
         ({"prompt_lookup_min": 2}, Speculation("ngram", 4, 2, 2)),
         ({"prompt_lookup_min": 2, "prompt_lookup_max": 6}, Speculation("ngram", 4, 6, 2)),
+        ({"method": "forced"}, Speculation("forced", 32)),
+        ({"method": "forced", "num_speculative_tokens": 8}, Speculation("forced", 8)),
+        ({"method": "none"}, Speculation("none", 32)),
         ({"method": "suffix"}, Speculation("suffix", 24, suffixes=Suffixes(24, 10_000, 1.0, 0.1))),
         (
             {
@@ -46,6 +49,7 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "not be above prompt_lookup_max"),
         ({"model": "x"}, "has no 'model' for the method ngram; it has: method"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "no 'prompt_lookup_max' for .* suffix"),
+        ({"method": "forced", "prompt_lookup_max": 3}, "no 'prompt_lookup_max' for .* forced"),
         ({"suffix_decoding_max_tree_depth": 3}, "no 'suffix_decoding_max_tree_depth'"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "from 0, got -1"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": 10**9}, "at most 100000"),
