@@ -139,6 +139,8 @@ class Wild:
     """Guesses what a sequence goes on with, also behind its end; often it is wrong, and sometimes
     it names what the grammar forbids."""
 
+    is_idle = False
+
     def __init__(self, right: float) -> None:
         self._right, self._choose = right, random.Random(2)
         self.num_tried = self.num_right = 0
@@ -163,8 +165,6 @@ class Wild:
             guesses, name = context[len(known) :], sequence.request.request_id
             drafts.append(Draft(name, sequence.index, len(known), guesses))
         return drafts
-
-    is_idle = False
 
     def planned(self, plan: Plan) -> None:
         self.num_tried += int(plan.num_drafts.sum())

@@ -28,6 +28,8 @@ class Oracle:
     """Knows the answers, and tells wrong ones as often as it is asked to: each of `num` guesses is
     right with this probability."""
 
+    is_idle = False
+
     def __init__(self, answers: dict[Any, list[int]], num: int, right: float) -> None:
         self._answers, self._num, self._right = answers, num, right
         self._choose = random.Random(3)
