@@ -33,19 +33,36 @@ def steps_of(llm: LLM) -> list[Stepped]:
 def engine(**settings: object) -> LLM:
     return LLM(
         "demo", max_model_len=96, dtype="float32", disable_log_stats=True,
-        kv_cache_memory_bytes=8 << 20, speculative_config=SETTINGS, **settings,
+        kv_cache_memory_bytes=8 << 20, **({"speculative_config": SETTINGS} | settings),
     )  # fmt: skip
 
 
-def test_repeated_text_takes_fewer_steps() -> None:
+@pytest.mark.parametrize("method", [SETTINGS, {"method": "suffix", "num_speculative_tokens": 4}])
+def test_repeated_text_takes_fewer_steps(method: dict[str, object]) -> None:
     """A bias makes the answer certain: the same token over and over."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
-    with engine() as llm:
+    with engine(speculative_config=method) as llm:
         steps = steps_of(llm)
         [output] = llm.generate([TEXT], params, use_tqdm=False)
     assert list(output.outputs[0].token_ids) == [40] * 40
     assert sum(step.num_accepted for step in steps) + len(steps) >= 40
     assert len(steps) < 30
+
+
+def test_an_answer_that_was_given_before() -> None:
+    """The second one takes a part of the steps, if tenant and salt are the same."""
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    suffix = {"method": "suffix", "num_speculative_tokens": 8}
+    with engine(speculative_config=suffix) as llm:
+        steps, nums, answers = steps_of(llm), [], []
+        for salt in ("a", "b", "a"):
+            prompt = {"prompt": "Once upon a time", "cache_salt": salt}
+            [output] = llm.generate([prompt], params, use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+            nums.append(len(steps))
+            steps.clear()
+    assert answers[0] == answers[1] == answers[2]
+    assert nums[2] < 15 < 30 < nums[1]
 
 
 def test_a_wrong_guess_costs_no_token() -> None:

@@ -77,11 +77,17 @@ def short() -> Iterator[LLM]:
         yield made
 
 
-@pytest.fixture(scope="module")
-def guessing() -> Iterator[LLM]:
-    """Short of memory, and it tries what followed the last token before: often it is wrong. How
+GUESSES: dict[str, dict[str, Any]] = {
+    "ngram": {"num_speculative_tokens": 3, "prompt_lookup_max": 1},
+    "suffix": {"num_speculative_tokens": 5},
+}
+
+
+@pytest.fixture(scope="module", params=GUESSES)
+def guessing(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Short of memory, and it tries what followed the last tokens before: often it is wrong. How
     long steps take is not looked at, so that it guesses on any machine."""
-    settings = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 1}
+    settings = {"method": request.param, **GUESSES[request.param]}
     with pytest.MonkeyPatch.context() as patch, engine(
         max_num_seqs=8, kv_cache_memory_bytes=8 * block_bytes(), max_num_batched_tokens=16,
         speculative_config=settings,

@@ -12,10 +12,11 @@ import numpy as np
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan
-from quire.base.speculation import FORCED, Speculation
+from quire.base.speculation import FORCED, SUFFIX, Speculation
 from quire.engine.grammars import Grammars
 from quire.engine.guess_pace import Chance, StepTimes, lengths
 from quire.engine.ngrams import NGrams
+from quire.engine.suffixes import Answers, SuffixGuesser
 from quire.scheduler.sequence import Sequence, State
 
 MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
@@ -26,7 +27,7 @@ class Guesser:
     """What is known of one sequence. tried: how many tokens it had when guesses were tried last,
     and how many these were."""
 
-    ngrams: NGrams
+    ngrams: NGrams | SuffixGuesser
     chance: Chance = field(default_factory=Chance)
     tried: tuple[int, int] | None = None
 
@@ -37,7 +38,7 @@ class Guesser:
             right = sequence.num_known_tokens - known - 1
             self.chance.observe(num, max(0, min(num, right)))
             self.tried = None
-        self.ngrams.extend(sequence.known_tokens[len(self.ngrams.tokens) :].tolist())
+        self.ngrams.extend(sequence.known_tokens[self.ngrams.num_taken :].tolist())
 
 
 class Guessed(NamedTuple):
@@ -56,6 +57,8 @@ class Drafting:
     def __init__(self, speculation: Speculation, grammars: Grammars) -> None:
         self._settings, self._grammars = speculation, grammars
         self._only_forced = speculation.method == FORCED
+        is_suffix = speculation.method == SUFFIX
+        self._answers = Answers(speculation.suffixes.num_answers if is_suffix else 0)
         self._of: dict[Sequence, Guesser] = {}
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
         self._times = StepTimes()
@@ -127,7 +130,14 @@ class Drafting:
             if len(self._of) >= MOST_FORGOTTEN and len(self._of) % MOST_FORGOTTEN == 0:
                 alive = (item for item in self._of.items() if item[0].state is not State.ENDED)
                 self._of = dict(alive)
-            settings = self._settings
-            ngrams = NGrams(settings.shortest_run, settings.longest_run)
-            found = self._of[sequence] = Guesser(ngrams)
+            found = self._of[sequence] = Guesser(self._of_tokens(sequence))
         return found
+
+    def _of_tokens(self, sequence: Sequence) -> NGrams | SuffixGuesser:
+        """Make what finds where a sequence's last tokens stood before."""
+        settings, request = self._settings, sequence.request
+        if settings.method != SUFFIX:
+            return NGrams(settings.shortest_run, settings.longest_run)
+        writer = self._answers.writer(request.tenant, request.cache_salt)
+        num_prompt, limit = sequence.num_prompt_tokens, sequence.limit
+        return SuffixGuesser(settings.suffixes, num_prompt, limit, self._answers, writer)

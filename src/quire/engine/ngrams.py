@@ -16,6 +16,10 @@ class NGrams:
         self._end_of: dict[tuple[int, ...], int] = {}
         self.tokens: list[int] = []
 
+    @property
+    def num_taken(self) -> int:
+        return len(self.tokens)
+
     def extend(self, token_ids: Seq[int]) -> None:
         """Add tokens. The runs that end with the last one are not looked up before the next."""
         tokens, end_of = self.tokens, self._end_of

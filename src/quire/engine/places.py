@@ -1,0 +1,152 @@
+"""Where runs of tokens stand in a text: hash chains, as compressors that look for repeats use them.
+
+A *place* is the number of the token that follows a run. For runs of 6 and of 2 tokens each place
+leads to the one before it whose run has the same hash; the newest of each hash is in a table. What
+a chain leads to may be another run, or overwritten since: places are compared before they are used.
+A token takes 12 bytes, and nothing is ever searched through.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+LONG, SHORT = 6, 2  # tokens of the runs that are looked up
+MOST_PLACES = 16  # that are looked at, the newest of a chain
+NOTHING = -1  # in the place of a token, or of a place
+
+HASH_BITS = 32
+MASK = (1 << HASH_BITS) - 1
+BASE = 0x9E3779B1
+BASE_2, BASE_4 = BASE**2 & MASK, BASE**4 & MASK
+SPREAD = 0x85EBCA6B
+
+Ints: TypeAlias = "array[int]"
+Match = tuple[int, list[int]]  # how many tokens are the same, and the places behind them
+
+
+class Keys(NamedTuple):
+    """Hashes of the last tokens. Texts of fewer than LONG have none."""
+
+    long: int
+    short: int
+
+
+def keys_of(tokens: Ints) -> Keys | None:
+    """Hash the runs with which these tokens end."""
+    if len(tokens) < LONG:
+        return None
+    a, b, c, d, e, f = tokens[-LONG:]
+    short = e * BASE + f
+    long = (a * BASE + b) * BASE_4 + (c * BASE + d) * BASE_2 + short
+    return Keys(long * SPREAD & MASK, short * SPREAD & MASK)
+
+
+class Chains:
+    """The places of runs of one length."""
+
+    def __init__(self, bits: int) -> None:
+        self.shift = HASH_BITS - bits
+        self.newest = array("i", [NOTHING]) * (1 << bits)
+        self.before = array("i")
+
+    def add(self, place: int, key: int) -> None:
+        """Put a place before those of its hash."""
+        bucket = key >> self.shift
+        self.before[place] = self.newest[bucket]
+        self.newest[bucket] = place
+
+    def fill(self, keys: npt.NDArray[np.uint64], first: int) -> None:
+        """Put the places from `first` on, which are the first ones. A hash must have 16 bits at
+        most."""
+        assert self.shift >= HASH_BITS - 16, "stable sorting is fast for short numbers only"
+        buckets = ((keys & np.uint64(MASK)) >> np.uint64(self.shift)).astype(np.uint16)
+        order = np.argsort(buckets, kind="stable")
+        buckets, places = buckets[order], (order + first).astype(np.int32)
+        is_next = buckets[1:] == buckets[:-1]
+        np.frombuffer(self.before, np.int32)[places[1:][is_next]] = places[:-1][is_next]
+        np.frombuffer(self.newest, np.int32)[buckets] = places  # the last one of each stays
+
+
+class Places:
+    """Tokens, and the chains of their places."""
+
+    def __init__(self, num_tokens: int) -> None:
+        """num_tokens: how many there may be, roughly."""
+        bits = min(max(num_tokens.bit_length(), 8), 18)
+        self.tokens = array("i")
+        self._long, self._short = Chains(bits), Chains(bits)
+
+    def reserve(self, num: int) -> None:
+        """Add places without tokens."""
+        nothing = array("i", [NOTHING]) * num
+        for numbers in (self.tokens, self._long.before, self._short.before):
+            numbers.extend(nothing)
+
+    def clear(self, first: int, num: int) -> None:
+        """Take the tokens away from places."""
+        self.tokens[first : first + num] = array("i", [NOTHING]) * num
+
+    def write(self, place: int, token_id: int, keys: Keys | None, mix: int = 0) -> None:
+        """Put a token that follows runs of these hashes. mix: another one leads to other chains."""
+        self.tokens[place] = token_id
+        if keys is not None:
+            self._long.add(place, keys.long ^ mix)
+            self._short.add(place, keys.short ^ mix)
+
+    def append(self, token_id: int, keys: Keys | None) -> None:
+        """Add a token that follows runs of these hashes."""
+        place = len(self.tokens)
+        self.tokens.append(token_id)
+        self._long.before.append(NOTHING)
+        self._short.before.append(NOTHING)
+        if keys is not None:
+            self._long.add(place, keys.long)
+            self._short.add(place, keys.short)
+
+    def fill(self, token_ids: npt.NDArray[np.integer]) -> None:
+        """Put the first tokens, LONG or more, at once."""
+        self.reserve(len(token_ids))
+        np.frombuffer(self.tokens, np.int32)[:] = token_ids
+        tokens = token_ids[:-1].astype(np.uint64)  # nobody knows what follows the last
+        short = tokens[:-1] * np.uint64(BASE) + tokens[1:]  # [i]: of the run from i on
+        long = short[:-4] * np.uint64(BASE_4) + short[2:-2] * np.uint64(BASE_2) + short[4:]
+        self._long.fill(long * np.uint64(SPREAD), LONG)
+        self._short.fill(short[LONG - SHORT :] * np.uint64(SPREAD), LONG)
+
+    def find(
+        self, last: Ints, keys: Keys, mix: int = 0, may_use: Callable[[int], bool] | None = None
+    ) -> Match:
+        """Return the places before which most of these tokens stand, newest first. last: tokens to
+        compare, LONG or more; keys: theirs; may_use: says which places count."""
+        for chains, key, best in (
+            (self._long, keys.long, LONG),
+            (self._short, keys.short, SHORT),
+        ):
+            found = list[int]()
+            place, before = chains.newest[(key ^ mix) >> chains.shift], chains.before
+            for _ in range(MOST_PLACES):
+                if place < 0 or place in found:
+                    break
+                if may_use is None or may_use(place):
+                    same = self._num_same(last, place)
+                    if same > best:
+                        best, found = same, [place]
+                    elif same == best:
+                        found.append(place)
+                place = before[place]
+            if found:
+                return best, found
+        return 0, []
+
+    def _num_same(self, last: Ints, place: int) -> int:
+        """Count how many of these tokens, from the last one back, stand before a place."""
+        tokens, num = self.tokens, len(last)
+        if tokens[max(0, place - num) : place] == last:
+            return num
+        same, most = 0, min(num, place)
+        while same < most and tokens[place - 1 - same] == last[num - 1 - same]:
+            same += 1
+        return same
