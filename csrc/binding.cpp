@@ -26,7 +26,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 15;
+constexpr int kInterfaceVersion = 16;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -281,13 +281,15 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
     program.add_experts(std::move(experts));
 }
 
-// groups: each cache group's plan, and the address of its slots, if it has any.
+// outside: addresses of the first buffers. groups: each cache group's plan, and the address of its
+// slots, if it has any.
 using StepPlan = std::variant<quire::AttentionPlan*, quire::StatePlan*>;
 
-void run_program(quire::Program& program, int64_t rows, Address ids, Address positions, Address out,
+void run_program(quire::Program& program, int64_t rows, Address ids, Address positions,
+                 const std::vector<Address>& outside,
                  const std::vector<std::pair<StepPlan, Address>>& groups, int num_threads) {
-    quire::ProgramStep step{
-        rows, as<ConstInts>(ids), as<ConstInts>(positions), {}, as<Floats>(out)};
+    quire::ProgramStep step{rows, as<ConstInts>(ids), as<ConstInts>(positions), {}, {}};
+    for (const Address each : outside) step.outside.push_back(as<Floats>(each));
     for (const auto& [plan, slots] : groups) {
         const auto* attention = std::get_if<quire::AttentionPlan*>(&plan);
         const auto* states = std::get_if<quire::StatePlan*>(&plan);

@@ -47,7 +47,8 @@ void Program::reserve(int64_t rows) {
 
 float* Program::row(const View& view, int64_t row) const {
     const auto buffer = static_cast<size_t>(view.buffer);
-    float* begin = buffer == 0 ? step_.out : arena_ + places_[buffer] * step_.rows;
+    float* begin = buffer < step_.outside.size() ? step_.outside[buffer]
+                                                 : arena_ + places_[buffer] * step_.rows;
     return begin + row * widths_[buffer] + view.offset;
 }
 

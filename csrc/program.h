@@ -91,17 +91,17 @@ struct GroupStep {
     const StatePlan* states;
 };
 
-// A step: T rows. ids, positions: [T]; out: what buffer 0 is.
+// A step: T rows. ids, positions: [T]; outside: what the first buffers are, of which 0 is the result.
 struct ProgramStep {
     int64_t rows;
     const int64_t* ids;
     const int64_t* positions;
     std::vector<GroupStep> groups;
-    float* out;
+    std::vector<float*> outside;
 };
 
-// Buffers hold float32 [T, width], and are places in one arena: buffer b begins at column
-// `places[b]` times T. Buffer 0 is the step's result.
+// Buffers hold float32 [T, width]. The first are the step's own memory (`outside`), the others places
+// in one arena: buffer b begins at column `places[b]` times T.
 class Program {
    public:
     Program(std::vector<int64_t> widths, std::vector<int64_t> places, int64_t arena_width,

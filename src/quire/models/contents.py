@@ -21,6 +21,7 @@ from quire.models.quantised.layers import PLAIN, QuantisedLayer
 from quire.ops.host_memory import forget_pages
 
 COMPARED_ROWS = 1024
+INTEGERS = ("I64", "I32")
 # Ends of names of tensors that only quantised weights have.
 QUANTISED_ENDS = (
     ".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks",
@@ -117,7 +118,7 @@ def _sources(model: nn.Module) -> Iterator[Source]:
 
 
 def _check(name: str, header: TensorHeader, source: Source) -> None:
-    if header.dtype not in PLAIN:
+    if header.dtype not in (PLAIN if source.destination.is_floating_point() else INTEGERS):
         raise ModelError(
             f"the tensor {name} holds {header.dtype}, not floating-point numbers of 16 bits or"
             " more, and quantization_config does not say what it stands for: take the checkpoint"

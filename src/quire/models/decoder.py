@@ -52,6 +52,7 @@ class DecoderAttention(nn.Module):
 
     names: of the checkpoint's modules below `inside`, queries, keys, values and the output; two,
     where the first three are one there. by_head: whether that has each head's three side by side.
+    width: of what comes in, if not the model's.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class DecoderAttention(nn.Module):
         inside: str = "self_attn",
         *,
         by_head: bool = False,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         spec, options, layer, name, factory = at
@@ -76,9 +78,8 @@ class DecoderAttention(nn.Module):
         orders = [rows_of_heads(order, heads), rows_of_heads(order, kv_heads), None]
         if len(names_qkv) == 1:
             outputs, orders = [sum(outputs)], [fused_rows(orders, outputs, size, by_head=by_head)]
-        self.qkv = Linear(
-            names_qkv, spec.hidden_size, outputs, factory, bias=options.qkv_bias, orders=orders
-        )
+        inputs = spec.hidden_size if width is None else width
+        self.qkv = Linear(names_qkv, inputs, outputs, factory, bias=options.qkv_bias, orders=orders)
         self.qk_norm = None
         if options.qk_norm:
             self.qk_norm = head_norm(at, name, order)
@@ -241,6 +242,7 @@ class Decoder(Model):
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
+    shows_states = True
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
     embedding_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
@@ -292,10 +294,16 @@ class Decoder(Model):
             if self._options.embedding_scale != 1.0:
                 x_TD = scale(x_TD, self._options.embedding_scale)
         rows = [rotary(positions_T) for rotary in self._rotaries]
-        residual_TD = None
-        for layer, kind in zip(self.layers, self._rotary_of_layer, strict=True):
+        residual_TD, reads = None, self.reads
+        for number, (layer, kind) in enumerate(
+            zip(self.layers, self._rotary_of_layer, strict=True)
+        ):
+            if reads is not None:
+                reads.keep(number, x_TD, residual_TD)
             rotary_rows = None if kind is None else rows[kind]
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
+        if reads is not None:
+            reads.keep(len(self.layers), x_TD, residual_TD)
         hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
         return hidden_TD
 

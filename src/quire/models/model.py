@@ -3,13 +3,15 @@
 Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead
+from quire.models.reads import Reads
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
@@ -20,7 +22,8 @@ class Model(nn.Module):
     base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
     ignored_tensors: ends of the names of tensors that no layer needs. head_tensor: the head's.
     only_operations: whether it computes nothing but by quire's operations. runs_by: whose class it
-    is, for people.
+    is, for people. shows_states: whether it can show what enters its layers. reads: what it shows,
+    if that was asked for.
     """
 
     base_prefix = ""
@@ -28,6 +31,8 @@ class Model(nn.Module):
     ignored_tensors: tuple[str, ...] = ()
     only_operations = True
     runs_by = "a class of quire's"
+    shows_states = False
+    reads: Reads | None = None
     head: LMHead
 
     def forward(
@@ -50,6 +55,23 @@ class Model(nn.Module):
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
 
+    def let_read(self, layers: Sequence[int], most_tokens: int = 0) -> None:
+        """Show from now on what enters these layers; see Reads. Raises ModelError for a model that
+        cannot."""
+        if not self.shows_states:
+            raise ModelError(
+                "this model does not show the states between its layers, which an EAGLE-3 head"
+                f" reads: it runs by {self.runs_by}. Guess by another method of speculative_config"
+                " (ngram, suffix, draft_model)."
+            )
+        self.reads = Reads(layers, most_tokens)
+
+    def last_read(self, num_tokens: int) -> torch.Tensor:
+        """Return what the last forward pass has shown, [T, F], of its tokens in their order. Valid
+        until the next."""
+        assert self.reads is not None, "let_read comes first"
+        return self.reads.last(num_tokens)
+
     def adopt(self, names: Iterable[str]) -> None:
         """Learn which tensors the weight files hold, before anything is filled from them."""
 
@@ -67,6 +89,7 @@ class Model(nn.Module):
 class PositionedModel(Model):
     """A model whose positions are a table that is added to the embedded tokens."""
 
+    shows_states = True
     embedding: Embedding
     positions: Embedding
     layers: nn.ModuleList
@@ -92,8 +115,13 @@ class PositionedModel(Model):
             if self.project_in is not None:
                 x_TD = self.project_in(x_TD)
             x_TD = add(x_TD, self.positions(positions_T))
-        for layer in self.layers:
+        reads = self.reads
+        for number, layer in enumerate(self.layers):
+            if reads is not None:
+                reads.keep(number, x_TD, None)
             x_TD = layer(x_TD, attention)
+        if reads is not None:
+            reads.keep(len(self.layers), x_TD, None)
         if self.norm is not None:
             x_TD = self.norm(x_TD)
         if self.project_out is not None:

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quire.base import plugins
+from quire.base import eagle3_spec, plugins
 from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import is_gguf
 from quire.base.model_spec import QUIRE, TRANSFORMERS, ModelSpec, load_spec, read_config
 from quire.base.text_config import text_part
 from quire.models.cohere2 import Cohere2
+from quire.models.eagle3 import Eagle3
 from quire.models.gemma2 import Gemma2
 from quire.models.gemma3 import Gemma3
 from quire.models.glm4 import Glm4
@@ -103,6 +104,8 @@ def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
     """Return what makes the model of a spec. Raises ModelError as model_class does."""
     if spec.implementation != QUIRE:
         return TransformersModel
+    if spec.model_type == eagle3_spec.MODEL_TYPE:
+        return Eagle3
     return model_class(spec.model_type)
 
 

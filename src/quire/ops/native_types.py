@@ -67,7 +67,7 @@ class CoreProgram(Protocol):
         packed: CoreWeight,
     ) -> None: ...  # fmt: skip
     def run(
-        self, rows: int, ids: int, positions: int, out: int,
+        self, rows: int, ids: int, positions: int, outside: Sequence[int],
         groups: Sequence[tuple[CorePlan | CoreStatePlan, int]], num_threads: int, /,
     ) -> None: ...  # fmt: skip
 

@@ -172,12 +172,13 @@ def _core_weight(weight: PackedWeight | None) -> CoreWeight:
 
 @dataclass
 class ProgramDraft:
-    """Instructions over buffers, of which buffer 0 is the result. widths: float32 per token.
-    experts: of the layers that have any."""
+    """Instructions over buffers, of which the first are memory of the caller: buffer 0 the result.
+    widths: float32 per token. experts: of the layers that have any."""
 
     widths: list[int] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
     experts: list[Experts] = field(default_factory=list)
+    num_outside: int = 1
 
     @property
     def phases(self) -> list[int]:
@@ -198,7 +199,7 @@ class ProgramDraft:
         places = [0] * len(self.widths)
         live: list[tuple[int, int, int]] = []  # begin, end, last phase
         total = 0
-        for buffer in sorted(range(1, len(self.widths)), key=lambda b: first[b]):
+        for buffer in sorted(range(self.num_outside, len(self.widths)), key=lambda b: first[b]):
             live = sorted(item for item in live if item[2] >= first[buffer])
             width = -(-self.widths[buffer] // CACHE_LINE) * CACHE_LINE
             begin = 0
@@ -247,6 +248,8 @@ class Tracer:
             "gelu_tanh": self._row_wise(Kind.GELU_TANH),
             "relu": self._row_wise(Kind.RELU),
             "add": self._row_wise(Kind.ADD),
+            "add_into": self._add_into,
+            "beside": self._beside,
             "gated_add": self._row_wise(Kind.GATED_ADD),
             "moe_route": self._moe_route,
             "moe_experts": self._moe_experts,
@@ -259,10 +262,13 @@ class Tracer:
             "sigmoid_mul": self._row_wise(Kind.SIGMOID_MUL),
         }
 
-    def trace(self, result_TD: torch.Tensor) -> ProgramDraft:
-        """Make the program that computes the result, which the record's last call returned."""
-        self._draft.widths = [math.prod(result_TD.shape[1:])]
-        self._buffers[_storage(result_TD)] = 0
+    def trace(self, result_TD: torch.Tensor, outside: Sequence[torch.Tensor] = ()) -> ProgramDraft:
+        """Make the program that computes the result, which the record's last call returned.
+        outside: other memory of the caller's that is read or written, whole rows [T, ...]."""
+        for buffer, rows in enumerate((result_TD, *outside)):
+            self._draft.widths.append(math.prod(rows.shape[1:]))
+            self._buffers[_storage(rows)] = buffer
+        self._draft.num_outside = 1 + len(outside)
         for call in self._record.calls:
             rule = self._rules.get(call.name)
             if rule is None:
@@ -387,6 +393,23 @@ class Tracer:
             self._emit(Instruction(kind, views, size=math.prod(out.shape[1:])))
 
         return rule
+
+    def _add_into(
+        self, _out: None, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None
+    ) -> None:
+        if y is None:
+            return self._copy(self._view(out), x)
+        views = self._view(out), self._view(x), self._view(y)
+        self._emit(Instruction(Kind.ADD, views, size=out.shape[1]))
+
+    def _beside(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        place = self._new(out)
+        self._copy(place, x)
+        self._copy(replace(place, offset=place.offset + x.shape[1]), y)
+
+    def _copy(self, place: View, x: torch.Tensor) -> None:
+        views = place, self._view(x)
+        self._emit(Instruction(Kind.SCALE, views, size=x.shape[1], scale=1.0))
 
     def _scale(self, out: torch.Tensor, x: torch.Tensor, factor: float) -> None:
         views, size = (self._new(out), self._view(x)), math.prod(out.shape[1:])

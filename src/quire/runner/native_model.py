@@ -4,6 +4,7 @@ Shape legend: T tokens of the step, R rows, D model dim, V vocabulary, N query h
 """
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,40 +26,63 @@ logger = logging.getLogger(__name__)
 TRACED_TOKENS = 3  # any number that no other dimension is likely to have
 
 
+class NativePass:
+    """A traced forward pass over one backend's layers; raises Untraceable where the core cannot."""
+
+    def __init__(self, draft: ProgramDraft, backend: CpuBackend) -> None:
+        self._draft, self._backend = draft, backend  # the draft holds what the program points to
+        self._heads = query_heads(draft, backend)
+        self._program = assemble(draft, backend, list(self._heads))
+
+    def run(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, outside: Sequence[torch.Tensor]
+    ) -> None:
+        """Compute the step that the backend has prepared. outside: the draft's first buffers,
+        float32 [T, width]."""
+        ids_T = ids_T.long()
+        groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
+            (self._backend.states.plan(group), 0)
+            if heads is None
+            else (self._backend.plan(group, heads), self._slots(group))
+            for group, heads in self._heads.items()
+        ]
+        self._program.run(
+            len(ids_T),
+            address(ids_T, torch.int64),
+            address(positions_T, torch.int64),
+            [address(rows, torch.float32) for rows in outside],
+            groups,
+            num_threads(),
+        )
+
+    def _slots(self, group: int) -> int:
+        return address(self._backend.slots(group), torch.int64)
+
+
 class NativeModel:
     """Has what the runner needs of a model; raises Untraceable for one that the core cannot run."""
 
     def __init__(self, model: Any, backend: CpuBackend) -> None:
         self._model, self._backend = model, backend
         draft, self._size = trace(model)
-        self._draft, self._program = draft, assemble(draft, backend)
-        self._heads = query_heads(draft, backend)
+        self._pass = NativePass(draft, backend)
+        self._read_widths = draft.widths[1 : draft.num_outside]
+        self._read: list[torch.Tensor] = []
 
     def __call__(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         """Compute hidden states [T, D], float32, of the step that the backend has prepared."""
         assert attention is self._backend
-        ids_T = input_ids_T.long()
-        out_TD = torch.empty(len(ids_T), self._size)
-        groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
-            (self._backend.states.plan(group), 0)
-            if heads is None
-            else (self._backend.plan(group, heads), self._slots(group))
-            for group, heads in enumerate(self._heads)
-        ]
-        self._program.run(
-            len(ids_T),
-            address(ids_T, torch.int64),
-            address(positions_T, torch.int64),
-            address(out_TD, torch.float32),
-            groups,
-            num_threads(),
-        )
+        num_tokens = len(input_ids_T)
+        out_TD = torch.empty(num_tokens, self._size)
+        self._read = [torch.empty(num_tokens, width) for width in self._read_widths]
+        self._pass.run(input_ids_T, positions_T, [out_TD, *self._read])
         return out_TD
 
-    def _slots(self, group: int) -> int:
-        return address(self._backend.slots(group), torch.int64)
+    def last_read(self, num_tokens: int) -> torch.Tensor:
+        """See Model; float32."""
+        return self._read[0][:num_tokens]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V], float32."""
@@ -66,20 +90,32 @@ class NativeModel:
         return logits_RV
 
 
-@torch.inference_mode()
 def trace(model: Any) -> tuple[ProgramDraft, int]:
     """Trace the model: its program, and the size of the hidden states that it returns."""
+
+    def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
+        hidden_TD = model(ids_T, positions_T, TracedAttention())
+        is_read = isinstance(model, Model) and model.reads is not None
+        return [hidden_TD, *([model.last_read(TRACED_TOKENS)] if is_read else [])]
+
+    draft = traced(run)
+    return draft, draft.widths[0]
+
+
+@torch.inference_mode()
+def traced(run: Callable[[torch.Tensor, torch.Tensor], Sequence[torch.Tensor]]) -> ProgramDraft:
+    """Trace what computes its result of ids and positions. It returns that first, then all memory
+    of the caller's that it has read or written."""
     ids_T = torch.zeros(TRACED_TOKENS, dtype=torch.int64)
     positions_T = torch.arange(TRACED_TOKENS)
     with record_ops(keeps_values=True) as record:
-        hidden_TD = model(ids_T, positions_T, TracedAttention())
-    draft = Tracer(record, ids_T, positions_T).trace(hidden_TD)
-    return draft, hidden_TD.shape[1]
+        result_TD, *outside = run(ids_T, positions_T)
+    return Tracer(record, ids_T, positions_T).trace(result_TD, outside)
 
 
-def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int | None]:
-    """Count the query heads of a KV head for each cache group, None for a group of states; they
-    must be equally many in all layers."""
+def query_heads(draft: ProgramDraft, backend: CpuBackend) -> dict[int, int | None]:
+    """Count the query heads of a KV head for each cache group that the draft uses, in order, None
+    for a group of states; they must be equally many in all layers."""
     found: dict[int, int | None] = {}
     for instruction in draft.instructions:
         if instruction.kind in (Kind.CONVOLVE, Kind.DELTA_RULE):
@@ -89,19 +125,22 @@ def query_heads(draft: ProgramDraft, backend: CpuBackend) -> list[int | None]:
             heads = instruction.heads // kv.kv.heads
             if found.setdefault(kv.group, heads) != heads:
                 raise Untraceable("layers of a cache group differ in their number of heads")
-    return [found[group] for group in sorted(found)]
+    return dict(sorted(found.items()))
 
 
-def assemble(draft: ProgramDraft, backend: CpuBackend) -> CoreProgram:
-    """Make the core's program. The draft must outlive it: it holds the memory that it points to."""
+def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> CoreProgram:
+    """Make the core's program. The draft must outlive it: it holds the memory that it points to.
+    groups: those that it uses, as a step gives them; a layer of another group is not run."""
     places, width = draft.places()
     program = needed_core().Program(draft.widths, places, width, backend.variant)
     for layer in backend.layers:
-        if layer in backend.states:
-            program.add_state_layer(*backend.states.layer(layer))
+        is_state = layer in backend.states
+        group = backend.states.layer(layer).group if is_state else backend.layer_kv(layer).group
+        place = groups.index(group) if group in groups else 0
+        if is_state:
+            program.add_state_layer(place, backend.states.layer(layer).states)
         else:
-            kv = backend.layer_kv(layer)
-            program.add_layer(kv.group, kv.kv)
+            program.add_layer(place, backend.layer_kv(layer).kv)
     for experts in draft.experts:
         experts.add_to(program)
     phases = draft.phases
@@ -123,6 +162,9 @@ class OperationsBesideCore:
         with torch_threads(1):
             hidden_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention)
         return hidden_TD
+
+    def last_read(self, num_tokens: int) -> torch.Tensor:
+        return self._model.last_read(num_tokens)
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden_RD)

@@ -1,0 +1,192 @@
+"""EAGLE-3 heads: a layer or a few that guess what the target says next (arXiv 2503.01840).
+
+Shape legend: T tokens, R rows, D model dim, F numbers of the target that are read of each token,
+V the target's vocabulary, I ids that the head can guess.
+
+A head computes, of the token at p + 1 and the target's states at p, a state of its own, which
+stands in their place when it goes on guessing:
+
+    target's states at p -> fc -> norm --.
+    token at p + 1 -> embedding -> norm --+-> attention -> feed-forward -> state -> norm -> logits
+
+Names of tensors are those of `speculators`; the authors' `midlayer` is `layers.0`. A checkpoint
+that has no embedding shares the target's.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from quire.base.eagle3_spec import head_options
+from quire.base.errors import ModelError
+from quire.base.model_spec import ModelSpec
+from quire.models.decoder import (
+    DecoderAttention,
+    DecoderLayer,
+    GatedMLP,
+    LayerPlace,
+    norm_of,
+)
+from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, RMSNorm, Source
+from quire.models.model import Model
+from quire.models.options import DecoderOptions
+from quire.models.rope import Rotary
+from quire.ops.add import add
+from quire.ops.attention.base import AttentionBackend
+from quire.ops.beside import beside
+
+EMBEDDING, IDS = "embed_tokens", "d2t"
+
+
+class DraftIds(Layer):
+    """Which token each id of the head is: the checkpoint has how much to add to it."""
+
+    neutral = {"weight": 0.0}  # noqa: RUF012 (as its base class has it)
+
+    def __init__(self, num_ids: int, factory: ParamFactory) -> None:
+        super().__init__()
+        self.weight = factory.parameter(num_ids, dtype=torch.int64)
+
+    def sources(self) -> list[Source]:
+        return [Source(IDS, self.weight)]
+
+    def tokens(self) -> torch.Tensor:
+        """Return the target's token of each id, [I]."""
+        return self.weight + torch.arange(len(self.weight), device=self.weight.device)
+
+
+class FirstLayer(nn.Module):
+    """Attention over the embedded token and the state before it, side by side; feed-forward."""
+
+    def __init__(self, at: LayerPlace, norm_first: bool) -> None:
+        super().__init__()
+        self._norm_first = norm_first
+        self.token_norm = norm_of(at, "input_layernorm")
+        self.state_norm = norm_of(at, "hidden_norm")
+        self.attention = DecoderAttention(at, width=2 * at.spec.hidden_size)
+        self.mlp_norm = norm_of(at, "post_attention_layernorm")
+        self.mlp = GatedMLP(at)
+
+    def forward(
+        self,
+        embedded_TD: torch.Tensor,
+        state_TD: torch.Tensor,
+        rotary_rows: torch.Tensor,
+        backend: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what DecoderLayer does."""
+        normed_TD = self.state_norm(state_TD)[0]
+        x_TD = beside(self.token_norm(embedded_TD)[0], normed_TD)
+        x_TD = self.attention(x_TD, rotary_rows, backend)
+        x_TD, residual_TD = self.mlp_norm(x_TD, normed_TD if self._norm_first else state_TD)
+        return self.mlp(x_TD), residual_TD
+
+
+class Eagle3(Model):
+    """A head, as runner/drafter.py asks for it; before it computes it is attached to its target.
+    target_layers: what it reads, as Reads has them. num_read: F. size: D."""
+
+    ignored_tensors = ("t2d", "rotary_emb.inv_freq")
+
+    def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
+        super().__init__()
+        head, layers, size = head_options(spec), spec.layers, spec.hidden_size
+        bias = layers.attention_bias
+        options = DecoderOptions(
+            qkv_bias=bias, output_bias=bias, mlp_bias=layers.mlp_bias, qk_norm=head.qk_norm
+        )
+        self.target_layers, self.num_read = head.reads, len(head.reads) * head.target_size
+        self._vocab_size, self.size, self.dtype = spec.vocab_size, size, factory.dtype
+        self.fc = Linear(["fc"], self.num_read, [size], factory)
+        self.embedding: Embedding | None = Embedding(EMBEDDING, spec.vocab_size, size, factory)
+        self._targets: list[Embedding] = []  # a list, so that it is no part of this model
+        places = [
+            LayerPlace(spec, options, layer, f"layers.{layer}", factory)
+            for layer in range(spec.num_layers)
+        ]
+        self.first_layer = FirstLayer(places[0], head.norm_first)
+        self.layers = nn.ModuleList(DecoderLayer(place) for place in places[1:])
+        self.norm = RMSNorm("norm", size, layers.norm_eps, factory)
+        self.head = LMHead("lm_head", head.num_ids, size, factory, None)
+        self.ids: DraftIds | None = DraftIds(head.num_ids, factory)
+        self._rotary = Rotary(spec.rope, spec.head_dim, factory)
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """See Model: there may be no embedding, and no ids where they are the target's."""
+        stored = {own for name in names for own in self.names_of(name)}
+        if f"{EMBEDDING}.weight" not in stored:
+            self.embedding = None
+        if IDS not in stored:
+            self.ids = None
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """See Model: both layouts, below `model` or not."""
+        own = name.removeprefix("model.")
+        if own.startswith("midlayer."):
+            own = f"layers.0.{own.removeprefix('midlayer.')}"
+        return (own,)
+
+    def attach(self, target: Model) -> None:
+        """Take of the target what the checkpoint does not have. Raises ModelError where that does
+        not fit, and for ids that are no tokens of the target's."""
+        self._check_ids()
+        if self.embedding is not None:
+            return
+        found = next((each for each in target.modules() if isinstance(each, Embedding)), None)
+        if found is None or found.weight.shape[1] != self.size:
+            raise ModelError(
+                f"the EAGLE-3 head has no {EMBEDDING}, and this model's is not {self.size} wide:"
+                " take the head that was trained for this model, or one with its own embedding."
+            )
+        self._targets = [found]
+
+    def _check_ids(self) -> None:
+        num_ids = self.head.weight.shape[0]
+        if self.ids is None:
+            if num_ids == self._vocab_size:
+                return
+            raise ModelError(
+                f"the EAGLE-3 head guesses {num_ids} of {self._vocab_size} tokens, but its weight"
+                f" files have no {IDS}, which says which. Download it again."
+            )
+        tokens = self.ids.tokens()
+        is_inside = (tokens >= 0) & (tokens < self._vocab_size)
+        if not bool(is_inside.all()) or len(tokens.unique()) < num_ids:
+            raise ModelError(
+                f"{IDS} of the EAGLE-3 head names no token, or one twice: it is damaged, or not for"
+                f" this model's vocabulary of {self._vocab_size}. Download it again."
+            )
+
+    def first(
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        read_TF: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute the states [T, D] of known tokens; ids: those behind what was read."""
+        return self.further(ids_T, positions_T, self.fc(read_TF.to(self.dtype)), attention)
+
+    def further(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        out_RD: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
+        """Compute the states [R, D] of guessed tokens from the head's own before them."""
+        embedding = self.embedding or self._targets[0]
+        rows = self._rotary(positions_R)
+        x_RD, residual_RD = self.first_layer(embedding(ids_R), out_RD, rows, attention)
+        for layer in self.layers:
+            x_RD, residual_RD = layer(x_RD, residual_RD, rows, attention)
+        return add(x_RD, residual_RD)
+
+    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits [R, V]; -inf for tokens that the head cannot guess."""
+        logits_RI: torch.Tensor = self.head(self.norm(out_RD)[0])
+        if self.ids is None:
+            return logits_RI
+        logits_RV = logits_RI.new_full((len(logits_RI), self._vocab_size), -torch.inf)
+        return logits_RV.index_copy_(1, self.ids.tokens(), logits_RI)

@@ -1,0 +1,69 @@
+"""The states that a model shows a head are those that transformers calls `hidden_states`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from quire.base.errors import ModelError
+from quire.models.loading import load_model
+from quire.models.transformers_model import TransformersModel
+from quire.ops.attention.select import make_backend
+from quire.runner.native_model import NativeModel
+from quire.tools.verify.precision import WholePrecision
+from tests.models.checkpoints import EAGER, VARIANTS, random_tokens, write_checkpoint
+from tests.models.paged import CPU, RowPart, make_layout, make_step
+
+TOKENS = random_tokens(13)[0]
+TOLERANCE = {"reference": 1e-10, "torch": 1e-4, "cpu": 1e-4}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_states_are_those_that_enter_layers(variant: str, tmp_path: Path) -> None:
+    """In float64, in float32, and by the core's program; the last one after all layers."""
+    spec = write_checkpoint(tmp_path, variant).spec
+    layers = list(range(spec.num_layers + 1))
+    with WholePrecision(), torch.inference_mode():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float64, **EAGER
+        )
+        wanted = model(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
+    for name in TOLERANCE:
+        dtype = torch.float64 if name == "reference" else torch.float32
+        ours = load_model(tmp_path, spec, dtype, CPU)
+        ours.let_read(layers)
+        backend = make_backend(name, make_layout(spec, 8, 4, dtype))
+        run = NativeModel(ours, backend) if name == "cpu" else ours
+        step = make_step([RowPart(0, 13, tuple([0, 1, 2, 3] for _ in spec.cache_groups))], 4)
+        backend.prepare(step)
+        with torch.inference_mode():
+            out_TD = run(torch.tensor(TOKENS), step.positions_T, backend)
+            found = run.last_read(13).chunk(len(layers), dim=1)
+        for each, state in zip(found[:-1], wanted[:-1], strict=True):
+            limit = TOLERANCE[name] * state.abs().max().item()
+            torch.testing.assert_close(each.double(), state[0], rtol=0, atol=limit)
+        if spec.model_type != "opt":  # a projection may stand behind its last norm
+            last = ours.norm(found[-1].to(dtype))
+            last = last[0] if isinstance(last, tuple) else last
+            torch.testing.assert_close(last, out_TD, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_stays_where_it_was_asked_to(tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path, "llama").spec
+    model = load_model(tmp_path, spec, torch.float32, CPU)
+    model.let_read([1], most_tokens=20)
+    backend, places = make_backend("torch", make_layout(spec, 8, 4)), set()
+    for count in (3, 13, 1):
+        step = make_step([RowPart(0, count, ([0, 1, 2, 3],))], 4)
+        backend.prepare(step)
+        model(torch.tensor(TOKENS[:count]), step.positions_T, backend)
+        assert model.last_read(count).shape == (count, spec.hidden_size)
+        places.add(model.last_read(count).data_ptr())
+    assert len(places) == 1
+
+
+def test_a_class_of_transformers_shows_nothing() -> None:
+    model = TransformersModel.__new__(TransformersModel)
+    with pytest.raises(ModelError, match="does not show the states .* another method"):
+        model.let_read([1])
