@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -184,14 +185,26 @@ class Llama(nn.Module):
         past: list[Any] | None = None,
     ) -> Tensor:
         """Return the normed last hidden state [batch, time, size] of the tokens [batch, time]."""
+        *_, last = self.states(tokens, mask, positions, past)
+        return self.model.norm(last)
+
+    def states(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past: list[Any] | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield what enters each layer, and then what the last one returns (before the norm)."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         angles = positions[:, None, :, None].float() * self.frequencies
         cos, sin = angles.cos(), angles.sin()
         x = self.model.embed_tokens(tokens)
         for index, layer in enumerate(self.model.layers):
+            yield x
             x = layer(x, cos, sin, mask, past[index] if past else None)
-        return self.model.norm(x)
+        yield x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the next token for hidden states."""
