@@ -44,6 +44,9 @@ class HeadShape:
     reads: tuple[int, ...] | None = None
     top: Mapping[str, Any] | None = None  # of the config itself
 
+    def has(self, flag: str) -> bool:
+        return bool((self.top or {}).get(flag))
+
     @property
     def config(self) -> dict[str, Any]:
         layer = {**LAYER, **self.layer, "vocab_size": self.vocab}
@@ -85,6 +88,10 @@ def head_weights(shape: HeadShape, seed: int = 0) -> dict[str, torch.Tensor]:
         if layer["model_type"] == "qwen3":
             shapes |= {f"layers.{i}.self_attn.{name}_norm": (width,) for name in "qk"}
     shapes |= {"norm": (size,), "lm_head": (shape.num_ids, size)}
+    if shape.has("norm_before_fc"):
+        shapes["input_norm"] = (num_reads * shape.target_size,)
+    if shape.has("fc_norm"):
+        shapes |= {f"fc_norm.{i}": (shape.target_size,) for i in range(num_reads)}
     if shape.has_embedding:
         shapes["embed_tokens"] = (shape.vocab, size)
     weights = {
@@ -184,14 +191,21 @@ class HeadByDefinition:
             stream = stream + self.attend(i, x, position)
             x = self.norm(f"layers.{i}.post_attention_layernorm", stream)
             stream = stream + self.feed(i, x)
-        return stream
+        return self.norm("norm", stream) if self.shape.has("norm_output") else stream
 
     def fused(self, read: torch.Tensor) -> torch.Tensor:
-        return self.product("fc", read.double())
+        read = read.double()
+        if self.shape.has("norm_before_fc"):
+            read = self.norm("input_norm", read)
+        if self.shape.has("fc_norm"):
+            parts = read.split(self.shape.target_size)
+            read = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(parts)])
+        return self.product("fc", read)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """Over the target's vocabulary."""
-        found = self.product("lm_head", self.norm("norm", state))
+        normed = state if self.shape.has("norm_output") else self.norm("norm", state)
+        found = self.product("lm_head", normed)
         if "d2t" not in self.weights:
             return found
         logits = torch.full((self.shape.vocab,), -torch.inf, dtype=torch.float64)

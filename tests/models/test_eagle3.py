@@ -38,6 +38,8 @@ SHAPES = {
     "all_ids": HeadShape(num_ids=97, layer={"attention_bias": True}),
     "own_embedding": HeadShape(SPECULATORS, has_embedding=True, target_size=24),
     "two_layers": HeadShape(SPECULATORS, layer={"num_hidden_layers": 2}, reads=(0, 7)),
+    "norm_before_fc": HeadShape(SPECULATORS, top={"norm_before_fc": True}),
+    "more_norms": HeadShape(SPECULATORS, top={"fc_norm": True, "norm_output": True}),
     "qwen3": HeadShape(SPECULATORS, layer=QWEN3, reads=(1, 2, 3, 4)),
 }
 

@@ -20,21 +20,26 @@ MODEL_TYPE = "eagle3"  # of the spec of a head
 LAYER_TYPES = ("llama", "qwen3")
 READS = "eagle_aux_hidden_state_layer_ids"
 FORMAT, LAYER = "speculators_model_type", "transformer_layer_config"
+NORM_OF_ALL, NORM_OF_EACH = "norm_before_fc", "fc_norm"
 # Of variants that compute something else.
-REFUSED = ("norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
+REFUSED = ("parallel_drafting",)
 
 
 @dataclass(frozen=True)
 class HeadOptions:
     """reads: the head reads what enters these layers of the target. target_size: its width.
     num_ids: how many tokens it can guess. norm_first: its residual stream begins after the norm of
-    the state. qk_norm: query and key heads are normalised."""
+    the state. qk_norm: query and key heads are normalised. norm_of_all, norm_of_each: what is read
+    is normalised, all together or each layer's. norm_last: it goes on from its normed state."""
 
     reads: tuple[int, ...]
     target_size: int
     num_ids: int
     norm_first: bool
     qk_norm: bool
+    norm_of_all: bool = False
+    norm_of_each: bool = False
+    norm_last: bool = False
 
 
 def head_spec(directory: Path, target: ModelSpec) -> ModelSpec:
@@ -61,7 +66,12 @@ def head_spec(directory: Path, target: ModelSpec) -> ModelSpec:
         fields.integer("draft_vocab_size", default=spec.vocab_size, most=MAX_VOCABULARY),
         fields.flag("norm_before_residual"),
         layer_type == "qwen3",
+        fields.flag(NORM_OF_ALL),
+        fields.flag(NORM_OF_EACH),
+        fields.flag("norm_output"),
     )
+    if options.norm_of_all and options.norm_of_each:
+        raise fields.error(NORM_OF_ALL, f"a head has that or {NORM_OF_EACH}: download it again")
     _check_target(directory, spec, options, target)
     return replace(
         spec,

@@ -13,7 +13,8 @@ Names of tensors are those of `speculators`; the authors' `midlayer` is `layers.
 that has no embedding shares the target's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -35,6 +36,7 @@ from quire.models.rope import Rotary
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.beside import beside
+from quire.ops.rms_norm import rms_norm
 
 EMBEDDING, IDS = "embed_tokens", "d2t"
 
@@ -42,7 +44,7 @@ EMBEDDING, IDS = "embed_tokens", "d2t"
 class DraftIds(Layer):
     """Which token each id of the head is: the checkpoint has how much to add to it."""
 
-    neutral = {"weight": 0.0}  # noqa: RUF012 (as its base class has it)
+    neutral = MappingProxyType({"weight": 0.0})
 
     def __init__(self, num_ids: int, factory: ParamFactory) -> None:
         super().__init__()
@@ -54,6 +56,27 @@ class DraftIds(Layer):
     def tokens(self) -> torch.Tensor:
         """Return the target's token of each id, [I]."""
         return self.weight + torch.arange(len(self.weight), device=self.weight.device)
+
+
+class ReadNorm(Layer):
+    """RMS normalisation of what is read: of all of it, or of each layer's by itself."""
+
+    neutral = MappingProxyType({"weight": 1.0})
+
+    def __init__(self, names: Sequence[str], size: int, eps: float, factory: ParamFactory) -> None:
+        super().__init__()
+        self._names, self._eps = tuple(names), eps
+        self.weight = factory.parameter(len(names), size)
+
+    def forward(self, read_TF: torch.Tensor) -> torch.Tensor:
+        parts = read_TF.view(-1, *self.weight.shape)
+        return rms_norm(parts, self.weight, self._eps).flatten(1)
+
+    def sources(self) -> list[Source]:
+        return [
+            Source(f"{name}.weight", row)
+            for name, row in zip(self._names, self.weight.unbind(0), strict=True)
+        ]
 
 
 class FirstLayer(nn.Module):
@@ -98,6 +121,13 @@ class Eagle3(Model):
         )
         self.target_layers, self.num_read = head.reads, len(head.reads) * head.target_size
         self._vocab_size, self.size, self.dtype = spec.vocab_size, size, factory.dtype
+        self._norm_last = head.norm_last
+        self.read_norm: ReadNorm | None = None
+        if head.norm_of_all or head.norm_of_each:
+            names = [f"fc_norm.{i}" for i in range(len(head.reads))]
+            names = ["input_norm"] if head.norm_of_all else names
+            width = self.num_read // len(names)
+            self.read_norm = ReadNorm(names, width, layers.norm_eps, factory)
         self.fc = Linear(["fc"], self.num_read, [size], factory)
         self.embedding: Embedding | None = Embedding(EMBEDDING, spec.vocab_size, size, factory)
         self._targets: list[Embedding] = []  # a list, so that it is no part of this model
@@ -166,7 +196,10 @@ class Eagle3(Model):
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """Compute the states [T, D] of known tokens; ids: those behind what was read."""
-        return self.further(ids_T, positions_T, self.fc(read_TF.to(self.dtype)), attention)
+        read_TF = read_TF.to(self.dtype)
+        if self.read_norm is not None:
+            read_TF = self.read_norm(read_TF)
+        return self.further(ids_T, positions_T, self.fc(read_TF), attention)
 
     def further(
         self,
@@ -181,11 +214,14 @@ class Eagle3(Model):
         x_RD, residual_RD = self.first_layer(embedding(ids_R), out_RD, rows, attention)
         for layer in self.layers:
             x_RD, residual_RD = layer(x_RD, residual_RD, rows, attention)
-        return add(x_RD, residual_RD)
+        if not self._norm_last:
+            return add(x_RD, residual_RD)
+        normed_RD: torch.Tensor = self.norm(x_RD, residual_RD)[0]
+        return normed_RD
 
     def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V]; -inf for tokens that the head cannot guess."""
-        logits_RI: torch.Tensor = self.head(self.norm(out_RD)[0])
+        logits_RI: torch.Tensor = self.head(out_RD if self._norm_last else self.norm(out_RD)[0])
         if self.ids is None:
             return logits_RI
         logits_RV = logits_RI.new_full((len(logits_RI), self._vocab_size), -torch.inf)
