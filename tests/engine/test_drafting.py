@@ -4,8 +4,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.events import Planned, Stepped
+from quire.base.messages import Draft
 from quire.engine.drafting import MOST_FORGOTTEN
 from quire.engine.guess_pace import StepTimes
+from quire.scheduler.sequence import Sequence
 
 
 @pytest.fixture(autouse=True)
@@ -94,3 +96,25 @@ def test_who_has_ended_is_forgotten() -> None:
         drafting = llm.engine.client.core._drafting
         assert drafting is not None
         assert len(drafting._of) <= MOST_FORGOTTEN + 4
+
+
+def test_who_cannot_be_guessed_for_rests() -> None:
+    """Where nothing ever stands twice the sequence is looked at less and less often."""
+    asked = []
+    with engine() as llm:
+        core = llm.engine.client.core
+        drafting = core._drafting
+        assert drafting is not None
+        guess = drafting.guess
+
+        def noted(sequences: list[Sequence], num_running: int) -> list[Draft]:
+            asked.append(len(sequences))
+            return guess(sequences, num_running)
+
+        drafting.guess = noted  # type: ignore[method-assign]
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        params.allowed_token_ids = list(range(40, 80))
+        params.logit_bias = dict.fromkeys(params.allowed_token_ids, 90.0)
+        params.repetition_penalty = 50.0  # so each comes once
+        llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)
+    assert sum(asked) <= 10

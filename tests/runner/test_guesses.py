@@ -33,6 +33,7 @@ class Oracle:
     def __init__(self, answers: dict[Any, list[int]], num: int, right: float) -> None:
         self._answers, self._num, self._right = answers, num, right
         self._choose = random.Random(3)
+        self.resting = None
         self.num_right = self.num_tried = 0
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
@@ -49,7 +50,7 @@ class Oracle:
     def planned(self, plan: Plan) -> None:
         self.num_tried += int(plan.num_drafts.sum())
 
-    def observe(self, plan: Plan, seconds: float) -> None:
+    def observe(self, plan: Plan) -> None:
         pass
 
 

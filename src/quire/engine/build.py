@@ -112,7 +112,7 @@ def build_core(
     grammars = _make_grammars(core, built, source)
     core.constrain(grammars)
     if (speculation := _speculation(config)) is not None:
-        core.draft(Drafting(speculation, grammars))
+        core.draft(Drafting(speculation, grammars, config.scheduler.max_num_seqs or 0))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}

@@ -351,7 +351,7 @@ class EngineCore:
             return
         if len(self._submitted) >= self.scheduler.depth:
             return
-        candidates = self.scheduler.drafts.candidates()
+        candidates = self.scheduler.drafts.candidates(self._drafting.resting)
         if drafts := self._drafting.guess(candidates, self.scheduler.num_running):
             self.control(Drafted(drafts))
 
@@ -368,7 +368,7 @@ class EngineCore:
             return self._recover(step, result.error)
         self._measure(carried_out, result)
         if self._drafting is not None:
-            self._drafting.observe(carried_out, result.duration_s)
+            self._drafting.observe(carried_out)
         if carried_out is not step.plan:
             result = combine(step.plan, [(carried_out, result)])
         outputs = self._update(result, self._submitted)

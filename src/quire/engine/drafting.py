@@ -5,10 +5,12 @@ replay of a recording needs none of this. What a grammar forces is guessed first
 guesses at an answer with a grammar end where the grammar forbids them.
 """
 
+import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan
@@ -20,25 +22,38 @@ from quire.engine.suffixes import Answers, SuffixGuesser
 from quire.scheduler.sequence import Sequence, State
 
 MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
+PATIENCE = 4  # steps in a row in which nothing could be guessed, before a sequence rests
+MOST_REST = 8  # steps
 
 
 @dataclass(slots=True)
 class Guesser:
     """What is known of one sequence. tried: how many tokens it had when guesses were tried last,
-    and how many these were."""
+    and these. num_misses: steps in a row in which there was nothing to guess, or it was not worth
+    its time."""
 
     ngrams: NGrams | SuffixGuesser
     chance: Chance = field(default_factory=Chance)
-    tried: tuple[int, int] | None = None
+    tried: tuple[int, npt.NDArray[np.int32]] | None = None
+    num_misses: int = 0
 
     def catch_up(self, sequence: Sequence) -> None:
         """Take what the sequence has got since, and what became of its guesses."""
         if self.tried is not None:
-            known, num = self.tried
-            right = sequence.num_known_tokens - known - 1
-            self.chance.observe(num, max(0, min(num, right)))
+            known, guesses = self.tried
+            came = sequence.known_tokens[known : known + len(guesses)]
+            is_right = came == guesses[: len(came)]
+            num_right = len(came) if is_right.all() else int(is_right.argmin())
+            self.chance.observe(len(guesses), num_right)
             self.tried = None
         self.ngrams.extend(sequence.known_tokens[self.ngrams.num_taken :].tolist())
+
+    def rest(self) -> int:
+        """Take that nothing is guessed now; returns for how many steps to leave it alone."""
+        self.num_misses += 1
+        steps = min(MOST_REST, 1 << max(0, self.num_misses - PATIENCE))
+        self.chance.hope(steps)
+        return steps
 
 
 class Guessed(NamedTuple):
@@ -52,13 +67,20 @@ class Guessed(NamedTuple):
 
 
 class Drafting:
-    """Guesses for all sequences of an engine. grammars: of its requests."""
+    """Guesses for all sequences of an engine, of so many rows. grammars: of its requests.
 
-    def __init__(self, speculation: Speculation, grammars: Grammars) -> None:
+    A sequence for which there has been nothing to guess for a while rests some steps, so that it
+    costs less.
+    """
+
+    def __init__(self, speculation: Speculation, grammars: Grammars, num_rows: int) -> None:
         self._settings, self._grammars = speculation, grammars
         self._only_forced = speculation.method == FORCED
         is_suffix = speculation.method == SUFFIX
         self._answers = Answers(speculation.suffixes.num_answers if is_suffix else 0)
+        self._num_steps = 0
+        self._rests_until = np.zeros(num_rows, np.int64)  # a step, by row, whoever holds it
+        self._began_s = 0.0
         self._of: dict[Sequence, Guesser] = {}
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
         self._times = StepTimes()
@@ -68,9 +90,16 @@ class Drafting:
         """Whether there is nobody to guess for."""
         return self._only_forced and not self._grammars.num_followed
 
+    @property
+    def resting(self) -> npt.NDArray[np.bool_]:
+        """[R] which rows need not be guessed for now."""
+        return self._rests_until > self._num_steps
+
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """Guess for those of the sequences for which it is worth its time. num_running: rows that
-        run, with them."""
+        """Guess for those of the sequences for which it is worth its time, before each plan.
+        num_running: rows that run, with them."""
+        self._began_s = time.perf_counter()
+        self._num_steps += 1
         found = [each for sequence in sequences if (each := self._guess_at(sequence)) is not None]
         self._in_row = {}
         if not found:
@@ -81,9 +110,10 @@ class Drafting:
         for (sequence, guesses, _, guesser), num in zip(found, nums, strict=True):
             if num == 0:
                 if guesser is not None:
-                    guesser.chance.hope()
+                    self._rest(sequence, guesser)
                 continue
             if guesser is not None:
+                guesser.num_misses = 0
                 self._in_row[sequence.row] = guesser
             name, known = sequence.request.request_id, sequence.num_known_tokens
             drafts.append(Draft(name, sequence.index, known, guesses[:num]))
@@ -105,7 +135,17 @@ class Drafting:
         guesses = guesser.ngrams.guess(min(self._settings.num_tokens, most))
         if guesses and has_grammar:
             guesses = self._grammars.cut(sequence, guesses)
-        return Guessed(sequence, guesses, guesser.chance.value, guesser) if guesses else None
+        if not guesses:
+            self._rest(sequence, guesser)
+            return None
+        return Guessed(sequence, guesses, guesser.chance.value, guesser)
+
+    def _rest(self, sequence: Sequence, guesser: Guesser) -> None:
+        """Let a sequence rest for which nothing is guessed now. One with a grammar does not: soon
+        something may be forced."""
+        num_steps = guesser.rest()
+        if not sequence.request.grammar:
+            self._rests_until[sequence.row] = self._num_steps + num_steps
 
     def planned(self, plan: Plan) -> None:
         """Note which guesses a plan tries."""
@@ -115,14 +155,17 @@ class Drafting:
         known_of = dict(zip(plan.rows.tolist(), known, strict=True))
         for draft in plan.drafts:
             if (guesser := self._in_row.get(draft.row)) is not None:
-                guesser.tried = known_of[draft.row], len(draft.token_ids)
+                guesser.tried = known_of[draft.row], draft.token_ids
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Take how long a plan took."""
+    def observe(self, plan: Plan) -> None:
+        """Take that a plan has been carried out: what it took counts from when its guesses were
+        looked for."""
         if self.is_idle:
             return
-        if seconds > 0 and len(plan.rows) and (plan.num_tokens - plan.num_drafts == 1).all():
-            self._times.observe(int(np.sum(plan.num_tokens)), seconds)
+        num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
+        num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
+        if num_rows and num_tokens - num_guesses == num_rows:
+            self._times.observe(num_tokens, time.perf_counter() - self._began_s)
 
     def _guesser(self, sequence: Sequence) -> Guesser:
         found = self._of.get(sequence)

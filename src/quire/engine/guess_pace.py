@@ -10,7 +10,7 @@ seen too long ago is forgotten, and a size above all that are known is taken to 
 they do, so that it is tried again.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
@@ -29,36 +29,51 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._num_seen = 0
+        self._lately: dict[int, deque[float]] = {}  # by size
         self._seen_at: dict[int, int] = {}
-        self._lately: dict[int, deque[float]] = {}
-        self._seconds: dict[int, float] = {}  # their medians, of the sizes that there were
+        self._sizes: list[int] = []  # in order
+        self._seconds: dict[int, float] = {}  # medians of what is in `_lately`, as far as asked for
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take the time of a step that computed no prompt."""
         size = SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
-        lately = self._lately.setdefault(size, deque(maxlen=NUM_TIMES))
-        lately.append(seconds)
-        self._seconds[size] = sorted(lately)[len(lately) // 2]
+        if size not in self._lately:
+            self._lately[size] = deque(maxlen=NUM_TIMES)
+            insort(self._sizes, size)
+        self._lately[size].append(seconds)
+        self._seconds.pop(size, None)
         self._num_seen += 1
         self._seen_at[size] = self._num_seen
-        for old, seen_at in list(self._seen_at.items()):
-            if seen_at < self._num_seen - FORGOTTEN:
-                del self._seen_at[old], self._lately[old], self._seconds[old]
+        if min(self._seen_at.values()) < self._num_seen - FORGOTTEN:
+            self._forget()
 
     def seconds(self, num_tokens: int) -> float | None:
         """Return what a step of so many tokens should take; None if nothing is known."""
-        if not self._seconds:
+        sizes = self._sizes
+        if not sizes:
             return None
-        sizes = sorted(self._seconds)
         at = bisect_left(sizes, num_tokens)
         if at == len(sizes):
-            return self._seconds[sizes[-1]]
+            return self._median(sizes[-1])
         above = sizes[at]
         if at == 0 or above == num_tokens:
-            return self._seconds[above]
-        below = sizes[at - 1]
-        share = (num_tokens - below) / (above - below)
-        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
+            return self._median(above)
+        below, high = self._median(sizes[at - 1]), self._median(above)
+        share = (num_tokens - sizes[at - 1]) / (above - sizes[at - 1])
+        return below + share * (high - below)
+
+    def _median(self, size: int) -> float:
+        found = self._seconds.get(size)
+        if found is None:
+            lately = sorted(self._lately[size])
+            found = self._seconds[size] = lately[len(lately) // 2]
+        return found
+
+    def _forget(self) -> None:
+        for size in [s for s in self._sizes if self._seen_at[s] < self._num_seen - FORGOTTEN]:
+            del self._lately[size], self._seen_at[size]
+            self._sizes.remove(size)
+            self._seconds.pop(size, None)
 
 
 class Chance:
@@ -73,9 +88,9 @@ class Chance:
         for i in range(num_tested):
             self.value = KEPT * self.value + (1 - KEPT) * (i < num_right)
 
-    def hope(self) -> None:
-        """Take a step in which nothing was guessed, though it might have been."""
-        self.value = min(FIRST_CHANCE, self.value + HOPE)
+    def hope(self, num_steps: int = 1) -> None:
+        """Take steps in which nothing is guessed."""
+        self.value = max(self.value, min(FIRST_CHANCE, self.value + HOPE * num_steps))
 
 
 def lengths(most: Seq[int], chances: Seq[float], num_others: int, times: StepTimes) -> list[int]:

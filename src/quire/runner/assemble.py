@@ -50,7 +50,9 @@ def assemble(
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes)
     speculation = parse_speculation(config.speculative_config)
-    most_guesses = 0 if speculation is None else speculation.num_tokens
+    most_guesses = 0
+    if speculation is not None:
+        most_guesses = max(speculation.num_tokens, speculation.num_forced)
     ops = make_ops(device, state, vocab_size, most_guesses)
     extras = Extras(state, LogitsProcessors(config.logits_processors))
     sampler = Sampler(ops, Edits(device, sizes[0]), extras, sizes[0], vocab_size)

@@ -7,6 +7,7 @@ are in flight is in no plan until their result is in: where it goes on is not kn
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import RowDraft
@@ -32,10 +33,12 @@ class Drafts:
         """Keep guesses, in the place of earlier ones of the same sequences."""
         self._guessed |= {(draft.request_id, draft.index): draft for draft in message.drafts}
 
-    def candidates(self) -> list[Sequence]:
+    def candidates(self, resting: npt.NDArray[np.bool_] | None = None) -> list[Sequence]:
         """List the sequences whose next plan may try guesses: they run and lack only their next
-        token."""
+        token. resting: [R] rows that are left out."""
         table, rows = self._rows.table, self._rows.running
+        if resting is not None:
+            rows = rows[~resting[rows]]
         is_known = table.total[rows] == table.known[rows]
         is_next = table.computed[rows] == table.known[rows] - 1
         has_room = table.limit[rows] > table.known[rows] + 1
