@@ -117,4 +117,4 @@ def test_who_cannot_be_guessed_for_rests() -> None:
         params.logit_bias = dict.fromkeys(params.allowed_token_ids, 90.0)
         params.repetition_penalty = 50.0  # so each comes once
         llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)
-    assert sum(asked) <= 10
+    assert sum(asked) <= 16

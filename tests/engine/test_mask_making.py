@@ -140,6 +140,7 @@ class Wild:
     it names what the grammar forbids."""
 
     is_idle = False
+    resting = None
 
     def __init__(self, right: float) -> None:
         self._right, self._choose = right, random.Random(2)
@@ -169,7 +170,7 @@ class Wild:
     def planned(self, plan: Plan) -> None:
         self.num_tried += int(plan.num_drafts.sum())
 
-    def observe(self, plan: Plan, seconds: float) -> None:
+    def observe(self, plan: Plan) -> None:
         pass
 
 

@@ -23,7 +23,7 @@ from quire.scheduler.sequence import Sequence, State
 
 MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
 PATIENCE = 4  # steps in a row in which nothing could be guessed, before a sequence rests
-MOST_REST = 8  # steps
+MOST_REST = 4  # steps
 
 
 @dataclass(slots=True)
