@@ -237,6 +237,25 @@ def test_requests_that_did_not_run_to_their_end(reason: str) -> None:
 # ---- the text ------------------------------------------------------------------------------
 
 
+def test_guesses_by_their_place() -> None:
+    """Nothing is shown before the first; steps may try more guesses than those before them."""
+    metrics, rows = new_metrics(), np.asarray([0, 1, 2], np.int32)
+    feed(metrics, stepped(1.0, 0, [0, 1, 2], 3))
+    assert not any(name.startswith("spec_decode") for name, _ in scrape(metrics))
+    for step_id, accepted_at in enumerate([(2, 1), (), (3, 2, 2, 1), (1,)], 1):
+        feed(metrics, Stepped(1.0, step_id, rows, 15, 0.1, 3, 12, accepted_at))
+    found = {key: value for key, value in scrape(metrics).items() if "spec_decode" in key[0]}
+    per_position = "spec_decode_num_accepted_tokens_per_pos_total"
+    assert found == {
+        ("spec_decode_num_drafts_total", ""): 12,
+        ("spec_decode_num_draft_tokens_total", ""): 48,
+        ("spec_decode_num_accepted_tokens_total", ""): 12,
+        (per_position, "0"): 6, (per_position, "1"): 3, (per_position, "2"): 2,
+        (per_position, "3"): 1,
+    }  # fmt: skip
+    assert metrics.num_generation_tokens == 3 + 4 * 3 + 12
+
+
 def test_names_types_and_labels() -> None:
     metrics = new_metrics()
     one_request(metrics)

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from quire import LLM, SamplingParams
 from quire.engine.recording import read_recording
 from quire.tools.replay import replay_all
+from quire.tools.replay_model import replay_with_model
 from quire.tools.trace import ROWS, STEPS, WAITING, write_trace
 from tests.engine.recordings import Run
 
@@ -49,3 +51,23 @@ def test_a_trace(tmp_path: Path, cut: bool) -> None:
     holders = {e["name"] for e in events if e["ph"] == "X" and e["pid"] == ROWS}
     assert begun - holders <= {"too late", "aborted"}  # ended while they waited
     assert any("swap_out of" in e["name"] for e in events if e["ph"] == "i")
+
+
+def test_a_step_with_guesses_is_no_chunk(tmp_path: Path) -> None:
+    """Nor are the tokens that they brought left out of what a replay with the model compares."""
+    guesses = {"method": "ngram", "prompt_lookup_max": 1}
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, allowed_token_ids=[40])
+    with LLM(
+        "demo", max_model_len=96, dtype="float32", disable_log_stats=True,
+        kv_cache_memory_bytes=8 << 20, record=str(tmp_path / "run"), record_tokens=True,
+        speculative_config=guesses,
+    ) as llm:  # fmt: skip
+        llm.generate(["one two, one two"], params, use_tqdm=False)
+    write_trace(tmp_path / "run", tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    rows = [event["name"] for event in events if event["ph"] == "X" and event["pid"] == ROWS]
+    assert sum(name.startswith("chunk of") for name in rows) == 1
+    assert "decode with 4 guesses" in rows
+    outcome = replay_with_model(read_recording(tmp_path / "run"), {})
+    assert outcome.difference is None
+    assert outcome.notes == ["30 sampled tokens are identical"]

@@ -101,8 +101,9 @@ class Finished(Event):
 class Stepped(Event):
     """A result was taken. rows: [N] those that got a token, in the numbering of `Admitted.row`,
     also of sequences which this very step ended. num_tokens: that the step computed; num_guessed:
-    guesses among them, of num_drafts rows; num_accepted: tokens that rows got besides, because
-    guesses were right. duration_s: of the step on the device side."""
+    guesses among them, of num_drafts rows; accepted_at: how many rows got a token besides because
+    their first guess was right, their second, and so on. duration_s: of the step on the device
+    side."""
 
     step_id: int
     rows: Int32
@@ -110,4 +111,9 @@ class Stepped(Event):
     duration_s: float
     num_drafts: int = 0
     num_guessed: int = 0
-    num_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens that came because guesses were right."""
+        return sum(self.accepted_at)

@@ -49,6 +49,8 @@ class RequestMetrics:
     """Times of a request on the engine's clock, in seconds; None until they happened.
 
     num_dropped_tokens: output tokens of the continuations that best_of made and did not return.
+    num_draft_tokens: guesses at output tokens that were tried (`speculative_config`), by all of its
+    continuations; num_accepted_draft_tokens: those that were right.
     """
 
     arrival_s: float
@@ -56,6 +58,8 @@ class RequestMetrics:
     finished_s: float | None = None
     num_preemptions: int = 0
     num_dropped_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -51,7 +51,8 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     """What one step gave one sequence of a request. index: which of the request's n it is.
 
     candidates: one for each of token_ids. beams: all results of a beam search, with which the
-    request has ended. prefix: what of the prompt was cached, once.
+    request has ended. prefix: what of the prompt was cached, once. num_guessed: guesses that it
+    tried in the step; those that were right are the tokens behind the first.
 
     None can be part of a cycle, so the garbage collector need not look at them.
     """
@@ -66,6 +67,7 @@ class SequenceUpdate(msgspec.Struct, gc=False, omit_defaults=True):
     num_preemptions: int = 0
     beams: list[BeamOutput] | None = None
     prefix: PrefixReport | None = None
+    num_guessed: int = 0
 
 
 class RowName(msgspec.Struct, frozen=True, gc=False, array_like=True):

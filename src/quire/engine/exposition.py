@@ -5,7 +5,8 @@ processor time, open files) are those of the core.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import (
@@ -117,12 +118,11 @@ class Exposition(Collector):
             yield self._counter("spec_decode_num_draft_tokens", help, metrics.num_guessed)
             help = "Tokens that came because guesses were right."
             yield self._counter("spec_decode_num_accepted_tokens", help, metrics.num_accepted)
-        labels = (*LABELS, "finished_reason")
+            name = "spec_decode_num_accepted_tokens_per_pos"
+            help = "Guesses that were right, by their place among those of a step, from 0."
+            yield self._counters(name, help, "position", dict(enumerate(metrics.accepted_at)))
         help = "Requests that ended, by how."
-        family = CounterMetricFamily(PREFIX + "request_success", help, labels=labels)
-        for reason, number in metrics.num_finished.items():
-            family.add_metric((*self._values, reason), number)
-        yield family
+        yield self._counters("request_success", help, "finished_reason", metrics.num_finished)
 
     def _histograms(self, metrics: EngineMetrics) -> Iterator[Metric]:
         for name, histogram in metrics.histograms.items():
@@ -135,6 +135,12 @@ class Exposition(Collector):
     def _gauge(self, name: str, help: str, value: float, **more: str) -> Metric:
         family = GaugeMetricFamily(PREFIX + name, help, labels=(*LABELS, *more))
         family.add_metric((*self._values, *more.values()), value)
+        return family
+
+    def _counters(self, name: str, help: str, label: str, values: Mapping[Any, float]) -> Metric:
+        family = CounterMetricFamily(PREFIX + name, help, labels=(*LABELS, label))
+        for of, value in values.items():
+            family.add_metric((*self._values, str(of)), value)
         return family
 
     def _counter(self, name: str, help: str, value: float) -> Metric:

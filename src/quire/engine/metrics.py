@@ -11,6 +11,7 @@ from request to request; what must outlast that is in `RequestTimes`, dropped wh
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import MappingProxyType
 
 import numpy as np
@@ -84,8 +85,8 @@ class EngineMetrics:
     counts_hits: there is a prefix cache, in which every admitted prompt is looked up.
     num_computed_prompt_tokens: tokens computed for the first token of a request, or after a
     preemption again: the rate at which prompts are worked on, also in the middle of a long one.
-    num_drafts: how often a row tried guesses; num_guessed: these; num_accepted: tokens that they
-    brought.
+    num_drafts: how often a row tried guesses; num_guessed: these; accepted_at: how often
+    the first of a row's guesses was right, the second, and so on.
     idle_s: time without any request between the first and the last one.
     """
 
@@ -100,7 +101,7 @@ class EngineMetrics:
         self.num_preemptions = 0
         self.num_drafts = 0
         self.num_guessed = 0
-        self.num_accepted = 0
+        self.accepted_at: list[int] = []
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.idle_s = 0.0
         tokens = tokens_up_to(max_model_len)
@@ -113,6 +114,11 @@ class EngineMetrics:
         self._last_token_s = np.full(num_rows, math.nan)
         self._since_step = np.zeros(num_rows, np.int64)  # first plan with the row's owner in it
         self._next_step_id = 0
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens that came because guesses were right."""
+        return sum(self.accepted_at)
 
     def __call__(self, event: Event) -> None:
         match event:
@@ -138,7 +144,8 @@ class EngineMetrics:
         self.num_generation_tokens += len(rows) + event.num_accepted
         self.num_drafts += event.num_drafts
         self.num_guessed += event.num_guessed
-        self.num_accepted += event.num_accepted
+        counts = zip_longest(self.accepted_at, event.accepted_at, fillvalue=0)
+        self.accepted_at = [before + more for before, more in counts]
         self.histograms["iteration_tokens_total"].observe(event.num_tokens)
         rows = rows[self._since_step[rows] <= event.step_id]  # others' tokens are a former owner's
         last_token_s = self._last_token_s[rows]

@@ -193,6 +193,9 @@ class OpenRequest:
         if finish is not None and finish.error is not None:
             self.finish(finish, now_s)
             return ()
+        if update.num_guessed:
+            metrics.num_draft_tokens += update.num_guessed
+            metrics.num_accepted_draft_tokens += max(0, len(update.token_ids) - 1)
         sample.take(update.token_ids, finish, update.candidates)
         return () if sample.finish is None else self._end(sample, now_s)
 

@@ -196,7 +196,7 @@ class Timelines:
         if plan is None:
             return
         rows = list(self._filling)
-        self._tokens[plan.rows] = plan.num_tokens
+        self._tokens[plan.rows] = plan.num_tokens - plan.num_drafts
         taken = self._tokens[rows].tolist()
         self._tokens[plan.rows] = 0
         samples = None

@@ -57,20 +57,21 @@ class StepResults:
         _take_prompt_candidates(step, result, outputs)
         token_ids, epochs, sequences = result.token_ids[:, 0], step.epochs, step.sequences
         extra = _accepted(step, result)
+        _tell_tries(step, outputs)
         beams = rows[:0]
         if self._lifecycle.searches:
             others = self._branching.take_candidates(step, result, outputs, now)
             beams, rows, token_ids = rows[~others], rows[others], token_ids[others]
             epochs, sequences = epochs[others], sequences[others]
         live = table.epoch[rows] == epochs
-        got_token, num_more = rows, 0
+        got_token, given = rows, list[int]()  # tokens behind the first, by row
         if not live.all():
             num_taken = np.ones(len(rows), np.int64)
             num_taken[~live] = [
                 self._take_late(s, [int(t), *extra.get(r, ())], r in step.left_out, outputs, now)
                 for s, t, r in zip(sequences[~live], token_ids[~live], rows[~live], strict=True)
             ]
-            got_token, num_more = rows[num_taken > 0], int(np.maximum(num_taken - 1, 0).sum())
+            got_token, given = rows[num_taken > 0], (num_taken - 1)[num_taken > 1].tolist()
             rows, token_ids, sequences = rows[live], token_ids[live], sequences[live]
         outputs.set_tokens(rows, table.arrival[rows], token_ids)
         if len(beams):
@@ -82,11 +83,12 @@ class StepResults:
             self._end(sequences[i], int(token_ids[i]), outputs, now)
         self._check_long_stop_lists(sequences, token_ids, outputs, now)
         if step.plan.drafts:
-            num_more += self._end_tries(step, sequences, extra, outputs, now)
+            given += self._end_tries(step, sequences, extra, outputs, now)
         plan = step.plan
         stepped = Stepped(
             now, result.step_id, got_token, plan.num_scheduled_tokens, result.duration_s,
-            len(plan.drafts), sum(len(draft.token_ids) for draft in plan.drafts), num_more,
+            len(plan.drafts), sum(len(draft.token_ids) for draft in plan.drafts),
+            tuple(sum(num > place for num in given) for place in range(max(given, default=0))),
         )  # fmt: skip
         self._lifecycle.tell(stepped, is_first=True)  # before the endings that came with it
         _hand_out_candidates(step, result, outputs)
@@ -111,27 +113,28 @@ class StepResults:
         extra: dict[int, list[int]],
         outputs: OutputsBuilder,
         now: float,
-    ) -> int:
+    ) -> list[int]:
         """Give the tokens behind the first to the rows that tried guesses and still go on, and take
-        back the guesses that were wrong; returns how many tokens. sequences: those that hold their
-        rows since."""
-        holders, num_given = {sequence.row: sequence for sequence in sequences}, 0
+        back the guesses that were wrong; returns how many tokens each of them got. sequences: those
+        that hold their rows since."""
+        holders, given = {sequence.row: sequence for sequence in sequences}, list[int]()
         for draft in step.plan.drafts:
             sequence = holders.get(draft.row)
             if sequence is None or sequence.row < 0:
                 continue
             more = extra.get(draft.row, [])
             self._rows.end_try(draft.row, len(draft.token_ids) - len(more))
+            given.append(0)
             for token_id in more:
                 self._rows.take_tokens(np.array([draft.row]), np.array([token_id], np.int32))
                 outputs.update_of(sequence).token_ids.append(token_id)
-                num_given += 1
+                given[-1] += 1
                 if self._is_over(sequence, token_id):
                     self._end(sequence, token_id, outputs, now)
                     break
             if sequence.row >= 0 and self._memory.take_back(sequence):
                 self._rows.set_capacity(draft.row, sequence.blocks.capacity)
-        return num_given
+        return given
 
     def _is_over(self, sequence: Sequence, token_id: int) -> bool:
         """Tell whether a sequence ends with the token that it has just got."""
@@ -302,6 +305,17 @@ def _hand_out_candidates(step: InFlightStep, result: StepResult, outputs: Output
         if row not in step.left_out and not sampled[row].is_beam:
             more = result.more_candidates.get(row, [])
             outputs.set_candidates(sampled[row], [candidates, *more])
+
+
+def _tell_tries(step: InFlightStep, outputs: OutputsBuilder) -> None:
+    """Tell who tried guesses, and how many."""
+    if not step.plan.drafts:
+        return
+    sampled = dict(zip(step.plan.sample_rows.tolist(), step.sequences, strict=True))
+    for draft in step.plan.drafts:
+        sequence = sampled[draft.row]
+        if draft.row not in step.left_out and sequence.state is not State.ENDED:
+            outputs.update_of(sequence).num_guessed = len(draft.token_ids)
 
 
 def _accepted(step: InFlightStep, result: StepResult) -> dict[int, list[int]]:

@@ -7,8 +7,6 @@ model stops where the first block came. A plan at the end that only keeps blocks
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from quire.base.clock import MonotonicClock
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
@@ -68,17 +66,23 @@ class _Runs:
         if result.error is not None:
             what, told = "the outcome", ("a result", result.error)
         else:
-            wrong = np.flatnonzero((recorded.token_ids != result.token_ids).any(1))
-            self.num_tokens += len(result.token_ids)
-            if not len(wrong):
+            pairs = list(zip(_tokens(recorded), _tokens(result), strict=True))
+            self.num_tokens += int(result.num_accepted.sum())
+            at = next((i for i, (before, now) in enumerate(pairs) if before != now), None)
+            if at is None:
                 return
-            at = int(wrong[0])
             what = f"the token of row {plan.sample_rows[at]}"
-            told = str(recorded.token_ids[at].tolist()), str(result.token_ids[at].tolist())
+            told = str(pairs[at][0]), str(pairs[at][1])
         self.difference = Difference(
             plan.step_id, what, *told, during, f"plan of step {plan.step_id}"
         )
         raise _Stop
+
+
+def _tokens(result: StepResult) -> list[list[int]]:
+    """Return each row's tokens, without what is behind a wrong guess."""
+    pairs = zip(result.token_ids, result.num_accepted.tolist(), strict=True)
+    return [tokens[:num].tolist() for tokens, num in pairs]
 
 
 def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any]) -> Outcome:

@@ -112,11 +112,14 @@ class Trace:
         self._busy_until_s = now
         number = {"step": plan.step_id, "rows": len(plan.rows), "tokens": plan.num_scheduled_tokens}
         self._slice(STEPS, 0, f"step {plan.step_id}", start, now, number)
-        for row, num_tokens in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True):
+        counts = plan.num_tokens.tolist(), plan.num_drafts.tolist()
+        for row, num_tokens, num_guessed in zip(plan.rows.tolist(), *counts, strict=True):
             holder = self._holders.get(row)
             if holder is None or holder[1] > planned_s:
                 continue  # who had it then has lost it
-            kind = "decode" if num_tokens == 1 else f"chunk of {num_tokens}"
+            kind = "decode" if num_tokens - num_guessed == 1 else f"chunk of {num_tokens}"
+            if num_guessed:
+                kind += f" with {num_guessed} guesses"
             at = max(start, holder[1])
             self._slice(ROWS, row, kind, at, now, {"step": plan.step_id, "tokens": num_tokens})
         for move in plan.moves:

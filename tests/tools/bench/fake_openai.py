@@ -19,11 +19,13 @@ class FakeOpenAI:
     """gate: no answer begins before this many requests are open at once (0: none waits).
 
     refuse: prompts (by first token id) that get this status. usage: whether the last chunk has it.
+    metrics: what `/metrics` says, one after the other.
     """
 
     gate: int = 0
     refuse: dict[int, int] = field(default_factory=dict)
     usage: bool = True
+    metrics: list[str] = field(default_factory=list)
     num_open: int = 0
     most_open: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -35,6 +37,9 @@ class FakeOpenAI:
         match seen.path:
             case "/v1/models":
                 await send_json(send, {"data": [{"id": "fake"}, {"id": "other"}]})
+            case "/metrics" if self.metrics:
+                text = self.metrics.pop(0).encode()
+                await send(head(kind="text/plain") + chunk(text) + LAST_CHUNK)
             case "/tokenize":
                 await send_json(send, {"tokens": [ord(letter) for letter in body["prompt"]]})
             case "/detokenize":

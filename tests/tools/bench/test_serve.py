@@ -1,6 +1,6 @@
 """`bench serve` end to end against a server that a test scripts. No test depends on durations.
 
-Covers `tools/bench/asking.py`.
+Covers `tools/bench/asking.py` and `tools/bench/guesses.py`.
 """
 
 import argparse
@@ -48,6 +48,51 @@ def test_a_run_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert written["p50_ttft_ms"] > 0 and written["mean_e2el_ms"] >= written["mean_ttft_ms"]
     assert "ttfts" not in written
     assert {"cpu", "date"} <= written["machine"].keys()
+
+
+def counters(drafts: int, tokens: int, *accepted_at: int) -> str:
+    """What a server says that guesses tokens, and of two engines."""
+    lines = []
+    for engine, share in (("0", 1), ("1", 2)):
+        values = {"drafts": drafts, "draft_tokens": tokens, "accepted_tokens": sum(accepted_at)}
+        for name, value in values.items():
+            series = f'quire:spec_decode_num_{name}_total{{engine="{engine}"}}'
+            lines.append(f"{series} {value * share}")
+        for i, value in enumerate(accepted_at):
+            series = "quire:spec_decode_num_accepted_tokens_per_pos_total"
+            lines.append(f'{series}{{engine="{engine}",position="{i}"}} {value * share}')
+    return "\n".join(lines) + "\n"
+
+
+def test_guesses_of_the_run_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Under vLLM's words and keys; rates by position are of all drafts."""
+    path = tmp_path / "serve.json"
+    fake = FakeOpenAI(metrics=[counters(1, 4, 1), counters(11, 44, 9, 5, 1)])
+    assert bench(fake, f"--output-json {path}") == 0
+    printed = capsys.readouterr().out.splitlines()
+    first = printed.index("---------------Speculative Decoding---------------")
+    assert [line.split() for line in printed[first + 1 :]] == [
+        ["Acceptance", "rate", "(%):", "35.00"], ["Acceptance", "length:", "2.40"],
+        ["Drafts:", "30"], ["Draft", "tokens:", "120"], ["Accepted", "tokens:", "42"],
+        ["Per-position", "acceptance", "(%):"], ["Position", "0:", "80.00"],
+        ["Position", "1:", "50.00"], ["Position", "2:", "10.00"], ["=" * 50],
+    ]  # fmt: skip
+    written = json.loads(path.read_text(encoding="utf-8"))
+    named = {k.removeprefix("spec_decode_"): v for k, v in written.items() if "spec_decode" in k}
+    assert named == {
+        "acceptance_rate": 35.0, "acceptance_length": 2.4, "num_drafts": 30, "draft_tokens": 120,
+        "accepted_tokens": 42, "per_position_acceptance_rates": [0.8, 0.5, 0.1],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("metrics", [[], [counters(3, 9, 2)] * 2, ["what?\n", "{"]])
+def test_no_guesses_no_block(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, metrics: list[str]
+) -> None:
+    """Also where there are no metrics, or others than these."""
+    assert bench(FakeOpenAI(metrics=metrics), f"--output-json {tmp_path / 'out.json'}") == 0
+    assert "Speculative" not in capsys.readouterr().out
+    assert "spec_decode" not in (tmp_path / "out.json").read_text(encoding="utf-8")
 
 
 def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,8 @@ class UsageCounter:
     """Tokens of one prompt and its continuations so far; also of those that best_of dropped.
 
     tenant: whose request it is. prefix: what of the prompt was cached. num_reasoning: of the
-    continuations' tokens; None for a model that writes no reasoning.
+    continuations' tokens; None for a model that writes no reasoning. num_guessed: guesses at tokens
+    that were tried; num_accepted: those that were right.
     """
 
     num_prompt: int
@@ -40,6 +41,8 @@ class UsageCounter:
     tenant: str = ""
     prefix: PrefixReport | None = None
     num_reasoning: int | None = None
+    num_guessed: int = 0
+    num_accepted: int = 0
 
     def count(self, num_tokens: int, output: RequestOutput) -> None:
         """Count new tokens of one continuation."""
@@ -48,6 +51,8 @@ class UsageCounter:
         self.prefix = output.prefix
         if num_tokens and output.metrics is not None:
             self.num_dropped = output.metrics.num_dropped_tokens
+            self.num_guessed = output.metrics.num_draft_tokens
+            self.num_accepted = output.metrics.num_accepted_draft_tokens
 
 
 class Choice(Protocol):
@@ -152,6 +157,11 @@ def usage_json(choices: Sequence[Sequence[Choice]]) -> Json:
         "prompt_tokens_details": details,
     }
     reasoning = [counter.num_reasoning for counter in counters if counter.num_reasoning is not None]
-    if reasoning:
-        usage["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    details = {"reasoning_tokens": sum(reasoning)} if reasoning else {}
+    if guessed := sum([counter.num_guessed for counter in counters]):
+        accepted = sum([counter.num_accepted for counter in counters])
+        details["accepted_prediction_tokens"] = accepted
+        details["rejected_prediction_tokens"] = guessed - accepted
+    if details:
+        usage["completion_tokens_details"] = details
     return usage

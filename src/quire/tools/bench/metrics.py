@@ -9,6 +9,7 @@ where each holds one.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +153,10 @@ def block(
     shown: tuple[str, ...],
     max_concurrency: int | None,
     request_rate: float,
+    more: Sequence[str] = (),
 ) -> str:
-    """Lay out vLLM's printed block. shown: metrics in METRICS' order, whose times are printed."""
+    """Lay out vLLM's printed block. shown: metrics in METRICS' order, whose times are printed;
+    more: lines at the end."""
     lines = [f"{' Serving Benchmark Result ':=^50}"]
 
     def add(name: str, value: object, form: str = "") -> None:
@@ -182,7 +185,7 @@ def block(
         add(f"Median {name.upper()} (ms):", times.median, ".2f")
         for percentile, value in times.percentiles:
             add(f"P{percentile:g} {name.upper()} (ms):", value, ".2f")
-    return "\n".join([*lines, "=" * 50])
+    return "\n".join([*lines, *more, "=" * 50])
 
 
 def json_keys(metrics: ServingMetrics) -> dict[str, Any]:

@@ -11,6 +11,7 @@ whole core, which `client_cpu_share` of the results shows).
 
 import argparse
 import asyncio
+import dataclasses
 import math
 import os
 import sys
@@ -28,6 +29,8 @@ from quire.base.errors import ConfigError
 from quire.tools.bench.arguments import METRICS
 from quire.tools.bench.asking import Asker, as_texts, make_asker
 from quire.tools.bench.datasets import BenchRequest, Tokens, make_requests
+from quire.tools.bench.guesses import Guesses, block_lines, read_guesses
+from quire.tools.bench.guesses import json_keys as guesses_json
 from quire.tools.bench.metrics import (
     RequestResult,
     ServingMetrics,
@@ -93,11 +96,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run. client_cpu_share: of a core, that this process used."""
+    """Of one run. client_cpu_share: of a core, that this process used. guesses: that the server
+    tried meanwhile."""
 
     results: list[RequestResult]
     duration_s: float
     client_cpu_share: float
+    guesses: Guesses = Guesses()
 
 
 async def send_all(
@@ -146,15 +151,18 @@ def run(options: argparse.Namespace) -> int:
         if asker.is_chat:
             requests = as_texts(requests, tokens)
         runner.run(_warm_up(asker, requests[0], options.num_warmups))
+        before = runner.run(read_guesses(client))
         with _Bar(len(requests), enabled=not options.disable_tqdm) as bar:
             outcome = runner.run(send_all(asker.ask, requests, load, bar.advance))
+        guesses = runner.run(read_guesses(client)).since(before)
         runner.run(client.close())
     metrics = measure(
         outcome.results, outcome.duration_s, wanted.percentiles, wanted.limits_ms
     )  # fmt: skip
-    print(block(metrics, wanted.shown, load.max_concurrency, load.rate_per_s), flush=True)
+    more = block_lines(guesses)
+    print(block(metrics, wanted.shown, load.max_concurrency, load.rate_per_s, more), flush=True)
     _show_errors(outcome.results)
-    _save(options, model, metrics, outcome)
+    _save(options, model, metrics, dataclasses.replace(outcome, guesses=guesses))
     return 1 if metrics.completed == 0 else 0
 
 
@@ -248,6 +256,7 @@ def _save(
         "seed": options.seed,
         "client_cpu_share": outcome.client_cpu_share,
     } | json_keys(metrics)
+    found |= guesses_json(outcome.guesses)
     if options.save_detailed:
         found |= json_details(outcome.results)
     write_report(options.output_json, found, plain_facts)

@@ -1,0 +1,115 @@
+"""How many of a server's guesses at tokens were right (speculative decoding), from its `/metrics`
+before and after a run, under vLLM's names.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.tools.http_client import HttpClient, HttpError
+
+TIMEOUT_S = 10.0
+NAME = ":spec_decode_num_"  # behind the server's own prefix
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Counts since the server began, or of a run. num_drafts: steps of a row that tried guesses;
+    num_tokens: these; accepted_at: how often the first of them was right, the second, and so on."""
+
+    num_drafts: float = 0
+    num_tokens: float = 0
+    num_accepted: float = 0
+    accepted_at: Mapping[int, float] = field(default_factory=dict)
+
+    def since(self, before: "Guesses") -> "Guesses":
+        """Return what came after another count."""
+        places = {i: n - before.accepted_at.get(i, 0) for i, n in self.accepted_at.items()}
+        return Guesses(
+            self.num_drafts - before.num_drafts,
+            self.num_tokens - before.num_tokens,
+            self.num_accepted - before.num_accepted,
+            {place: num for place, num in sorted(places.items()) if num},
+        )
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Percent of the guesses that were right."""
+        return 100 * self.num_accepted / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a row got on average in a step in which it tried guesses."""
+        return 1 + self.num_accepted / self.num_drafts
+
+    @property
+    def rates_at(self) -> list[float]:
+        """By place, in how many of these steps that guess was right."""
+        last = max(self.accepted_at, default=-1)
+        return [self.accepted_at.get(i, 0) / self.num_drafts for i in range(last + 1)]
+
+
+async def read_guesses(client: HttpClient) -> Guesses:
+    """Ask a server; one that has no such counters has tried none."""
+    try:
+        return parse_guesses((await client.request("/metrics", timeout_s=TIMEOUT_S)).text)
+    except (HttpError, ValueError):
+        return Guesses()
+
+
+def parse_guesses(text: str) -> Guesses:
+    """Read the counters, summed up over all engines. Raises ValueError for another format."""
+    counts: dict[str, float] = {}
+    accepted_at: dict[int, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            _, is_there, name = sample.name.partition(NAME)
+            if not is_there:
+                continue
+            if name == "accepted_tokens_per_pos_total":
+                place = int(sample.labels["position"])
+                accepted_at[place] = accepted_at.get(place, 0) + sample.value
+            else:
+                counts[name] = counts.get(name, 0) + sample.value
+    return Guesses(
+        counts.get("drafts_total", 0),
+        counts.get("draft_tokens_total", 0),
+        counts.get("accepted_tokens_total", 0),
+        accepted_at,
+    )
+
+
+def block_lines(guesses: Guesses) -> list[str]:
+    """Lay out vLLM's part of the printed block; nothing if no guesses were tried."""
+    if not guesses.num_drafts:
+        return []
+    lines = [f"{'Speculative Decoding':-^50}"]
+    for name, value in (
+        ("Acceptance rate (%):", f"{guesses.acceptance_rate:.2f}"),
+        ("Acceptance length:", f"{guesses.acceptance_length:.2f}"),
+        ("Drafts:", f"{guesses.num_drafts:.0f}"),
+        ("Draft tokens:", f"{guesses.num_tokens:.0f}"),
+        ("Accepted tokens:", f"{guesses.num_accepted:.0f}"),
+    ):
+        lines.append(f"{name:<40} {value:<10}")
+    if rates := guesses.rates_at:
+        lines.append("Per-position acceptance (%):")
+        for place, rate in enumerate(rates):
+            lines.append(f"{f'  Position {place}:':<40} {f'{100 * rate:.2f}':<10}")
+    return lines
+
+
+def json_keys(guesses: Guesses) -> dict[str, Any]:
+    """Return the numbers under the keys of vLLM's result files; none if no guesses were tried."""
+    if not guesses.num_drafts:
+        return {}
+    return {
+        "spec_decode_acceptance_rate": guesses.acceptance_rate,
+        "spec_decode_acceptance_length": guesses.acceptance_length,
+        "spec_decode_num_drafts": int(guesses.num_drafts),
+        "spec_decode_draft_tokens": int(guesses.num_tokens),
+        "spec_decode_accepted_tokens": int(guesses.num_accepted),
+        "spec_decode_per_position_acceptance_rates": guesses.rates_at,
+    }
