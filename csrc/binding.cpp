@@ -4,12 +4,14 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <array>
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <variant>
 #include <vector>
 
@@ -26,7 +28,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 16;
+constexpr int kInterfaceVersion = 17;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -132,10 +134,11 @@ void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::H
 }
 
 void state_plan_prepare(quire::StatePlan& plan, Address tables, int64_t table_stride,
-                        Address query_starts, Address context_lens, int64_t num_rows,
-                        int64_t block_size) {
+                        Address query_starts, Address context_lens, Address guessing,
+                        int64_t num_rows, int64_t block_size) {
     plan.prepare({as<const int32_t*>(tables), table_stride, as<const int32_t*>(query_starts),
-                  as<const int32_t*>(context_lens), num_rows, block_size});
+                  as<const int32_t*>(context_lens), as<const bool*>(guessing), num_rows,
+                  block_size});
 }
 
 void make_state_layer(quire::StateLayer* at, Address data, int64_t size) {
@@ -282,13 +285,17 @@ void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>
 }
 
 // outside: addresses of the first buffers. groups: each cache group's plan, and the address of its
-// slots, if it has any.
+// slots, if it has any. kept: memory for what layers with states are given of some tokens, and these
+// tokens with their number.
 using StepPlan = std::variant<quire::AttentionPlan*, quire::StatePlan*>;
 
 void run_program(quire::Program& program, int64_t rows, Address ids, Address positions,
                  const std::vector<Address>& outside,
-                 const std::vector<std::pair<StepPlan, Address>>& groups, int num_threads) {
-    quire::ProgramStep step{rows, as<ConstInts>(ids), as<ConstInts>(positions), {}, {}};
+                 const std::vector<std::pair<StepPlan, Address>>& groups,
+                 const std::tuple<Address, int64_t, Address, int64_t>& kept, int num_threads) {
+    const auto& [data, stride, tokens, count] = kept;
+    quire::ProgramStep step{rows, as<ConstInts>(ids), as<ConstInts>(positions), {}, {},
+                            {as<Floats>(data), stride, as<ConstInts>(tokens), count}};
     for (const Address each : outside) step.outside.push_back(as<Floats>(each));
     for (const auto& [plan, slots] : groups) {
         const auto* attention = std::get_if<quire::AttentionPlan*>(&plan);
@@ -346,7 +353,7 @@ NB_MODULE(_core, m) {
     nb::class_<quire::StatePlan>(m, "StatePlan")
         .def(nb::init<>())
         .def("prepare", &state_plan_prepare, nb::kw_only(), "tables"_a, "table_stride"_a,
-             "query_starts"_a, "context_lens"_a, "num_rows"_a, "block_size"_a);
+             "query_starts"_a, "context_lens"_a, "guessing"_a, "num_rows"_a, "block_size"_a);
     nb::class_<quire::StateLayer>(m, "StateLayer")
         .def("__init__", &make_state_layer, nb::kw_only(), "data"_a, "size"_a);
     m.def("convolve", &convolve, Unlocked());

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <cstring>
 #include <utility>
 
 #include "parallel.h"
@@ -108,10 +109,21 @@ void Program::run_states(const Instruction& i, int num_threads) {
     const StatePlan& plan = *step_.groups[cache.group].states;
     const HeadRows out = heads(i.views[0]), x = heads(i.views[1]);
     if (i.kind == Kind::kConvolve) {
+        keep(i.views[1], i.size);
         return convolve(plan, cache.states, out, x, i.weight, i.size, i.heads, num_threads);
     }
+    keep(i.views[2], 2 * i.delta.values);
     delta_rule(plan, cache.states, {i.delta, out, x, heads(i.views[2]), i.weight, i.bias},
                num_threads, attention_variant_);
+}
+
+void Program::keep(const View& view, int64_t width) {
+    KeptInputs& kept = step_.kept;
+    for (int64_t i = 0; i < kept.count; ++i) {
+        std::memcpy(kept.data + i * kept.stride, row(view, kept.tokens[i]),
+                    static_cast<size_t>(width) * sizeof(float));
+    }
+    kept.data += width;
 }
 
 void Program::run_rows(const Instruction& instruction, int64_t begin, int64_t end) {

@@ -91,6 +91,15 @@ struct GroupStep {
     const StatePlan* states;
 };
 
+// Memory [count, stride] for what layers with states are given of these tokens: inputs of each
+// convolution, then of its delta rule the strengths and times, in the order of the instructions.
+struct KeptInputs {
+    float* data;
+    int64_t stride;
+    const int64_t* tokens;
+    int64_t count;
+};
+
 // A step: T rows. ids, positions: [T]; outside: what the first buffers are, of which 0 is the result.
 struct ProgramStep {
     int64_t rows;
@@ -98,6 +107,7 @@ struct ProgramStep {
     const int64_t* positions;
     std::vector<GroupStep> groups;
     std::vector<float*> outside;
+    KeptInputs kept;
 };
 
 // Buffers hold float32 [T, width]. The first are the step's own memory (`outside`), the others places
@@ -127,6 +137,7 @@ class Program {
     HeadRows heads(const View& view) const;
     void run_phase(const Phase& phase, int num_threads);
     void run_states(const Instruction& instruction, int num_threads);
+    void keep(const View& view, int64_t width);
     void run_rows(const Instruction& instruction, int64_t begin, int64_t end);
     void run_row(const Instruction& i, int64_t r);
     void reserve(int64_t rows);

@@ -26,11 +26,13 @@
 namespace quire {
 
 // One step as one group of states sees it. tables[S, L]: block ids (row stride table_stride).
+// guessing: [S], rows that leave no state; null if there are none.
 struct StateStep {
     const int32_t* tables;
     int64_t table_stride;
     const int32_t* query_starts;
     const int32_t* context_lens;
+    const bool* guessing;
     int64_t num_rows;
     int64_t block_size;
 };

@@ -129,7 +129,7 @@ class Layer {
                     }
                 }
                 StatePlan plan;
-                plan.prepare({tables.data(), blocks, starts.data(), contexts.data(), rows,
+                plan.prepare({tables.data(), blocks, starts.data(), contexts.data(), nullptr, rows,
                               kBlockSize});
                 const int64_t from = (first + s) * tokens_ + done, to = s * tokens_ + done;
                 const HeadRows qkv = qkv_.rows(from, case_.channels());

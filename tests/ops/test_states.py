@@ -1,5 +1,5 @@
 """Layers that remember a state, in backends, beside loops over whole sequences in float64. Covers
-`ops/attention/core_states.py` and `ops/attention/delta_chunks.py`."""
+`ops/attention/core_states.py`, `ops/attention/delta_chunks.py`, `ops/attention/kept_inputs.py`."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence

@@ -124,21 +124,20 @@ class FakeDevice:
             for row, count in zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True)
         ]
         assert [start for _, start, _ in spans] == plan.computed_bound.tolist(), "wrong bounds"
+        ends = {row: end - len(drafts.get(row, ())) for row, _, end in spans}
         for span in spans:
-            self._write(*span, span[0] in plan.sample_rows)
-        garbled = {row for row, start, end in spans if self._is_garbled(row, start, end)}
+            self._write(*span, ends[span[0]], span[0] in plan.sample_rows)
+        garbled = {row for row, start, end in spans if self._is_garbled(row, start, end, ends[row])}
         self._raise_if_cursed(plan.step_id, spans)
         sources = dict(zip(plan.sample_rows.tolist(), plan.sample_sources.tolist(), strict=True))
-        ends = {row: end for row, _, end in spans}
         behind, unservable = self._allowed(plan, masks)
         allowed = {row: positions[0] or [0] for row, positions in behind.items()}
-        for row, guesses in drafts.items():
-            ends[row] -= len(guesses)
         sampled, errors = self._sample(sources, garbled, ends, allowed)
         errors |= unservable
         accepted = self._accept(drafts, sampled, errors, behind)
         for row, _, _ in spans:
             self.computed[row] = ends[row] + len(accepted.get(row, ()))
+            self._write_all_states(row, ends[row], self.computed[row], is_cursed=row in garbled)
         for fork in plan.new_forks:
             self.computed[fork.child] = self.computed[fork.parent]
         lists = [[token, *accepted.get(row, ())] for row, token in sampled.items()]
@@ -199,7 +198,8 @@ class FakeDevice:
     def _content(self, row: int, position: int) -> int:
         return zlib.crc32(np.asarray(self.tokens[row][: position + 1], np.int32).tobytes())
 
-    def _write(self, row: int, start: int, end: int, samples: bool) -> None:
+    def _write(self, row: int, start: int, end: int, known: int, samples: bool) -> None:
+        """Of guesses, which are from `known` on, no states."""
         curse = self.curses.get(self.seeds[row])
         is_cursed = curse is not None and end > curse.position and (curse.raises or samples)
         for position in range(start, end):
@@ -207,8 +207,11 @@ class FakeDevice:
             for g, group in enumerate(self.groups):
                 if group.kind != STATE:
                     self.slots[g][self._slot(g, row, position)] = content
+        self._write_all_states(row, start, known, is_cursed)
+
+    def _write_all_states(self, row: int, start: int, end: int, is_cursed: bool) -> None:
         for g, group in enumerate(self.groups):
-            if group.kind == STATE:
+            if group.kind == STATE and start < end:
                 self._write_states(g, row, start, end, is_cursed)
 
     def _state(self, group: int, row: int, position: int) -> int:
@@ -227,24 +230,27 @@ class FakeDevice:
                 content = GARBAGE if is_cursed else self._content(row, last)
                 self.slots[g][self._state(g, row, last)] = content
 
-    def _is_garbled(self, row: int, start: int, end: int) -> bool:
-        """Whether the row's new tokens see garbage; then they are garbage too."""
+    def _is_garbled(self, row: int, start: int, end: int, known: int) -> bool:
+        """Whether the row's new tokens see garbage; then they are garbage too. States are asked for
+        of those that are `known` alone."""
         sees = [self._sees_garbage(row, position) for position in (start, end - 1)]
+        sees += [self._sees_garbage_state(row, position) for position in (start, known - 1)]
         if any(sees):
+            self._write_all_states(row, start, known, is_cursed=True)
             for g, group in enumerate(self.groups):
-                if group.kind == STATE:
-                    self._write_states(g, row, start, end, is_cursed=True)
-                    continue
-                for position in range(start, end):
+                for position in range(start, end) if group.kind != STATE else ():
                     self.slots[g][self._slot(g, row, position)] = GARBAGE
         return any(sees)
+
+    def _sees_garbage_state(self, row: int, position: int) -> bool:
+        groups = [g for g, group in enumerate(self.groups) if group.kind == STATE]
+        return any(self._is_last_state_garbage(g, row, position) for g in groups)
 
     def _sees_garbage(self, row: int, position: int) -> bool:
         """What the token at `position` sees in each group is its own prefix, or garbage."""
         sees = False
         for g, group in enumerate(self.groups):
             if group.kind == STATE:
-                sees |= self._is_last_state_garbage(g, row, position)
                 continue
             first = max(0, position - group.window + 1) if group.window else 0
             for p in range(first, position + 1):

@@ -96,7 +96,8 @@ class KVManager:
         self._state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
         self._not_yet: list[set[int]] = [set() for _ in groups]  # states that the plan will write
         self.worth = StateWorth()
-        self._grown: list[SequenceBlocks] = []  # in the plan, whose states before may go after it
+        # In the plan, with how many tokens: states before these may go after it.
+        self._grown: list[tuple[SequenceBlocks, int]] = []
 
     @property
     def num_blocks(self) -> int:
@@ -209,7 +210,7 @@ class KVManager:
         if not self.fits([table.num_new_blocks(num_new_tokens) for table in sequence.tables]):
             return None
         if self._state_groups:
-            self._grown.append(sequence)
+            self._grown.append((sequence, start + num_new_tokens))
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
     def append_guesses(
@@ -219,9 +220,17 @@ class KVManager:
         what changed by group, or None if a pool is too empty. Nothing is dropped: what the tokens
         before them need is still needed."""
         sequence.advance(num_tokens)
-        if not self.fits([table.num_new_blocks(num_guesses) for table in sequence.tables]):
+        if not self.fits([table.num_blocks_of_guesses(num_guesses) for table in sequence.tables]):
             return None
-        return tuple(table.append(num_guesses) for table in sequence.tables)
+        return tuple(table.append_guesses(num_guesses) for table in sequence.tables)
+
+    def end_guesses(self, sequence: SequenceBlocks) -> None:
+        """Release the states that were passed by guesses which were right: nobody shall give way
+        for what is read no longer."""
+        for g in self._state_groups:
+            table = sequence.tables[g]
+            table.drop_before(self.groups[g].first_needed(table.num_tokens))
+            self._settle_states(g, (sequence,), has_ended=False)
 
     def _taken(self, g: int, hit: KVBlocks) -> int:
         """Free blocks that a hit takes in group g: those that nobody holds, those to load, and the
@@ -283,10 +292,11 @@ class KVManager:
         grown, self._grown = self._grown, []
         for g in self._state_groups:
             self._not_yet[g].clear()
-            for sequence in grown:
+            for sequence, num_tokens in grown:
                 table = sequence.tables[g]
-                table.drop_before(self.groups[g].first_needed(table.num_tokens))
-            self._settle_states(g, grown, has_ended=False)
+                known = min(num_tokens, table.num_tokens)  # of guesses any may be wrong
+                table.drop_before(self.groups[g].first_needed(known))
+            self._settle_states(g, (sequence for sequence, _ in grown), has_ended=False)
 
     @property
     def has_states(self) -> bool:

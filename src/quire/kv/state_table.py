@@ -91,6 +91,17 @@ class StateTable(BlockTable):
             self.blocks.append(block_id)
         return done
 
+    def append_guesses(self, num_tokens: int) -> Appended:
+        """Make room for the state behind each block that these tokens come through: any may be the
+        last that counts."""
+        done, end = Appended(), self.num_tokens + num_tokens
+        while self.num_tokens < end:
+            behind = self.num_tokens + self.block_size - self.num_tokens % self.block_size
+            part = self.append(min(end, behind) - self.num_tokens)
+            done.writes += part.writes
+            done.copies += part.copies
+        return done
+
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
         """Name the states behind the blocks from `first` on, as far as they are there; returns
         these blocks. Of those that are not kept only the last one has a name: others would soon

@@ -89,6 +89,15 @@ class BlockTable:
             self.blocks.append(block_id)
         return done
 
+    def num_blocks_of_guesses(self, num_tokens: int) -> int:
+        """Free blocks that `append_guesses(num_tokens)` takes."""
+        blocks = -(-(self.num_tokens + num_tokens) // self.block_size)
+        return max(0, blocks - len(self.blocks)) + self._must_copy()
+
+    def append_guesses(self, num_tokens: int) -> Appended:
+        """Make room to write so many tokens, of which the last ones may be taken back."""
+        return self.append(num_tokens)
+
     def name(self, first: int, digests: Sequence[bytes]) -> list[int]:
         """Enter the full blocks from logical block `first` on in the index, as far as the sequence
         still holds them; returns these blocks."""

@@ -27,7 +27,7 @@ class CoreStatePlan(Protocol):
 
     def prepare(
         self, *, tables: int, table_stride: int, query_starts: int, context_lens: int,
-        num_rows: int, block_size: int,
+        guessing: int, num_rows: int, block_size: int,
     ) -> None: ...  # fmt: skip
 
 
@@ -68,7 +68,8 @@ class CoreProgram(Protocol):
     ) -> None: ...  # fmt: skip
     def run(
         self, rows: int, ids: int, positions: int, outside: Sequence[int],
-        groups: Sequence[tuple[CorePlan | CoreStatePlan, int]], num_threads: int, /,
+        groups: Sequence[tuple[CorePlan | CoreStatePlan, int]], kept: tuple[int, int, int, int],
+        num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 from pathlib import Path
 
-from quire.base.cache_group import STATE
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
@@ -80,11 +79,6 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
         raise ConfigError(
             "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"
             " CPU."
-        )
-    if _guesses(config) and any(g.kind == STATE for g in spec.cache_groups):
-        raise ConfigError(
-            f"speculative_config is not for {spec.model_type}: its layers remember a state, which"
-            " cannot go back to the last right guess. Leave it out."
         )
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = MOST_TOKENS if on_cpu else GPU_TOKENS

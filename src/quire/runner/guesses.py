@@ -52,6 +52,11 @@ class Parts(Protocol):
         it schedules, [T, D]."""
         ...
 
+    def settle_states(self, plan: Plan, contexts_S: Int64) -> float:
+        """Leave the states of a plan's rows that guess, behind so many tokens of each of its rows;
+        returns the seconds that it took."""
+        ...
+
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits, [R, V]."""
         ...
@@ -127,7 +132,7 @@ class GuessedStep:
             arrival = rows.run_with(self._prepared(), self._end)
             arrived, seconds = arrival.wait(), first.duration_s()
         tokens_NK1, counts_N = accept(plan, self._places, arrived[0].numpy())
-        self._settle(tokens_NK1, counts_N)
+        seconds += self._settle(tokens_NK1, counts_N)
         result = self._result(arrived[1:], tokens_NK1, counts_N)
         return dataclasses.replace(result, duration_s=seconds + arrival.duration_s())
 
@@ -173,16 +178,18 @@ class GuessedStep:
         )
         return [torch.where(is_valid_P, ids_P, NO_TOKEN), *found, *self._scored]
 
-    def _settle(self, tokens_NK1: Int32, counts_N: Int32) -> None:
-        """Store the last token of each row, behind the guesses that were right, and move the
-        counters."""
+    def _settle(self, tokens_NK1: Int32, counts_N: Int32) -> float:
+        """Store the last token of each row, behind the guesses that were right, leave states there,
+        and move the counters; returns the seconds that the states took."""
         plan, places, rows = self._plan, self._places, self._parts.rows
         last_N = tokens_NK1[np.arange(len(counts_N)), counts_N - 1]
         lengths_N = places.lengths[: len(counts_N)] + counts_N - 1
         contexts_S = (plan.computed_bound + plan.num_tokens - plan.num_drafts).astype(np.int64)
         is_own = np.isin(plan.sample_rows, plan.rows)
         contexts_S[plan.sample_places[is_own]] += counts_N[is_own] - 1
+        seconds = self._parts.settle_states(plan, contexts_S)
         rows.settle(plan.rows, contexts_S, plan.sample_rows, lengths_N, np.maximum(last_N, 0))
+        return seconds
 
     def _result(
         self, arrived: list[torch.Tensor], tokens_NK1: Int32, counts_N: Int32

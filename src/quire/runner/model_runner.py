@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.base.config import EngineConfig
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
+from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.logprobs import token_logprobs
 from quire.ops.row_state import write_tokens
 from quire.ops.select_rows import select_rows
@@ -75,6 +77,7 @@ class ModelRunner:
         self.moves = Moves(backend)
         self.scores = PromptScores(sampler.vocab_size)
         self._unread: dict[int, Arrival] = {}  # on their way, by result slot
+        self._kept: KeptInputs | None = None  # of a step with guesses, until these are settled
 
     @property
     def is_async(self) -> bool:
@@ -225,7 +228,23 @@ class ModelRunner:
         shape = shape_of(plan)
         longest = -(-int(shape.context_lens.max()) // state.block_size)
         inputs = gather_step(state, plan.rows, plan.num_tokens, longest)
-        return self._hidden(inputs, shape, self.backend)
+        self._kept = KeptInputs(self.backend, plan.num_drafts > 0)
+        return self._hidden(inputs, shape, self._kept)
+
+    def settle_states(self, plan: Plan, contexts_S: npt.NDArray[np.int64]) -> float:
+        """Leave the states of rows that guess behind so many tokens (guesses.py)."""
+        kept, self._kept = self._kept, None
+        if kept is None or not kept.has_any:
+            return 0.0
+        num_tokens = (contexts_S - plan.computed_bound)[plan.num_drafts > 0].astype(np.int32)
+
+        def work() -> list[torch.Tensor]:
+            kept.settle(num_tokens)
+            return []
+
+        arrival = self.device.run(work)
+        arrival.wait()
+        return arrival.duration_s()
 
     def _hidden(
         self, inputs: StepInputs, shape: StepShape, backend: AttentionBackend

@@ -12,6 +12,7 @@ import torch
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.attention.cpu import CpuBackend
+from quire.ops.attention.kept_inputs import DeltaInputs, KeptInputs
 from quire.ops.attention.traced import TracedAttention
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CorePlan, CoreProgram, CoreStatePlan
@@ -23,6 +24,8 @@ from quire.ops.torch_threads import torch_threads
 
 logger = logging.getLogger(__name__)
 
+Kept = tuple[int, int, int, int]  # address and width of memory, address and number of tokens
+NOTHING_KEPT: Kept = (0, 0, 0, 0)
 TRACED_TOKENS = 3  # any number that no other dimension is likely to have
 
 
@@ -35,10 +38,14 @@ class NativePass:
         self._program = assemble(draft, backend, list(self._heads))
 
     def run(
-        self, ids_T: torch.Tensor, positions_T: torch.Tensor, outside: Sequence[torch.Tensor]
+        self,
+        ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        outside: Sequence[torch.Tensor],
+        kept: Kept = NOTHING_KEPT,
     ) -> None:
         """Compute the step that the backend has prepared. outside: the draft's first buffers,
-        float32 [T, width]."""
+        float32 [T, width]. kept: where to keep what layers with states are given."""
         ids_T = ids_T.long()
         groups: list[tuple[CorePlan | CoreStatePlan, int]] = [
             (self._backend.states.plan(group), 0)
@@ -52,6 +59,7 @@ class NativePass:
             address(positions_T, torch.int64),
             [address(rows, torch.float32) for rows in outside],
             groups,
+            kept,
             num_threads(),
         )
 
@@ -68,16 +76,23 @@ class NativeModel:
         self._pass = NativePass(draft, backend)
         self._read_widths = draft.widths[1 : draft.num_outside]
         self._read: list[torch.Tensor] = []
+        self._kept = KeptByProgram(draft)
 
     def __call__(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
     ) -> torch.Tensor:
         """Compute hidden states [T, D], float32, of the step that the backend has prepared."""
-        assert attention is self._backend
+        kept = attention if isinstance(attention, KeptInputs) else None
+        assert (attention if kept is None else kept.inner) is self._backend
         num_tokens = len(input_ids_T)
         out_TD = torch.empty(num_tokens, self._size)
         self._read = [torch.empty(num_tokens, width) for width in self._read_widths]
-        self._pass.run(input_ids_T, positions_T, [out_TD, *self._read])
+        outside = [out_TD, *self._read]
+        if kept is None:
+            self._pass.run(input_ids_T, positions_T, outside)
+        else:
+            self._pass.run(input_ids_T, positions_T, outside, self._kept.memory_for(kept))
+            self._kept.tell(kept)
         return out_TD
 
     def last_read(self, num_tokens: int) -> torch.Tensor:
@@ -88,6 +103,41 @@ class NativeModel:
         """Compute logits [R, V], float32."""
         logits_RV: torch.Tensor = self._model.logits(hidden_RD)
         return logits_RV
+
+
+class KeptByProgram:
+    """What a program keeps of the rows that guess (KeptInputs in csrc/program.h): [G, width], all
+    layers' inputs of a token side by side. The memory serves one step after the other."""
+
+    def __init__(self, draft: ProgramDraft) -> None:
+        kinds = Kind.CONVOLVE, Kind.DELTA_RULE
+        self._instructions = [each for each in draft.instructions if each.kind in kinds]
+        self._widths = [
+            each.size if each.kind == Kind.CONVOLVE else 2 * each.delta.values
+            for each in self._instructions
+        ]
+        self._memory = torch.empty(0, sum(self._widths))
+
+    def memory_for(self, kept: KeptInputs) -> Kept:
+        """Make room for a step's tokens; returns what the program takes of it."""
+        count, width = len(kept.places_G), sum(self._widths)
+        if width == 0:
+            return NOTHING_KEPT
+        if count > len(self._memory):
+            self._memory = torch.empty(count, width)
+        places, values = address(kept.places_G, torch.int64), address(self._memory, torch.float32)
+        return values, width, places, count
+
+    def tell(self, kept: KeptInputs) -> None:
+        """Tell what was kept of each layer."""
+        parts = self._memory[: len(kept.places_G)].split(self._widths, dim=1)
+        for part_GC, each in zip(parts, self._instructions, strict=True):
+            assert each.weight is not None
+            if each.kind == Kind.CONVOLVE:
+                kept.keep_convolution(each.layer, part_GC, each.weight.T)
+            else:
+                assert each.bias is not None
+                kept.keep_rule(each.layer, DeltaInputs(part_GC, each.weight, each.bias, each.delta))
 
 
 def trace(model: Any) -> tuple[ProgramDraft, int]:

@@ -79,7 +79,7 @@ class Drafts:
     def _may_try(self, sequence: Sequence) -> bool:
         """Tell whether the plan computes a sequence's last token, and nothing else hangs on it: a
         group that is about to be forked, a beam, a prefix to be pinned, a prompt that is open, a
-        logits processor, a state that cannot go back."""
+        logits processor."""
         table, row = self._rows.table, sequence.row
         if table.computed[row] != table.known[row] or table.total[row] != table.known[row]:
             return False
@@ -90,8 +90,6 @@ class Drafts:
         if sequence.is_pin or sequence.is_open or sequence.is_beam:
             return False
         if sequence.request.params.logits_processors:  # they may remember what they were asked
-            return False
-        if self._memory.kv.has_states:
             return False
         return group is None or group.is_forked
 

@@ -224,12 +224,16 @@ class Memory:
         return self.kv.append_guesses(sequence.blocks, sequence.num_computed_tokens, num)
 
     def take_back(self, sequence: Sequence) -> bool:
-        """Free the room of guesses that were wrong; whether there was some."""
-        num_tokens = sequence.num_computed_tokens
-        if sequence.blocks.num_tokens <= num_tokens:
-            return False
-        self.kv.truncate(sequence.blocks, num_tokens)
-        return True
+        """Free the room of guesses that were wrong, and states that were passed by right ones;
+        whether there is less room now."""
+        num_tokens, blocks = sequence.num_computed_tokens, sequence.blocks
+        had_more = blocks.num_tokens > num_tokens
+        if had_more:
+            self.kv.truncate(blocks, num_tokens)
+        if self.kv.has_states:
+            blocks.advance(num_tokens)
+            self.kv.end_guesses(blocks)
+        return had_more
 
     def num_free_slots(self, sequence: Sequence) -> int:
         """Count the tokens that a running sequence could take in, if it got all free blocks."""

@@ -76,6 +76,10 @@ class Rows:
     def need_of(self, sequence: Sequence) -> int:
         return int(self.needs(np.array([sequence.row]))[0])
 
+    def is_trying(self, sequence: Sequence) -> bool:
+        """Tell whether guesses of a sequence that holds a row are in flight."""
+        return bool(self.table.tried[sequence.row])
+
     def idle(self) -> Int64:
         """List the rows of open prompts that have computed all that they may."""
         rows = self.running[self.table.num_open[self.running] > 0]

@@ -125,16 +125,30 @@ class StepResults:
             more = extra.get(draft.row, [])
             self._rows.end_try(draft.row, len(draft.token_ids) - len(more))
             given.append(0)
+            is_over = False
             for token_id in more:
                 self._rows.take_tokens(np.array([draft.row]), np.array([token_id], np.int32))
                 outputs.update_of(sequence).token_ids.append(token_id)
                 given[-1] += 1
-                if self._is_over(sequence, token_id):
-                    self._end(sequence, token_id, outputs, now)
+                if is_over := self._is_over(sequence, token_id):
                     break
-            if sequence.row >= 0 and self._memory.take_back(sequence):
+            if self._memory.kv.has_states:
+                self._name_passed(sequence)
+            if is_over:
+                self._end(sequence, token_id, outputs, now)
+            elif self._memory.take_back(sequence):
                 self._rows.set_capacity(draft.row, sequence.blocks.capacity)
         return given
+
+    def _name_passed(self, sequence: Sequence) -> None:
+        """Name the blocks that right guesses have filled: states that were passed are kept by their
+        names alone."""
+        table, row, size = self._rows.table, sequence.row, self._memory.block_size
+        num_tokens = min(sequence.num_computed_tokens, sequence.num_known_tokens)
+        if num_tokens >= table.index_at[row]:
+            count = num_tokens // size
+            self._memory.name_full_blocks([sequence], [count])
+            self._rows.set_index_at(np.array([row]), np.array([(count + 1) * size]))
 
     def _is_over(self, sequence: Sequence, token_id: int) -> bool:
         """Tell whether a sequence ends with the token that it has just got."""

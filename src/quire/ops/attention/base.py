@@ -54,6 +54,7 @@ class AttentionStep:
     of blocks that left the window, are arbitrary valid block ids or -1 and must not change the
     result.
     The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
+    guessing_S: bool, rows that leave no states: their last tokens are guesses (kept_inputs.py).
     """
 
     positions_T: torch.Tensor
@@ -63,6 +64,7 @@ class AttentionStep:
     block_tables_SL: tuple[torch.Tensor, ...]
     query_lens_host: Int32
     context_lens_host: Int32
+    guessing_S: torch.Tensor | None = None
 
 
 class AttentionBackend(ABC):
@@ -106,6 +108,11 @@ class AttentionBackend(ABC):
         sinks: one logit per query head, float32 (float64 beside float64 queries); without them
         e^sink is 0.
         """
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        """Take a step of layers with states alone, behind all of the last one's: keys and values of
+        its tokens are there."""
+        raise _keeps_no_states(self)
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         """Convolve each of C channels along its sequence with weights of its own, then SiLU; [T, C]

@@ -57,6 +57,7 @@ class StatesInCore:
                 table_stride=table_SL.stride(0),
                 query_starts=address(step.query_starts_S1, torch.int32),
                 context_lens=address(step.context_lens_S, torch.int32),
+                guessing=0 if step.guessing_S is None else address(step.guessing_S, torch.bool),
                 num_rows=len(step.context_lens_S),
                 block_size=self._block_size,
             )

@@ -83,12 +83,13 @@ class CpuBackend(MovesBlocks):
     def prepare(self, step: AttentionStep) -> None:
         """Take the step. Its work is cut when a group's first layer says how many heads it has."""
         self._step = step
-        self._tables = [
-            table_SL if table_SL.stride(1) == 1 else table_SL.contiguous()
-            for table_SL in step.block_tables_SL
-        ]
+        self._tables = _contiguous_rows(step)
         self._planned = [0] * len(self._plans)
         self.states.prepare(step, self._tables)
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self.states.prepare(step, _contiguous_rows(step))
 
     @property
     def layers(self) -> list[int]:
@@ -215,6 +216,12 @@ class CpuBackend(MovesBlocks):
         is_contiguous = of_number == 1 and (of_head == x.shape[2] or x.shape[1] == 1)
         assert is_contiguous, f"the heads of a token must be contiguous: {x.stride()}"
         return self._core.HeadRows(data=x.data_ptr(), element=ELEMENTS[x.dtype], stride=stride)
+
+
+def _contiguous_rows(step: AttentionStep) -> list[torch.Tensor]:
+    """Return a step's tables, by cache group, with the entries of a row beside each other."""
+    tables = step.block_tables_SL
+    return [each if each.stride(1) == 1 else each.contiguous() for each in tables]
 
 
 def variants() -> tuple[str, ...]:

@@ -8,7 +8,8 @@ its convolution, [C, W - 1], and behind them the memory of its delta rule, [N, D
 i of a sequence stands for its tokens i P .. (i + 1) P - 1 and holds the state behind the last of
 them that there is. A row whose tokens n .. m - 1 are computed starts with the state in the block of
 token n - 1 (zeros if n is 0), and leaves in each block that it comes through the state behind it,
-or behind token m - 1: the table's entry is -1 where nobody wants it.
+or behind token m - 1: the table's entry is -1 where nobody wants it. A row whose last tokens are
+guesses leaves none, until it is known which of them are right (kept_inputs.py).
 """
 
 from abc import abstractmethod
@@ -38,23 +39,37 @@ class StateRow(NamedTuple):
 def state_rows(step: AttentionStep, table_SL: torch.Tensor, block_size: int) -> Iterator[StateRow]:
     """Follow each row of a step. Waits for the device."""
     starts, tables = step.query_starts_S1.tolist(), table_SL.tolist()
+    left_SL = left_table(step, table_SL).tolist()
     for row, context in enumerate(step.context_lens_S.tolist()):
         first, end = starts[row], starts[row + 1]
         if first == end:
             continue
         offset = context - end  # of a position from the token's place in the step
         begin = first + offset
-        table = tables[row]
+        table, left = tables[row], left_SL[row]
         pieces: list[tuple[int, int, int]] = []
         for index in range(begin // block_size, (context - 1) // block_size + 1):
             piece_end = min((index + 1) * block_size, context) - offset
-            if table[index] >= 0 or piece_end == end:
-                pieces.append((pieces[-1][1] if pieces else first, piece_end, table[index]))
+            if left[index] >= 0 or piece_end == end:
+                pieces.append((pieces[-1][1] if pieces else first, piece_end, left[index]))
         yield StateRow(table[(begin - 1) // block_size] if begin else -1, tuple(pieces))
+
+
+def left_table(step: AttentionStep, table_SL: torch.Tensor) -> torch.Tensor:
+    """Return the blocks that take states, of a table of all."""
+    if step.guessing_S is None:
+        return table_SL
+    return table_SL.masked_fill(step.guessing_S[:, None], -1)
 
 
 class KeepsStates(AttentionBackend):
     """Does what layers with states do row by row, token by token."""
+
+    _step: AttentionStep | None = None
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self._step = step
 
     @abstractmethod
     def states(self, layer: int) -> torch.Tensor:
@@ -122,7 +137,6 @@ class StatesInBlocks(MovesBlocks, KeepsStates):
     """Does that with the states of a KVMemory, and the delta rule many tokens at once."""
 
     _layout: KVLayout
-    _step: AttentionStep | None = None
     _rows: tuple[AttentionStep, dict[int, list[StateRow]]] | None = None  # by group
 
     @op("delta_rule")

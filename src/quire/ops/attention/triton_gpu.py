@@ -30,6 +30,7 @@ from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
+from quire.ops.attention.states import left_table
 from quire.ops.registry import op
 
 if TYPE_CHECKING:
@@ -122,11 +123,16 @@ class TritonBackend(MovesBlocks):
         self._machine = attention.machine_of(layout.device)
         self._work: list[Work | None] = [None] * len(layout.groups)
         self._step: AttentionStep | None = None
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of groups of states
 
     def prepare(self, step: AttentionStep) -> None:
         """Take the step. Its work is cut when a group's first layer runs."""
-        self._step = step
+        self.prepare_states(step)
         self._work = [None] * len(self._work)
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self._step, self._tables = step, {}
 
     @op("kv_write")
     def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
@@ -218,8 +224,11 @@ class TritonBackend(MovesBlocks):
         assert step is not None, "prepare comes first"
         starts, contexts = step.query_starts_S1, step.context_lens_S
         states_BZ = self._memory.kv[g][0, index, 0, :, 0]
-        tables = step.block_tables_SL[g]
-        return states_BZ, self._states.StateStep(starts, contexts, tables, self._layout.block_size)
+        if g not in self._tables:
+            tables = step.block_tables_SL[g].contiguous()
+            self._tables[g] = tables, left_table(step, tables)
+        size = self._layout.block_size
+        return states_BZ, self._states.StateStep(starts, contexts, *self._tables[g], size)
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
         """Return the prepared step's work for the layers of a group; cut once."""

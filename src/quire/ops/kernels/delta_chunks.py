@@ -202,7 +202,7 @@ def _advance(memory, k, taken, sums, k_scale, i, behind):
 
 @triton.jit
 def _leave(
-    memory, k, taken, sums, k_scale, i, states_ptr, table_ptr, before, first, last, count,
+    memory, k, taken, sums, k_scale, i, states_ptr, left_ptr, before, first, last, count,
     state_size, memory_offset, head, d, e, D: tl.constexpr, E: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
@@ -213,7 +213,7 @@ def _leave(
     index = (before + first) // BLOCK_SIZE
     entry = index + tl.arange(0, ENTRIES)
     end = tl.minimum((entry + 1) * BLOCK_SIZE - before, count)
-    blocks = tl.load(table_ptr + entry, mask=entry * BLOCK_SIZE < before + last, other=-1)
+    blocks = tl.load(left_ptr + entry, mask=entry * BLOCK_SIZE < before + last, other=-1)
     if tl.max(tl.where(end <= last, blocks, -1), axis=0) >= 0:
         inside = (d < D)[:, None] & (e < E)[None, :]
         for n in range(ENTRIES):
@@ -233,6 +233,7 @@ def _scan_kernel(
     starts_ptr,
     contexts_ptr,
     tables_ptr,
+    left_ptr,
     squares_ptr,
     vectors_ptr,
     num_tokens,
@@ -260,6 +261,7 @@ def _scan_kernel(
         return
     before = tl.load(contexts_ptr + row) - count
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    left_ptr += row.to(tl.int64) * table_stride
     i, d = tl.arange(0, C), tl.arange(0, DEPTH)
     e = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside_memory = (d < D)[:, None] & (e < E)[None, :]
@@ -298,7 +300,7 @@ def _scan_kernel(
 
         last = tl.minimum(first + C, count)
         _leave(
-            memory, k, taken, sums, k_scale, i, states_ptr, table_ptr, before, first, last, count,
+            memory, k, taken, sums, k_scale, i, states_ptr, left_ptr, before, first, last, count,
             state_size, memory_offset, head, d, e, D, E, BLOCK_SIZE, ENTRIES,
         )  # fmt: skip
         memory = _advance(memory, k, taken, sums, k_scale, i, last - first)
@@ -349,6 +351,7 @@ def delta_chunks(
         step.starts,
         step.contexts,
         step.tables,
+        step.left,
         squares,
         vectors,
         num_tokens,

@@ -80,6 +80,7 @@ def _recurrent_kernel(
     starts_ptr,
     contexts_ptr,
     tables_ptr,
+    left_ptr,
     qkv_stride,
     gates_stride,
     state_size,
@@ -103,6 +104,7 @@ def _recurrent_kernel(
         return
     to_position = tl.load(contexts_ptr + row) - end  # from a token's place in the step
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    left_ptr += row.to(tl.int64) * table_stride
     d, e = tl.arange(0, DEPTH), tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = (d < D)[:, None] & (e < E)[None, :]
     past = state_before(table_ptr, start + to_position, BLOCK_SIZE)
@@ -131,7 +133,7 @@ def _recurrent_kernel(
         tl.store(out_at, read.to(out_ptr.dtype.element_ty), mask=e < E)
         behind = token + to_position + 1
         if (behind % BLOCK_SIZE == 0) | (token + 1 == end):
-            block = tl.load(table_ptr + (behind - 1) // BLOCK_SIZE).to(tl.int64)
+            block = tl.load(left_ptr + (behind - 1) // BLOCK_SIZE).to(tl.int64)
             to = memory_at(states_ptr, block, state_size, memory_offset, head, d, e, D, E)
             tl.store(to, memory, mask=inside & (block >= 0))
 
@@ -166,6 +168,7 @@ def delta_rule(
         step.starts,
         step.contexts,
         step.tables,
+        step.left,
         qkv_TC.stride(0),
         gates_TG.stride(0),
         states_BZ.stride(0),
@@ -219,7 +222,7 @@ def signature(dtype: str) -> dict[str, str]:
     """Return Triton's types of what kernels are given of a layer and a step."""
     pointers = dict.fromkeys(("qkv_ptr", "gates_ptr", "out_ptr"), f"*{dtype}")
     pointers |= dict.fromkeys(("rate_ptr", "shift_ptr", "states_ptr"), "*fp32")
-    pointers |= dict.fromkeys(("starts_ptr", "contexts_ptr", "tables_ptr"), "*i32")
+    pointers |= dict.fromkeys(("starts_ptr", "contexts_ptr", "tables_ptr", "left_ptr"), "*i32")
     return pointers | dict.fromkeys((*DIVISIBLE, "table_stride", "most"), "i32")
 
 

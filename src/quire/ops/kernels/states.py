@@ -28,11 +28,13 @@ LEAST_ROWS = 32  # that a program looks at; for fewer nothing else is compiled
 
 
 class StateStep(NamedTuple):
-    """What kernels know of a step over a group of states. starts: [S + 1]; tables: [S, L]."""
+    """What kernels know of a step over a group of states. starts: [S + 1]; tables: [S, L], where
+    states are found; left: the same of where they are left."""
 
     starts: torch.Tensor
     contexts: torch.Tensor
     tables: torch.Tensor
+    left: torch.Tensor
     block_size: int
 
     @property
@@ -102,6 +104,7 @@ def _convolve_kernel(
     starts_ptr,
     contexts_ptr,
     tables_ptr,
+    left_ptr,
     num_rows,
     num_channels,
     x_stride,
@@ -121,6 +124,7 @@ def _convolve_kernel(
         return
     before = tl.load(contexts_ptr + row) - count
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    left_ptr += row.to(tl.int64) * table_stride
     past = state_before(table_ptr, before, BLOCK_SIZE)
     state_ptr = states_ptr + past * state_size
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -146,7 +150,7 @@ def _convolve_kernel(
     index = (before + last - 1) // BLOCK_SIZE
     while index > own:
         end = tl.minimum((index + 1) * BLOCK_SIZE - before, count)
-        block = tl.load(table_ptr + index).to(tl.int64)
+        block = tl.load(left_ptr + index).to(tl.int64)
         if (end > first) & (end <= last) & (block >= 0):
             to_ptr = states_ptr + block * state_size
             _leave(
@@ -154,7 +158,7 @@ def _convolve_kernel(
                 KEPT,
             )  # fmt: skip
         index = tl.where(end > first, index - 1, own)
-    block = tl.load(table_ptr + own).to(tl.int64)
+    block = tl.load(left_ptr + own).to(tl.int64)
     if (first == 0) & (block >= 0):
         end = tl.minimum((own + 1) * BLOCK_SIZE - before, count)
         to_ptr = states_ptr + block * state_size
@@ -187,6 +191,7 @@ def convolve(
         step.starts,
         step.contexts,
         step.tables,
+        step.left,
         step.num_rows,
         num_channels,
         x_TC.stride(0),
@@ -220,7 +225,7 @@ def _constants(
 
 def _config(dtype: str, has_many: bool, rows: int) -> Config:
     pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
-    pointers |= dict.fromkeys(("starts_ptr", "contexts_ptr", "tables_ptr"), "*i32")
+    pointers |= dict.fromkeys(("starts_ptr", "contexts_ptr", "tables_ptr", "left_ptr"), "*i32")
     sizes = ("num_rows", "num_channels", "x_stride", "state_size", "table_stride")
     return Config(
         _convolve_kernel,

@@ -1,0 +1,129 @@
+"""Guesses for models whose layers remember a state, by the whole engine: the bits of an engine that
+guesses nothing, whatever is guessed, where prompts are cut, found, forked, and rows give way."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import LLM, RequestOutput, SamplingParams
+from quire.ops.native import core
+from tests.models.checkpoints import random_tokens
+from tests.runner.test_guesses import Oracle
+from tests.serve.checkpoints import pool_bytes
+from tests.serve.test_exactness import assert_idle
+from tests.serve.test_hybrid import FEW_BLOCKS, P, ask, folder, open_llm
+
+pytestmark = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+
+PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=23, ignore_eos=True, logprobs=2)
+SEVERAL = SamplingParams(
+    n=3, temperature=0.9, seed=5, max_tokens=17, ignore_eos=True, repetition_penalty=1.3, logprobs=0
+)
+GUESSERS = [(1, 1.0), (4, 1.0), (3, 0.0), (4, 0.7), (9, 0.9)]
+FEW: dict[str, Any] = {"kv_cache_memory_bytes": pool_bytes(folder(), FEW_BLOCKS, P, 4)}
+
+
+def bits(outputs: list[RequestOutput]) -> list[Any]:
+    """Tokens of all answers, and their log-probabilities."""
+    return [(c.token_ids, c.finish_reason, c.logprobs) for o in outputs for c in o.outputs]
+
+
+def guess(llm: LLM, outputs: list[RequestOutput], num: int, right: float) -> Oracle:
+    """Let an engine guess by what the answers were."""
+    known = {
+        (tuple(o.prompt_token_ids or ()), c.index): list(c.token_ids)
+        for o in outputs
+        for c in o.outputs
+    }
+    oracle = Oracle(known, num, right)
+    llm.engine.client.core._drafting = oracle  # type: ignore[assignment]
+    return oracle
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_guess_changes_an_answer(dtype: str) -> None:
+    """Of single answers, and of several that fork behind a prompt."""
+    asked = random_tokens(3, 8, 21, 30, seed=3)
+    with open_llm(dtype=dtype) as llm:
+        for params in (PLAIN, SEVERAL):
+            llm.engine.client.core._drafting = None
+            outputs = ask(llm, asked, params)
+            for num, right in GUESSERS:
+                oracle = guess(llm, outputs, num, right)
+                assert bits(ask(llm, asked, params)) == bits(outputs), (num, right)
+                assert oracle.num_tried > 40
+                assert_idle(llm)
+
+
+def test_prompts_in_pieces_beside_rows_that_guess() -> None:
+    """Chunks of some prompts stand in the steps in which other rows try guesses."""
+    asked = random_tokens(3, 30, 8, 37, 21, 33, seed=4)
+    with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
+        outputs = ask(plain, asked, PLAIN)
+    own = {"max_num_batched_tokens": 13, "max_num_seqs": 3}
+    with open_llm(dtype="float32", **own) as llm:
+        for num, right in [(4, 1.0), (4, 0.7), (9, 0.9)]:
+            guess(llm, outputs, num, right)
+            assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
+
+
+@pytest.mark.parametrize("right", [1.0, 0.0, 0.8])
+def test_a_turn_begins_with_the_state_behind_the_last_answer(right: float) -> None:
+    """As without guesses: a block that guesses have filled is named when they turned out right."""
+    first, more = random_tokens(9, 6, seed=5)
+    cached: list[int | None] = []
+    for is_guessing in (False, True):
+        with open_llm(dtype="float32") as llm:
+            outputs = ask(llm, [first], PLAIN)
+            if is_guessing:
+                llm.reset_prefix_cache()
+                oracle = guess(llm, outputs, 5, right)
+                assert bits(ask(llm, [first], PLAIN)) == bits(outputs)
+                assert oracle.num_tried
+                llm.engine.client.core._drafting = None
+            (turn,) = ask(llm, [[*first, *outputs[0].outputs[0].token_ids, *more]], PLAIN)
+            cached.append(turn.num_cached_tokens)
+    assert cached[0] and cached[0] > len(first) and cached[1] == cached[0]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize(("num", "right"), [(4, 1.0), (3, 0.0), (9, 0.9)])
+def test_nobody_gives_way_for_a_guess(mode: str, num: int, right: float) -> None:
+    asked = random_tokens(*[20] * 8, seed=6)
+    with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
+        outputs = ask(plain, asked, PLAIN)
+    counts = []
+    with open_llm(dtype="float32", preemption_mode=mode, enable_prefix_caching=False, **FEW) as llm:
+        for _ in range(2):
+            given = ask(llm, asked, PLAIN)
+            assert bits(given) == bits(outputs)
+            assert_idle(llm)
+            counts.append(sum(o.metrics.num_preemptions for o in given if o.metrics))
+            guess(llm, outputs, num, right)
+    assert counts[0] > 0 and counts[1] > 0, "rows gave way, with guesses in flight before and after"
+
+
+def test_what_was_evicted_comes_back_behind_guesses() -> None:
+    asked = random_tokens(*[40] * 6, seed=3)
+    with open_llm(dtype="float32", enable_prefix_caching=False) as plain:
+        outputs = ask(plain, asked, PLAIN)
+    own = {"max_num_seqs": 1, "kv_host_gb": 0.01}
+    with open_llm(dtype="float32", **FEW, **own) as llm:
+        guess(llm, outputs, 6, 0.9)
+        for _ in range(2):
+            again = [output for prompt in asked for output in ask(llm, [prompt], PLAIN)]
+            assert bits(again) == bits(outputs)
+        assert all(output.num_cached_tokens for output in again)
+
+
+def test_an_answer_that_ends_inside_its_guesses() -> None:
+    asked = random_tokens(10, 14, seed=7)
+    with open_llm(dtype="float32") as llm:
+        outputs = ask(llm, asked, PLAIN)
+        stops = [output.outputs[0].token_ids[11] for output in outputs]
+        stopped = msgspec.structs.replace(PLAIN, stop_token_ids=stops)
+        plain = ask(llm, asked, stopped)
+        guess(llm, outputs, 8, 1.0)
+        assert bits(ask(llm, asked, stopped)) == bits(plain)
+        assert_idle(llm)
