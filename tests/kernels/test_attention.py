@@ -89,6 +89,7 @@ def on(device: torch.device, step: AttentionStep) -> AttentionStep:
         context_lens_S=step.context_lens_S.to(device),
         slots_T=tuple(slots.to(device) for slots in step.slots_T),
         block_tables_SL=tuple(table.to(device) for table in step.block_tables_SL),
+        guessing_S=None if step.guessing_S is None else step.guessing_S.to(device),
     )
 
 

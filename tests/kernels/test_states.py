@@ -16,7 +16,17 @@ from quire.ops.attention.triton_gpu import TritonBackend
 from quire.ops.kernels.delta_chunks import Chunks
 from quire.ops.kernels.launch import INTERPRETED
 from tests.kernels.test_attention import on
-from tests.ops.test_states import HEADS, WIDTH, Inputs, P, layout_of, run, step_of
+from tests.ops.test_states import (
+    HEADS,
+    WIDTH,
+    Inputs,
+    P,
+    at_once,
+    layout_of,
+    run,
+    run_guessing,
+    step_of,
+)
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 LONG = 11 * P  # tokens of a row in a step: several chunks, whose ends are not those of blocks
@@ -36,6 +46,9 @@ class Kernels:
 
     def prepare(self, step: AttentionStep) -> None:
         self.inner.prepare(on(self.device, step))
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        self.inner.prepare_states(on(self.device, step))
 
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
         return self.inner.convolve(layer, self.part(x_TC), weight_CW.to(self.device)).cpu()
@@ -78,6 +91,16 @@ def test_sequences_in_steps_of_any_length(
 ) -> None:
     """Token by token in float32, in chunks else; with snapshots, rewinds and skipped blocks."""
     check_sequences(dtype, device, seed=1, most=most, chunks=SMALL)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2 * P), (torch.float16, LONG)])
+def test_wrong_guesses_leave_no_states(dtype: torch.dtype, most: int, device: torch.device) -> None:
+    inputs = [Inputs(20 + i, 30 + 7 * i, HEADS, dtype) for i in range(3)]
+    alone = [at_once(ReferenceBackend(layout_of(dtype)), each, is_layer=True) for each in inputs]
+    backend = Kernels(layout_of(dtype), device, chunks=SMALL)
+    for one, made in zip(alone, run_guessing(backend, inputs, 3, most), strict=True):
+        for wanted, found in zip(one, made, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("chunks", [USUAL, pytest.param(LARGE, marks=pytest.mark.slow)])

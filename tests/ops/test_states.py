@@ -13,6 +13,7 @@ from quire.base.cache_group import STATE, CacheGroup
 from quire.base.errors import ConfigError
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, KVLayout
 from quire.ops.attention.cpu import CpuBackend, variants
+from quire.ops.attention.kept_inputs import KeptInputs
 from quire.ops.attention.reference import ReferenceBackend
 from quire.ops.attention.torch_cpu import TorchBackend
 from quire.ops.attention.traced import TracedAttention
@@ -23,6 +24,7 @@ P = 4  # tokens of a block
 HEADS = DeltaHeads(keys=2, values=4, key_dim=8, value_dim=6)
 WIDTH = 4
 NUM_BLOCKS = 64
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def layout_of(dtype: torch.dtype, heads: DeltaHeads = HEADS, width: int = WIDTH) -> KVLayout:
@@ -175,6 +177,66 @@ def run(
     return [(torch.stack([c for c, _ in each]), torch.stack([o for _, o in each])) for each in made]
 
 
+def run_guessing(
+    backend: AttentionBackend, inputs: Sequence[Inputs], seed: int, most: int = 2 * P
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Compute sequences in steps of up to `most` tokens, of which some rows' last ones are no
+    tokens of theirs: guesses, of which the first wrong one ends what counts."""
+    choose, one = random.Random(seed), inputs[0]
+    nothing = Inputs(seed + 99, most, one.heads, one.x.dtype)
+    tables = [list(range(i, NUM_BLOCKS, len(inputs))) for i in range(len(inputs))]
+    done = [0] * len(inputs)
+    made: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in inputs]
+    while alive := [i for i, each in enumerate(inputs) if done[i] < len(each.x)]:
+        rows, parts, guesses, counts = [], [], [], []
+        for i in alive:
+            num = choose.randint(1, min(most, len(inputs[i].x) - done[i]))
+            wrong = choose.choice([0, 0, choose.randint(0, most)])
+            rows.append((done[i], num + wrong, tables[i]))
+            parts += [(inputs[i], done[i], done[i] + num), (nothing, 0, wrong)]
+            guesses.append(wrong > 0)
+            counts.append(num)
+        kept = KeptInputs(backend, np.array(guesses))
+        kept.prepare(step_of(rows))
+        x, gates = projected(parts)
+        convolved = kept.convolve(0, x, one.weight)
+        out = kept.delta_rule(0, convolved, gates, one.rate, one.shift, one.heads)
+        right = np.array(counts, np.int32)[np.array(guesses)]
+        if len(right):
+            kept.settle(right)
+        at = 0
+        for i, num, (_, width, _) in zip(alive, counts, rows, strict=True):
+            made[i] += zip(convolved[at : at + num], out[at : at + num], strict=True)
+            done[i] += num
+            at += width
+    return [(torch.stack([c for c, _ in each]), torch.stack([o for _, o in each])) for each in made]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend])
+def test_wrong_guesses_leave_no_states(
+    backend: type[ReferenceBackend] | type[TorchBackend], seed: int
+) -> None:
+    inputs = [Inputs(seed * 10 + i, 23 + 5 * i, HEADS, torch.float64) for i in range(3)]
+    plain, other = (backend(layout_of(torch.float64)) for _ in range(2))
+    alone = [at_once(plain, each, is_layer=True) for each in inputs]
+    for one, made in zip(alone, run_guessing(other, inputs, seed), strict=True):
+        torch.testing.assert_close(made[0], one[0], rtol=0, atol=1e-12)
+        torch.testing.assert_close(made[1], one[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", variants())
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_core_has_the_same_bits_behind_guesses(dtype: torch.dtype, variant: str) -> None:
+    inputs = [Inputs(i, 33 + 5 * i, HEADS, dtype) for i in range(3)]
+    backends = [CpuBackend(layout_of(dtype), variant=variant) for _ in range(4)]
+    alone = [at_once(backends[0], each, is_layer=True) for each in inputs]
+    for seed, backend in enumerate(backends[1:]):
+        for one, other in zip(alone, run_guessing(backend, inputs, seed), strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend])
 def test_sequences_in_steps_of_any_length(
@@ -209,7 +271,6 @@ SHAPES = [
     (DeltaHeads(2, 8, 20, 64), 4),
     (DeltaHeads(1, 2, 256, 40), 4),
 ]
-FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("variant", variants())
@@ -251,14 +312,18 @@ def test_the_core_has_the_same_bits_in_any_steps(
             assert torch.equal(one[1], other[1])
 
 
-def at_once(backend: AttentionBackend, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """All of a sequence in one step, of which no state is wanted but the last."""
+def at_once(
+    backend: AttentionBackend, inputs: Inputs, is_layer: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All of a sequence in one step, of which no state is wanted but the last. is_layer: the delta
+    rule takes what the convolution has made."""
     length = len(inputs.x)
     table = [-1] * ((length - 1) // P) + [3]
     backend.prepare(step_of([(0, length, table)]))
     x, gates = projected([(inputs, 0, length)])
     convolved = backend.convolve(0, x, inputs.weight)
-    return convolved, backend.delta_rule(0, x, gates, inputs.rate, inputs.shift, inputs.heads)
+    qkv = convolved if is_layer else x
+    return convolved, backend.delta_rule(0, qkv, gates, inputs.rate, inputs.shift, inputs.heads)
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, TorchBackend, CpuBackend])

@@ -141,6 +141,7 @@ class FakeStores:
 
 class SchedulerMachine(RuleBasedStateMachine):
     groups: tuple[CacheGroup, ...] = (FULL,)
+    num_guesses = 0  # in each plan, of all that run
 
     @initialize(
         depth=st.integers(1, 3),
@@ -481,7 +482,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif self.reason[name] == "error" and request.seed in self.device.curses:
                 curse = self.device.curses[request.seed]
                 longest = max(len(self.output[name, i]) for i in range(request.params.n))
-                length = len(request.prompt_token_ids) + longest
+                length = len(request.prompt_token_ids) + longest + self.num_guesses
                 assert length > curse.position, "an error before the token that is cursed"
             elif self.reason[name] == "error":
                 assert name in self.in_pieces and self.pins, "nothing was wrong with it"
@@ -565,6 +566,39 @@ class HybridStoresMachine(StoresMachine):
     groups = (FULL, WINDOW, STATES)
 
 
+class GuessingMachine(SchedulerMachine):
+    """One plan at a time, before which guesses are made for all that run."""
+
+    @initialize(
+        budget=st.integers(4, 60),
+        rows=st.integers(1, 5),
+        spare=st.integers(0, 9),
+        caching=st.booleans(),
+        lazy=st.booleans(),
+        mode=st.sampled_from(["recompute", "swap"]),
+        tier=st.sampled_from([None, 2, 60]),
+        stores=st.integers(0, 1),
+        guesses=st.tuples(st.integers(1, 9), st.integers(1, 5)),
+    )
+    def start(self, guesses, **drawn) -> None:  # type: ignore[override]
+        super().start(depth=1, policy=Fifo, threshold=0, **drawn)
+        self.num_guesses, self.wrong_at = guesses
+
+    @rule()
+    def plan(self) -> None:
+        number = self.scheduler.planner.next_step_id
+        self.draft(self.num_guesses, number % (2 * self.wrong_at))
+        super().plan()
+
+
+class GuessingStateMachine(GuessingMachine):
+    groups = (STATES,)
+
+
+class GuessingHybridMachine(GuessingMachine):
+    groups = (FULL, STATES, WINDOW)
+
+
 @FEW_OR_MANY
 @pytest.mark.parametrize(
     "machine",
@@ -577,6 +611,9 @@ class HybridStoresMachine(StoresMachine):
         StoresMachine,
         MixedStoresMachine,
         HybridStoresMachine,
+        GuessingMachine,
+        GuessingStateMachine,
+        GuessingHybridMachine,
     ],
 )
 def test_random_programs_give_each_request_its_own_tokens(machine: type, max_examples: int) -> None:

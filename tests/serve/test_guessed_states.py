@@ -8,6 +8,7 @@ import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
 from quire.ops.native import core
+from quire.runner.memory_plan import kept_inputs_bytes
 from tests.models.checkpoints import random_tokens
 from tests.runner.test_guesses import Oracle
 from tests.serve.checkpoints import pool_bytes
@@ -127,3 +128,17 @@ def test_an_answer_that_ends_inside_its_guesses() -> None:
         guess(llm, outputs, 8, 1.0)
         assert bits(ask(llm, asked, stopped)) == bits(plain)
         assert_idle(llm)
+
+
+def test_what_guesses_keep_is_counted() -> None:
+    """By the memory plan, with which `quire fit` answers: the memory of the largest step. All rows
+    together try no more than that has room for."""
+    asked = random_tokens(*[5] * 6, seed=8)
+    with open_llm(dtype="bfloat16", max_num_seqs=6) as llm:
+        guess(llm, ask(llm, asked, PLAIN), 9, 1.0)
+        ask(llm, asked, PLAIN)
+        runner = llm.engine.client.core.executor._built.runner  # type: ignore[attr-defined]
+        counted = kept_inputs_bytes(llm.engine.config, llm.engine.spec)
+        assert runner.model._kept._memory.nbytes == counted > 0
+    with open_llm(dtype="bfloat16", speculative_config={"method": "none"}) as llm:
+        assert kept_inputs_bytes(llm.engine.config, llm.engine.spec) == 0

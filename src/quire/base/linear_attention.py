@@ -40,6 +40,11 @@ class LinearAttention:
         return 2 * self.keys_size + self.values_size
 
     @property
+    def num_inputs(self) -> int:
+        """Numbers of a token that its convolution and delta rule are given."""
+        return self.channels + 2 * self.value_heads
+
+    @property
     def state_size(self) -> int:
         """Elements of a layer's state: the convolution's last inputs, and the memory."""
         return self.channels * (self.width - 1) + self.values_size * self.key_dim

@@ -64,6 +64,21 @@ class Speculation:
         return self.num_tokens if self.method == FORCED else MOST_TOKENS
 
 
+def most_guesses(num_rows: int) -> int:
+    """Return the most guesses of a step, of all its rows, of a model whose layers remember a state:
+    what they are given of each is kept until it is known which guesses were right."""
+    return max(MOST_TOKENS, NUM_TOKENS * num_rows)
+
+
+def speculation_of(given: str | None, pipeline_depth: int | None) -> Speculation | None:
+    """Return how an engine guesses, None if it does not. If nothing was said, what grammars force is
+    tried where the last token is known anyway: that costs nobody anything. Raises ConfigError."""
+    found = parse_speculation(given)
+    if found is None and pipeline_depth == 1:
+        return Speculation(FORCED, MOST_TOKENS)
+    return None if found is None or found.method == NONE else found
+
+
 def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | None:
     """Read `speculative_config`: JSON, or what it stands for. Raises ConfigError."""
     if given is None:

@@ -8,13 +8,7 @@ from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
-from quire.base.speculation import (
-    FORCED,
-    MOST_TOKENS,
-    NONE,
-    Speculation,
-    parse_speculation,
-)
+from quire.base.speculation import speculation_of
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
@@ -111,7 +105,8 @@ def build_core(
     connect_stores(core, built)
     grammars = _make_grammars(core, built, source)
     core.constrain(grammars)
-    if (speculation := _speculation(config)) is not None:
+    speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
+    if speculation is not None:
         core.draft(Drafting(speculation, grammars, config.scheduler.max_num_seqs or 0))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
@@ -129,15 +124,6 @@ def _step_budget(built: BuiltRunner) -> StepBudget | None:
     if built.device.type != "cpu" or built.runner.is_async:
         return None
     return StepBudget(first_budget(built.config, built.spec, num_threads()))
-
-
-def _speculation(config: EngineConfig) -> Speculation | None:
-    """Return how to guess. If nothing was said, what grammars force is tried where the last token
-    is known anyway: that costs nobody anything."""
-    found = parse_speculation(config.speculative_config)
-    if found is None and config.scheduler.pipeline_depth == 1:
-        return Speculation(FORCED, MOST_TOKENS)
-    return None if found is None or found.method == NONE else found
 
 
 def _make_grammars(core: EngineCore, built: BuiltRunner, source: ModelSource) -> Grammars:

@@ -9,6 +9,7 @@ from pathlib import Path
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
+from quire.base.speculation import most_guesses, speculation_of
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, num_states, size_pools
 
 CPU_POOL_SHARE = 0.25
@@ -103,7 +104,22 @@ def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    return workspace_bytes(spec, DTYPE_BYTES[config.model.dtype], tokens, rows)
+    size = DTYPE_BYTES[config.model.dtype]
+    return workspace_bytes(spec, size, tokens, rows) + kept_inputs_bytes(config, spec)
+
+
+def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bound what layers that remember a state keep of the rows that guess, until it is known which
+    guesses were right (ops/attention/kept_inputs.py)."""
+    scheduler = config.scheduler
+    guesses = speculation_of(config.speculative_config, scheduler.pipeline_depth)
+    if guesses is None or not spec.linear_layers:
+        return 0
+    assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
+    tokens = scheduler.max_num_seqs + most_guesses(scheduler.max_num_seqs)
+    size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
+    of_token = len(spec.linear_layers) * spec.linear_attention.num_inputs * size
+    return min(tokens, scheduler.max_num_batched_tokens) * of_token
 
 
 def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from quire.base.messages import Draft, Drafted
 from quire.base.plan import RowDraft
+from quire.base.speculation import most_guesses
 from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.plan_builder import PlanBuilder
@@ -49,6 +50,8 @@ class Drafts:
         """Let rows of a plan try their guesses, as many as the budget has room for. rows,
         num_tokens: of the plan; what is tried is added to the latter."""
         place = {row: i for i, row in enumerate(rows.tolist())}
+        if self._memory.kv.has_states:
+            budget = min(budget, most_guesses(self._rows.table.num_rows))
         guessed, self._guessed = self._guessed, {}
         for key, draft in guessed.items():
             sequence = self._find(draft)

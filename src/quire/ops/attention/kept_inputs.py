@@ -4,7 +4,7 @@ A state cannot go back to the last right guess. So the forward pass reads the st
 guess and leaves none; what each layer was given of these rows' tokens is kept, some kilobytes a
 token where a state has megabytes. When it is known which guesses were right, the layers take in
 those tokens again and leave the states behind them, as a step without guesses would have done: the
-same operations on the same numbers.
+same operations on the same numbers. A layer's delta rule is given what its convolution returned.
 
 Shape legend as in `states.py`, and: G tokens of the rows that guess.
 """
