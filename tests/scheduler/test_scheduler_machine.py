@@ -566,39 +566,6 @@ class HybridStoresMachine(StoresMachine):
     groups = (FULL, WINDOW, STATES)
 
 
-class GuessingMachine(SchedulerMachine):
-    """One plan at a time, before which guesses are made for all that run."""
-
-    @initialize(
-        budget=st.integers(4, 60),
-        rows=st.integers(1, 5),
-        spare=st.integers(0, 9),
-        caching=st.booleans(),
-        lazy=st.booleans(),
-        mode=st.sampled_from(["recompute", "swap"]),
-        tier=st.sampled_from([None, 2, 60]),
-        stores=st.integers(0, 1),
-        guesses=st.tuples(st.integers(1, 9), st.integers(1, 5)),
-    )
-    def start(self, guesses, **drawn) -> None:  # type: ignore[override]
-        super().start(depth=1, policy=Fifo, threshold=0, **drawn)
-        self.num_guesses, self.wrong_at = guesses
-
-    @rule()
-    def plan(self) -> None:
-        number = self.scheduler.planner.next_step_id
-        self.draft(self.num_guesses, number % (2 * self.wrong_at))
-        super().plan()
-
-
-class GuessingStateMachine(GuessingMachine):
-    groups = (STATES,)
-
-
-class GuessingHybridMachine(GuessingMachine):
-    groups = (FULL, STATES, WINDOW)
-
-
 @FEW_OR_MANY
 @pytest.mark.parametrize(
     "machine",
@@ -611,9 +578,6 @@ class GuessingHybridMachine(GuessingMachine):
         StoresMachine,
         MixedStoresMachine,
         HybridStoresMachine,
-        GuessingMachine,
-        GuessingStateMachine,
-        GuessingHybridMachine,
     ],
 )
 def test_random_programs_give_each_request_its_own_tokens(machine: type, max_examples: int) -> None:

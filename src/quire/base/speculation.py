@@ -71,8 +71,9 @@ def most_guesses(num_rows: int) -> int:
 
 
 def speculation_of(given: str | None, pipeline_depth: int | None) -> Speculation | None:
-    """Return how an engine guesses, None if it does not. If nothing was said, what grammars force is
-    tried where the last token is known anyway: that costs nobody anything. Raises ConfigError."""
+    """Return how an engine guesses, None if it does not. If nothing was said, what grammars force
+    is tried where the last token is known anyway: that costs nobody anything. Raises
+    ConfigError."""
     found = parse_speculation(given)
     if found is None and pipeline_depth == 1:
         return Speculation(FORCED, MOST_TOKENS)
