@@ -20,6 +20,11 @@ from quire.base.speculation import Speculation, Suffixes, parse_speculation
         ({"method": "forced"}, Speculation("forced", 32)),
         ({"method": "forced", "num_speculative_tokens": 8}, Speculation("forced", 8)),
         ({"method": "none"}, Speculation("none", 32)),
+        (
+            {"method": "draft_model", "model": "x", "num_speculative_tokens": 3},
+            Speculation("draft_model", 3, model="x"),
+        ),
+        ({"method": "eagle3", "model": "y"}, Speculation("eagle3", 4, model="y")),
         ({"method": "suffix"}, Speculation("suffix", 24, suffixes=Suffixes(24, 10_000, 1.0, 0.1))),
         (
             {
@@ -47,6 +52,9 @@ def test_what_is_left_out(given: Any, meant: Speculation) -> None:
         ({"num_speculative_tokens": True}, "must be a number from 1, got True"),
         ({"num_speculative_tokens": 33}, "at most 32, got 33"),
         ({"prompt_lookup_min": 4, "prompt_lookup_max": 2}, "not be above prompt_lookup_max"),
+        ({"method": "draft_model"}, "draft_model needs a model that guesses: a directory"),
+        ({"method": "eagle3", "model": 3}, "eagle3 needs a model that guesses.* got 3"),
+        ({"method": "draft_model", "model": "x", "prompt_lookup_max": 2}, "no 'prompt_lookup_max'"),
         ({"model": "x"}, "has no 'model' for the method ngram; it has: method"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "no 'prompt_lookup_max' for .* suffix"),
         ({"method": "forced", "prompt_lookup_max": 3}, "no 'prompt_lookup_max' for .* forced"),

@@ -79,3 +79,14 @@ def test_a_chance_follows_what_was_put_to_the_test() -> None:
     for _ in range(1000):
         wrong.hope()
     assert wrong.value == FIRST_CHANCE, "it is tried again"
+
+
+def test_what_guessing_takes_counts() -> None:
+    """Guesses that are always right are not worth it where making them takes as long as a step."""
+    times = StepTimes()
+    times.observe(1, 1.0)
+    times.observe(8, 1.0)
+    assert lengths([4], [1.0], 0, times) == [4]
+    assert lengths([4], [1.0], 0, times, lambda num: 0.2 * num) == [4]
+    assert lengths([4], [1.0], 0, times, lambda num: 1.1 * num) == [0]
+    assert lengths([4, 4], [0.9, 0.1], 0, times, lambda num: 0.3 * num)[1] <= 1

@@ -16,7 +16,7 @@ in place; then, for good, the one behind the block. So a sequence holds few of t
 one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 FULL, WINDOW, CHUNKED, LATENT, STATE = "full", "window", "chunked", "latent", "state"
 KINDS = (FULL, WINDOW, CHUNKED, LATENT, STATE)
@@ -47,6 +47,10 @@ class CacheGroup:
         if self.kind == STATE:
             return max(0, num_tokens - 1)
         return 0
+
+    def behind(self, num_layers: int) -> "CacheGroup":
+        """Return the same group of layers whose numbers are behind so many others."""
+        return replace(self, layers=tuple(num_layers + layer for layer in self.layers))
 
     @property
     def keeps_all(self) -> bool:

@@ -62,7 +62,8 @@ class ModelSpec:
     linear_layers: those with linear attention, which keep a state instead of keys and values.
     is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
     implementation: whose class runs it, QUIRE for ours and those of packages made for us,
-    TRANSFORMERS, or COMPILED.
+    TRANSFORMERS, or COMPILED. drafter: the model that guesses what this one says (draft_model.py);
+    its layers have numbers behind this one's.
     """
 
     model_type: str
@@ -83,10 +84,20 @@ class ModelSpec:
     implementation: str = field(default=QUIRE, repr=False)
     linear_layers: tuple[int, ...] = field(default=(), repr=False)
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    drafter: "ModelSpec | None" = field(default=None, repr=False)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """Return one group per distinct window, the full group first, then the states."""
+        """Return one group per distinct window, the full group first, then the states; the
+        drafter's behind them."""
+        if self.drafter is None:
+            return self.own_groups
+        behind = (each.behind(self.num_layers) for each in self.drafter.own_groups)
+        return (*self.own_groups, *behind)
+
+    @property
+    def own_groups(self) -> tuple[CacheGroup, ...]:
+        """Return the cache groups of its own layers."""
         attending = {
             layer: window
             for layer, window in enumerate(self.layer_windows)
@@ -127,7 +138,8 @@ class ModelSpec:
         """
         length = length if length is not None and length > 0 else self.max_position
         most = longest_short(self.fields, self.max_position)
-        return replace(self, is_long=most is not None and length > most)
+        drafter = None if self.drafter is None else self.drafter.served_up_to(length)
+        return replace(self, is_long=most is not None and length > most, drafter=drafter)
 
     @property
     def fields(self) -> Fields:

@@ -11,6 +11,8 @@ from quire.base.errors import ConfigError
 
 NGRAM, SUFFIX = "ngram", "suffix"
 FORCED, NONE = "forced", "none"  # what a grammar leaves no choice about, and not even that
+DRAFT_MODEL, EAGLE3 = "draft_model", "eagle3"
+WITH_MODEL = (DRAFT_MODEL, EAGLE3)  # a model guesses, beside the one that is served
 NUM_TOKENS = 4  # guesses of a row, if not said
 RUN = 5  # tokens that must stand before, if not said
 MOST_TOKENS = 32
@@ -27,6 +29,8 @@ FIELDS_OF: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         FORCED: (),
         NONE: (),
+        DRAFT_MODEL: ("model",),
+        EAGLE3: ("model",),
     }
 )
 
@@ -48,15 +52,17 @@ class Suffixes:
 class Speculation:
     """method: who guesses, beside grammars, whose forced tokens are tried with any method but
     `none`. `ngram`: what followed the same tokens before; `suffix`: what followed most often, also
-    in others' answers; `forced`: nobody else. num_tokens: most guesses of a row in a step.
-    longest_run, shortest_run: how many tokens must stand before, so that what followed them is
-    guessed."""
+    in others' answers; `draft_model`: a small model; `eagle3`: a head of the model; `forced`:
+    nobody else. num_tokens: most guesses of a row in a step. longest_run, shortest_run: how many
+    tokens must stand before, so that what followed them is guessed. model: who guesses, of
+    WITH_MODEL."""
 
     method: str
     num_tokens: int
     longest_run: int = RUN
     shortest_run: int = RUN
     suffixes: Suffixes = Suffixes()
+    model: str | None = None
 
     @property
     def num_forced(self) -> int:
@@ -111,6 +117,8 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
     if method in (FORCED, NONE):
         return Speculation(method, _num_tokens(fields, MOST_TOKENS))
     num = _num_tokens(fields, NUM_TOKENS)
+    if method in WITH_MODEL:
+        return Speculation(method, num, model=_model(fields, method))
     longest = _count(fields, "prompt_lookup_max", fields.get("prompt_lookup_min") or RUN)
     shortest = _count(fields, "prompt_lookup_min", longest)
     if shortest > longest:
@@ -118,6 +126,16 @@ def parse_speculation(given: str | Mapping[str, Any] | None) -> Speculation | No
             f"prompt_lookup_min must not be above prompt_lookup_max, got {shortest} and {longest}."
         )
     return Speculation(method, num, longest, shortest)
+
+
+def _model(fields: Mapping[str, Any], method: str) -> str:
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise ConfigError(
+            f"the method {method} needs a model that guesses: a directory, a GGUF file or a Hugging"
+            f" Face id, got {model!r}."
+        )
+    return model
 
 
 def _suffixes(fields: Mapping[str, Any]) -> Suffixes:

@@ -23,6 +23,7 @@ SETTINGS = (
     "model", "model_impl", "revision", "dtype", "max_model_len", "load_format", "quantization",
     "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
+    "speculative_config",
 )  # fmt: skip
 CONFIG = "config.json"
 MIB = 1 << 20

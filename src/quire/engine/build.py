@@ -1,14 +1,16 @@
 """From a configuration to an engine: everything between a model's name and a client."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
+from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
-from quire.base.speculation import speculation_of
+from quire.base.speculation import DRAFT_MODEL, Speculation, parse_speculation, speculation_of
 from quire.base.validation import RequestLimits
 from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
@@ -18,11 +20,12 @@ from quire.engine.executor import Executor, InProcessExecutor
 from quire.engine.grammars import Grammars
 from quire.engine.identity import fingerprint_of
 from quire.engine.launching import LaunchingExecutor
+from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
-from quire.engine.text import build_text_side, read_vocabulary
+from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
 from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
@@ -40,6 +43,7 @@ from quire.scheduler.scheduler import Scheduler
 logger = logging.getLogger("quire")
 
 MOST_MASK_THREADS = 8  # beside a GPU
+Draft = Callable[[DraftOrder], DraftAnswer]
 STORE_SETTINGS = ("kv_disk_dir", "kv_store")  # where blocks are kept
 
 
@@ -84,8 +88,9 @@ def build_core(
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
     flight the model is loaded, and does all its work, on a thread of its own."""
     _check_record(config)
+    _check_drafter(config, source)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
-    built, executor = _build_executor(config, source, progress)
+    built, executor, draft = _build_executor(config, source, progress)
     config = built.config
     if not config.disable_log_stats:
         _log_start(built, source)
@@ -107,7 +112,7 @@ def build_core(
     core.constrain(grammars)
     speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
     if speculation is not None:
-        core.draft(Drafting(speculation, grammars, config.scheduler.max_num_seqs or 0))
+        core.draft(_make_drafting(core, built, speculation, grammars, draft))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
@@ -117,6 +122,27 @@ def build_core(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
     return BuiltCore(core, config, built.spec, built.memory)
+
+
+def _make_drafting(
+    core: EngineCore,
+    built: BuiltRunner,
+    speculation: Speculation,
+    grammars: Grammars,
+    draft: Draft,
+) -> Drafting | ModelDrafting:
+    """Make what guesses. draft: carries out what a model is to guess."""
+    drafter = built.spec.drafter
+    if built.draft is None or drafter is None:
+        return Drafting(speculation, grammars, built.config.scheduler.max_num_seqs or 0)
+    traits = DrafterTraits(
+        speculation.num_tokens,
+        drafter.max_position,
+        built.config.cache.block_size,
+        reads=built.draft.is_ahead,
+        may_lag=not built.draft.is_ahead and all(g.keeps_all for g in drafter.own_groups),
+    )
+    return ModelDrafting(traits, grammars, draft, core.scheduler.drafts.holders)
 
 
 def _step_budget(built: BuiltRunner) -> StepBudget | None:
@@ -137,18 +163,25 @@ def _make_grammars(core: EngineCore, built: BuiltRunner, source: ModelSource) ->
 
 def _build_executor(
     config: EngineConfig, source: ModelSource, progress: Progress | None
-) -> tuple[BuiltRunner, Executor]:
+) -> tuple[BuiltRunner, Executor, Draft]:
+    """Build the runner, what carries out its plans, and what carries out a drafter's orders, in the
+    same thread."""
     device = choose_device(config.device).type
     if device == "cpu" and depth_of(config, device) == 1:
         built = build_runner(config, source, progress)
-        if built.runner.is_async:  # Triton's interpreter in a GPU's place
-            return built, LaunchingExecutor(built, DeviceThread())
-        return built, InProcessExecutor(built)
-    thread = DeviceThread()
-    built = thread.call(lambda: build_runner(config, source, progress))
+        if not built.runner.is_async:
+            return built, InProcessExecutor(built), built.guess
+        thread = DeviceThread()  # Triton's interpreter in a GPU's place
+    else:
+        thread = DeviceThread()
+        built = thread.call(lambda: build_runner(config, source, progress))
+
+    def draft(order: DraftOrder) -> DraftAnswer:
+        return thread.call(lambda: built.guess(order))
+
     if built.runner.is_async:
-        return built, LaunchingExecutor(built, thread)
-    return built, ThreadedExecutor(InProcessExecutor(built), thread)
+        return built, LaunchingExecutor(built, thread), draft
+    return built, ThreadedExecutor(InProcessExecutor(built), thread), draft
 
 
 def _check_record(config: EngineConfig) -> None:
@@ -159,6 +192,13 @@ def _check_record(config: EngineConfig) -> None:
             f"record={config.record!r} cannot keep the scheduling policy {policy!r}, which another"
             f" package brings; leave record out, or take one of {', '.join(POLICIES)}."
         )
+
+
+def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
+    """Raise ConfigError for a model that guesses other tokens, before anything is loaded."""
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is not None and speculation.method == DRAFT_MODEL and speculation.model:
+        check_same_tokens(config.model, source, resolve_model(speculation.model))
 
 
 def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
@@ -189,4 +229,7 @@ def _log_start(built: BuiltRunner, source: ModelSource) -> None:
         source.name, built.spec.model_type, str(built.dtype).removeprefix("torch."),
         built.device, built.backend_name,
     )  # fmt: skip
+    if built.draft_source is not None and built.spec.drafter is not None:
+        drafter = built.spec.drafter
+        logger.info("guesses: %s (%s)", built.draft_source.name, drafter.model_type)
     logger.info("%s", built.memory.describe())

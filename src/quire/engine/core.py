@@ -41,6 +41,7 @@ from quire.engine.connectors.connections import MOST_WAIT_S, Connections
 from quire.engine.drafting import Drafting
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
+from quire.engine.model_drafting import ModelDrafting
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
 from quire.engine.step_budget import StepBudget
@@ -119,7 +120,7 @@ class EngineCore:
         self._death: str | None = None
         self._stores: Connections | None = None
         self._grammars: Grammars | None = None
-        self._drafting: Drafting | None = None
+        self._drafting: Drafting | ModelDrafting | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
         self._events: list[Event] = []  # that subscribers have not heard of
@@ -171,7 +172,7 @@ class EngineCore:
         """Let these say which tokens the requests with a grammar may choose."""
         self._grammars = grammars
 
-    def draft(self, drafting: Drafting) -> None:
+    def draft(self, drafting: Drafting | ModelDrafting) -> None:
         """Let this guess what sequences go on with."""
         self._drafting = drafting
 
@@ -415,6 +416,7 @@ class EngineCore:
             self._stores.close(until_s, self._clock)
         self._forgo_masks(list(self._submitted)[1:])
         self.executor.close()
+        self._drafting = None  # which may hold a model
         if self._grammars is not None:
             self._grammars.close()
 

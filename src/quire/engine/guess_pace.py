@@ -12,6 +12,7 @@ they do, so that it is tried again.
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
 
@@ -93,9 +94,16 @@ class Chance:
         self.value = max(self.value, min(FIRST_CHANCE, self.value + HOPE * num_steps))
 
 
-def lengths(most: Seq[int], chances: Seq[float], num_others: int, times: StepTimes) -> list[int]:
+def lengths(
+    most: Seq[int],
+    chances: Seq[float],
+    num_others: int,
+    times: StepTimes,
+    guessing_s: Callable[[int], float] = lambda num: 0.0,
+) -> list[int]:
     """Return how many guesses each row should try. most: how many it has; chances: that one of them
-    is right; num_others: tokens of the step beside these rows' own."""
+    is right; num_others: tokens of the step beside these rows' own; guessing_s: what it takes to
+    make so many for all rows."""
     found = [0] * len(most)
     if times.seconds(1) is None:
         return list(most)
@@ -104,13 +112,15 @@ def lengths(most: Seq[int], chances: Seq[float], num_others: int, times: StepTim
     rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
     heap = [(-chance, row) for row, chance in enumerate(chances) if most[row] > 0]
     heapify(heap)
-    best, best_rate = list(found), rate
+    best, best_rate, longest = list(found), rate, 0
     while heap:
         gain, row = heappop(heap)
         found[row] += 1
+        longest = max(longest, found[row])
         num_tokens += 1
         gained -= gain
-        rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
+        seconds = (times.seconds(num_tokens) or 0.0) + guessing_s(longest)
+        rate = gained / max(1e-9, seconds)
         if rate > best_rate:
             best, best_rate = list(found), rate
         if found[row] < most[row] and -gain * chances[row] > LEAST_CHANCE:

@@ -33,7 +33,16 @@ def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
         cache.kv_cache_dtype,
         "deterministic" if config.deterministic else "",
         _kernels(built),
+        *_of_drafter(built),
     )
+
+
+def _of_drafter(built: BuiltRunner) -> tuple[str, ...]:
+    """Name the model whose keys and values stand beside the served one's, if one guesses."""
+    source, spec = built.draft_source, built.spec.drafter
+    if source is None or spec is None:
+        return ()
+    return source.name, weights_identity(built.config, source), spec.identity
 
 
 def _kernels(built: BuiltRunner) -> str:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.base.config import ModelConfig
+from quire.base.errors import ConfigError
 from quire.engine.requests import RequestMaker
 from quire.engine.vocabulary import Vocabulary, make_vocabulary
 from quire.models.source import TEXT_FILES, ModelSource, resolve_model
@@ -53,6 +54,24 @@ def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -
     eos = None if tokenizer is None else tokenizer.eos_token_id
     defaults = read_generation_defaults(source.directory, eos, use_sampling=False)
     return make_vocabulary(tokenizer, vocab_size, defaults.eos_token_ids)
+
+
+def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSource) -> None:
+    """Raise ConfigError if a draft model has other tokens than the model that is served; one
+    without a tokenizer has the same."""
+    ours = _read_tokenizer(config, source)
+    if ours is None or not has_tokenizer(drafter.directory):
+        return
+    theirs = Tokenizer.from_directory(drafter.directory)
+    num = min(ours.vocab_size, theirs.vocab_size)
+    pairs = zip(ours.tokens(range(num)), theirs.tokens(range(num)), strict=True)
+    found = next((i for i, (mine, other) in enumerate(pairs) if mine != other), None)
+    if found is not None:
+        raise ConfigError(
+            f"the draft model {drafter.name} has other tokens than {source.name}: token {found} is"
+            f" {theirs.token(found)!r}, not {ours.token(found)!r}. Take a draft model of the same"
+            " family, with the same tokenizer."
+        )
 
 
 def _read_tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:

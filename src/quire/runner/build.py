@@ -9,10 +9,13 @@ import numpy as np
 import torch
 
 from quire.base.config import EngineConfig
+from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec
+from quire.base.speculation import parse_speculation
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
+from quire.models.draft_model import number_behind, with_drafter
 from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import LoadOptions, load_model
@@ -24,6 +27,7 @@ from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config
+from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
 from quire.runner.memory_plan import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
@@ -48,7 +52,14 @@ class BuiltRunner:
     backend_name: str
     copy_bytes_per_s: float = 0.0
     host_limits: tuple[int, ...] | None = None  # blocks of the host tier, by cache group
+    draft: DraftPasses | None = None  # of a model that guesses
+    draft_source: ModelSource | None = None
     kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
+
+    def guess(self, order: DraftOrder) -> DraftAnswer:
+        """Carry out what the model that guesses is to do; there must be one."""
+        assert self.draft is not None, "nobody guesses"
+        return self.draft.run(order)
 
 
 def choose_device(name: str) -> torch.device:
@@ -76,21 +87,32 @@ def build_runner(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
     device = choose_device(config.device)
+    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     config = derive_config(config, spec, device.type)
     spec = spec.served_up_to(config.model.max_model_len)
     dtype = torch_dtype(config.model.dtype)
     free = available_cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
-    model = _load(config, source, spec, device, progress, free if device.type == "cpu" else None)
+    most = free if device.type == "cpu" else None
+    model = _load(config, source, spec, device, progress, most)
+    weights, drafter = model_bytes(model), None
+    if draft_source is not None and spec.drafter is not None:
+        left = None if most is None else most - weights
+        drafter = _load(config, draft_source, spec.drafter, device, progress, left)
+        number_behind(drafter, spec.num_layers)
+        weights += model_bytes(drafter)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
-        memory = plan_cpu_memory(config, spec, model_bytes(model), free)
+        memory = plan_cpu_memory(config, spec, weights, free)
     else:
 
-        def make(config: EngineConfig, num_blocks: tuple[int, ...]) -> ModelRunner:
-            return _assemble(config, spec, dtype, device, model, num_blocks)
+        def make(
+            config: EngineConfig, num_blocks: tuple[int, ...]
+        ) -> tuple[ModelRunner, DraftPasses | None]:
+            runner = _assemble(config, spec, dtype, device, model, num_blocks)
+            return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
-        memory = plan_gpu_memory(config, spec, device, model_bytes(model), free, make)
+        memory = plan_gpu_memory(config, spec, device, weights, free, make)
     config = with_length(config, memory.max_model_len)
     host = _host_tier(config, spec, device, memory)
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host, scales)
@@ -98,7 +120,10 @@ def build_runner(
     block_bytes = block_bytes_of(config, spec)[0]
     rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
     name = runner.backend.name
-    return BuiltRunner(runner, config, spec, memory, dtype, device, name, rate, host, scales)
+    draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
+    return BuiltRunner(
+        runner, config, spec, memory, dtype, device, name, rate, host, draft, draft_source, scales
+    )
 
 
 def load_format_of(config: EngineConfig, source: ModelSource) -> str:
@@ -201,6 +226,7 @@ def _assemble(
     limits = host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
     size, kv_format = cache.block_size, cache.kv_cache_dtype
+    num_blocks = with_spare_blocks(config, spec, num_blocks)
     layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length

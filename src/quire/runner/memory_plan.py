@@ -9,7 +9,7 @@ from pathlib import Path
 from quire.base.config import AUTO_LENGTH, EngineConfig
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.base.speculation import most_guesses, speculation_of
+from quire.base.speculation import most_guesses, parse_speculation, speculation_of
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, num_states, size_pools
 
 CPU_POOL_SHARE = 0.25
@@ -100,12 +100,18 @@ def gpu_pool_budget(
 
 
 def workspace_of(config: EngineConfig, spec: ModelSpec) -> int:
-    """workspace_bytes of the largest step that a config, with derived values, allows."""
+    """workspace_bytes of the largest step that a config, with derived values, allows, or of a
+    drafter's, with the blocks that its guesses stand in meanwhile."""
     scheduler = config.scheduler
     assert scheduler.max_num_seqs and scheduler.max_num_batched_tokens
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     size = DTYPE_BYTES[config.model.dtype]
-    return workspace_bytes(spec, size, tokens, rows) + kept_inputs_bytes(config, spec)
+    largest, kept = workspace_bytes(spec, size, tokens, rows), kept_inputs_bytes(config, spec)
+    if spec.drafter is None:
+        return largest + kept
+    largest = max(largest, workspace_bytes(spec.drafter, size, tokens, rows))
+    spare = rows * spare_blocks(config) * sum(block_bytes_of(config, spec.drafter))
+    return largest + kept + spare
 
 
 def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
@@ -120,6 +126,13 @@ def kept_inputs_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     size = max(4 if config.device == "cpu" else 0, DTYPE_BYTES[config.model.dtype])
     of_token = len(spec.linear_layers) * spec.linear_attention.num_inputs * size
     return min(tokens, scheduler.max_num_batched_tokens) * of_token
+
+
+def spare_blocks(config: EngineConfig) -> int:
+    """Count the blocks behind a row's own that its guesses may stand in."""
+    speculation = parse_speculation(config.speculative_config)
+    assert speculation is not None
+    return -(-speculation.num_tokens // config.cache.block_size)
 
 
 def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.config import EngineConfig
+from quire.base.model_spec import ModelSpec
+from quire.base.speculation import parse_speculation
 from quire.kv.sizing import MemoryPlan
 from quire.models.checkpoint import has_weights, weight_files
+from quire.models.draft_model import with_drafter
 from quire.models.formats import weight_formats
 from quire.models.loading import check_files, formats_of_file
 from quire.models.model import Model
@@ -43,18 +46,14 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
     device = choose_device(config.device)
+    spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
-    formats = weight_formats(config.model)
-    formats.check(config.model.dtype, device.type)
-    model = make_model(spec, dtype, torch.device("meta"))
-    stored: Stored = {}
-    if load_format_of(config, source) != "dummy":
-        stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
-        if has_weights(source.directory):
-            check_files(weight_files(source.directory), spec)
-    weights = planned_bytes(model, dtype, device, formats, stored)
+    weight_formats(config.model).check(config.model.dtype, device.type)
+    model, weights = _outline(config, source, spec, device)
+    if draft_source is not None and spec.drafter is not None:
+        weights += _outline(config, draft_source, spec.drafter, device)[1]
     memory = None
     if device.type == "cpu":
         memory = plan_cpu_memory(config, spec, weights, available_cpu_bytes())
@@ -68,6 +67,20 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     first = first_budget(config, spec, num_threads()) if follows else None
     runs_by = model.runs_by if isinstance(model, Model) else "another package's class"
     return Preview(config, backend.name, weights, memory, first, runs_by)
+
+
+def _outline(
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, device: torch.device
+) -> tuple[Model, int]:
+    """Make a model without memory, and count the bytes that it would take."""
+    dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
+    model = make_model(spec, dtype, torch.device("meta"))
+    stored: Stored = {}
+    if load_format_of(config, source) != "dummy":
+        stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
+        if has_weights(source.directory):
+            check_files(weight_files(source.directory), spec)
+    return model, planned_bytes(model, dtype, device, formats, stored)
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 
 from quire.base.config import AUTO_LENGTH, EngineConfig
+from quire.base.draft_order import DraftOrder
 from quire.base.errors import OutOfMemory
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import BlockWrites, Plan, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.kv.sizing import MemoryPlan
+from quire.runner.drafting import DraftPasses
 from quire.runner.memory_plan import (
     GPU_CONTEXT_BYTES,
     gpu_pool_budget,
@@ -24,7 +26,7 @@ from quire.runner.model_runner import ModelRunner
 
 logger = logging.getLogger("quire")
 
-MakeRunner = Callable[[EngineConfig, tuple[int, ...]], ModelRunner]
+MakeRunner = Callable[[EngineConfig, tuple[int, ...]], tuple[ModelRunner, DraftPasses | None]]
 
 
 def with_length(config: EngineConfig, length: int) -> EngineConfig:
@@ -45,7 +47,7 @@ def plan_gpu_memory(
     share.
 
     free_at_start: bytes of the device before anything was loaded. make_runner: of a config and
-    pools of these numbers of blocks. Raises OutOfMemory.
+    pools of these numbers of blocks, with the passes of its drafter. Raises OutOfMemory.
     """
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -53,8 +55,10 @@ def plan_gpu_memory(
     largest = with_length(config, spec.max_position) if is_auto else config
     try:
         plan, num_blocks = worst_case_plan(largest, len(spec.cache_groups), spec.vocab_size)
-        runner = make_runner(largest, num_blocks)
+        runner, draft = make_runner(largest, num_blocks)
         runner.run(plan)
+        if draft is not None:
+            draft.run(worst_case_order(plan))
         workspace = torch.cuda.max_memory_allocated(device) - before
         graphs = runner.graph_bytes(config)
     except torch.cuda.OutOfMemoryError as error:
@@ -63,7 +67,7 @@ def plan_gpu_memory(
             f" weights ({weights_bytes / 1e9:.1f} GB) on {describe_memory(device)}; lower"
             " max_num_batched_tokens or max_num_seqs, or end what else uses the GPU."
         ) from error
-    del runner
+    del runner, draft
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     # Weights and what libraries hold; another process may have given memory back meanwhile.
@@ -79,6 +83,20 @@ def plan_gpu_memory(
         )  # fmt: skip
     found = make_plan(config, spec, weights_bytes, workspace, max(0, budget), total)
     return dataclasses.replace(found, graph_bytes=graphs)
+
+
+def worst_case_order(plan: Plan) -> DraftOrder:
+    """Make the order behind such a plan: the same tokens, and a guess for every row."""
+    nothing = np.zeros_like(plan.num_tokens)
+    return DraftOrder(
+        rows=plan.rows,
+        first=nothing,
+        num_tokens=plan.num_tokens,
+        num_known=plan.num_tokens,
+        num_guesses=nothing + 1,
+        capacity=plan.num_tokens,
+        read_from=np.cumsum(plan.num_tokens, dtype=np.int32) - plan.num_tokens,
+    )
 
 
 def free_gpu_bytes(device: torch.device) -> int:

@@ -46,6 +46,10 @@ class Drafts:
         found = self._rows.sequences(rows[is_known & is_next & has_room])
         return [sequence for sequence in found if self._may_ever_try(sequence)]
 
+    def holders(self, rows: Int32) -> list[Sequence]:
+        """List who holds these rows."""
+        return self._rows.sequences(rows.astype(np.int64))
+
     def spread(self, builder: PlanBuilder, rows: Int32, num_tokens: Int32, budget: int) -> None:
         """Let rows of a plan try their guesses, as many as the budget has room for. rows,
         num_tokens: of the plan; what is tried is added to the latter."""

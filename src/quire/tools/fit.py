@@ -15,8 +15,10 @@ from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.gguf_rope import OF_CONFIG
 from quire.base.model_spec import ModelSpec
+from quire.base.speculation import parse_speculation
 from quire.kv.sizing import MIB, MemoryPlan, least_pool_bytes, sequences_that_fit
 from quire.models.checkpoint import has_weights, listed, safetensors_shapes, weight_files
+from quire.models.draft_model import with_drafter
 from quire.models.formats import AS_THEY_ARE, weight_formats
 from quire.models.gguf.names import our_names
 from quire.models.gguf.stored import stored_formats_of_parts
@@ -30,7 +32,7 @@ from quire.models.outline import (
 )
 from quire.models.quantised.parts import quantised_parts
 from quire.models.registry import model_spec
-from quire.models.source import ModelSource
+from quire.models.source import CONFIG_ONLY, ModelSource
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.graph_sizes import estimated_graph_bytes
@@ -116,7 +118,8 @@ class _StoredTensors:
 
 @dataclass(frozen=True)
 class _Question:
-    """A model on a device. file: the GGUF file that holds the model, if one does."""
+    """A model on a device. file: the GGUF file that holds the model, if one does. drafter: the
+    model that guesses what it says."""
 
     name: str
     spec: ModelSpec
@@ -124,9 +127,15 @@ class _Question:
     outline: Outline
     file: GGUFFile | None
     tensors: _StoredTensors
+    drafter: "_Question | None" = None
 
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
-        """Count the weights by format, once they are packed."""
+        """Count the weights by format, once they are packed; those of a drafter behind them."""
+        drafted = [] if self.drafter is None else self.drafter.weights(config)
+        behind = [FormatBytes(f"draft model {each.name}", each.num_bytes) for each in drafted]
+        return [*self._own_weights(config), *behind]
+
+    def _own_weights(self, config: EngineConfig) -> list[FormatBytes]:
         formats = weight_formats(config.model)
         how = _packing(self.device, config)
         stored: Stored = {}
@@ -186,13 +195,15 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
+    speculation = parse_speculation(config.speculative_config)
+    spec, draft_source = with_drafter(spec, speculation, CONFIG_ONLY)
     config = derive_config(config, spec, device.kind)
     if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)
-    file = GGUFFile(source.directory) if is_gguf(source.directory) else None
-    tensors = _stored_tensors(spec, config, source, file)
-    made = outline(spec, config.model.dtype, tensors.shapes)
-    question = _Question(source.name, spec, device, made, file, tensors)
+    question = _question(config, source, spec, device)
+    if draft_source is not None and spec.drafter is not None:
+        drafter = _question(config, draft_source, spec.drafter, device)
+        question = dataclasses.replace(question, drafter=drafter)
     weights = question.weights(config)
     total = sum(each.num_bytes for each in weights)
     try:
@@ -212,6 +223,15 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
         alternatives=tuple(_alternatives(question, config)),
         warnings=(*_warnings(question, config, total), *_differences(question, source)),
     )
+
+
+def _question(
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, device: Device
+) -> _Question:
+    file = GGUFFile(source.directory) if is_gguf(source.directory) else None
+    tensors = _stored_tensors(spec, config, source, file)
+    made = outline(spec, config.model.dtype, tensors.shapes)
+    return _Question(source.name, spec, device, made, file, tensors)
 
 
 def _packing(device: Device, config: EngineConfig) -> Packing:

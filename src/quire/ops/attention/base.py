@@ -55,6 +55,7 @@ class AttentionStep:
     result.
     The host arrays are upper bounds of what the device holds (exact while no drafts are in flight).
     guessing_S: bool, rows that leave no states: their last tokens are guesses (kept_inputs.py).
+    groups: those whose layers run, if not all; the blocks of others are left as they are.
     """
 
     positions_T: torch.Tensor
@@ -65,6 +66,11 @@ class AttentionStep:
     query_lens_host: Int32
     context_lens_host: Int32
     guessing_S: torch.Tensor | None = None
+    groups: range | None = None
+
+    def has(self, group: int) -> bool:
+        """Tell whether the step is for layers of a cache group."""
+        return self.groups is None or group in self.groups
 
 
 class AttentionBackend(ABC):

@@ -52,7 +52,7 @@ class TorchBackend(StatesInBlocks):
         for g, (builder, table_SL) in enumerate(
             zip(self._builders, step.block_tables_SL, strict=True)
         ):
-            if builder is None:
+            if builder is None or not step.has(g):
                 continue
             self._batches[g] = builder.build(step, table_SL)
             begun = builder.begun_blocks(step, table_SL)

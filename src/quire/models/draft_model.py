@@ -1,0 +1,54 @@
+"""A model that guesses what another one says: whether it fits that one, and its layers' numbers."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from quire.base.cache_group import STATE
+from quire.base.errors import ConfigError
+from quire.base.model_spec import QUIRE, ModelSpec
+from quire.base.speculation import Speculation
+from quire.models.layers import Attention
+from quire.models.registry import model_spec
+from quire.models.source import ALL_FILES, ModelSource, resolve_model
+
+
+def with_drafter(
+    spec: ModelSpec, speculation: Speculation | None, files: tuple[str, ...] = ALL_FILES
+) -> tuple[ModelSpec, ModelSource | None]:
+    """Return the spec of a model with that of the one that guesses what it says, and where that one
+    comes from; None without one. files: as resolve_model. Raises ModelError, and ConfigError for
+    one that does not fit."""
+    if speculation is None or speculation.model is None:
+        return spec, None
+    source = resolve_model(speculation.model, files=files)
+    drafter = model_spec(source.directory)
+    _check(spec, drafter, source.name)
+    return replace(spec, drafter=drafter), source
+
+
+def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:
+    if drafter.vocab_size != spec.vocab_size:
+        raise ConfigError(
+            f"the draft model {name} has {drafter.vocab_size:,} tokens, and the model that is"
+            f" served {spec.vocab_size:,}: what it guesses would mean something else. Take a draft"
+            " model of the same family, with the same tokenizer."
+        )
+    if any(group.kind == STATE for group in drafter.own_groups):
+        raise ConfigError(
+            f"the draft model {name} ({drafter.model_type}) has layers that remember a state, which"
+            " cannot go back to the last right guess. Take one without such layers."
+        )
+    if drafter.implementation != QUIRE:
+        raise ConfigError(
+            f"the draft model {name} ({drafter.model_type}) would run by a class of transformers;"
+            " take one that runs by a class of quire's."
+        )
+
+
+def number_behind(model: nn.Module, num_layers: int) -> None:
+    """Let a model's layers have numbers behind so many others, whose attention backend they use."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Attention):
+                setattr(module, name, replace(value, layer=num_layers + value.layer))
