@@ -3,9 +3,11 @@
 import math
 from dataclasses import dataclass
 
+import msgspec
+
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import RequestError
-from quire.base.messages import Request
+from quire.base.messages import Draft, Request
 from quire.base.sampling_params import SamplingParams, processor_name
 
 MAX_CACHE_SALT = 1024
@@ -27,6 +29,14 @@ class RequestLimits:
     max_num_seqs: int
     logits_processors: tuple[str, ...] = ()
     takes_functions: bool = True
+
+    def known_part(self, draft: Draft) -> Draft:
+        """Return a draft up to the first guess that is no token of the vocabulary."""
+        guesses, size = draft.token_ids, self.vocab_size
+        if min(guesses, default=0) >= 0 and max(guesses, default=0) < size:
+            return draft
+        num = next(i for i, token_id in enumerate(guesses) if not 0 <= token_id < size)
+        return msgspec.structs.replace(draft, token_ids=guesses[:num])
 
     def check(self, request: Request) -> None:
         """Raise RequestError for what this engine can never serve."""

@@ -354,7 +354,7 @@ class EngineCore:
             return
         candidates = self.scheduler.drafts.candidates(self._drafting.resting)
         if drafts := self._drafting.guess(candidates, self.scheduler.num_running):
-            self.control(Drafted(drafts))
+            self.control(Drafted([self.limits.known_part(draft) for draft in drafts]))
 
     def take(self) -> StepOutputs:
         """Take the result of the oldest plan in flight."""
