@@ -35,7 +35,11 @@ def test_which_layers_a_config_means(
         (HeadShape(), {"vocab_size": 99}, "another model: .* vocab_size is 97, this model's 99"),
         (HeadShape(), {"num_hidden_layers": 6}, "without .* it reads 2, 3, 3"),
         (HeadShape(reads=(1, 8)), {}, "from 0 to 7 of this model; .* says 1, 8"),
-        (HeadShape(top={"draft_vocab_size": 98}), {}, "draft_vocab_size is 98, more than"),
+        (
+            HeadShape(top={"draft_vocab_size": 98}),
+            {},
+            "draft_vocab_size is 98; it is at most vocab_size",
+        ),
         (HeadShape(layer={"model_type": "gpt_oss"}), {}, "layers of type 'gpt_oss'; supported are"),
         (HeadShape(top={"parallel_drafting": True}), {}, "parallel_drafting is true; .* variant"),
         (HeadShape(top={"norm_before_fc": True, "fc_norm": True}), {}, "has that or fc_norm"),

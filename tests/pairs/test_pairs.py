@@ -7,6 +7,7 @@ chunks and is a step ahead.
 
 from collections.abc import Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from quire.base.errors import RequestError
 from quire.base.events import Stepped
 from quire.base.outputs import RequestOutput
 from quire.engine.guess_pace import StepTimes
+from tests.models.heads import write_demo_head
 
 PROMPT = "Once upon a time there was a little fox. One day the fox"
 MAX_TOKENS = 14
@@ -80,14 +82,20 @@ def short() -> Iterator[LLM]:
 GUESSES: dict[str, dict[str, Any]] = {
     "ngram": {"num_speculative_tokens": 3, "prompt_lookup_max": 1},
     "suffix": {"num_speculative_tokens": 5},
+    "eagle3": {"num_speculative_tokens": 3},
 }
 
 
 @pytest.fixture(scope="module", params=GUESSES)
-def guessing(request: pytest.FixtureRequest) -> Iterator[LLM]:
+def guessing(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
     """Short of memory, and it tries what followed the last tokens before: often it is wrong. How
     long steps take is not looked at, so that it guesses on any machine."""
     settings = {"method": request.param, **GUESSES[request.param]}
+    if request.param == "eagle3":
+        settings["model"] = str(tmp_path_factory.mktemp("head"))
+        write_demo_head(Path(settings["model"]))
     with pytest.MonkeyPatch.context() as patch, engine(
         max_num_seqs=8, kv_cache_memory_bytes=8 * block_bytes(), max_num_batched_tokens=16,
         speculative_config=settings,

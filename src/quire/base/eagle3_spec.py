@@ -60,19 +60,23 @@ def head_spec(directory: Path, target: ModelSpec) -> ModelSpec:
     for name in REFUSED:
         if fields.flag(name):
             raise fields.error(name, "heads of this variant are not supported; take one without it")
+    target_size = fields.integer("target_hidden_size", default=spec.hidden_size)
+    num_ids = fields.integer("draft_vocab_size", default=spec.vocab_size, most=MAX_VOCABULARY)
+    _check_target(directory, target, hidden_size=target_size, vocab_size=spec.vocab_size)
+    if num_ids > spec.vocab_size:
+        raise fields.error("draft_vocab_size", f"it is at most vocab_size, {spec.vocab_size}")
     options = HeadOptions(
-        _reads(fields, target),
-        fields.integer("target_hidden_size", default=spec.hidden_size),
-        fields.integer("draft_vocab_size", default=spec.vocab_size, most=MAX_VOCABULARY),
-        fields.flag("norm_before_residual"),
-        layer_type == "qwen3",
-        fields.flag(NORM_OF_ALL),
-        fields.flag(NORM_OF_EACH),
-        fields.flag("norm_output"),
+        reads=_reads(fields, target),
+        target_size=target_size,
+        num_ids=num_ids,
+        norm_first=fields.flag("norm_before_residual"),
+        qk_norm=layer_type == "qwen3",
+        norm_of_all=fields.flag(NORM_OF_ALL),
+        norm_of_each=fields.flag(NORM_OF_EACH),
+        norm_last=fields.flag("norm_output"),
     )
     if options.norm_of_all and options.norm_of_each:
         raise fields.error(NORM_OF_ALL, f"a head has that or {NORM_OF_EACH}: download it again")
-    _check_target(directory, spec, options, target)
     return replace(
         spec,
         model_type=MODEL_TYPE,
@@ -123,20 +127,12 @@ def _reads(fields: Fields, target: ModelSpec) -> tuple[int, ...]:
     return reads
 
 
-def _check_target(
-    directory: Path, spec: ModelSpec, options: HeadOptions, target: ModelSpec
-) -> None:
-    for name, ours, theirs in (
-        ("hidden_size", options.target_size, target.hidden_size),
-        ("vocab_size", spec.vocab_size, target.vocab_size),
-    ):
-        if ours != theirs:
+def _check_target(directory: Path, target: ModelSpec, **sizes: int) -> None:
+    """Raise ModelError if the head's target has other sizes, by their names in ModelSpec."""
+    for name, size in sizes.items():
+        if size != getattr(target, name):
             raise ModelError(
                 f"the EAGLE-3 head in {directory} is for another model: its target's {name} is"
-                f" {ours}, this model's {theirs}. Take the head that was trained for this model."
+                f" {size}, this model's {getattr(target, name)}. Take the head that was trained for"
+                " this model."
             )
-    if options.num_ids > spec.vocab_size:
-        raise ModelError(
-            f"{directory}/config.json: draft_vocab_size is {options.num_ids}, more than vocab_size,"
-            f" {spec.vocab_size}. Download it again."
-        )

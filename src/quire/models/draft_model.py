@@ -5,10 +5,13 @@ from dataclasses import replace
 from torch import nn
 
 from quire.base.cache_group import STATE
+from quire.base.eagle3_spec import head_spec
 from quire.base.errors import ConfigError
 from quire.base.model_spec import QUIRE, ModelSpec
-from quire.base.speculation import Speculation
+from quire.base.speculation import EAGLE3, Speculation
+from quire.models.eagle3 import Eagle3
 from quire.models.layers import Attention
+from quire.models.model import Model
 from quire.models.registry import model_spec
 from quire.models.source import ALL_FILES, ModelSource, resolve_model
 
@@ -22,9 +25,20 @@ def with_drafter(
     if speculation is None or speculation.model is None:
         return spec, None
     source = resolve_model(speculation.model, files=files)
+    if speculation.method == EAGLE3:
+        return replace(spec, drafter=head_spec(source.directory, spec)), source
     drafter = model_spec(source.directory)
     _check(spec, drafter, source.name)
     return replace(spec, drafter=drafter), source
+
+
+def join(drafter: Model, target: Model, num_layers: int, most_tokens: int) -> None:
+    """Let a drafter's layers have numbers behind its target's, so many, and a head take what it
+    needs of the target. most_tokens: of a step. Raises ModelError for a head that does not fit."""
+    number_behind(drafter, num_layers)
+    if isinstance(drafter, Eagle3):
+        drafter.attach(target)
+        target.let_read(drafter.target_layers, most_tokens)
 
 
 def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:

@@ -1,7 +1,8 @@
 """EAGLE-3 heads: a layer or a few that guess what the target says next (arXiv 2503.01840).
 
-Shape legend: T tokens, R rows, D model dim, F numbers of the target that are read of each token,
-V the target's vocabulary, I ids that the head can guess.
+Shape legend: T tokens, R rows, D model dim, E both that come out of a pass (the state, and what its
+norm makes of it), F numbers of the target that are read of each token, V the target's vocabulary,
+I ids that the head can guess.
 
 A head computes, of the token at p + 1 and the target's states at p, a state of its own, which
 stands in their place when it goes on guessing:
@@ -33,7 +34,6 @@ from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, 
 from quire.models.model import Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary
-from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.beside import beside
 from quire.ops.rms_norm import rms_norm
@@ -108,7 +108,7 @@ class FirstLayer(nn.Module):
 
 class Eagle3(Model):
     """A head, as runner/drafter.py asks for it; before it computes it is attached to its target.
-    target_layers: what it reads, as Reads has them. num_read: F. size: D."""
+    target_layers: what it reads, as Reads has them. num_read: F. size: D. num_out: E."""
 
     ignored_tensors = ("t2d", "rotary_emb.inv_freq")
 
@@ -128,9 +128,11 @@ class Eagle3(Model):
             names = ["input_norm"] if head.norm_of_all else names
             width = self.num_read // len(names)
             self.read_norm = ReadNorm(names, width, layers.norm_eps, factory)
+        self.num_out = 2 * size
         self.fc = Linear(["fc"], self.num_read, [size], factory)
         self.embedding: Embedding | None = Embedding(EMBEDDING, spec.vocab_size, size, factory)
         self._targets: list[Embedding] = []  # a list, so that it is no part of this model
+        self._tokens: torch.Tensor | None = None
         places = [
             LayerPlace(spec, options, layer, f"layers.{layer}", factory)
             for layer in range(spec.num_layers)
@@ -160,7 +162,7 @@ class Eagle3(Model):
     def attach(self, target: Model) -> None:
         """Take of the target what the checkpoint does not have. Raises ModelError where that does
         not fit, and for ids that are no tokens of the target's."""
-        self._check_ids()
+        self._tokens = self._checked_tokens()
         if self.embedding is not None:
             return
         found = next((each for each in target.modules() if isinstance(each, Embedding)), None)
@@ -171,11 +173,12 @@ class Eagle3(Model):
             )
         self._targets = [found]
 
-    def _check_ids(self) -> None:
+    def _checked_tokens(self) -> torch.Tensor | None:
+        """Return the token of each id, [I]; None if they are the same."""
         num_ids = self.head.weight.shape[0]
         if self.ids is None:
             if num_ids == self._vocab_size:
-                return
+                return None
             raise ModelError(
                 f"the EAGLE-3 head guesses {num_ids} of {self._vocab_size} tokens, but its weight"
                 f" files have no {IDS}, which says which. Download it again."
@@ -187,42 +190,52 @@ class Eagle3(Model):
                 f"{IDS} of the EAGLE-3 head names no token, or one twice: it is damaged, or not for"
                 f" this model's vocabulary of {self._vocab_size}. Download it again."
             )
+        return tokens
 
     def first(
         self,
         ids_T: torch.Tensor,
         positions_T: torch.Tensor,
-        read_TF: torch.Tensor,
+        read_TF: torch.Tensor | None,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Compute the states [T, D] of known tokens; ids: those behind what was read."""
+        """Compute the states of known tokens, each beside its norm, [T, E]; ids: those behind what
+        was read."""
+        assert read_TF is not None, "a head reads states of its target"
         read_TF = read_TF.to(self.dtype)
         if self.read_norm is not None:
             read_TF = self.read_norm(read_TF)
-        return self.further(ids_T, positions_T, self.fc(read_TF), attention)
+        return self._run(ids_T, positions_T, self.fc(read_TF), attention)
 
     def further(
         self,
         ids_R: torch.Tensor,
         positions_R: torch.Tensor,
-        out_RD: torch.Tensor,
+        out_RE: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
-        """Compute the states [R, D] of guessed tokens from the head's own before them."""
+        """Do that for guessed tokens, from what came out of those before them."""
+        return self._run(ids_R, positions_R, out_RE[:, : self.size], attention)
+
+    def _run(
+        self,
+        ids_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        state_RD: torch.Tensor,
+        attention: AttentionBackend,
+    ) -> torch.Tensor:
         embedding = self.embedding or self._targets[0]
         rows = self._rotary(positions_R)
-        x_RD, residual_RD = self.first_layer(embedding(ids_R), out_RD, rows, attention)
+        x_RD, residual_RD = self.first_layer(embedding(ids_R), state_RD, rows, attention)
         for layer in self.layers:
             x_RD, residual_RD = layer(x_RD, residual_RD, rows, attention)
-        if not self._norm_last:
-            return add(x_RD, residual_RD)
-        normed_RD: torch.Tensor = self.norm(x_RD, residual_RD)[0]
-        return normed_RD
+        normed_RD, state_RD = self.norm(x_RD, residual_RD)
+        return beside(normed_RD if self._norm_last else state_RD, normed_RD)
 
-    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+    def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V]; -inf for tokens that the head cannot guess."""
-        logits_RI: torch.Tensor = self.head(out_RD if self._norm_last else self.norm(out_RD)[0])
-        if self.ids is None:
+        logits_RI: torch.Tensor = self.head(out_RE[:, self.size :])
+        if self._tokens is None:
             return logits_RI
         logits_RV = logits_RI.new_full((len(logits_RI), self._vocab_size), -torch.inf)
-        return logits_RV.index_copy_(1, self.ids.tokens(), logits_RI)
+        return logits_RV.index_copy_(1, self._tokens, logits_RI)

@@ -15,7 +15,7 @@ from quire.base.model_spec import ModelSpec
 from quire.base.speculation import parse_speculation
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
-from quire.models.draft_model import number_behind, with_drafter
+from quire.models.draft_model import join, with_drafter
 from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import LoadOptions, load_model
@@ -98,7 +98,7 @@ def build_runner(
     if draft_source is not None and spec.drafter is not None:
         left = None if most is None else most - weights
         drafter = _load(config, draft_source, spec.drafter, device, progress, left)
-        number_behind(drafter, spec.num_layers)
+        join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
         weights += model_bytes(drafter)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}

@@ -26,6 +26,7 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.model_spec import ModelSpec
+from quire.models.eagle3 import Eagle3
 from quire.models.model import Model
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.host_memory import to_device
@@ -35,7 +36,8 @@ from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.runner.drafter import Drafter, Read
 from quire.runner.memory_plan import spare_blocks
 from quire.runner.model_runner import DecoderModel, ModelRunner
-from quire.runner.native_model import native_or_same
+from quire.runner.native_head import native_head
+from quire.runner.native_model import NativeModel, OperationsBesideCore, native_or_same
 from quire.runner.step_ops import Asked, Needs, Sampling, StepShape
 from quire.runner.torch_ops import TorchOps
 
@@ -226,5 +228,9 @@ def make_draft_passes(
     own = len(spec.own_groups)
     groups = range(own, len(num_blocks))
     spare = Spare(spare_blocks(config), groups, num_blocks[own:])
+    if isinstance(drafter, Eagle3):
+        target = runner.model
+        assert isinstance(target, Model | NativeModel | OperationsBesideCore)
+        return DraftPasses(native_head(drafter, runner.backend), target, runner, spare)
     plain = PlainDrafter(native_or_same(drafter, runner.backend))
     return DraftPasses(plain, None, runner, spare)

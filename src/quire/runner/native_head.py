@@ -1,6 +1,6 @@
 """An EAGLE-3 head whose passes are one call each into the C++ core.
 
-Shape legend: T tokens, R rows, D the head's model dim, F numbers of the target that are read of
+Shape legend: T tokens, R rows, E what comes out of a pass, F numbers of the target that are read of
 each token, V the target's vocabulary.
 """
 
@@ -25,38 +25,38 @@ class NativeHead:
 
     def __init__(self, head: Eagle3, backend: CpuBackend) -> None:
         self.num_read, self._head, self._backend = head.num_read, head, backend
-        self._size = head.size
         self._first = _native(head.first, head.num_read, head, backend)
-        self._further = _native(head.further, head.size, head, backend)
+        self._further = _native(head.further, head.num_out, head, backend)
 
     def first(
         self,
         ids_T: torch.Tensor,
         positions_T: torch.Tensor,
-        read_TF: torch.Tensor,
+        read_TF: torch.Tensor | None,
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """See Eagle3; float32."""
+        assert read_TF is not None
         return self._run(self._first, ids_T, positions_T, read_TF)
 
     def further(
         self,
         ids_R: torch.Tensor,
         positions_R: torch.Tensor,
-        out_RD: torch.Tensor,
+        out_RE: torch.Tensor,
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """See Eagle3; float32."""
-        return self._run(self._further, ids_R, positions_R, out_RD)
+        return self._run(self._further, ids_R, positions_R, out_RE)
 
-    def logits(self, out_RD: torch.Tensor) -> torch.Tensor:
+    def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
         """See Eagle3."""
-        return self._head.logits(out_RD)
+        return self._head.logits(out_RE)
 
     def _run(
         self, made: NativePass, ids: torch.Tensor, positions: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        out = torch.empty(len(ids), self._size)
+        out = torch.empty(len(ids), self._head.num_out)
         made.run(ids, positions, [out, given.float().contiguous()])
         return out
 
