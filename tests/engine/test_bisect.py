@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.base.masks import MaskPromise
-from quire.base.plan import BlockWrites, Plan, RowStart, StepResult
+from quire.base.plan import BlockWrites, Plan, RowDraft, RowStart, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.engine.bisect import bisect_step, combine, leave_out, restrict
 from quire.engine.executor import failed_step
@@ -367,6 +367,20 @@ def test_one_of_many_is_found_in_few_runs() -> None:
         executor = NotingExecutor({guilty})
         bisect_step(executor, make_plan(512))  # type: ignore[arg-type]
         assert len(executor.plans) == 2 * math.log2(512)
+
+
+def test_nothing_is_guessed_when_a_step_is_repeated() -> None:
+    """No guess costs a request: only what its row's known tokens do is its fault."""
+    plan, executor = make_plan(6), NotingExecutor({3})
+    drafts = RowDraft(4, ints(1, 2, 3)), RowDraft(0, ints(1))
+    more = ints(0, 3, 0, 0, 0, 1)
+    guessing = dataclasses.replace(plan, num_tokens=plan.num_tokens + more, drafts=drafts)
+    result = bisect_step(executor, guessing)  # type: ignore[arg-type]
+    assert set(result.row_errors) == {3} and result.num_accepted.tolist() == [1, 1, 1]
+    num_tokens = dict(zip(plan.rows.tolist(), plan.num_tokens.tolist(), strict=True))
+    for part in executor.plans:
+        assert part.drafts == ()
+        assert part.num_tokens.tolist() == [num_tokens[row] for row in part.rows.tolist()]
 
 
 def test_a_plan_of_which_nothing_was_carried_out() -> None:

@@ -200,6 +200,7 @@ def test_those_that_give_way_or_fail_cost_nobody_an_answer(mode: dict[str, Any])
     bench.device.curses[1] = Curse(16, raises=True)
     bench.finish()
     assert reason_of(bench.ends["1", 0]) == "error"
+    assert 9 + len(bench.tokens["1", 0]) > 16, "a guess has cost it tokens"
     del bench.requests["1"]
     bench.assert_exact()
 

@@ -65,7 +65,9 @@ def params_of(*names: str) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def roomy() -> Iterator[LLM]:
-    with engine(max_num_seqs=16, kv_cache_memory_bytes=8 << 20) as made:
+    plain = {"method": "none"}  # nor are tokens tried that a grammar forces
+    settings = {"max_num_seqs": 16, "kv_cache_memory_bytes": 8 << 20, "speculative_config": plain}
+    with engine(**settings) as made:
         yield made
 
 
@@ -142,6 +144,21 @@ def test_guesses_change_nothing(guessing: LLM, alone: dict[str, Any], one: str) 
     greedy = params_of("greedy", "ignore_eos")
     found = answers(guessing, params_of(one), greedy, params_of(one))
     assert found[::2] == [alone[one]] * 2
+
+
+@pytest.mark.parametrize("form", ["regex", "json"])
+@pytest.mark.parametrize("one", FEATURES)
+def test_guesses_at_an_answer_with_a_form_change_nothing(
+    roomy: LLM, guessing: LLM, one: str, form: str
+) -> None:
+    """Those that its grammar forces, and others."""
+    try:
+        params = params_of(form, one)
+    except RequestError:
+        return
+    [expected] = answers(roomy, params)
+    found = answers(guessing, params, params_of("greedy", "ignore_eos"), params)
+    assert found[::2] == [expected] * 2
 
 
 def test_there_are_guesses(guessing: LLM) -> None:

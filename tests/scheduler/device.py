@@ -199,9 +199,10 @@ class FakeDevice:
         return zlib.crc32(np.asarray(self.tokens[row][: position + 1], np.int32).tobytes())
 
     def _write(self, row: int, start: int, end: int, known: int, samples: bool) -> None:
-        """Of guesses, which are from `known` on, no states."""
+        """Of guesses, which are from `known` on, no states, and no garbage of their own: that would
+        end them."""
         curse = self.curses.get(self.seeds[row])
-        is_cursed = curse is not None and end > curse.position and (curse.raises or samples)
+        is_cursed = curse is not None and known > curse.position and (curse.raises or samples)
         for position in range(start, end):
             content = GARBAGE if is_cursed else self._content(row, position)
             for g, group in enumerate(self.groups):

@@ -6,7 +6,7 @@ moves (swap out, load, copy), forward pass, sampling, counters. Input ids, posit
 slots are derived on the device from the rows. Arrays are never written after they were handed over.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -133,6 +133,13 @@ class Plan:
         counts = dict.fromkeys(self.rows.tolist(), 0)
         counts |= {draft.row: len(draft.token_ids) for draft in self.drafts}
         return np.fromiter(counts.values(), np.int32, len(counts))
+
+    @property
+    def without_drafts(self) -> "Plan":
+        """Return the plan as it would be if nothing had been guessed."""
+        if not self.drafts:
+            return self
+        return replace(self, num_tokens=self.num_tokens - self.num_drafts, drafts=())
 
     @property
     def new_forks(self) -> tuple[RowFork, ...]:

@@ -38,12 +38,12 @@ FILLING = ("load", "copy")
 
 def bisect_step(executor: "Executor", plan: Plan, masks: MaskPromise | None = None) -> StepResult:
     """Repeat a plan that failed; the executor has answered all plans that it was given. masks: of
-    the plan.
+    the plan. Nothing is guessed any more: no guess is to cost a request.
 
     Rows that fail alone are in the result's row_errors, also those that do not sample. Halves come
     first: a step that fails by chance, or only as a whole, does not fail again and costs nobody.
     """
-    bisection = _Bisection(executor, plan, masks)
+    bisection = _Bisection(executor, plan.without_drafts, masks)
     bisection.begin()
     result = combine(plan, bisection.done, bisection.errors)
     return dataclasses.replace(result, lost_swaps=bisection.has_lost_swaps)

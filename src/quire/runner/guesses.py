@@ -117,8 +117,7 @@ class GuessedStep:
         """Carry it out; the rows' counters move last of all."""
         plan, rows = self._plan, self._parts.rows
         updates = rows.changes(plan, self._parts.sampler.flags.has_edits)
-        known = dataclasses.replace(plan, num_tokens=plan.num_tokens - plan.num_drafts, drafts=())
-        self._scores = self._parts.scores.of(known, rows.prompt_lens)
+        self._scores = self._parts.scores.of(plan.without_drafts, rows.prompt_lens)
         change, extras = rows.ops.prepare(updates, None), self._asked.extras
         if not self._needs.has_masks and (extras is None or not extras.hosted):
             arrival = rows.run_with(change, lambda: [*self._begin(), *self._end()])
