@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
-from quire.base.errors import RequestError
+from quire.base.errors import STEP_FAILED, RequestError
 from quire.base.events import Stepped
 from quire.base.outputs import RequestOutput
 from quire.engine.guess_pace import StepTimes
@@ -116,7 +116,9 @@ def block_bytes() -> int:
 
 
 def shown(output: RequestOutput) -> Any:
-    """All that a client gets, with log-probabilities to the bit."""
+    """All that a client gets, with log-probabilities to the bit. A grammar and others' wishes may
+    leave no token; no step fails."""
+    assert STEP_FAILED not in {c.error.code for c in output.outputs if c.error is not None}
     choices = [
         (c.token_ids, c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob, c.logprobs)
         for c in output.outputs

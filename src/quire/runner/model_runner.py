@@ -150,7 +150,9 @@ class ModelRunner:
             arrival, forward, errors = rows.run_with(update, lambda: [*begin(), *end()]), None, {}
         else:
             forward = rows.run_with(update, begin)
-            errors = {} if extras is None else self._look_at(plan, extras, forward.wait())
+            errors = dict[int, str]()
+            if extras is not None and extras.hosted:
+                errors = self._look_at(plan, extras, forward.wait())
             then, wrong = self._prepared(asked, masks) if needs.has_masks else (NO_UPDATE, {})
             arrival, errors = rows.run_with(then, end), errors | wrong
         if not arrival.is_done():
