@@ -482,7 +482,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             elif self.reason[name] == "error" and request.seed in self.device.curses:
                 curse = self.device.curses[request.seed]
                 longest = max(len(self.output[name, i]) for i in range(request.params.n))
-                length = len(request.prompt_token_ids) + longest + self.num_guesses
+                length = len(request.prompt_token_ids) + longest
                 assert length > curse.position, "an error before the token that is cursed"
             elif self.reason[name] == "error":
                 assert name in self.in_pieces and self.pins, "nothing was wrong with it"

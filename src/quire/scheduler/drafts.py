@@ -86,7 +86,7 @@ class Drafts:
     def _may_try(self, sequence: Sequence) -> bool:
         """Tell whether the plan computes a sequence's last token, and nothing else hangs on it: a
         group that is about to be forked, a beam, a prefix to be pinned, a prompt that is open, a
-        logits processor."""
+        logits processor, a step that failed."""
         table, row = self._rows.table, sequence.row
         if table.computed[row] != table.known[row] or table.total[row] != table.known[row]:
             return False
@@ -97,6 +97,8 @@ class Drafts:
         if sequence.is_pin or sequence.is_open or sequence.is_beam:
             return False
         if sequence.request.params.logits_processors:  # they may remember what they were asked
+            return False
+        if sequence in self._lifecycle.suspects:  # no guess is to be its fault
             return False
         return group is None or group.is_forked
 

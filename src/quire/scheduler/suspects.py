@@ -49,7 +49,7 @@ class Suspects:
 
 def _lengths(step: InFlightStep) -> dict[Sequence, int]:
     """Return who computed something in a step, and how many tokens they had computed then."""
-    plan = step.plan
+    plan = step.plan.without_drafts
     ends = (plan.computed_bound + plan.num_tokens).tolist()
     rows = zip(plan.rows.tolist(), step.row_sequences, ends, strict=False)
     return {sequence: end for row, sequence, end in rows if row not in step.left_out}
