@@ -97,5 +97,6 @@ def write(folder: Path, weights: dict[str, Tensor], config: dict[str, object]) -
     }
     new = folder / "model.safetensors.new"
     save_file(stored, new, metadata={"format": "pt"})
+    new.chmod(0o644)
     os.replace(new, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -361,7 +361,9 @@ Every field of each architecture's config is tried beside transformers with othe
 (`tests/models/test_every_field.py`): it has the same effect, or is refused by its name. `quire
 verify MODEL` compares a real checkpoint in the same ways. Types that are not here run by
 transformers' own classes (`--model-impl transformers`, `pip install "quire[transformers]"`);
-`quire port DIR` begins a class of our own.
+`quire port DIR` begins a class of our own. EAGLE-3 heads of both layouts guess beside every model
+that runs by a class of ours (`tests/models/test_eagle3.py`, `tests/models/test_reads.py`;
+[operating.md](operating.md#guessing-ahead)).
 """
 
 
