@@ -1,6 +1,7 @@
 """Guesses for models whose layers remember a state, by the whole engine: the bits of an engine that
 guesses nothing, whatever is guessed, where prompts are cut, found, forked, and rows give way."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 from quire import LLM, RequestOutput, SamplingParams
 from quire.ops.native import core
 from quire.runner.memory_plan import kept_inputs_bytes
-from tests.models.checkpoints import random_tokens
+from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.runner.test_guesses import Oracle
 from tests.serve.checkpoints import pool_bytes
 from tests.serve.test_exactness import assert_idle
@@ -142,3 +143,62 @@ def test_what_guesses_keep_is_counted() -> None:
         assert runner.model._kept._memory.nbytes == counted > 0
     with open_llm(dtype="bfloat16", speculative_config={"method": "none"}) as llm:
         assert kept_inputs_bytes(llm.engine.config, llm.engine.spec) == 0
+
+
+@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_mixtures_and_rounded_weights(
+    variant: str, quantization: str | None, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, variant)
+    asked = random_tokens(5, 19, seed=9)
+    own: dict[str, Any] = {"dtype": "bfloat16", "quantization": quantization, "block_size": P}
+    with LLM(str(tmp_path), max_model_len=64, disable_log_stats=True, **own) as llm:
+        outputs = ask(llm, asked, PLAIN)
+        for num, right in [(4, 1.0), (4, 0.7)]:
+            guess(llm, outputs, num, right)
+            assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
+
+
+def test_whatever_rows_ask_for() -> None:
+    """Those that may guess beside those that may not; and prompts that are scored."""
+    common: dict[str, Any] = {"max_tokens": 15, "ignore_eos": True, "logprobs": 1}
+    params = [
+        SamplingParams(**common, seed=1, presence_penalty=0.4, min_p=0.02, logit_bias={4: 2.0}),
+        SamplingParams(**common, seed=2, n=3, prompt_logprobs=1),
+        SamplingParams(**common, temperature=0.0, dry_multiplier=0.8, dry_allowed_length=1),
+        SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=15),
+        SamplingParams(**common, seed=3, xtc_probability=0.7, xtc_threshold=0.05),
+    ]
+    asked = [{"prompt_token_ids": p} for p in random_tokens(9, 17, 25, 12, 6, seed=10)]
+    with open_llm(dtype="float32") as llm:
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        oracle = guess(llm, outputs, 5, 0.8)
+        again = llm.generate(asked, params, use_tqdm=False)
+        assert bits(again) == bits(outputs) and oracle.num_tried > 40
+        assert [o.prompt_logprobs for o in again] == [o.prompt_logprobs for o in outputs]
+
+
+@pytest.mark.parametrize("place", ["forward", "settle_states"])
+def test_a_step_that_fails_in_the_midst_of_guesses(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows go back to states that were left before, also if the step had left some."""
+    asked = random_tokens(8, 21, 14, seed=11)
+    with open_llm(dtype="float32") as llm:
+        outputs = ask(llm, asked, PLAIN)
+        guess(llm, outputs, 5, 0.9)
+        runner = llm.engine.client.core.executor._built.runner  # type: ignore[attr-defined]
+        inner, calls = getattr(runner, place), list[int]()
+
+        def failing(*arguments: Any) -> Any:
+            calls.append(len(calls))
+            found = inner(*arguments)
+            if len(calls) == 3:
+                raise RuntimeError("once")
+            return found
+
+        monkeypatch.setattr(runner, place, failing)
+        assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
+        assert len(calls) > 3
+        assert_idle(llm)
