@@ -8,11 +8,12 @@ import msgspec
 import pytest
 
 from quire import LLM, RequestOutput, SamplingParams
+from quire.engine.guess_pace import StepTimes
 from quire.ops.native import core
 from quire.runner.memory_plan import kept_inputs_bytes
 from tests.models.checkpoints import random_tokens, write_checkpoint
 from tests.runner.test_guesses import Oracle
-from tests.serve.checkpoints import pool_bytes
+from tests.serve.checkpoints import checkpoint, pool_bytes
 from tests.serve.test_exactness import assert_idle
 from tests.serve.test_hybrid import FEW_BLOCKS, P, ask, folder, open_llm
 
@@ -201,4 +202,31 @@ def test_a_step_that_fails_in_the_midst_of_guesses(
         monkeypatch.setattr(runner, place, failing)
         assert bits(ask(llm, asked, PLAIN)) == bits(outputs)
         assert len(calls) > 3
+        assert_idle(llm)
+
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1},
+    {"method": "suffix"},
+    {"method": "draft_model"},
+]
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=lambda each: each["method"])
+def test_every_method_guesses_for_them(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of a draft model stand in a cache group behind that of the states."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)  # on a slow machine too
+    if settings["method"] == "draft_model":
+        settings = settings | {"model": str(checkpoint("llama"))}
+    (part,) = random_tokens(7, seed=12)
+    asked = [part * 2, part * 3, part[:4] * 4]
+    loop = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True, logprobs=1)
+    with open_llm(dtype="float32") as plain:
+        wanted = bits(ask(plain, asked, loop)), bits(ask(plain, asked, SEVERAL))
+    with open_llm(dtype="float32", speculative_config=settings) as llm:
+        outputs = ask(llm, asked, loop)
+        assert (bits(outputs), bits(ask(llm, asked, SEVERAL))) == wanted
+        assert any(output.metrics and output.metrics.num_draft_tokens for output in outputs)
         assert_idle(llm)
