@@ -27,7 +27,7 @@ def every_place() -> Iterator[None]:
 def guesser(
     prompt: list[int], answers: Answers, limits: Suffixes = ALL, tenant: str = "", salt: str = ""
 ) -> SuffixGuesser:
-    made = SuffixGuesser(limits, len(prompt), 1000, answers, answers.writer(tenant, salt))
+    made = SuffixGuesser(limits, len(prompt), answers, answers.writer(tenant, salt))
     made.extend(prompt)
     return made
 

@@ -21,7 +21,6 @@ from quire.engine.ngrams import NGrams
 from quire.engine.suffixes import Answers, SuffixGuesser
 from quire.scheduler.sequence import Sequence, State
 
-MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
 PATIENCE = 4  # steps in a row in which nothing could be guessed, before a sequence rests
 MOST_REST = 4  # steps
 
@@ -82,6 +81,7 @@ class Drafting:
         self._rests_until = np.zeros(num_rows, np.int64)  # a step, by row, whoever holds it
         self._began_s = 0.0
         self._of: dict[Sequence, Guesser] = {}
+        self._has_new = False  # since it was looked for those that have ended
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
         self._times = StepTimes()
 
@@ -100,6 +100,8 @@ class Drafting:
         num_running: rows that run, with them."""
         self._began_s = time.perf_counter()
         self._num_steps += 1
+        if self._has_new:
+            self._forget_ended()
         found = [each for sequence in sequences if (each := self._guess_at(sequence)) is not None]
         self._in_row = {}
         if not found:
@@ -170,11 +172,15 @@ class Drafting:
     def _guesser(self, sequence: Sequence) -> Guesser:
         found = self._of.get(sequence)
         if found is None:
-            if len(self._of) >= MOST_FORGOTTEN and len(self._of) % MOST_FORGOTTEN == 0:
-                alive = (item for item in self._of.items() if item[0].state is not State.ENDED)
-                self._of = dict(alive)
+            self._has_new = True
             found = self._of[sequence] = Guesser(self._of_tokens(sequence))
         return found
+
+    def _forget_ended(self) -> None:
+        """Forget the sequences that have ended; others may want to guess their last tokens."""
+        self._has_new = False
+        for sequence in [s for s in self._of if s.state is State.ENDED]:
+            self._of.pop(sequence).catch_up(sequence)
 
     def _of_tokens(self, sequence: Sequence) -> NGrams | SuffixGuesser:
         """Make what finds where a sequence's last tokens stood before."""
@@ -182,5 +188,4 @@ class Drafting:
         if settings.method != SUFFIX:
             return NGrams(settings.shortest_run, settings.longest_run)
         writer = self._answers.writer(request.tenant, request.cache_salt)
-        num_prompt, limit = sequence.num_prompt_tokens, sequence.limit
-        return SuffixGuesser(settings.suffixes, num_prompt, limit, self._answers, writer)
+        return SuffixGuesser(settings.suffixes, sequence.num_prompt_tokens, self._answers, writer)

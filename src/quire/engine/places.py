@@ -75,7 +75,7 @@ class Places:
 
     def __init__(self, num_tokens: int) -> None:
         """num_tokens: how many there may be, roughly."""
-        bits = min(max(num_tokens.bit_length(), 8), 18)
+        bits = min(max((num_tokens - 1).bit_length(), 8), 18)
         self.tokens = array("i")
         self._long, self._short = Chains(bits), Chains(bits)
 

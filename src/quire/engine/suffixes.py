@@ -22,6 +22,7 @@ from quire.base.speculation import Suffixes
 from quire.engine.places import LONG, MASK, NOTHING, Ints, Keys, Match, Places, keys_of
 
 OWN_TOKENS = 1 << 15  # of a prompt, the newest, that are looked through
+OWN_ANSWER = 1 << 10  # tokens, roughly; more of them make chains longer
 BULK = 64  # tokens from which a beginning is put at once
 PIECE = 128  # places of a piece of an answer: nothing, what stood before, the answer, nothing
 MOST_OWNERS = 1 << 16
@@ -89,12 +90,12 @@ class SuffixGuesser:
     """One sequence's tokens, and where they have led before."""
 
     def __init__(
-        self, settings: Suffixes, num_prompt: int, limit: int, answers: Answers, writer: Writer
+        self, settings: Suffixes, num_prompt: int, answers: Answers, writer: Writer
     ) -> None:
-        """num_prompt: tokens that are no answer; limit: most tokens."""
+        """num_prompt: tokens that are no answer."""
         self._settings, self._answers, self._writer = settings, answers, writer
         self._num_prompt = num_prompt
-        self._own = Places(min(limit, OWN_TOKENS))
+        self._own = Places(min(num_prompt + OWN_ANSWER, OWN_TOKENS))
         self._here: Match = (0, [])
         self._there: Match = (0, [])
         self._keys: Keys | None = None
