@@ -11,6 +11,7 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.events import Preempted, Stepped
 from quire.base.messages import Request
+from quire.engine import drafting as drafting_module
 from quire.engine.build import Engine, build_engine
 from quire.engine.guess_pace import StepTimes
 from quire.render.answers.calls import Tool
@@ -194,6 +195,24 @@ def test_who_has_no_grammar_is_not_looked_at(forcing: Engine, monkeypatch: Any) 
     monkeypatch.setattr(drafts, "candidates", lambda _: pytest.fail("somebody asked"))
     prompt = forcing.renderer.render(QUESTION)
     answers(forcing, forcing.requests.make(prompt, SamplingParams(max_tokens=4)))
+
+
+def test_forced_tokens_that_are_not_worth_their_time_are_hardly_looked_for(
+    plain: Engine, forcing: Engine, monkeypatch: Any
+) -> None:
+    asked: list[bool] = []
+    drafting: Any = forcing.client.core._drafting
+    look = drafting._grammars.forced
+    monkeypatch.setattr(drafting._grammars, "forced", lambda s: asked.append(True) or look(s))
+    monkeypatch.setattr(drafting_module, "lengths", lambda most, *_: [0] * len(most))
+    steps = steps_of(forcing)
+    expected = answers(plain, request_of(plain, "named", temperature=0.0))
+    assert answers(forcing, request_of(forcing, "named", temperature=0.0)) == expected
+    assert sum(step.num_guessed for step in steps) == 0
+    assert 0 < len(asked) < len(steps) / 2
+    monkeypatch.undo()
+    answers(forcing, request_of(forcing, "named", temperature=0.0), request_of(forcing, "json"))
+    assert sum(step.num_guessed for step in steps) > 0
 
 
 def test_forced_tokens_can_be_left_out_or_asked_for() -> None:

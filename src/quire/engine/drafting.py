@@ -23,6 +23,7 @@ from quire.scheduler.sequence import Sequence, State
 
 PATIENCE = 4  # steps in a row in which nothing could be guessed, before a sequence rests
 MOST_REST = 4  # steps
+MOST_IN_VAIN = 16  # steps until forced tokens are looked for again that were not worth their time
 
 
 @dataclass(slots=True)
@@ -79,6 +80,8 @@ class Drafting:
         self._answers = Answers(speculation.suffixes.num_answers if is_suffix else 0)
         self._num_steps = 0
         self._rests_until = np.zeros(num_rows, np.int64)  # a step, by row, whoever holds it
+        self._num_in_vain = 0  # steps for which no forced token was worth its time, one by one
+        self._forced_from = 0  # a step, from which on they are looked for again
         self._began_s = 0.0
         self._of: dict[Sequence, Guesser] = {}
         self._has_new = False  # since it was looked for those that have ended
@@ -109,6 +112,7 @@ class Drafting:
         sizes, chances = [len(each.guesses) for each in found], [each.chance for each in found]
         drafts = []
         nums = lengths(sizes, chances, num_running - len(found), self._times)
+        self._weigh_forced([n for n, each in zip(nums, found, strict=True) if not each.guesser])
         for (sequence, guesses, _, guesser), num in zip(found, nums, strict=True):
             if num == 0:
                 if guesser is not None:
@@ -121,6 +125,15 @@ class Drafting:
             drafts.append(Draft(name, sequence.index, known, guesses[:num]))
         return drafts
 
+    def _weigh_forced(self, nums: list[int]) -> None:
+        """Look less often for forced tokens where none is worth its time. nums: how many are tried
+        of each row that has some."""
+        if any(nums):
+            self._num_in_vain = 0
+        elif nums:
+            self._num_in_vain += 1
+            self._forced_from = self._num_steps + min(MOST_IN_VAIN, 1 << self._num_in_vain)
+
     def _guess_at(self, sequence: Sequence) -> Guessed | None:
         """Guess for one sequence: what its grammar forces, or else what others say."""
         guesser, has_grammar = None, bool(sequence.request.grammar)
@@ -128,7 +141,7 @@ class Drafting:
             guesser = self._guesser(sequence)
             guesser.catch_up(sequence)
         most = sequence.limit - sequence.num_known_tokens - 1
-        if has_grammar:
+        if has_grammar and self._num_steps >= self._forced_from:
             num = min(self._settings.num_forced, most)
             if forced := self._grammars.forced(sequence)[:num]:
                 return Guessed(sequence, forced, 1.0, None)
