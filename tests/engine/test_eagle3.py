@@ -15,6 +15,7 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ModelError
 from quire.base.events import Stepped
 from quire.base.messages import Draft, Drafted
+from quire.base.outputs import RequestOutput
 from quire.engine.guess_pace import StepTimes
 from quire.models.source import resolve_model
 from quire.tools.fit import Device, fit
@@ -28,11 +29,8 @@ from tests.models.heads import (
     write_head,
 )
 
-TEXTS = [
-    "Once upon a time there was a little fox.",
-    "Tell me a story about a fox and the bear",
-    "A",
-]
+BEGIN = "Once upon a time there was a little fox. One day the fox was in the park and saw a bear. "
+TEXTS = [BEGIN, BEGIN + "The bear was", "A"]
 
 
 def engine(head: Path | None, **settings: Any) -> LLM:
@@ -72,19 +70,14 @@ def drafts_of(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[Draft]:
     return found
 
 
-def run(llm: LLM, **params: Any) -> dict[str, list[int]]:
-    """Return all tokens of each sequence."""
-    given = SamplingParams(**({"temperature": 0.0, "max_tokens": 40, "ignore_eos": True} | params))
-    outputs = llm.generate(TEXTS, given, use_tqdm=False)
-    return {
-        output.request_id: [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
-        for output in outputs
-    }
+def run(llm: LLM) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    return llm.generate(TEXTS, params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 11 << 17, "max_num_seqs": 3}],
+    [{}, {"max_num_batched_tokens": 8}, {"kv_cache_memory_bytes": 9 * 102_400, "max_num_seqs": 3}],
     ids=["whole", "chunks", "short"],
 )
 @torch.inference_mode()
@@ -94,8 +87,15 @@ def test_guesses_are_those_of_the_definition(
     """Also the second time, when prompts are found in the prefix cache."""
     with engine(head, **settings) as llm:
         drafts = drafts_of(llm, monkeypatch)
-        tokens_of = run(llm) | run(llm)
+        outputs = run(llm) + run(llm)
     assert len(drafts) > 40
+    assert sum(output.num_cached_tokens or 0 for output in outputs) > 16
+    if "max_num_seqs" in settings:
+        assert sum(o.metrics.num_preemptions for o in outputs if o.metrics) > 0
+    tokens_of = {
+        output.request_id: [*(output.prompt_token_ids or []), *output.outputs[0].token_ids]
+        for output in outputs
+    }
     model = transformers.AutoModelForCausalLM.from_pretrained(
         resolve_model("demo").directory, dtype=torch.float32
     )
