@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu.limits import Format
-from benchmarks.cpu.workloads import Shape
 
 TORCH = "torch>=2.11,<2.14"
 FLOAT16 = Format(2, 2, "float")
@@ -108,7 +107,7 @@ ENGINES = [
 
 
 def export_command(
-    source: str, shape: Shape, checkpoint: Path, target: Path, binaries: Path
+    source: str, hidden: int, checkpoint: Path, target: Path, binaries: Path
 ) -> list[str]:
     """The converter's command line; not for GGUF files, which are written here."""
     peer, _, kind = source.partition("-")
@@ -117,7 +116,7 @@ def export_command(
         command += ["--model", str(checkpoint), "--task", "text-generation-with-past"]
         command += ["--weight-format", kind]
         if kind == "int4":
-            size = OV_GROUP if shape.hidden % OV_GROUP == 0 else OV_SMALL_GROUP
+            size = OV_GROUP if hidden % OV_GROUP == 0 else OV_SMALL_GROUP
             command += ["--group-size", str(size), "--ratio", "1.0"]
         return [*command, str(target)]
     command = [str(binaries / "ct2-transformers-converter"), "--model", str(checkpoint)]

@@ -61,15 +61,20 @@ class Scratch:
         return self._versions(self.python(environment))
 
     def model(self, source: str, shape: Shape) -> Path:
-        """Where an engine's form of a model is. Raises Unavailable."""
+        """Where an engine's form of a model of random weights is. Raises Unavailable."""
+        checkpoint = write_checkpoint(shape, self.directory / "models" / shape.name)
+        return self.form(source, checkpoint, shape.name, shape.hidden)
+
+    def form(self, source: str, checkpoint: Path, name: str, hidden: int) -> Path:
+        """Where an engine's form of a checkpoint is. Raises Unavailable."""
         models = self.directory / "models"
-        checkpoint = write_checkpoint(shape, models / shape.name)
+        models.mkdir(parents=True, exist_ok=True)
         peer, _, kind = source.partition("-")
         if peer == "checkpoint":
             return checkpoint
         if kind == K_QUANT:
-            target = models / f"{shape.name}-{kind}.gguf"
-            plain = write_gguf_file(checkpoint, "f16", models / f"{shape.name}-f16.gguf")
+            target = models / f"{name}-{kind}.gguf"
+            plain = write_gguf_file(checkpoint, "f16", models / f"{name}-f16.gguf")
             if not target.exists():
                 unfinished = target.with_suffix(".unfinished")
                 command = [str(self.python(LLAMA)), *quantise_command(kind, plain, unfinished)]
@@ -77,13 +82,13 @@ class Scratch:
                 unfinished.rename(target)
             return target
         if peer == "gguf":
-            return write_gguf_file(checkpoint, kind, models / f"{shape.name}-{kind}.gguf")
-        target = models / f"{shape.name}-{source}"
+            return write_gguf_file(checkpoint, kind, models / f"{name}-{kind}.gguf")
+        target = models / f"{name}-{source}"
         if not (target / "complete").exists():
             shutil.rmtree(target, ignore_errors=True)
             exporter = OPENVINO_EXPORT if peer == "openvino" else CTRANSLATE2_EXPORT
             binaries = self.python(exporter).parent
-            command = export_command(source, shape, checkpoint, target, binaries)
+            command = export_command(source, hidden, checkpoint, target, binaries)
             self._run(f"export-{target.name}", command)
             (target / "complete").touch()
         return target
