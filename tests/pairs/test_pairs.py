@@ -19,6 +19,7 @@ from quire.base.events import Stepped
 from quire.base.outputs import RequestOutput
 from quire.engine.guess_pace import StepTimes
 from tests.models.heads import write_demo_head
+from tests.serve.checkpoints import shallow
 
 PROMPT = "Once upon a time there was a little fox. One day the fox"
 MAX_TOKENS = 14
@@ -85,6 +86,7 @@ GUESSES: dict[str, dict[str, Any]] = {
     "ngram": {"num_speculative_tokens": 3, "prompt_lookup_max": 1},
     "suffix": {"num_speculative_tokens": 5},
     "eagle3": {"num_speculative_tokens": 3},
+    "draft_model": {"num_speculative_tokens": 3},
 }
 
 
@@ -98,8 +100,11 @@ def guessing(
     if request.param == "eagle3":
         settings["model"] = str(tmp_path_factory.mktemp("head"))
         write_demo_head(Path(settings["model"]))
+    num_blocks = 8
+    if request.param == "draft_model":  # whose four layers have blocks besides
+        settings["model"], num_blocks = str(shallow("demo", 4)), 14
     with pytest.MonkeyPatch.context() as patch, engine(
-        max_num_seqs=8, kv_cache_memory_bytes=8 * block_bytes(), max_num_batched_tokens=16,
+        max_num_seqs=8, kv_cache_memory_bytes=num_blocks * block_bytes(), max_num_batched_tokens=16,
         speculative_config=settings,
     ) as made:  # fmt: skip
         patch.setattr(StepTimes, "observe", lambda *_: None)

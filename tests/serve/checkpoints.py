@@ -1,13 +1,16 @@
 """Tiny random checkpoints written by transformers, and what transformers itself makes of them."""
 
+import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
+from safetensors.torch import load_file, save_file
 
 from quire.base.model_spec import load_spec
+from quire.models.source import resolve_model
 from tests.render.tiny import fresh_directory, write_directory
 
 MAX_POSITION = 128
@@ -171,6 +174,19 @@ def twins_checkpoint(vocab_size: int) -> Path:
         for weight in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
             weight[1::2] = weight[::2]
     model.save_pretrained(folder)
+    return folder
+
+
+@cache
+def shallow(model: str, num_layers: int) -> Path:
+    """The first layers of a model, and its head: it guesses what the whole model says."""
+    whole, folder = resolve_model(model).directory, fresh_directory()
+    raw = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(next(whole.glob("*.safetensors")))
+    deeper = [f".layers.{i}." for i in range(num_layers, load_spec(whole).num_layers)]
+    kept = {n: t for n, t in tensors.items() if not any(each in n for each in deeper)}
+    save_file(kept, folder / "model.safetensors")
     return folder
 
 
