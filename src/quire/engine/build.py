@@ -137,6 +137,7 @@ def _make_drafting(
         return Drafting(speculation, grammars, built.config.scheduler.max_num_seqs or 0)
     traits = DrafterTraits(
         speculation.num_tokens,
+        built.config.scheduler.max_num_batched_tokens or 0,
         drafter.max_position,
         built.config.cache.block_size,
         reads=built.draft.is_ahead,

@@ -2,10 +2,11 @@
 
 A drafter has keys and values of its own, in blocks that sequences share, lose and get back like all
 others. It computes a token when the step is over that has computed it. Where guesses are not worth
-their time it may stay behind, but for the blocks that are full, which others may begin with; it
-catches up from the sequence's own tokens. One that reads the target's hidden states cannot: these
-are there until the next step. What it has not computed, or what has changed since, makes guesses
-worse and no answer wrong.
+their time it stays behind with answers, so that steps without guesses cost what they do without it;
+prompts it computes in any case, since others may begin with their blocks. It catches up from the
+sequence's own tokens. One that reads the target's hidden states cannot: these are there until the
+next step. What it has not computed, or what has changed since, makes guesses worse and no answer
+wrong.
 """
 
 import logging
@@ -27,14 +28,17 @@ from quire.scheduler.sequence import Sequence, State
 logger = logging.getLogger("quire")
 
 MOST_FORGOTTEN = 64  # sequences that have ended, before they are looked for
+REST = 8  # steps without a look at rows that decode, where no guess is worth its time
 
 
 @dataclass(frozen=True)
 class DrafterTraits:
-    """num_tokens: most guesses of a row. max_length: tokens that the drafter was made for. reads:
-    whether it reads what the target has computed. may_lag: whether it may catch up later."""
+    """num_tokens: most guesses of a row. most_tokens: of one pass. max_length: tokens that the
+    drafter was made for. reads: whether it reads what the target has computed. may_lag: whether it
+    may catch up later."""
 
     num_tokens: int
+    most_tokens: int
     max_length: int
     block_size: int
     reads: bool
@@ -98,6 +102,7 @@ class ModelDrafting:
         self._last: Plan | None = None  # that was carried out, until it was looked at
         self._times, self._draft_times = StepTimes(), StepTimes()
         self._began_s = 0.0
+        self._num_resting = 0  # steps
 
     def planned(self, plan: Plan) -> None:
         """Note who is in a plan, what they begin with, and which guesses they try."""
@@ -129,6 +134,9 @@ class ModelDrafting:
         """Guess for those of the sequences for which it is worth its time. num_running: rows that
         run, with them."""
         forced = self._forced(sequences)
+        if self._may_rest():
+            self._began_s = time.perf_counter()
+            return [_draft_of(sequence, token_ids) for sequence, token_ids in forced.items()]
         work = self._left_to_compute()
         others = [sequence for sequence in sequences if sequence not in forced]
         num_others = num_running - len(sequences) + sum(map(len, forced.values())) + len(forced)
@@ -137,6 +145,18 @@ class ModelDrafting:
         drafts += self._carry_out(work)
         self._began_s = time.perf_counter()
         return drafts
+
+    def _may_rest(self) -> bool:
+        """Tell whether to leave all for later: nothing was worth guessing a moment ago, and no
+        prompt has been computed since."""
+        plan = self._last
+        if self._num_resting == 0 or plan is None or not self._traits.may_lag:
+            return False
+        self._num_resting -= 1
+        if len(plan.rows) == 0 or plan.started or int(plan.num_tokens.max()) > 1:
+            self._num_resting = 0
+            return False
+        return True
 
     def _forced(self, sequences: list[Sequence]) -> dict[Sequence, list[int]]:
         """Find what grammars leave no choice about: nobody has to guess that."""
@@ -152,7 +172,7 @@ class ModelDrafting:
         self._trying = {each.row: each.guesser for each in work.values() if each.num > 0}
         if not any(self._is_urgent(each) for each in work.values()):
             return []
-        due = [each for each in work.values() if each.is_due]
+        due = self._within_budget([each for each in work.values() if each.is_due])
         order = self._order(due)
         try:
             answer = self._draft(order)
@@ -226,17 +246,32 @@ class ModelDrafting:
             self._times,
             lambda num: self._draft_times.seconds(num) or 0.0,
         )
+        self._num_resting = 0 if any(nums) else REST - 1
         for (each, _), num in zip(asked, nums, strict=True):
             if num == 0:
-                each.guesser.chance.hope()
+                each.guesser.chance.hope(REST)
             work[each.sequence] = each._replace(num=num)
 
     def _is_urgent(self, work: _Work) -> bool:
         """Tell whether the drafter has something to do that cannot be done later."""
         size, begun = self._traits.block_size, work.guesser.num_computed
-        has_filled = work.end // size > begun // size
+        in_prompt = begun < work.sequence.num_prompt_tokens
+        has_filled = in_prompt and work.end // size > begun // size
         may_lag = self._traits.may_lag and not work.sequence.is_pin  # others fork its last block
         return work.num > 0 or has_filled or (work.end > begun and not may_lag)
+
+    def _within_budget(self, due: list[_Work]) -> list[_Work]:
+        """Leave for later what a pass has no room for: of rows that have to catch up most."""
+        room, found = self._traits.most_tokens, list[_Work]()
+        for each in sorted(due, key=lambda each: each.end - each.guesser.num_computed):
+            begun = each.guesser.num_computed
+            num_tokens = each.end - begun + (each.num > 0 and not self._traits.reads)
+            if num_tokens > room:
+                each = each._replace(end=min(each.end, begun + room), num=0)
+            if each.is_due:
+                found.append(each)
+                room -= num_tokens
+        return found
 
     def _order(self, due: list[_Work]) -> DraftOrder:
         guesses = np.array([each.num for each in due], np.int32)

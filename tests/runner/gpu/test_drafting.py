@@ -1,0 +1,25 @@
+"""A draft model beside a model whose steps are kernels' work."""
+
+import pytest
+
+from quire.engine.guess_pace import StepTimes
+from tests.runner.test_drafting import PARAMS, PROMPTS, Counts, answers, engine
+from tests.serve.checkpoints import checkpoint
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_the_model_itself_is_right(monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Its sums are the same wherever a row stands."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    model, few = checkpoint(architecture), {"attention_backend": "triton", "max_num_seqs": 4}
+    short = [params.clone() for params in PARAMS[:2]]
+    for params in short:
+        params.max_tokens = 8
+    with engine(model, **few) as llm:
+        plain = answers(llm, short, PROMPTS[:2])
+    with engine(model, model, **few) as llm:
+        counts = Counts(llm)
+        found = answers(llm, short, PROMPTS[:2])
+    tokens = [[[choice[0] for choice in one] for one in each] for each in (plain, found)]
+    assert tokens[0] == tokens[1]
+    assert counts.right == counts.tried > 8
