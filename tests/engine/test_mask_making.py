@@ -1,6 +1,8 @@
 """Masks behind guesses: what a matcher of its own would say there, whatever was guessed before."""
 
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,10 @@ from quire.engine import grammar_compiler
 from quire.engine.grammar_compiler import Compiler
 from quire.engine.mask_making import MaskMaker
 from quire.engine.matchers import Guided, Wanted
+from quire.engine.record import Recorder
+from quire.engine.recording import read_recording
 from quire.scheduler.sequence import Sequence
+from quire.tools.replay import replay_all
 from tests.engine.guided import END, GuidedBench, allowed_ids, lark, vocabulary
 from tests.engine.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
 from tests.scheduler.device import VOCAB, Curse, make_request, next_token
@@ -218,3 +223,17 @@ def test_a_limit_behind_a_guess_ends_no_request_before_its_time(monkeypatch: Any
         assert "too many states" in error_of(bench.ends["long", 0])
         found.append(bench.tokens["long", 0])
     assert found[0] == found[1]
+
+
+def test_a_replay_needs_neither_grammars_nor_who_guessed(tmp_path: Path, monkeypatch: Any) -> None:
+    bench, wild = GuidedBench(), Wild(0.9)
+    bench.core.draft(wild)  # type: ignore[arg-type]
+    bench.core.record(Recorder(bench.scheduler, tmp_path, 1 << 20, True))
+    for i, grammar in enumerate([JSON, WORDS, "", NUMBERS]):
+        bench.add(str(i), grammar, 5 + i, max_tokens=15)
+    bench.finish()
+    bench.core.close()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    outcome = replay_all(read_recording(tmp_path))
+    assert outcome.difference is None and outcome.num_steps > 5
+    assert wild.num_tried > 0
