@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True, help="where the model is written")
     parser.add_argument("--target", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--seed", type=int, default=22)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--tokens", type=int, default=2304, help="per step")
     parser.add_argument("--rate", type=float, default=0.02)
     parser.add_argument("--items", type=int, default=60, help="held-out texts per kind; 0: none")

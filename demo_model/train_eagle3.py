@@ -85,10 +85,10 @@ def accepted(
 ) -> Tensor:
     """Count, for the greedy guesses from each place of an answer, the places, and those where the
     first 1, 2, ... guesses are all right: [1 + depth]."""
+    if len(text) - depth <= prompt:
+        return torch.zeros(1 + depth, dtype=torch.long)
     tokens = torch.tensor([text])
     columns = torch.arange(prompt - 1, len(text) - 1 - depth)[None]
-    if columns.numel() == 0:
-        return torch.zeros(1 + depth, dtype=torch.long)
     states = torch.cat([s for i, s in enumerate(target.states(tokens)) if i in LAYERS], -1)
     embedding = target.model.embed_tokens
     right = torch.ones(columns.shape, dtype=torch.bool)
