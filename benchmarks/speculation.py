@@ -1,7 +1,9 @@
-"""What guessing ahead brings: the same requests by an engine with it and one without, in turns.
+r"""What guessing ahead brings: the same requests by an engine with it and one without, in turns.
 
     python -m benchmarks.speculation --model demo --dtype float32
-    python -m benchmarks.speculation --model shape:qwen3-0.6b --workloads loop random
+    python -m benchmarks.speculation --model shape:qwen3-0.6b --workloads loop --batches 1 4
+    python -m benchmarks.speculation --model shape:qwen3-0.6b --workloads random --tokens 32 \
+        --kv-mib 2048 --rounds 2
 
     loop      greedy text that repeats itself: a model of random weights does so soon; in others one
               token is the only one that is allowed
@@ -61,7 +63,8 @@ def run(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> tuple[flo
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
     shared = {
         "model": options.model, "dtype": options.dtype, "quantization": options.quantization,
-        "max_model_len": 512, "disable_log_stats": True, "kv_cache_memory_bytes": 512 << 20,
+        "max_model_len": 512, "disable_log_stats": True, "max_num_seqs": max(options.batches),
+        "kv_cache_memory_bytes": options.kv_mib << 20,
     }  # fmt: skip
     settings = {
         "method": "ngram", "num_speculative_tokens": options.guesses,
@@ -109,7 +112,8 @@ def main() -> None:
     parser.add_argument("--guesses", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
+    parser.add_argument("--kv-mib", type=int, default=512, help="of each engine")
     parser.add_argument("--workloads", nargs="+", default=list(AIMS), choices=list(AIMS))
     options = parser.parse_args()
     print_head(
