@@ -263,9 +263,10 @@ class EngineConfig:
         None,
         'guess tokens ahead and try them beside the next one, as JSON: {"method": "ngram",'
         ' "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 5} guesses what'
-        " followed the same tokens before; the method suffix learns from earlier answers, too. No"
-        " answer changes by it, only how fast it comes. What a grammar forces is guessed with any"
-        " method, and where one plan is in flight without one;"
+        " followed the same tokens before; the method suffix learns from earlier answers, too;"
+        ' {"method": "draft_model", "model": DIR} lets a small model guess, eagle3 a head.'
+        " No answer changes by it, only how fast it comes. What a grammar forces is guessed with"
+        " any method, and where one plan is in flight without one;"
         ' {"method": "forced"}: only that, {"method": "none"}: nothing',
     )
     max_logprobs: int = setting(20, "most logprobs a request may ask for; -1 is no limit")
