@@ -3,7 +3,7 @@
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.events import Planned, Stepped
+from quire.base.events import Event, Planned, Stepped
 from quire.base.messages import Draft
 from quire.engine.guess_pace import StepTimes
 from quire.scheduler.sequence import Sequence
@@ -117,3 +117,27 @@ def test_who_cannot_be_guessed_for_rests() -> None:
         params.repetition_penalty = 50.0  # so each comes once
         llm.generate([{"prompt_token_ids": [7]}], params, use_tqdm=False)
     assert sum(asked) <= 16
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_plans_follow_each_other_until_there_is_something_to_guess(depth: int) -> None:
+    """Guesses are tried at any depth, and no plan is behind one that tries them."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    again = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
+    with engine(pipeline_depth=depth) as llm:
+        core, in_flight = llm.engine.client.core, list[tuple[int, bool]]()
+
+        def note(event: Event) -> None:
+            if isinstance(event, Planned) and event.plan is not None:
+                earlier = [step.plan for step in core._submitted]
+                is_behind = any(plan.drafts for plan in earlier)
+                in_flight.append((len(earlier), is_behind or bool(event.plan.drafts and earlier)))
+
+        core.subscribe(note)
+        steps = steps_of(llm)
+        [output] = llm.generate([TEXT], again, use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == [40] * 40
+        assert sum(step.num_accepted for step in steps) >= 15
+        llm.generate(["Once upon"], params, use_tqdm=False)
+    assert not any(is_wrong for _, is_wrong in in_flight)
+    assert max(num for num, _ in in_flight) == depth - 1

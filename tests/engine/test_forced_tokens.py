@@ -8,7 +8,6 @@ import pytest
 
 from quire import SamplingParams, StructuredOutputsParams
 from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError
 from quire.base.events import Preempted, Stepped
 from quire.base.messages import Request
 from quire.engine import drafting as drafting_module
@@ -223,11 +222,27 @@ def test_forced_tokens_can_be_left_out_or_asked_for() -> None:
         ({"speculative_config": {"method": "none"}, "pipeline_depth": 2}, 2, False),
         ({"speculative_config": {"method": "none"}}, 1, False),
         ({"speculative_config": {"method": "forced", "num_speculative_tokens": 2}}, 1, True),
+        ({"speculative_config": {"method": "forced"}, "pipeline_depth": 2}, 2, True),
     ]
     for settings, depth, drafts in ways:
         made = engine(**few, **settings)
         assert made.config.scheduler.pipeline_depth == depth
         assert (made.client.core._drafting is not None) == drafts
         made.client.close()
-    with pytest.raises(ConfigError, match="pipeline_depth"):
-        engine(speculative_config={"method": "forced"}, pipeline_depth=2)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_masks_and_guesses_with_more_plans_in_flight(plain: Engine, depth: int) -> None:
+    """A step with masks waits for the host anyway, so forced tokens are tried then, too."""
+    forms = ["named", "required", "json"] if "json" in FORMS else ["named", "required"]
+    requests = [request_of(plain, form, seed=i, temperature=0.8) for i, form in enumerate(forms)]
+    said = plain.renderer.render("one two three one two three one two", ChatOptions())
+    requests.append(plain.requests.make(said, SamplingParams(max_tokens=30, logprobs=1, seed=3)))
+    method = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    made = engine(speculative_config=method, pipeline_depth=depth, kv_cache_memory_bytes=8 << 20)
+    try:
+        steps = steps_of(made)
+        assert answers(made, *requests) == answers(plain, *requests)
+        assert sum(step.num_accepted for step in steps) > 20
+    finally:
+        made.client.close()

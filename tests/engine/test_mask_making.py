@@ -144,7 +144,7 @@ class Wild:
     """Guesses what a sequence goes on with, also behind its end; often it is wrong, and sometimes
     it names what the grammar forbids."""
 
-    is_idle = False
+    is_idle = holds_back = False
     resting = None
 
     def __init__(self, right: float) -> None:

@@ -28,7 +28,7 @@ class Oracle:
     """Knows the answers, and tells wrong ones as often as it is asked to: each of `num` guesses is
     right with this probability."""
 
-    is_idle = False
+    is_idle = holds_back = False
 
     def __init__(self, answers: dict[Any, list[int]], num: int, right: float) -> None:
         self._answers, self._num, self._right = answers, num, right

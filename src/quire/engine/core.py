@@ -244,7 +244,7 @@ class EngineCore:
             return None if late_s is None else max(0.0, late_s - self._clock.now())
         if not self._submitted:
             return 0.0
-        return max(0.0, self._step_due_s - self._clock.now())
+        return None if self._holds_back else max(0.0, self._step_due_s - self._clock.now())
 
     @property
     def _step_due_s(self) -> float:
@@ -272,7 +272,7 @@ class EngineCore:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
             self._take_answers()
-            while waits or self._is_due():
+            while not self._holds_back and (waits or self._is_due()):
                 if self.plan() is None and not self._is_fetching(waits):
                     break
             outputs = StepOutputs()
@@ -280,7 +280,8 @@ class EngineCore:
                 outputs = self.take_dropped()
             elif waits or self._is_answered:
                 outputs = self.take()
-                if not waits and self._submitted and self._is_due():
+                is_due = not waits and bool(self._submitted) and not self._holds_back
+                if is_due and self._is_due():
                     self.plan()  # before the outputs go out: steps are short
         except EngineError as error:
             self._death = str(error)
@@ -346,15 +347,31 @@ class EngineCore:
             self._submit(plan, NOBODY if decisions.sampling is None else decisions.sampling)
         return plan
 
+    @property
+    def _holds_back(self) -> bool:
+        """Whether the next plan waits until none is in flight: guesses may be tried then."""
+        return bool(self._submitted) and self._drafting is not None and self._drafting.holds_back
+
     def _guess(self) -> None:
         """Tell the scheduler what sequences may try."""
         if self._drafting is None or self._drafting.is_idle:
             return
         if len(self._submitted) >= self.scheduler.depth:
             return
+        if self._submitted:
+            self._drafting.follow()
+            return
         candidates = self.scheduler.drafts.candidates(self._drafting.resting)
         if drafts := self._drafting.guess(candidates, self.scheduler.num_running):
             self.control(Drafted([self.limits.known_part(draft) for draft in drafts]))
+
+    def _look_ahead(self) -> None:
+        """Find out whether the next plan should wait until none is in flight."""
+        if self._drafting is None or self._drafting.is_idle or not self._submitted:
+            return
+        num = len(self._submitted)
+        found = self.scheduler.drafts.candidates(self._drafting.resting, num)
+        self._drafting.look_ahead(found, num, self.scheduler.num_running)
 
     def take(self) -> StepOutputs:
         """Take the result of the oldest plan in flight."""
@@ -375,6 +392,7 @@ class EngineCore:
         outputs = self._update(result, self._submitted)
         if self._submitted:
             self._fill_masks(self._submitted[0])
+        self._look_ahead()
         return outputs
 
     def take_dropped(self) -> StepOutputs:

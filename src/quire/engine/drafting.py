@@ -71,6 +71,11 @@ class Drafting:
 
     A sequence for which there has been nothing to guess for a while rests some steps, so that it
     costs less.
+
+    Guesses need to know the last token, so no other plan may be in flight. Where more than one is,
+    as beside a GPU, each result tells whether to wait for those that are, because guesses should
+    bring more than the device loses while it waits for the host; if not, plans follow each other
+    as they do without guesses. holds_back: whether to wait.
     """
 
     def __init__(self, speculation: Speculation, grammars: Grammars, num_rows: int) -> None:
@@ -82,7 +87,10 @@ class Drafting:
         self._rests_until = np.zeros(num_rows, np.int64)  # a step, by row, whoever holds it
         self._num_in_vain = 0  # steps for which no forced token was worth its time, one by one
         self._forced_from = 0  # a step, from which on they are looked for again
-        self._began_s = 0.0
+        self.holds_back = False
+        self._is_alone = True  # no other plan is in flight beside the last one
+        self._began_s = self._taken_s = 0.0
+        self._flowing = StepTimes()  # from one result to the next, of plans that are not alone
         self._of: dict[Sequence, Guesser] = {}
         self._has_new = False  # since it was looked for those that have ended
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
@@ -98,13 +106,47 @@ class Drafting:
         """[R] which rows need not be guessed for now."""
         return self._rests_until > self._num_steps
 
+    def follow(self) -> None:
+        """Take that a plan is to follow one that is in flight, so nothing is guessed."""
+        self._is_alone = False
+
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """Guess for those of the sequences for which it is worth its time, before each plan.
-        num_running: rows that run, with them."""
-        self._began_s = time.perf_counter()
+        """Guess for those of the sequences for which it is worth its time, before each plan beside
+        which no other is in flight. num_running: rows that run, with them."""
+        self._began_s, self._is_alone = time.perf_counter(), True
         self._num_steps += 1
         if self._has_new:
             self._forget_ended()
+        drafts = self._guess(sequences, num_running)
+        self.holds_back = bool(drafts)
+        return drafts
+
+    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+        """Find out whether to wait for the plans in flight. sequences: that could be guessed for
+        then, each with so many tokens on their way."""
+        self._num_steps += 1
+        sizes, chances, gained = list[int](), list[float](), float(num_running)
+        for sequence in sequences:
+            if sequence.request.grammar:  # its masks make the device wait for the host anyway
+                self.holds_back = True
+                return
+            each = self._guess_at(sequence, num_pending)
+            if each is not None and len(each.guesses) > num_pending:
+                sizes.append(len(each.guesses) - num_pending)
+                chances.append(each.chance)
+        if not sizes:
+            return
+        nums = lengths(sizes, chances, num_running - len(sizes), self._times)
+        for num, chance in zip(nums, chances, strict=True):
+            gained += sum(chance ** (num_pending + i) for i in range(1, num + 1))
+        seconds = self._times.seconds(num_running + sum(nums))
+        plainly = self._flowing.seconds(num_running)
+        if seconds is None or plainly is None:
+            self.holds_back = sum(nums) > 0  # to find out
+        else:
+            self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
+
+    def _guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         found = [each for sequence in sequences if (each := self._guess_at(sequence)) is not None]
         self._in_row = {}
         if not found:
@@ -134,8 +176,9 @@ class Drafting:
             self._num_in_vain += 1
             self._forced_from = self._num_steps + min(MOST_IN_VAIN, 1 << self._num_in_vain)
 
-    def _guess_at(self, sequence: Sequence) -> Guessed | None:
-        """Guess for one sequence: what its grammar forces, or else what others say."""
+    def _guess_at(self, sequence: Sequence, num_pending: int = 0) -> Guessed | None:
+        """Guess for one sequence: what its grammar forces, or else what others say. num_pending:
+        tokens more, because they are on their way."""
         guesser, has_grammar = None, bool(sequence.request.grammar)
         if not self._only_forced:
             guesser = self._guesser(sequence)
@@ -147,7 +190,7 @@ class Drafting:
                 return Guessed(sequence, forced, 1.0, None)
         if guesser is None:
             return None
-        guesses = guesser.ngrams.guess(min(self._settings.num_tokens, most))
+        guesses = guesser.ngrams.guess(min(self._settings.num_tokens + num_pending, most))
         if guesses and has_grammar:
             guesses = self._grammars.cut(sequence, guesses)
         if not guesses:
@@ -174,13 +217,15 @@ class Drafting:
 
     def observe(self, plan: Plan) -> None:
         """Take that a plan has been carried out: what it took counts from when its guesses were
-        looked for."""
+        looked for, or from the result before it."""
         if self.is_idle:
             return
+        began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
+        self._taken_s = now_s
         num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
         if num_rows and num_tokens - num_guesses == num_rows:
-            self._times.observe(num_tokens, time.perf_counter() - self._began_s)
+            (self._times if self._is_alone else self._flowing).observe(num_tokens, now_s - began_s)
 
     def _guesser(self, sequence: Sequence) -> Guesser:
         found = self._of.get(sequence)

@@ -6,7 +6,7 @@ from pathlib import Path
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.base.speculation import NONE, parse_speculation
+from quire.base.speculation import WITH_MODEL, NONE, parse_speculation
 from quire.ops.native import core
 from quire.runner.step_size import MOST_TOKENS
 
@@ -46,14 +46,17 @@ def default_depth(device: str) -> int:
 
 
 def depth_of(config: EngineConfig, device: str) -> int:
-    """Return how many plans are in flight: one where guesses need to know the last token."""
-    depth = config.scheduler.pipeline_depth
-    if not _guesses(config):
+    """Return how many plans are in flight: one where a model guesses, between steps."""
+    depth, speculation = (
+        config.scheduler.pipeline_depth,
+        parse_speculation(config.speculative_config),
+    )
+    if speculation is None or speculation.method not in WITH_MODEL:
         return depth or default_depth(device)
     if depth is not None and depth > 1:
         raise ConfigError(
-            f"pipeline_depth={depth} leaves nothing to guess: the last token must be known. Leave"
-            " pipeline_depth or speculative_config out."
+            f"pipeline_depth={depth} leaves a model nothing to guess: it must know the last token."
+            " Leave pipeline_depth or speculative_config out."
         )
     return 1
 

@@ -34,15 +34,19 @@ class Drafts:
         """Keep guesses, in the place of earlier ones of the same sequences."""
         self._guessed |= {(draft.request_id, draft.index): draft for draft in message.drafts}
 
-    def candidates(self, resting: npt.NDArray[np.bool_] | None = None) -> list[Sequence]:
+    def candidates(
+        self, resting: npt.NDArray[np.bool_] | None = None, num_pending: int = 0
+    ) -> list[Sequence]:
         """List the sequences whose next plan may try guesses: they run and lack only their next
-        token. resting: [R] rows that are left out."""
+        token. resting: [R] rows that are left out. num_pending: tokens of each that are on their
+        way; those that have fewer or more are left out."""
         table, rows = self._rows.table, self._rows.running
         if resting is not None:
             rows = rows[~resting[rows]]
-        is_known = table.total[rows] == table.known[rows]
-        is_next = table.computed[rows] == table.known[rows] - 1
-        has_room = table.limit[rows] > table.known[rows] + 1
+        total = table.total[rows]
+        is_known = total == table.known[rows] + num_pending
+        is_next = table.computed[rows] == total - 1
+        has_room = table.limit[rows] > total + 1
         found = self._rows.sequences(rows[is_known & is_next & has_room])
         return [sequence for sequence in found if self._may_ever_try(sequence)]
 
