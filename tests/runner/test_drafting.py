@@ -148,6 +148,7 @@ def test_other_backends(backend: str) -> None:
         {"num": 20, "block_size": 8},
         {"max_num_batched_tokens": 8},
         {"pipeline_depth": 1, "max_num_seqs": 2},
+        {"pipeline_depth": 3},
         {"enable_prefix_caching": False},
     ],
     ids=str,

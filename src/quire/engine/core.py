@@ -38,10 +38,9 @@ from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
 from quire.engine.bisect import bisect_step, combine, give_rows_up, leave_out, with_leftover
 from quire.engine.connectors.connections import MOST_WAIT_S, Connections
-from quire.engine.drafting import Drafting
+from quire.engine.drafting import Guesses
 from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
-from quire.engine.model_drafting import ModelDrafting
 from quire.engine.pacing import Pacing
 from quire.engine.record import Doors, Recorder
 from quire.engine.step_budget import StepBudget
@@ -120,7 +119,7 @@ class EngineCore:
         self._death: str | None = None
         self._stores: Connections | None = None
         self._grammars: Grammars | None = None
-        self._drafting: Drafting | ModelDrafting | None = None
+        self._drafting: Guesses | None = None
         self.max_num_queued: int | None = None  # requests that may wait
         self._num_left_waiting = 0  # by the last plan
         self._events: list[Event] = []  # that subscribers have not heard of
@@ -172,7 +171,7 @@ class EngineCore:
         """Let these say which tokens the requests with a grammar may choose."""
         self._grammars = grammars
 
-    def draft(self, drafting: Drafting | ModelDrafting) -> None:
+    def draft(self, drafting: Guesses) -> None:
         """Let this guess what sequences go on with."""
         self._drafting = drafting
 

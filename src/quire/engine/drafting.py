@@ -7,7 +7,7 @@ guesses at an answer with a grammar end where the grammar forbids them.
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,43 @@ from quire.scheduler.sequence import Sequence, State
 PATIENCE = 4  # steps in a row in which nothing could be guessed, before a sequence rests
 MOST_REST = 4  # steps
 MOST_IN_VAIN = 16  # steps until forced tokens are looked for again that were not worth their time
+
+
+class Guesses(Protocol):
+    """Who guesses, for the core. is_idle: whether there is nobody to guess for. holds_back: whether
+    the next plan is to wait until none is in flight. resting: [R] which rows need not be guessed
+    for; None: all are looked at."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    @property
+    def holds_back(self) -> bool: ...
+
+    @property
+    def resting(self) -> npt.NDArray[np.bool_] | None: ...
+
+    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+        """Guess for those of the sequences for which it is worth its time, before each plan beside
+        which no other is in flight. num_running: rows that run, with them."""
+        ...
+
+    def follow(self) -> None:
+        """Take that a plan is to follow one that is in flight, so nothing is guessed."""
+        ...
+
+    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+        """Find out whether to wait for the plans in flight. sequences: that could be guessed for
+        then, each with so many tokens on their way."""
+        ...
+
+    def planned(self, plan: Plan) -> None:
+        """Note which guesses a plan tries."""
+        ...
+
+    def observe(self, plan: Plan) -> None:
+        """Take that a plan has been carried out."""
+        ...
 
 
 @dataclass(slots=True)
@@ -107,12 +144,11 @@ class Drafting:
         return self._rests_until > self._num_steps
 
     def follow(self) -> None:
-        """Take that a plan is to follow one that is in flight, so nothing is guessed."""
+        """See Guesses."""
         self._is_alone = False
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        """Guess for those of the sequences for which it is worth its time, before each plan beside
-        which no other is in flight. num_running: rows that run, with them."""
+        """See Guesses."""
         self._began_s, self._is_alone = time.perf_counter(), True
         self._num_steps += 1
         if self._has_new:
@@ -122,8 +158,8 @@ class Drafting:
         return drafts
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
-        """Find out whether to wait for the plans in flight. sequences: that could be guessed for
-        then, each with so many tokens on their way."""
+        """See Guesses. What guesses should bring is held against what plans bring that follow each
+        other."""
         self._num_steps += 1
         sizes, chances, gained = list[int](), list[float](), float(num_running)
         for sequence in sequences:

@@ -86,6 +86,9 @@ class ModelDrafting:
     out an order. holders: who holds these rows."""
 
     is_idle = False
+    holds_back = (
+        True  # a model has to know the last token, and has something to guess in every step
+    )
 
     def __init__(
         self,
@@ -122,6 +125,12 @@ class ModelDrafting:
     def resting(self) -> None:
         """Every row is looked at."""
         return None
+
+    def follow(self) -> None:
+        """Do nothing: no plan follows one that is in flight."""
+
+    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+        """Do nothing: no other plan is in flight when a result comes."""
 
     def observe(self, plan: Plan) -> None:
         """Take that a plan has been carried out: what it took counts from when guesses were

@@ -6,7 +6,6 @@ from pathlib import Path
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
-from quire.base.speculation import WITH_MODEL, parse_speculation
 from quire.ops.native import core
 from quire.runner.step_size import MOST_TOKENS
 
@@ -46,17 +45,8 @@ def default_depth(device: str) -> int:
 
 
 def depth_of(config: EngineConfig, device: str) -> int:
-    """Return how many plans are in flight: one where a model guesses, between steps."""
-    depth = config.scheduler.pipeline_depth
-    speculation = parse_speculation(config.speculative_config)
-    if speculation is None or speculation.method not in WITH_MODEL:
-        return depth or default_depth(device)
-    if depth is not None and depth > 1:
-        raise ConfigError(
-            f"pipeline_depth={depth} leaves a model nothing to guess: it must know the last token."
-            " Leave pipeline_depth or speculative_config out."
-        )
-    return 1
+    """Return how many plans are in flight."""
+    return config.scheduler.pipeline_depth or default_depth(device)
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
