@@ -161,20 +161,23 @@ class Drafting:
         """See Guesses. What guesses should bring is held against what plans bring that follow each
         other."""
         self._num_steps += 1
-        sizes, chances, gained = list[int](), list[float](), float(num_running)
+        found, gained = list[Guessed](), float(num_running)
         for sequence in sequences:
             if sequence.request.grammar:  # its masks make the device wait for the host anyway
                 self.holds_back = True
                 return
             each = self._guess_at(sequence, num_pending)
             if each is not None and len(each.guesses) > num_pending:
-                sizes.append(len(each.guesses) - num_pending)
-                chances.append(each.chance)
-        if not sizes:
+                found.append(each)
+        if not found:
             return
-        nums = lengths(sizes, chances, num_running - len(sizes), self._times)
-        for num, chance in zip(nums, chances, strict=True):
-            gained += sum(chance ** (num_pending + i) for i in range(1, num + 1))
+        sizes = [len(each.guesses) - num_pending for each in found]
+        chances = [each.chance for each in found]
+        nums = lengths(sizes, chances, num_running - len(found), self._times)
+        for num, each in zip(nums, found, strict=True):
+            gained += sum(each.chance ** (num_pending + i) for i in range(1, num + 1))
+            if num == 0 and each.guesser is not None:
+                self._rest(each.sequence, each.guesser)
         seconds = self._times.seconds(num_running + sum(nums))
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
