@@ -225,7 +225,9 @@ class TritonBackend(MovesBlocks):
         starts, contexts = step.query_starts_S1, step.context_lens_S
         states_BZ = self._memory.kv[g][0, index, 0, :, 0]
         if g not in self._tables:
-            tables = step.block_tables_SL[g].contiguous()
+            tables = step.block_tables_SL[g]
+            if step.guessing_S is not None:
+                tables = tables.contiguous()  # both have one stride
             self._tables[g] = tables, left_table(step, tables)
         size = self._layout.block_size
         return states_BZ, self._states.StateStep(starts, contexts, *self._tables[g], size)
