@@ -86,9 +86,7 @@ class ModelDrafting:
     out an order. holders: who holds these rows."""
 
     is_idle = False
-    holds_back = (
-        True  # a model has to know the last token, and has something to guess in every step
-    )
+    holds_back = True  # the last token must be known, and there is always something to guess
 
     def __init__(
         self,

@@ -3,7 +3,6 @@
 import torch
 
 from quire.base.config import EngineConfig
-from quire.base.speculation import parse_speculation
 from quire.ops import gpu
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.row_state import RowTensors
@@ -35,7 +34,7 @@ def make_ops(device: Device, state: RowTensors, vocab_size: int, most_guesses: i
         return TorchOps(device, state)
     from quire.runner.gpu.kernel_ops import KernelOps  # Triton is imported where it is used
 
-    return KernelOps(device, state, vocab_size, most_guesses)
+    return KernelOps(device, state, vocab_size)
 
 
 def assemble(
@@ -49,11 +48,7 @@ def assemble(
     """Make a runner that carries out every step as it is."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes)
-    speculation = parse_speculation(config.speculative_config)
-    most_guesses = 0
-    if speculation is not None:
-        most_guesses = max(speculation.num_tokens, speculation.num_forced)
-    ops = make_ops(device, state, vocab_size, most_guesses)
+    ops = make_ops(device, state, vocab_size)
     extras = Extras(state, LogitsProcessors(config.logits_processors))
     sampler = Sampler(ops, Edits(device, sizes[0]), extras, sizes[0], vocab_size)
     return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)

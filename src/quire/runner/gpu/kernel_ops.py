@@ -11,12 +11,14 @@ import numpy.typing as npt
 import torch
 
 from quire.ops.gpu import DTYPES
+from quire.ops.host_memory import to_device
 from quire.ops.kernels import mask, row_deltas, step_inputs
 from quire.ops.kernels.penalties import apply_penalties
 from quire.ops.kernels.sampling import SamplingColumns, sample
 from quire.ops.kernels.sampling_edits import edit_logits
 from quire.ops.kernels.step_inputs import Inbox, StepBuffers
 from quire.ops.logit_edits import EditTable
+from quire.ops.mask import RowMasks
 from quire.ops.row_state import RowTensors
 from quire.ops.step_inputs import SampleInputs, StepInputs
 from quire.runner.columns import narrow, penalties_of, wide
@@ -34,18 +36,15 @@ class KernelOps:
 
     can_be_recorded = True
 
-    def __init__(
-        self, device: Device, state: RowTensors, vocab_size: int, most_guesses: int = 0
-    ) -> None:
-        """most_guesses: of a row in a step, each of which may have a mask."""
+    def __init__(self, device: Device, state: RowTensors, vocab_size: int) -> None:
         self._device, self._state, self._vocab_size = device, state, vocab_size
-        self._most_masks = len(state.computed_R) * (1 + most_guesses)
         max_num_rows = len(state.computed_R)
         self._inbox = Inbox.empty(max_num_rows, device.device)
         self._ring = SlotRing(device, max_num_rows)
         self._columns = sampling_columns(state)
         self._counts_RV: torch.Tensor | None = None
         self._mask_slots: MaskSlots | None = None
+        self._many_masks: RowMasks | None = None  # of the next step, which is not recorded
 
     def fork(self, pairs_F2: Int32) -> None:
         """Copy rows, in one launch."""
@@ -82,8 +81,16 @@ class KernelOps:
         return Update(lambda: self._receive(contents, lists is not None), hold)
 
     def prepare_masks(self, places: Int32, words: Int32) -> Update:
-        """Write them into a slot, from which they are copied to where recorded steps read."""
-        return self._masks.prepare(places, words)
+        """Write them into a slot, from which they are copied to where recorded steps read; those
+        of a step that guesses, if they are more than there are rows, cross by themselves."""
+        if len(places) <= len(self._state.computed_R):
+            return self._masks.prepare(places, words)
+
+        def take() -> None:
+            masks = to_device(places, self._state.device), to_device(words, self._state.device)
+            self._many_masks = RowMasks(*masks)
+
+        return Update(take, lambda arrival: None)
 
     def gather(self, shape: StepShape) -> Gathered:
         """Gather into buffers with places for all rows that are scheduled, and all that sample."""
@@ -121,7 +128,9 @@ class KernelOps:
                 x_NV = x_NV.to(torch.float32, copy=True)
             self._penalise(x_NV, samples)
         if needs.has_masks:
-            mask.apply_masks(x_NV, self._masks.of(len(x_NV)))
+            most = len(self._state.computed_R)
+            masks, self._many_masks = self._many_masks, None
+            mask.apply_masks(x_NV, masks or self._masks.of(min(len(x_NV), most)))
         return x_NV
 
     def choose(
@@ -148,7 +157,8 @@ class KernelOps:
     def _masks(self) -> MaskSlots:
         """Make it when the first masks come, or are recorded."""
         if self._mask_slots is None:
-            self._mask_slots = MaskSlots(self._device, self._most_masks, self._vocab_size)
+            num_rows = len(self._state.computed_R)
+            self._mask_slots = MaskSlots(self._device, num_rows, self._vocab_size)
         return self._mask_slots
 
     def _receive(self, contents: SlotContents, has_lists: bool) -> None:
