@@ -35,11 +35,12 @@ def command(job: Job, port: int, own: list[str]) -> list[str]:
 
 
 def variants(guesses: list[int]) -> dict[str, list[str]]:
+    """What its authors recommend guesses from 48 to 64 tokens."""
     found: dict[str, list[str]] = {PLAIN: []}
     for num in guesses:
         sizes = ["--spec-ngram-simple-size-n", str(RUN), "--spec-ngram-simple-size-m", str(num)]
         found[f"ngram-simple {num}"] = ["--spec-type", "ngram-simple", *sizes]
-    return found
+    return found | {"spec-default 64": ["--spec-default"]}
 
 
 def asked(port: int, path: str, body: dict[str, Any] | None = None) -> Any:
