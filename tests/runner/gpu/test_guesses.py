@@ -8,7 +8,6 @@ from quire import LLM, SamplingParams
 from quire.base.events import Stepped
 from quire.base.sampling_params import StructuredOutputsParams
 from quire.engine.guess_pace import StepTimes
-from tests.runner.gpu.late_device import LateDevice
 from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
 from tests.serve.checkpoints import text_checkpoint
 
@@ -33,12 +32,9 @@ def answers(**settings: Any) -> tuple[list[Any], int]:
         return [each.token_ids for each in outputs], sum(step.num_accepted for step in steps)
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("depth", [1, 2])
-def test_masks_and_penalties_at_each_guess(
-    depth: int,
-    devices: list[LateDevice],
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
-) -> None:
+def test_masks_and_penalties_at_each_guess(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
     triton = {"attention_backend": "triton", "pipeline_depth": depth}
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
