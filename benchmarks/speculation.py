@@ -15,6 +15,7 @@ step brings 1 + k tokens, and takes at least what a step of one token does.
 """
 
 import argparse
+import json
 import statistics
 import time
 from typing import Any
@@ -66,7 +67,7 @@ def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
         "max_model_len": 512, "disable_log_stats": True, "max_num_seqs": max(options.batches),
         "kv_cache_memory_bytes": options.kv_mib << 20,
     }  # fmt: skip
-    settings = {
+    settings = options.speculative_config or {
         "method": "ngram", "num_speculative_tokens": options.guesses,
         "prompt_lookup_max": 4, "prompt_lookup_min": 2,
     }  # fmt: skip
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--guesses", type=int, default=4)
+    parser.add_argument("--speculative-config", type=json.loads, help="instead of n-grams, as JSON")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])

@@ -6,7 +6,7 @@ guesses at an answer with a grammar end where the grammar forbids them.
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from quire.base.messages import Draft
 from quire.base.plan import Plan
 from quire.base.speculation import FORCED, SUFFIX, Speculation
 from quire.engine.grammars import Grammars
-from quire.engine.guess_pace import Chance, StepTimes, lengths
+from quire.engine.guess_pace import KEPT_OF_ALL, Chance, StepTimes, lengths
 from quire.engine.ngrams import NGrams
 from quire.engine.suffixes import Answers, SuffixGuesser
 from quire.scheduler.sequence import Sequence, State
@@ -69,21 +69,23 @@ class Guesser:
     and these. num_misses: steps in a row in which there was nothing to guess, or it was not worth
     its time."""
 
-    ngrams: NGrams | SuffixGuesser
-    chance: Chance = field(default_factory=Chance)
+    history: NGrams | SuffixGuesser
+    chance: Chance
     tried: tuple[int, npt.NDArray[np.int32]] | None = None
     num_misses: int = 0
 
-    def catch_up(self, sequence: Sequence) -> None:
-        """Take what the sequence has got since, and what became of its guesses."""
+    def catch_up(self, sequence: Sequence, of_all: Chance) -> None:
+        """Take what the sequence has got since, and what became of its guesses. of_all: the chance
+        of a guess of any sequence."""
         if self.tried is not None:
             known, guesses = self.tried
             came = sequence.known_tokens[known : known + len(guesses)]
             is_right = came == guesses[: len(came)]
             num_right = len(came) if is_right.all() else int(is_right.argmin())
             self.chance.observe(len(guesses), num_right)
+            of_all.observe(len(guesses), num_right)
             self.tried = None
-        self.ngrams.extend(sequence.known_tokens[self.ngrams.num_taken :].tolist())
+        self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
 
     def rest(self) -> int:
         """Take that nothing is guessed now; returns for how many steps to leave it alone."""
@@ -132,6 +134,7 @@ class Drafting:
         self._has_new = False  # since it was looked for those that have ended
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
         self._times = StepTimes()
+        self._of_all = Chance(kept=KEPT_OF_ALL)  # where a new sequence begins
 
     @property
     def is_idle(self) -> bool:
@@ -221,7 +224,7 @@ class Drafting:
         guesser, has_grammar = None, bool(sequence.request.grammar)
         if not self._only_forced:
             guesser = self._guesser(sequence)
-            guesser.catch_up(sequence)
+            guesser.catch_up(sequence, self._of_all)
         most = sequence.limit - sequence.num_known_tokens - 1
         if has_grammar and self._num_steps >= self._forced_from:
             num = min(self._settings.num_forced, most)
@@ -229,7 +232,7 @@ class Drafting:
                 return Guessed(sequence, forced, 1.0, None)
         if guesser is None:
             return None
-        guesses = guesser.ngrams.guess(min(self._settings.num_tokens + num_pending, most))
+        guesses = guesser.history.guess(min(self._settings.num_tokens + num_pending, most))
         if guesses and has_grammar:
             guesses = self._grammars.cut(sequence, guesses)
         if not guesses:
@@ -270,14 +273,16 @@ class Drafting:
         found = self._of.get(sequence)
         if found is None:
             self._has_new = True
-            found = self._of[sequence] = Guesser(self._of_tokens(sequence))
+            found = self._of[sequence] = Guesser(
+                self._of_tokens(sequence), Chance(self._of_all.value)
+            )
         return found
 
     def _forget_ended(self) -> None:
         """Forget the sequences that have ended; others may want to guess their last tokens."""
         self._has_new = False
         for sequence in [s for s in self._of if s.state is State.ENDED]:
-            self._of.pop(sequence).catch_up(sequence)
+            self._of.pop(sequence).catch_up(sequence, self._of_all)
 
     def _of_tokens(self, sequence: Sequence) -> NGrams | SuffixGuesser:
         """Make what finds where a sequence's last tokens stood before."""

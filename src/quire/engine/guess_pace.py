@@ -18,8 +18,8 @@ from heapq import heapify, heappop, heappush
 
 FORGOTTEN = 128  # steps
 NUM_TIMES = 9  # of steps of a size
-KEPT = 0.9  # of what was believed, after a step
-FIRST_CHANCE = 0.7  # that a guess is right of a sequence that had none
+KEPT, KEPT_OF_ALL = 0.9, 0.98  # of what was believed of a sequence, and of all, after a guess
+FIRST_CHANCE = 0.7  # that a guess is right, where there was none
 LEAST_CHANCE = 0.05
 HOPE = 0.01  # how much the chance grows with each step without guesses, so that it is tried again
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -78,16 +78,16 @@ class StepTimes:
 
 
 class Chance:
-    """How often a sequence's guesses were right."""
+    """How often guesses were right lately. kept: of what was believed, after a guess."""
 
-    def __init__(self) -> None:
-        self.value = FIRST_CHANCE
+    def __init__(self, value: float = FIRST_CHANCE, kept: float = KEPT) -> None:
+        self.value, self._kept = value, kept
 
     def observe(self, num_guessed: int, num_right: int) -> None:
         """Take what became of guesses: those up to the first wrong one were put to the test."""
         num_tested = min(num_guessed, num_right + 1)
         for i in range(num_tested):
-            self.value = KEPT * self.value + (1 - KEPT) * (i < num_right)
+            self.value = self._kept * self.value + (1 - self._kept) * (i < num_right)
 
     def hope(self, num_steps: int = 1) -> None:
         """Take steps in which nothing is guessed."""
