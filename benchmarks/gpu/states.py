@@ -71,6 +71,7 @@ def layer_of(bench: Bench, rows: int, tokens: int) -> Layer:
             torch.arange(rows + 1, dtype=torch.int32, device=device) * tokens,
             torch.full((rows,), before + tokens, dtype=torch.int32, device=device),
             tables,
+            tables,
             BLOCK_SIZE,
         ),
     )
