@@ -62,7 +62,7 @@ ALL: list[Guess] = [
 class Liar:
     """A guesser in the place of the engine's own."""
 
-    is_idle, resting = False, None
+    is_idle, holds_back, resting = False, False, None
 
     def __init__(self, guess: Guess) -> None:
         self._guess = guess

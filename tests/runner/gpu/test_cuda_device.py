@@ -218,7 +218,7 @@ class TestGraphs:
         assert built.runner.graph_bytes(built.config) == wanted
 
         def make(config: Any, num_blocks: Any) -> Any:
-            return built.runner
+            return built.runner, None
 
         free = cuda.free + (5 << 30)  # five were taken since
         spec = built.spec
