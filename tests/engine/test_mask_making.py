@@ -10,7 +10,6 @@ import pytest
 from llguidance import LLMatcher
 
 from quire.base.messages import Draft
-from quire.base.plan import Plan
 from quire.engine import grammar_compiler
 from quire.engine.grammar_compiler import Compiler
 from quire.engine.mask_making import MaskMaker
@@ -20,6 +19,7 @@ from quire.engine.recording import read_recording
 from quire.scheduler.sequence import Sequence
 from quire.tools.replay import replay_all
 from tests.engine.guided import END, GuidedBench, allowed_ids, lark, vocabulary
+from tests.engine.stand_in import StandIn
 from tests.engine.test_grammars import BUDGET, JSON, NUMBERS, RECOMPUTE, SWAP, WORDS
 from tests.scheduler.device import VOCAB, Curse, make_request, next_token
 from tests.updates import error_of, reason_of
@@ -140,12 +140,9 @@ def test_forced_tokens_are_the_only_ones() -> None:
     assert maker.masks.forced(Wanted(0, None)) == [] and maker.masks.cut(Wanted(0, None)) == 0
 
 
-class Wild:
+class Wild(StandIn):
     """Guesses what a sequence goes on with, also behind its end; often it is wrong, and sometimes
     it names what the grammar forbids."""
-
-    is_idle = holds_back = False
-    resting = None
 
     def __init__(self, right: float) -> None:
         self._right, self._choose = right, random.Random(2)
@@ -171,12 +168,6 @@ class Wild:
             guesses, name = context[len(known) :], sequence.request.request_id
             drafts.append(Draft(name, sequence.index, len(known), guesses))
         return drafts
-
-    def planned(self, plan: Plan) -> None:
-        self.num_tried += int(plan.num_drafts.sum())
-
-    def observe(self, plan: Plan) -> None:
-        pass
 
 
 @pytest.mark.parametrize("right", [0.5, 0.9, 1.0])

@@ -9,8 +9,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.events import Planned
 from quire.base.messages import Draft
-from quire.base.plan import Plan
 from quire.scheduler.sequence import Sequence
+from tests.engine.stand_in import StandIn
 
 PROMPTS = ["Once upon a time", "The cat and the cat and the cat", "1, 2, 3, 1, 2, 3", "a"] * 2
 COMMON: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}
@@ -59,10 +59,8 @@ ALL: list[Guess] = [
 ]  # fmt: skip
 
 
-class Liar:
+class Liar(StandIn):
     """A guesser in the place of the engine's own."""
-
-    is_idle, holds_back, resting = False, False, None
 
     def __init__(self, guess: Guess) -> None:
         self._guess = guess
@@ -72,12 +70,6 @@ class Liar:
             Draft(s.request.request_id, s.index, s.num_known_tokens, self._guess(s))
             for s in sequences
         ]
-
-    def planned(self, plan: Plan) -> None:
-        pass
-
-    def observe(self, plan: Plan) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +104,7 @@ def test_nothing_changes(llm: LLM, plain: list[Any], guess: Guess) -> None:
             tried.update(t for draft in event.plan.drafts for t in draft.token_ids.tolist())
 
     core.subscribe(note)
-    core._drafting = Liar(guess)  # type: ignore[assignment]
+    core._drafting = Liar(guess)
     assert answers(llm) == plain
     core._drafting = before
     size = llm.engine.spec.vocab_size

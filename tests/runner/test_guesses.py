@@ -8,9 +8,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.messages import Draft
-from quire.base.plan import Plan
 from quire.ops.native import core
 from quire.scheduler.sequence import Sequence
+from tests.engine.stand_in import StandIn
 
 PROMPTS = ["Once upon a time", "The little fox said: 1, 2, 3, 1, 2, 3,", "a", "def add(x, y):"]
 PARAMS = [
@@ -24,16 +24,13 @@ PARAMS = [
 ]  # fmt: skip
 
 
-class Oracle:
+class Oracle(StandIn):
     """Knows the answers, and tells wrong ones as often as it is asked to: each of `num` guesses is
     right with this probability."""
-
-    is_idle = holds_back = False
 
     def __init__(self, answers: dict[Any, list[int]], num: int, right: float) -> None:
         self._answers, self._num, self._right = answers, num, right
         self._choose = random.Random(3)
-        self.resting = None
         self.num_right = self.num_tried = 0
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
@@ -46,12 +43,6 @@ class Oracle:
             name, known = sequence.request.request_id, sequence.num_known_tokens
             drafts.append(Draft(name, sequence.index, known, guesses))
         return drafts
-
-    def planned(self, plan: Plan) -> None:
-        self.num_tried += int(plan.num_drafts.sum())
-
-    def observe(self, plan: Plan) -> None:
-        pass
 
 
 def engine(**settings: Any) -> LLM:
@@ -93,7 +84,7 @@ def test_no_guess_changes_an_answer(settings: dict[str, Any]) -> None:
         }
         for num, right in [(1, 1.0), (4, 1.0), (3, 0.0), (4, 0.7)]:
             oracle = Oracle(known, num, right)
-            llm.engine.client.core._drafting = oracle  # type: ignore[assignment]
+            llm.engine.client.core._drafting = oracle
             assert answers(llm) == plain, (num, right)
             assert oracle.num_tried > 20
 
@@ -104,7 +95,7 @@ def test_right_guesses_save_steps() -> None:
         [output] = llm.generate(PROMPTS[:1], params, use_tqdm=False)
         known = {(tuple(output.prompt_token_ids or ()), 0): list(output.outputs[0].token_ids)}
         oracle = Oracle(known, 4, 1.0)
-        llm.engine.client.core._drafting = oracle  # type: ignore[assignment]
+        llm.engine.client.core._drafting = oracle
         scheduler = llm.engine.client.core.scheduler
         before = scheduler.planner.next_step_id
         llm.generate(PROMPTS[:1], params, use_tqdm=False)

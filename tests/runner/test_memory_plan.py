@@ -294,7 +294,7 @@ class SharedGPU:
             def graph_bytes(self, config: EngineConfig) -> int:
                 return graphs
 
-        make: Any = lambda config, num_blocks: Runner()  # noqa: E731
+        make: Any = lambda config, num_blocks: (Runner(), None)  # noqa: E731
         return plan_gpu_memory(config, spec, torch.device("cuda"), weights, free, make)
 
 

@@ -14,9 +14,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.base.events import Stepped
 from quire.base.messages import Draft
-from quire.base.plan import Plan
 from quire.engine.guess_pace import StepTimes
 from quire.scheduler.sequence import Sequence
+from tests.engine.stand_in import StandIn
 from tests.serve.checkpoints import checkpoint, reference_logits, reference_model, write_checkpoint
 
 VOCAB = 5
@@ -60,10 +60,8 @@ def by_chance(said: tuple[int, ...], choose: Callable[..., int]) -> tuple[int, .
     return by_chance((*said, choose(range(VOCAB), key=chance)), choose)
 
 
-class Guesser:
+class Guesser(StandIn):
     """Guesses all that is left of an answer."""
-
-    is_idle, resting = False, None
 
     def __init__(self, kind: str) -> None:
         self._kind, self._random = kind, random.Random(0)
@@ -80,12 +78,6 @@ class Guesser:
                 guesses = list(by_chance(tuple(said), choose)[len(said) :])
             drafts.append(Draft(sequence.request.request_id, sequence.index, known, guesses))
         return drafts
-
-    def planned(self, plan: Plan) -> None:
-        pass
-
-    def observe(self, plan: Plan) -> None:
-        pass
 
 
 def p_value(counts: Counter[tuple[int, ...]]) -> float:
@@ -120,7 +112,7 @@ def test_tokens_have_the_distribution_of_the_model(tiny: LLM, kind: str) -> None
     """With guesses that are often right and with guesses that are hardly ever right."""
     core, steps = tiny.engine.client.core, list[Stepped]()
     core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-    core._drafting = Guesser(kind)  # type: ignore[assignment]
+    core._drafting = Guesser(kind)
     params = [
         SamplingParams(temperature=TEMPERATURE, seed=seed, max_tokens=NUM_TOKENS)
         for seed in range(NUM_DRAWS)

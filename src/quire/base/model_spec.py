@@ -126,6 +126,7 @@ class ModelSpec:
         text = json.dumps(self.raw, sort_keys=True, default=repr)
         text += "" if self.implementation == QUIRE else f" {self.implementation}"
         text += f" {self.linear_layers}" if self.linear_layers else ""
+        text += f" {self.drafter}" if self.drafter is not None else ""
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def served_up_to(self, length: int | None) -> "ModelSpec":

@@ -1,0 +1,28 @@
+"""In the place of who guesses for an engine."""
+
+from quire.base.messages import Draft
+from quire.base.plan import Plan
+from quire.scheduler.sequence import Sequence
+
+
+class StandIn:
+    """Guesses nothing. num_tried: guesses that plans have tried."""
+
+    is_idle = holds_back = False
+    resting = None
+    num_tried = 0
+
+    def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
+        return []
+
+    def follow(self) -> None:
+        pass
+
+    def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
+        pass
+
+    def planned(self, plan: Plan) -> None:
+        self.num_tried += int(plan.num_drafts.sum())
+
+    def observe(self, plan: Plan) -> None:
+        pass
