@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "find_runs.h"
 #include "linear.h"
 #include "philox.h"
 #include "program.h"
@@ -28,7 +29,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 17;
+constexpr int kInterfaceVersion = 18;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -92,6 +93,12 @@ void choose(Address ids, Address logits, Address temperatures, Address top_k, Ad
                   as<ConstInts>(top_k), as<ConstFloats>(top_p), as<ConstFloats>(min_p), rows, vocab,
                   as<ConstInts>(seeds), as<ConstInts>(sample_index), as<ConstInts>(positions),
                   num_threads);
+}
+
+void find_runs(Address tokens, int64_t token_stride, Address rows, Address lengths, int64_t count,
+               int64_t fewest, int64_t most, int64_t searched, Address places) {
+    quire::find_runs(as<const int32_t*>(tokens), token_stride, as<ConstInts>(rows),
+                     as<ConstInts>(lengths), count, fewest, most, searched, as<Ints>(places));
 }
 
 void apply_masks(Address logits, Address places, Address words, int64_t count, int64_t vocab,
@@ -367,6 +374,7 @@ NB_MODULE(_core, m) {
     m.def("token_rank", &token_rank, Unlocked());
     m.def("choose", &choose, Unlocked());
     m.def("apply_masks", &apply_masks, Unlocked());
+    m.def("find_runs", &find_runs, Unlocked());
     m.def("gather_step", &gather_step, nb::kw_only(), "wide"_a, "narrow"_a, "tokens"_a,
           "token_stride"_a, "computed"_a, "rows"_a, "num_tokens"_a, "num_rows"_a, "tables"_a,
           "block_size"_a, "total"_a, "longest"_a);

@@ -2,15 +2,18 @@
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan
-from quire.scheduler.sequence import Sequence
+from quire.engine.drafting import Int64
+from quire.scheduler.sequence import RowTable, Sequence
 
 
 class StandIn:
     """Guesses nothing. num_tried: guesses that plans have tried."""
 
     is_idle = holds_back = False
-    resting = None
     num_tried = 0
+
+    def worth(self, table: RowTable, rows: Int64) -> Int64:
+        return rows
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         return []

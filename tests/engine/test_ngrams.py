@@ -1,11 +1,19 @@
 """Guesses from a sequence's own tokens, beside a search through all of it."""
 
 import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quire.engine import ngrams
-from quire.engine.ngrams import NGrams
+from quire.engine.ngrams import repeated
+from quire.ops.find_runs import find_runs, find_runs_reference
+from quire.ops.native import core
+
+Find = Callable[..., np.ndarray]
+FINDS: list[Find] = [find_runs_reference] if core() is None else [find_runs_reference, find_runs]
 
 
 def naive(tokens: list[int], fewest: int, most: int, num: int, first: int = 0) -> list[int]:
@@ -21,45 +29,46 @@ def naive(tokens: list[int], fewest: int, most: int, num: int, first: int = 0) -
     return []
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_as_a_search_would_find(seed: int) -> None:
-    choose = random.Random(seed)
-    fewest = choose.randint(1, 3)
-    most = fewest + choose.randint(0, 3)
-    grams, tokens, num_found = NGrams(fewest, most), list[int](), 0
-    while len(tokens) < 150:
-        piece = [choose.randrange(4) for _ in range(choose.randint(0, 5))]
-        grams.extend(piece)
-        tokens += piece
-        wanted = naive(tokens, fewest, most, 4)
-        assert grams.guess(4) == wanted, tokens
-        num_found += bool(wanted)
-    assert num_found > 5
+def guesses(find: Find, lines: list[list[int]], *bounds: int, num: int = 4) -> list[list[int]]:
+    """What is guessed of some lines, which stand in other rows, with other tokens behind them."""
+    table = np.random.default_rng(0).integers(0, 4, (len(lines) + 2, 200), dtype=np.int32)
+    rows = np.arange(len(lines), 0, -1, dtype=np.int64)
+    lengths = np.array([len(line) for line in lines], np.int64)
+    for row, line in zip(rows, lines, strict=True):
+        table[row, : len(line)] = line
+    places = find(table, rows, lengths, *bounds).tolist()
+    return [
+        [] if place < 0 else repeated(table[row, :length], place, num)
+        for row, length, place in zip(rows, lengths, places, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_long_prompt_is_noted_from_its_end(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each guess the search reaches further back, and at last it knows all."""
-    monkeypatch.setattr(ngrams, "AT_ONCE", 16)
-    choose = random.Random(seed)
-    tokens = [choose.randrange(6) for _ in range(100)]
-    grams = NGrams(2, 4)
-    grams.extend(tokens)
-    for num_known in [*range(32, 112, 16), 116, 120]:
-        wanted = naive(tokens, 2, 4, 3, first=max(0, 100 - num_known))
-        assert grams.guess(3) == wanted
-        tokens.append(choose.randrange(6))
-        grams.extend(tokens[-1:])
+LINES = st.lists(st.lists(st.integers(0, 3), max_size=60), max_size=5)
 
 
-def test_an_end_that_repeats_itself() -> None:
-    grams = NGrams(2, 3)
-    grams.extend([9, 1, 2, 1, 2, 1])
-    assert grams.guess(5) == [2, 1, 2, 1, 2]
+@pytest.mark.parametrize("find", FINDS)
+@given(lines=LINES, fewest=st.integers(1, 3), more=st.integers(0, 3), searched=st.integers(1, 80))
+def test_as_a_search_would_find(
+    find: Find, lines: list[list[int]], fewest: int, more: int, searched: int
+) -> None:
+    wanted = [naive(line, fewest, fewest + more, 4, first=len(line) - searched) for line in lines]
+    assert guesses(find, lines, fewest, fewest + more, searched) == wanted
 
 
-def test_nothing_is_guessed_after_a_new_end() -> None:
-    grams = NGrams(2, 3)
-    assert grams.guess(3) == []
-    grams.extend([1, 2, 3, 1])
-    assert grams.guess(3) == []
+@pytest.mark.parametrize("find", FINDS)
+def test_much_is_found(find: Find) -> None:
+    choose = random.Random(1)
+    lines = [[choose.randrange(4) for _ in range(150)] for _ in range(20)]
+    found = guesses(find, lines, 2, 4, 1000)
+    assert found == [naive(line, 2, 4, 4) for line in lines]
+    assert all(len(each) == 4 for each in found)
+
+
+@pytest.mark.parametrize("find", FINDS)
+def test_an_end_that_repeats_itself(find: Find) -> None:
+    assert guesses(find, [[9, 1, 2, 1, 2, 1]], 2, 3, 100, num=5) == [[2, 1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize("find", FINDS)
+def test_nothing_is_guessed_after_a_new_end(find: Find) -> None:
+    assert guesses(find, [[], [1], [1, 2, 3, 1]], 2, 3, 100) == [[], [], []]

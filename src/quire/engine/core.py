@@ -360,7 +360,7 @@ class EngineCore:
         if self._submitted:
             self._drafting.follow()
             return
-        candidates = self.scheduler.drafts.candidates(self._drafting.resting)
+        candidates = self.scheduler.drafts.candidates(self._drafting.worth)
         if drafts := self._drafting.guess(candidates, self.scheduler.num_running):
             self.control(Drafted([self.limits.known_part(draft) for draft in drafts]))
 
@@ -369,7 +369,7 @@ class EngineCore:
         if self._drafting is None or self._drafting.is_idle or not self._submitted:
             return
         num = len(self._submitted)
-        found = self.scheduler.drafts.candidates(self._drafting.resting, num)
+        found = self.scheduler.drafts.candidates(self._drafting.worth, num)
         self._drafting.look_ahead(found, num, self.scheduler.num_running)
 
     def take(self) -> StepOutputs:

@@ -14,22 +14,24 @@ import numpy.typing as npt
 
 from quire.base.messages import Draft
 from quire.base.plan import Plan
-from quire.base.speculation import FORCED, SUFFIX, Speculation
+from quire.base.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.grammars import Grammars
 from quire.engine.guess_pace import KEPT_OF_ALL, Chance, StepTimes, lengths
-from quire.engine.ngrams import NGrams
+from quire.engine.ngrams import NGrams, repeated
 from quire.engine.suffixes import Answers, SuffixGuesser
-from quire.scheduler.sequence import Sequence, State
+from quire.scheduler.sequence import RowTable, Sequence, State
 
-PATIENCE = 4  # steps in a row in which nothing could be guessed, before a sequence rests
+PATIENCE = 4  # looks one by one that found nothing to guess, before a rest
 MOST_REST = 4  # steps
 MOST_IN_VAIN = 16  # steps until forced tokens are looked for again that were not worth their time
 
 
+Int64 = npt.NDArray[np.int64]
+
+
 class Guesses(Protocol):
     """Who guesses, for the core. is_idle: whether there is nobody to guess for. holds_back: whether
-    the next plan is to wait until none is in flight. resting: [R] which rows need not be guessed
-    for; None: all are looked at."""
+    the next plan is to wait until none is in flight."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -37,8 +39,9 @@ class Guesses(Protocol):
     @property
     def holds_back(self) -> bool: ...
 
-    @property
-    def resting(self) -> npt.NDArray[np.bool_] | None: ...
+    def worth(self, table: RowTable, rows: Int64) -> Int64:
+        """Return those of the rows for which there may be something to guess."""
+        ...
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         """Guess for those of the sequences for which it is worth its time, before each plan beside
@@ -63,13 +66,18 @@ class Guesses(Protocol):
         ...
 
 
+def rest_after(num_misses: int) -> int:
+    """Return how many steps later to look again, after so many looks in vain."""
+    return min(MOST_REST, 1 << max(0, num_misses - PATIENCE))
+
+
 @dataclass(slots=True)
 class Guesser:
     """What is known of one sequence. tried: how many tokens it had when guesses were tried last,
     and these. num_misses: steps in a row in which there was nothing to guess, or it was not worth
     its time."""
 
-    history: NGrams | SuffixGuesser
+    history: SuffixGuesser | None  # of methods that keep something
     chance: Chance
     tried: tuple[int, npt.NDArray[np.int32]] | None = None
     num_misses: int = 0
@@ -85,12 +93,13 @@ class Guesser:
             self.chance.observe(len(guesses), num_right)
             of_all.observe(len(guesses), num_right)
             self.tried = None
-        self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
+        if self.history is not None:
+            self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
 
     def rest(self) -> int:
         """Take that nothing is guessed now; returns for how many steps to leave it alone."""
         self.num_misses += 1
-        steps = min(MOST_REST, 1 << max(0, self.num_misses - PATIENCE))
+        steps = rest_after(self.num_misses)
         self.chance.hope(steps)
         return steps
 
@@ -109,7 +118,7 @@ class Drafting:
     """Guesses for all sequences of an engine, of so many rows. grammars: of its requests.
 
     A sequence for which there has been nothing to guess for a while rests some steps, so that it
-    costs less.
+    costs less, and if that is so of all, nobody is looked at.
 
     Guesses need to know the last token, so no other plan may be in flight. Where more than one is,
     as beside a GPU, each result tells whether to wait for those that are, because guesses should
@@ -120,10 +129,14 @@ class Drafting:
     def __init__(self, speculation: Speculation, grammars: Grammars, num_rows: int) -> None:
         self._settings, self._grammars = speculation, grammars
         self._only_forced = speculation.method == FORCED
-        is_suffix = speculation.method == SUFFIX
+        is_suffix, is_ngram = speculation.method == SUFFIX, speculation.method == NGRAM
+        runs = speculation.shortest_run, speculation.longest_run
+        self._ngrams = NGrams(*runs) if is_ngram else None
         self._answers = Answers(speculation.suffixes.num_answers if is_suffix else 0)
-        self._num_steps = 0
+        self._num_steps = self._num_misses = 0  # of the latter, one by one
+        self._rests = 0  # a step, until which nobody is looked at
         self._rests_until = np.zeros(num_rows, np.int64)  # a step, by row, whoever holds it
+        self._places = np.full(num_rows, -1)  # where the last tokens of rows stood before
         self._num_in_vain = 0  # steps for which no forced token was worth its time, one by one
         self._forced_from = 0  # a step, from which on they are looked for again
         self.holds_back = False
@@ -138,13 +151,18 @@ class Drafting:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nobody to guess for."""
-        return self._only_forced and not self._grammars.num_followed
+        """Whether there is nobody to guess for, or has been nothing to guess for a while."""
+        if self._grammars.num_followed:
+            return False
+        return self._only_forced or self._num_steps < self._rests
 
-    @property
-    def resting(self) -> npt.NDArray[np.bool_]:
-        """[R] which rows need not be guessed for now."""
-        return self._rests_until > self._num_steps
+    def worth(self, table: RowTable, rows: Int64) -> Int64:
+        """See Guesses."""
+        rows = rows[self._rests_until[rows] <= self._num_steps]
+        if self._ngrams is None or len(rows) == 0:
+            return rows
+        self._places[rows] = self._ngrams.places(table, rows)
+        return rows[(self._places[rows] >= 0) | table.has_grammar[rows]]
 
     def follow(self) -> None:
         """See Guesses."""
@@ -153,25 +171,22 @@ class Drafting:
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         """See Guesses."""
         self._began_s, self._is_alone = time.perf_counter(), True
-        self._num_steps += 1
         if self._has_new:
             self._forget_ended()
         drafts = self._guess(sequences, num_running)
         self.holds_back = bool(drafts)
+        self._num_misses = 0 if drafts else self._num_misses + 1
+        self._rests = self._num_steps + rest_after(self._num_misses)
         return drafts
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """See Guesses. What guesses should bring is held against what plans bring that follow each
         other."""
-        self._num_steps += 1
-        found, gained = list[Guessed](), float(num_running)
-        for sequence in sequences:
-            if sequence.request.grammar:  # its masks make the device wait for the host anyway
-                self.holds_back = True
-                return
-            each = self._guess_at(sequence, num_pending)
-            if each is not None and len(each.guesses) > num_pending:
-                found.append(each)
+        gained = float(num_running)
+        if any(sequence.request.grammar for sequence in sequences):
+            self.holds_back = True  # masks make the device wait for the host anyway
+            return
+        found = [e for e in self._find(sequences, num_pending) if len(e.guesses) > num_pending]
         if not found:
             return
         sizes = [len(each.guesses) - num_pending for each in found]
@@ -189,7 +204,7 @@ class Drafting:
             self.holds_back = gained / max(seconds, 1e-9) > num_running / max(plainly, 1e-9)
 
     def _guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
-        found = [each for sequence in sequences if (each := self._guess_at(sequence)) is not None]
+        found = self._find(sequences)
         self._in_row = {}
         if not found:
             return []
@@ -218,9 +233,14 @@ class Drafting:
             self._num_in_vain += 1
             self._forced_from = self._num_steps + min(MOST_IN_VAIN, 1 << self._num_in_vain)
 
-    def _guess_at(self, sequence: Sequence, num_pending: int = 0) -> Guessed | None:
-        """Guess for one sequence: what its grammar forces, or else what others say. num_pending:
-        tokens more, because they are on their way."""
+    def _find(self, sequences: list[Sequence], num_pending: int = 0) -> list[Guessed]:
+        """Guess for all of the sequences for which there is something to guess. num_pending: tokens
+        more, because they are on their way."""
+        each_s = (self._guess_at(sequence, num_pending) for sequence in sequences)
+        return [each for each in each_s if each is not None]
+
+    def _guess_at(self, sequence: Sequence, num_pending: int) -> Guessed | None:
+        """Guess for one sequence: what its grammar forces, or else what others say."""
         guesser, has_grammar = None, bool(sequence.request.grammar)
         if not self._only_forced:
             guesser = self._guesser(sequence)
@@ -232,7 +252,11 @@ class Drafting:
                 return Guessed(sequence, forced, 1.0, None)
         if guesser is None:
             return None
-        guesses = guesser.history.guess(min(self._settings.num_tokens + num_pending, most))
+        num, guesses = min(self._settings.num_tokens + num_pending, most), list[int]()
+        if guesser.history is not None:
+            guesses = guesser.history.guess(num)
+        elif (place := int(self._places[sequence.row])) >= 0:
+            guesses = repeated(sequence.known_tokens, place, num)
         if guesses and has_grammar:
             guesses = self._grammars.cut(sequence, guesses)
         if not guesses:
@@ -249,6 +273,7 @@ class Drafting:
 
     def planned(self, plan: Plan) -> None:
         """Note which guesses a plan tries."""
+        self._num_steps += 1
         if not plan.drafts:
             return
         known = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
@@ -284,10 +309,10 @@ class Drafting:
         for sequence in [s for s in self._of if s.state is State.ENDED]:
             self._of.pop(sequence).catch_up(sequence, self._of_all)
 
-    def _of_tokens(self, sequence: Sequence) -> NGrams | SuffixGuesser:
-        """Make what finds where a sequence's last tokens stood before."""
+    def _of_tokens(self, sequence: Sequence) -> SuffixGuesser | None:
+        """Make what remembers where a sequence's tokens stood, if the method needs it."""
         settings, request = self._settings, sequence.request
         if settings.method != SUFFIX:
-            return NGrams(settings.shortest_run, settings.longest_run)
+            return None
         writer = self._answers.writer(request.tenant, request.cache_salt)
         return SuffixGuesser(settings.suffixes, sequence.num_prompt_tokens, self._answers, writer)

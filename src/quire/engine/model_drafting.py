@@ -21,9 +21,10 @@ from quire.base.draft_order import DraftAnswer, DraftOrder, Int32
 from quire.base.messages import Draft
 from quire.base.plan import Plan
 from quire.base.speculation import MOST_TOKENS
+from quire.engine.drafting import Int64
 from quire.engine.grammars import Grammars
 from quire.engine.guess_pace import Chance, StepTimes, lengths
-from quire.scheduler.sequence import Sequence, State
+from quire.scheduler.sequence import RowTable, Sequence, State
 
 logger = logging.getLogger("quire")
 
@@ -119,10 +120,9 @@ class ModelDrafting:
                 if (tried := self._trying.get(draft.row)) is not None:
                     tried.tried = known_of[draft.row], draft.token_ids
 
-    @property
-    def resting(self) -> None:
-        """Every row is looked at."""
-        return None
+    def worth(self, table: RowTable, rows: Int64) -> Int64:
+        """Return all: a model has something to say of every row."""
+        return rows
 
     def follow(self) -> None:
         """Do nothing: no plan follows one that is in flight."""

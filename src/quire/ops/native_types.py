@@ -146,6 +146,12 @@ class Core(Protocol):
         num_threads: int, /,
     ) -> None: ...  # fmt: skip
 
+    # --- rows of tokens ---
+    def find_runs(
+        self, tokens: int, token_stride: int, rows: int, lengths: int, count: int, fewest: int,
+        most: int, searched: int, places: int, /,
+    ) -> None: ...  # fmt: skip
+
     # --- rows of a step ---
     def gather_step(
         self, *, wide: int, narrow: int, tokens: int, token_stride: int, computed: int, rows: int,

@@ -6,6 +6,8 @@ what the plan leaves of budget, blocks and length; nobody gives way for them. A 
 are in flight is in no plan until their result is in: where it goes on is not known before.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,7 +18,10 @@ from quire.scheduler.lifecycle import Lifecycle
 from quire.scheduler.memory import Memory
 from quire.scheduler.plan_builder import PlanBuilder
 from quire.scheduler.rows import Rows
-from quire.scheduler.sequence import Int32, Sequence
+from quire.scheduler.sequence import Int32, RowTable, Sequence
+
+Int64 = npt.NDArray[np.int64]
+Worth = Callable[[RowTable, Int64], Int64]
 
 
 class Drafts:
@@ -34,21 +39,19 @@ class Drafts:
         """Keep guesses, in the place of earlier ones of the same sequences."""
         self._guessed |= {(draft.request_id, draft.index): draft for draft in message.drafts}
 
-    def candidates(
-        self, resting: npt.NDArray[np.bool_] | None = None, num_pending: int = 0
-    ) -> list[Sequence]:
+    def candidates(self, worth: Worth | None = None, num_pending: int = 0) -> list[Sequence]:
         """List the sequences whose next plan may try guesses: they run and lack only their next
-        token. resting: [R] rows that are left out. num_pending: tokens of each that are on their
-        way; those that have fewer or more are left out."""
+        token. worth: picks those of their rows for which it is worth asking. num_pending: tokens of
+        each that are on their way; those that have fewer or more are left out."""
         table, rows = self._rows.table, self._rows.running
-        if resting is not None:
-            rows = rows[~resting[rows]]
         total = table.total[rows]
         is_known = total == table.known[rows] + num_pending
         is_next = table.computed[rows] == total - 1
         has_room = table.limit[rows] > total + 1
-        found = self._rows.sequences(rows[is_known & is_next & has_room])
-        return [sequence for sequence in found if self._may_ever_try(sequence)]
+        rows = rows[is_known & is_next & has_room]
+        if worth is not None:
+            rows = worth(table, rows)
+        return [each for each in self._rows.sequences(rows) if self._may_ever_try(each)]
 
     def holders(self, rows: Int32) -> list[Sequence]:
         """List who holds these rows."""
