@@ -90,3 +90,19 @@ def test_what_guessing_takes_counts() -> None:
     assert lengths([4], [1.0], 0, times, lambda num: 0.2 * num) == [4]
     assert lengths([4], [1.0], 0, times, lambda num: 1.1 * num) == [0]
     assert lengths([4, 4], [0.9, 0.1], 0, times, lambda num: 0.3 * num)[1] <= 1
+
+
+def test_the_first_guess_pays_for_the_step_that_tries_it() -> None:
+    """A step that tries any takes half as much again."""
+    times, tried = times_of(t1=1.0, t64=1.0), times_of(t8=1.5)
+    assert lengths([1], [0.4], 0, times, tried=tried) == [0]
+    assert lengths([1], [0.6], 0, times, tried=tried) == [1]
+    assert lengths([4], [0.4], 0, times, tried=tried) == [3]
+
+
+def test_what_no_step_has_tried_for_long_is_tried_again() -> None:
+    tried = times_of(t8=100.0)
+    for _ in range(FORGOTTEN + 1):
+        assert tried.seconds(8) == 100.0
+        tried.pass_one()
+    assert tried.seconds(8) is None

@@ -146,7 +146,7 @@ class Drafting:
         self._of: dict[Sequence, Guesser] = {}
         self._has_new = False  # since it was looked for those that have ended
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
-        self._times = StepTimes()
+        self._times, self._tried = StepTimes(), StepTimes()  # without guesses, and with some
         self._of_all = Chance(kept=KEPT_OF_ALL)  # where a new sequence begins
 
     @property
@@ -191,12 +191,13 @@ class Drafting:
             return
         sizes = [len(each.guesses) - num_pending for each in found]
         chances = [each.chance for each in found]
-        nums = lengths(sizes, chances, num_running - len(found), self._times)
+        nums = lengths(sizes, chances, num_running - len(found), self._times, tried=self._tried)
         for num, each in zip(nums, found, strict=True):
             gained += sum(each.chance ** (num_pending + i) for i in range(1, num + 1))
             if num == 0 and each.guesser is not None:
                 self._rest(each.sequence, each.guesser)
-        seconds = self._times.seconds(num_running + sum(nums))
+        tried = self._times if self._tried.seconds(1) is None else self._tried
+        seconds = tried.seconds(num_running + sum(nums))
         plainly = self._flowing.seconds(num_running)
         if seconds is None or plainly is None:
             self.holds_back = sum(nums) > 0  # to find out
@@ -210,7 +211,7 @@ class Drafting:
             return []
         sizes, chances = [len(each.guesses) for each in found], [each.chance for each in found]
         drafts = []
-        nums = lengths(sizes, chances, num_running - len(found), self._times)
+        nums = lengths(sizes, chances, num_running - len(found), self._times, tried=self._tried)
         self._weigh_forced([n for n, each in zip(nums, found, strict=True) if not each.guesser])
         for (sequence, guesses, _, guesser), num in zip(found, nums, strict=True):
             if num == 0:
@@ -292,7 +293,13 @@ class Drafting:
         num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
         if num_rows and num_tokens - num_guesses == num_rows:
-            (self._times if self._is_alone else self._flowing).observe(num_tokens, now_s - began_s)
+            kinds = self._times, self._tried, self._flowing
+            kind = 2 if not self._is_alone else int(num_guesses > 0)
+            for number, times in enumerate(kinds):
+                if number == kind:
+                    times.observe(num_tokens, now_s - began_s)
+                else:
+                    times.pass_one()
 
     def _guesser(self, sequence: Sequence) -> Guesser:
         found = self._of.get(sequence)

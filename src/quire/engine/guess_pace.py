@@ -7,7 +7,8 @@ adding the guess that is most likely right as long as that makes the step's rate
 step of T tokens takes is the median of those of T that there were lately, and between two such
 numbers it lies on the line between them. Only steps that compute no prompt are counted. What was
 seen too long ago is forgotten, and a size above all that are known is taken to cost no more than
-they do, so that it is tried again.
+they do, so that it is tried again. Steps that try guesses have times of their own, since each of
+them takes a little more, however few they are.
 """
 
 from bisect import bisect_left, insort
@@ -43,9 +44,13 @@ class StepTimes:
             insort(self._sizes, size)
         self._lately[size].append(seconds)
         self._seconds.pop(size, None)
+        self._seen_at[size] = self._num_seen + 1
+        self.pass_one()
+
+    def pass_one(self) -> None:
+        """Take that there was a step, of this kind or another."""
         self._num_seen += 1
-        self._seen_at[size] = self._num_seen
-        if min(self._seen_at.values()) < self._num_seen - FORGOTTEN:
+        if self._seen_at and min(self._seen_at.values()) < self._num_seen - FORGOTTEN:
             self._forget()
 
     def seconds(self, num_tokens: int) -> float | None:
@@ -100,16 +105,19 @@ def lengths(
     num_others: int,
     times: StepTimes,
     guessing_s: Callable[[int], float] = lambda num: 0.0,
+    tried: StepTimes | None = None,
 ) -> list[int]:
     """Return how many guesses each row should try. most: how many it has; chances: that one of them
     is right; num_others: tokens of the step beside these rows' own; guessing_s: what it takes to
-    make so many for all rows."""
+    make so many for all rows; tried: what steps take that try guesses, if that is not the same."""
     found = [0] * len(most)
     if times.seconds(1) is None:
         return list(most)
     num_tokens = num_others + len(most)
     gained = float(num_tokens)
     rate = gained / max(1e-9, times.seconds(num_tokens) or 0.0)
+    if tried is None or tried.seconds(1) is None:
+        tried = times
     heap = [(-chance, row) for row, chance in enumerate(chances) if most[row] > 0]
     heapify(heap)
     best, best_rate, longest = list(found), rate, 0
@@ -119,7 +127,7 @@ def lengths(
         longest = max(longest, found[row])
         num_tokens += 1
         gained -= gain
-        seconds = (times.seconds(num_tokens) or 0.0) + guessing_s(longest)
+        seconds = (tried.seconds(num_tokens) or 0.0) + guessing_s(longest)
         rate = gained / max(1e-9, seconds)
         if rate > best_rate:
             best, best_rate = list(found), rate
