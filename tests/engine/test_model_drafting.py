@@ -1,5 +1,7 @@
 """A model that guesses, as an engine has it: what does not fit, what it takes, what is recorded."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +63,15 @@ def test_other_tokens(tmp_path: Path) -> None:
 def test_a_draft_model_with_states() -> None:
     with pytest.raises(ConfigError, match=r"layers that remember a state.*one without"):
         engine(checkpoint("llama"), **guessed_by(checkpoint("qwen3_5")))
+
+
+def test_a_head_is_no_model(tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("llama"), tmp_path / "head")
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text()) | {"architectures": ["LlamaForCausalLMEagle3"]}
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"is an EAGLE-3 head.*method eagle3"):
+        engine(checkpoint("llama"), **guessed_by(tmp_path / "head"))
 
 
 def test_no_such_model() -> None:

@@ -42,6 +42,12 @@ def join(drafter: Model, target: Model, num_layers: int, most_tokens: int) -> No
 
 
 def _check(spec: ModelSpec, drafter: ModelSpec, name: str) -> None:
+    is_head = any("eagle3" in each.lower() for each in drafter.fields.texts("architectures") or ())
+    if is_head:
+        raise ConfigError(
+            f"{name} is an EAGLE-3 head, which cannot guess without the model that it was trained"
+            f" for; take the method {EAGLE3}."
+        )
     if drafter.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"the draft model {name} has {drafter.vocab_size:,} tokens, and the model that is"
