@@ -203,7 +203,7 @@ def test_forced_tokens_that_are_not_worth_their_time_are_hardly_looked_for(
     drafting: Any = forcing.client.core._drafting
     look = drafting._grammars.forced
     monkeypatch.setattr(drafting._grammars, "forced", lambda s: asked.append(True) or look(s))
-    monkeypatch.setattr(drafting_module, "lengths", lambda most, *_: [0] * len(most))
+    monkeypatch.setattr(drafting_module, "lengths", lambda most, *_, **__: [0] * len(most))
     steps = steps_of(forcing)
     expected = answers(plain, request_of(plain, "named", temperature=0.0))
     assert answers(forcing, request_of(forcing, "named", temperature=0.0)) == expected
