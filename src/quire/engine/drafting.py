@@ -16,7 +16,7 @@ from quire.base.messages import Draft
 from quire.base.plan import Plan
 from quire.base.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.grammars import Grammars
-from quire.engine.guess_pace import KEPT_OF_ALL, Chance, StepTimes, lengths
+from quire.engine.guess_pace import KEPT_OF_ALL, Chance, StepTimes, Tried, lengths, tries_of
 from quire.engine.ngrams import NGrams, repeated
 from quire.engine.suffixes import Answers, SuffixGuesser
 from quire.scheduler.sequence import RowTable, Sequence, State
@@ -79,19 +79,16 @@ class Guesser:
 
     history: SuffixGuesser | None  # of methods that keep something
     chance: Chance
-    tried: tuple[int, npt.NDArray[np.int32]] | None = None
+    tried: Tried | None = None
     num_misses: int = 0
 
     def catch_up(self, sequence: Sequence, of_all: Chance) -> None:
         """Take what the sequence has got since, and what became of its guesses. of_all: the chance
         of a guess of any sequence."""
         if self.tried is not None:
-            known, guesses = self.tried
-            came = sequence.known_tokens[known : known + len(guesses)]
-            is_right = came == guesses[: len(came)]
-            num_right = len(came) if is_right.all() else int(is_right.argmin())
-            self.chance.observe(len(guesses), num_right)
-            of_all.observe(len(guesses), num_right)
+            num, num_right = len(self.tried.token_ids), self.tried.num_right(sequence.known_tokens)
+            self.chance.observe(num, num_right)
+            of_all.observe(num, num_right)
             self.tried = None
         if self.history is not None:
             self.history.extend(sequence.known_tokens[self.history.num_taken :].tolist())
@@ -275,13 +272,9 @@ class Drafting:
     def planned(self, plan: Plan) -> None:
         """Note which guesses a plan tries."""
         self._num_steps += 1
-        if not plan.drafts:
-            return
-        known = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
-        known_of = dict(zip(plan.rows.tolist(), known, strict=True))
-        for draft in plan.drafts:
-            if (guesser := self._in_row.get(draft.row)) is not None:
-                guesser.tried = known_of[draft.row], draft.token_ids
+        for row, tried in tries_of(plan).items():
+            if (guesser := self._in_row.get(row)) is not None:
+                guesser.tried = tried
 
     def observe(self, plan: Plan) -> None:
         """Take that a plan has been carried out: what it took counts from when its guesses were

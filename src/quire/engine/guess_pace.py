@@ -16,6 +16,9 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from quire.base.plan import Int32, Plan
 
 FORGOTTEN = 128  # steps
 NUM_TIMES = 9  # of steps of a size
@@ -80,6 +83,28 @@ class StepTimes:
             del self._lately[size], self._seen_at[size]
             self._sizes.remove(size)
             self._seconds.pop(size, None)
+
+
+class Tried(NamedTuple):
+    """Guesses at what followed a sequence's first tokens, so many."""
+
+    num_known: int
+    token_ids: Int32
+
+    def num_right(self, known_tokens: Int32) -> int:
+        """Count those that were right, up to the first wrong one, by what the sequence has got."""
+        came = known_tokens[self.num_known : self.num_known + len(self.token_ids)]
+        is_right = came == self.token_ids[: len(came)]
+        return len(came) if is_right.all() else int(is_right.argmin())
+
+
+def tries_of(plan: Plan) -> dict[int, Tried]:
+    """Return what a plan tries, by row."""
+    if not plan.drafts:
+        return {}
+    known = (plan.computed_bound + plan.num_tokens - plan.num_drafts).tolist()
+    known_of = dict(zip(plan.rows.tolist(), known, strict=True))
+    return {draft.row: Tried(known_of[draft.row], draft.token_ids) for draft in plan.drafts}
 
 
 class Chance:

@@ -23,7 +23,7 @@ from quire.base.plan import Plan
 from quire.base.speculation import MOST_TOKENS
 from quire.engine.drafting import Int64
 from quire.engine.grammars import Grammars
-from quire.engine.guess_pace import Chance, StepTimes, lengths
+from quire.engine.guess_pace import Chance, StepTimes, Tried, lengths, tries_of
 from quire.scheduler.sequence import RowTable, Sequence, State
 
 logger = logging.getLogger("quire")
@@ -53,17 +53,14 @@ class _Guesser:
 
     num_computed: int
     chance: Chance = field(default_factory=Chance)
-    tried: tuple[int, Int32] | None = None
+    tried: Tried | None = None
     is_lost: bool = False
 
     def catch_up(self, sequence: Sequence) -> None:
         """Take what became of its guesses."""
         if self.tried is not None:
-            known, guesses = self.tried
-            came = sequence.known_tokens[known : known + len(guesses)]
-            is_right = came == guesses[: len(came)]
-            num_right = len(came) if is_right.all() else int(is_right.argmin())
-            self.chance.observe(len(guesses), num_right)
+            num_right = self.tried.num_right(sequence.known_tokens)
+            self.chance.observe(len(self.tried.token_ids), num_right)
             self.tried = None
 
 
@@ -113,12 +110,9 @@ class ModelDrafting:
             [sequence] = self._holders(np.array([start.row], np.int32))
             guesser = self._guesser(sequence, start.num_computed_tokens)
             guesser.num_computed = min(guesser.num_computed, start.num_computed_tokens)
-        if plan.drafts:
-            known = plan.computed_bound + plan.num_tokens - plan.num_drafts
-            known_of = dict(zip(plan.rows.tolist(), known.tolist(), strict=True))
-            for draft in plan.drafts:
-                if (tried := self._trying.get(draft.row)) is not None:
-                    tried.tried = known_of[draft.row], draft.token_ids
+        for row, tried in tries_of(plan).items():
+            if (trying := self._trying.get(row)) is not None:
+                trying.tried = tried
 
     def worth(self, table: RowTable, rows: Int64) -> Int64:
         """Return all: a model has something to say of every row."""

@@ -27,7 +27,7 @@ from quire.runner.launched import read_candidates, read_scores, reasons_of, unse
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs
-from quire.runner.step_ops import NO_UPDATE, Asked, Needs, Sampling, Update
+from quire.runner.step_ops import NO_UPDATE, Asked, Needs, Sampling, prepared_masks
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -128,7 +128,12 @@ class GuessedStep:
             if extras is not None and extras.hosted:
                 extras.take(seen, self._places.lengths, rows.prompt_lens[self._places.rows])
                 self._told |= extras.errors
-            arrival = rows.run_with(self._prepared(), self._end)
+            then = NO_UPDATE
+            if self._needs.has_masks:
+                depths = self._places.depths
+                then, wrong = prepared_masks(rows.ops, self._asked, self._masks, depths)
+                self._told |= wrong
+            arrival = rows.run_with(then, self._end)
             arrived, seconds = arrival.wait(), first.duration_s()
         tokens_NK1, counts_N = accept(plan, self._places, arrived[0].numpy())
         seconds += self._settle(tokens_NK1, counts_N)
@@ -149,20 +154,6 @@ class GuessedStep:
         if extras is None or not extras.hosted:
             return []
         return extras.seen(self._logits, int(places.lengths.max()))
-
-    def _prepared(self) -> Update:
-        """Wait for the masks, if there are any."""
-        if not self._needs.has_masks:
-            return NO_UPDATE
-        assert self._masks is not None, "a plan with masked rows comes with a promise"
-        masks, which = self._masks.wait(), self._asked.masked
-        self._told |= masks.errors
-        words = masks.of(self._places.rows[which])[
-            np.arange(len(which)), self._places.depths[which]
-        ]
-        return self._parts.rows.ops.prepare_masks(
-            which.astype(np.int32), np.ascontiguousarray(words)
-        )
 
     def _end(self) -> list[torch.Tensor]:
         """Choose at all places: returns the tokens, log-probabilities, scores."""

@@ -43,7 +43,13 @@ from quire.runner.launched import Launched, Settled
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
 from quire.runner.sampler import Sampler, WantedLogprobs, logprob_tensors
-from quire.runner.step_ops import NO_UPDATE, Asked, Gathered, Needs, StepShape, Update
+from quire.runner.step_ops import (
+    NO_UPDATE,
+    Gathered,
+    Needs,
+    StepShape,
+    prepared_masks,
+)
 
 
 class DecoderModel(Protocol):
@@ -153,7 +159,9 @@ class ModelRunner:
             errors = dict[int, str]()
             if extras is not None and extras.hosted:
                 errors = self._look_at(plan, extras, forward.wait())
-            then, wrong = self._prepared(asked, masks) if needs.has_masks else (NO_UPDATE, {})
+            then, wrong = NO_UPDATE, dict[int, str]()
+            if needs.has_masks:
+                then, wrong = prepared_masks(rows.ops, asked, masks)
             arrival, errors = rows.run_with(then, end), errors | wrong
         if not arrival.is_done():
             self._unread[slot] = arrival
@@ -165,15 +173,6 @@ class ModelRunner:
         lengths = plan.computed_bound + plan.num_tokens
         extras.take(seen, lengths[plan.sample_places], self.rows.prompt_lens[plan.sample_rows])
         return extras.errors
-
-    def _prepared(self, asked: Asked, promise: MaskPromise | None) -> tuple[Update, dict[int, str]]:
-        """Wait for a step's masks and get them ready: of its rows, whatever others there are; also
-        returns what is wrong with rows."""
-        assert promise is not None, "a plan with masked rows comes with a promise"
-        masks = promise.wait()
-        words = masks.of(asked.rows[asked.masked])[:, 0]
-        places = asked.masked.astype(np.int32)
-        return self.rows.ops.prepare_masks(places, np.ascontiguousarray(words)), masks.errors
 
     def start_and_release(self, plan: Plan) -> None:
         """Note which rows a plan starts, forks and releases, and what they ask for."""

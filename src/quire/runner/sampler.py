@@ -31,7 +31,6 @@ class WantedLogprobs:
     """Log-probabilities that rows asked for: how many candidates each, and at which places among
     the step's sampling rows they are. is_masked: the candidates are those that masks allow."""
 
-    rows: Rows
     counts: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
     is_masked: bool = False
@@ -109,7 +108,7 @@ class Sampler:
             if len(places):
                 counts = np.where(nums == ALL_LOGPROBS, self.vocab_size, nums)[places]
                 is_masked = bool(masked[places[0]])
-                found.append(WantedLogprobs(asked.rows[places], counts, places, is_masked))
+                found.append(WantedLogprobs(counts, places, is_masked))
         return found
 
     def sample(

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quire.base.masks import MaskPromise
 from quire.ops.logit_edits import EditTable
 from quire.ops.step_inputs import SampleInputs, StepInputs
 from quire.runner.device import Arrival
@@ -189,3 +190,19 @@ class StepOps(Protocol):
         """Store the chosen tokens, move the counters, and leave the tokens, -1 where there was
         none, in the step's result slot. A second time it changes nothing."""
         ...
+
+
+def prepared_masks(
+    ops: StepOps,
+    asked: Asked,
+    promise: MaskPromise | None,
+    depths: npt.NDArray[np.int64] | None = None,
+) -> tuple[Update, dict[int, str]]:
+    """Wait for a step's masks and get them ready: of its rows, whatever others there are; also
+    returns what is wrong with rows. depths: behind which of its guesses each place is that asked;
+    None: all are behind known tokens."""
+    assert promise is not None, "a plan with masked rows comes with a promise"
+    masks, which = promise.wait(), asked.masked
+    behind = np.zeros(len(which), np.int64) if depths is None else depths[which]
+    words = masks.of(asked.rows[which])[np.arange(len(which)), behind]
+    return ops.prepare_masks(which.astype(np.int32), np.ascontiguousarray(words)), masks.errors
