@@ -6,10 +6,8 @@ import pytest
 
 from quire.base.config import (
     AUTO_LENGTH,
-    CacheConfig,
+    SECTIONS,
     EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
 )
 from quire.base.config import config_from_flat as make
 from quire.base.errors import ConfigError
@@ -60,9 +58,9 @@ def test_impossible_values_name_the_setting(settings: dict) -> None:
 
 def test_every_setting_explains_itself_and_names_are_unique() -> None:
     names = []
-    for config in (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig):
+    for config in (*SECTIONS.values(), EngineConfig):
         for item in dataclasses.fields(config):
-            if item.name in ("model", "cache", "scheduler") and config is EngineConfig:
+            if item.name in SECTIONS and config is EngineConfig:
                 continue
             assert item.metadata["help"], item.name
             names.append(item.name)

@@ -193,7 +193,7 @@ def test_every_setting_is_an_option_and_none_is_vllms_only() -> None:
     [
         ("--cudagraph-capture-sizes 1", "is ignored: sizes are recorded as they are used."),
         ("--no-trust-remote-code", "trust_remote_code (flag) is ignored"),
-        ("-tp 1", "tensor_parallel_size (flag) is ignored"),
+        ("--max-parallel-loading-workers 1", "max_parallel_loading_workers (flag) is ignored"),
         ("--compilation-config {}", "compilation_config (flag) is ignored"),
         ("--swap_space=4", "swap_space (flag) is ignored"),
         ("--uvicorn-log-level error", "--log-level is for everything"),
@@ -210,7 +210,7 @@ def test_flags_that_ask_for_nothing_are_ignored_with_a_line(flags: str, note: st
     ("flags", "error"),
     [
         ("--trust-remote-code", "trust_remote_code=True is not supported: code from a model's"),
-        ("--tensor-parallel-size 2", "tensor_parallel_size='2' is not supported"),
+        ("--enable-lora", "enable_lora=True is not supported"),
         ("--no-enable-chunked-prefill", "prompts are always computed in chunks"),
         ("--speculative-config {", "speculative_config is not JSON"),
         ('--speculative-config {"method":"medusa"}', "method must be one of ngram, suffix, "),

@@ -33,7 +33,7 @@ def test_help(
     monkeypatch.setenv("COLUMNS", "200")
     status, out, err = run(capsys, command, "--help")
     assert (status, err) == (0, "")
-    assert "tensor-parallel" not in out  # vLLM's own flags are answered, not offered
+    assert "enable-lora" not in out  # vLLM's own flags are answered, not offered
     for line in lines:
         assert line in out
 

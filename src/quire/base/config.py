@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.base.durations import duration_rule, is_duration
 from quire.base.errors import ConfigError
+from quire.base.parallel import ParallelConfig
 from quire.base.plugins import (
     ATTENTION_BACKENDS,
     HOOKS,
@@ -21,28 +22,10 @@ from quire.base.plugins import (
     all_names,
     is_installed,
 )
+from quire.base.settings import setting
 from quire.base.speculation import parse_speculation
 
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    unit: str = "",
-    choices: tuple[str, ...] = (),
-    plugins: PluginKind | None = None,
-    words: dict[str, int] | None = None,
-) -> Any:
-    """Return a dataclass field with what the command line needs to know about it.
-
-    plugins: other packages may bring more choices. words: what may be written in place of certain
-    numbers.
-    """
-    known: dict[str, Any] = {"help": help, "unit": unit, "choices": choices, "words": words or {}}
-    known["plugins"] = plugins
-    return field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
@@ -233,6 +216,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: str = setting("auto", "auto, cpu or cuda", choices=("auto", "cpu", "cuda"))
     attention_backend: str = setting(
         "auto",
@@ -299,7 +283,7 @@ class EngineConfig:
         _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
         _check_installed(LOGITS_PROCESSORS, self.logits_processors)
         parse_speculation(self.speculative_config)
-        _check_choices(self, self.model, self.cache, self.scheduler)
+        _check_choices(self, self.model, self.cache, self.scheduler, self.parallel)
 
 
 @dataclass(frozen=True)
@@ -374,6 +358,14 @@ class ServerConfig:
         return self.pin_share or 1 / len(set(self.api_key))
 
 
+SECTIONS: Mapping[str, Any] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+}
+
+
 def _check(ok: bool, name: str, value: object, rule: str) -> None:
     if not ok:
         raise ConfigError(f"{name} must be {rule}, got {value!r}.")
@@ -415,17 +407,13 @@ def config_from_flat(**settings: Any) -> EngineConfig:
 
     Raises ConfigError for a name that no dataclass has.
     """
-    parts: dict[str, dict[str, Any]] = {"model": {}, "cache": {}, "scheduler": {}, "": {}}
+    parts: dict[str, dict[str, Any]] = {part: {} for part in (*SECTIONS, "")}
     owners = {
         item.name: (part, item.metadata["words"])
-        for part, cls in (
-            ("model", ModelConfig),
-            ("cache", CacheConfig),
-            ("scheduler", SchedulerConfig),
-        )
+        for part, cls in SECTIONS.items()
         for item in dataclasses.fields(cls)
     }
-    top = {item.name for item in dataclasses.fields(EngineConfig)} - {"model", "cache", "scheduler"}
+    top = {item.name for item in dataclasses.fields(EngineConfig)} - SECTIONS.keys()
     for name, value in settings.items():
         if name in owners:
             part, words = owners[name]
@@ -436,12 +424,8 @@ def config_from_flat(**settings: Any) -> EngineConfig:
         else:
             known = ", ".join(sorted(top | owners.keys()))
             raise ConfigError(f"there is no setting {name!r}; the settings are: {known}.")
-    return EngineConfig(
-        ModelConfig(**parts["model"]),
-        CacheConfig(**parts["cache"]),
-        SchedulerConfig(**parts["scheduler"]),
-        **parts[""],
-    )
+    sections = {part: cls(**parts[part]) for part, cls in SECTIONS.items()}
+    return EngineConfig(**sections, **parts[""])
 
 
 def flat_settings(config: EngineConfig) -> dict[str, Any]:

@@ -19,14 +19,20 @@ from quire.base.config import (
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
-    setting,
 )
 from quire.base.errors import ConfigError
+from quire.base.parallel import ParallelConfig
+from quire.base.settings import setting
 from quire.serve.vllm_compat import VLLM_SETTINGS
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
-SHORT_FLAGS = {"quantization": "-q"}
+SHORT_FLAGS = {
+    "quantization": "-q",
+    "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
+    "data_parallel_size": "-dp",
+}
 SECRETS = {"api_key", "urgent_api_key"}
 FLAG = "flag"  # where a value came from
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -44,6 +50,7 @@ ENGINE: tuple[tuple[str, type], ...] = (
     ("model", ModelConfig),
     ("cache", CacheConfig),
     ("scheduler", SchedulerConfig),
+    ("parallel", ParallelConfig),
     ("engine", EngineConfig),
 )
 SERVER: tuple[tuple[str, type], ...] = (("server", ServerConfig),)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quire.base.errors import ModelError
+from quire.models.rank_place import WHOLE, RankPlace
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.embedding import embedding
@@ -33,10 +34,11 @@ from quire.ops.rms_norm import add_rms_norm, rms_norm
 
 @dataclass(frozen=True)
 class ParamFactory:
-    """Makes a model's parameters: where, and in which precision."""
+    """Makes a model's parameters: where, in which precision, and for which part of the model."""
 
     dtype: torch.dtype
     device: torch.device
+    place: RankPlace = WHOLE
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """Uninitialised memory of this shape. dtype: another than the model's."""

@@ -55,15 +55,11 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "max_parallel_loading_workers": _ignored("weights are mapped from their files"),
     "limit_mm_per_prompt": _ignored("prompts are text"),
     "prefix_caching_hash_algo": _value("blocks are hashed with SHA-256", "sha256", "sha256_cbor"),
-    "distributed_executor_backend": _value("the model runs in one process", "mp", "uni"),
     # What one might count on and would not get.
     "trust_remote_code": _switch(
         "code from a model's repository is never run, only quire's and the transformers package's",
         False,
     ),
-    "tensor_parallel_size": _value("a model runs on one device", 1, short="-tp"),
-    "pipeline_parallel_size": _value("a model runs on one device", 1, short="-pp"),
-    "data_parallel_size": _value("start one server per device", 1, short="-dp"),
     "swap_space": _value("swap space is as large as the KV pool", 0, 4),
     "cpu_offload_gb": _value("weights stay on the device", 0),
     "tokenizer_mode": _value("there is one tokenizer, from tokenizer.json", "auto"),

@@ -1,0 +1,83 @@
+"""How one model is spread over several devices and machines, in vLLM's words.
+
+    data_parallel_size cores, each with
+        pipeline_parallel_size stages, each some of the layers, with
+            tensor_parallel_size ranks, each a part of every layer of the stage
+
+A rank is a process with a device of its own. Ranks are numbered stage by stage.
+"""
+
+from dataclasses import dataclass
+
+from quire.base.errors import ConfigError
+from quire.base.settings import setting
+
+BACKENDS = "auto", "uni", "mp", "ray"
+# What is not built yet; each part takes its own away.
+NOT_YET = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "nnodes",
+)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """One model on many devices."""
+
+    tensor_parallel_size: int = setting(1, "devices that share each layer")
+    pipeline_parallel_size: int = setting(1, "stages of consecutive layers, each on its devices")
+    data_parallel_size: int = setting(1, "copies of the model, each with a scheduler of its own")
+    enable_expert_parallel: bool = setting(
+        False, "give each device whole experts of a mixture, instead of a part of each"
+    )
+    decode_context_parallel_size: int = setting(
+        1, "devices, of those that share a layer, among which a sequence's blocks are dealt out"
+    )
+    distributed_executor_backend: str = setting(
+        "auto",
+        "who starts the ranks: mp on this machine (and those that join it by nnodes), ray on a"
+        " cluster; uni: one, in the engine's process; auto is uni for one rank, else mp",
+        choices=BACKENDS,
+    )
+    nnodes: int = setting(1, "machines that hold ranks, without Ray")
+    node_rank: int = setting(0, "which of them this is; 0 serves, others only hold ranks")
+    master_addr: str | None = setting(
+        None, "address of machine 0 that the others reach it at; nothing listens on a network else"
+    )
+    master_port: int = setting(29501, "TCP port there")
+
+    def __post_init__(self) -> None:
+        for name in NOT_YET:
+            if (value := getattr(self, name)) != 1:
+                raise ConfigError(f"{name}={value} is not supported: a model runs on one device.")
+        for name in (
+            "tensor_parallel_size",
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "decode_context_parallel_size",
+            "nnodes",
+        ):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value!r}.")
+        each, whole = self.decode_context_parallel_size, self.tensor_parallel_size
+        if whole % each:
+            raise ConfigError(
+                f"decode_context_parallel_size={each} must divide tensor_parallel_size={whole}."
+            )
+        if not 0 <= self.node_rank < self.nnodes:
+            raise ConfigError(
+                f"node_rank must be from 0 to nnodes - 1 = {self.nnodes - 1}, got {self.node_rank}."
+            )
+        if self.num_ranks > 1 and self.distributed_executor_backend == "uni":
+            raise ConfigError(
+                f"distributed_executor_backend=uni is for one rank, but tensor_parallel_size"
+                f" x pipeline_parallel_size is {self.num_ranks}; leave it out."
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Return how many ranks compute the model together, for each core."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
