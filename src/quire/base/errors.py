@@ -12,6 +12,7 @@ QuireError
  +-- EngineError          the engine failed while it worked on requests
       +-- StepFailed      a step failed on one request; others go on
       +-- EngineDead      the core's process has ended or does not answer
+      +-- RankLost        another rank of the model is gone, or has given up
       +-- RecordingDamaged  what a recording holds makes no sense
 
 Every message says what was wrong, the value, and what to do.
@@ -87,6 +88,11 @@ class StepFailed(EngineError):
 
 class EngineDead(EngineError):
     """The process of the core has ended, or it does not answer any more."""
+
+
+class RankLost(EngineError):
+    """Another rank that computes the model, too, is gone, has given up or does not answer: what
+    ranks exchange cannot be exchanged any more."""
 
 
 class RecordingDamaged(EngineError):

@@ -16,7 +16,7 @@ from quire.ops.registry import op
 class RankGroup(Protocol):
     """Ranks that compute together. rank: this one of them, from 0; size: how many there are.
 
-    Any of the calls raises RankLost where another rank is gone, or has given up the step.
+    Any of the calls raises RankLost where another rank is gone or has given up, from then on.
     """
 
     rank: int
@@ -38,6 +38,10 @@ class RankGroup(Protocol):
         """Send part g to rank g; returns what each of them sent here, in their order."""
         ...
 
+    def abort(self) -> None:
+        """Give up: all ranks' calls raise RankLost, those that wait too. From any thread."""
+        ...
+
 
 class Alone:
     """A group of one rank, which has all there is."""
@@ -55,6 +59,9 @@ class Alone:
 
     def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
         return x_G
+
+    def abort(self) -> None:
+        pass
 
 
 ALONE = Alone()

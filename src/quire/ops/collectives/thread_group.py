@@ -1,0 +1,104 @@
+"""Ranks that are threads of one process: for tests, and what other groups are compared with.
+
+Shape legend: G ranks of the group.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from quire.base.errors import RankLost
+from quire.ops.collective import RankGroup
+from quire.ops.collectives.order import sum_in_order
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where threads put down a tensor each, and look at all once everybody has."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * size
+
+    def exchange(
+        self, rank: int, part: torch.Tensor, take: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return what a rank takes of all ranks' parts; no memory of theirs."""
+        self._parts[rank] = part
+        try:
+            self._barrier.wait()
+            taken = take(self._parts)
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise RankLost("Another rank has given up, or did not come in time.") from None
+        return taken
+
+    def abort(self) -> None:
+        """Wake all who wait, and let nobody wait again."""
+        self._barrier.abort()
+
+
+class ThreadGroup:
+    """One of the threads that meet there."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.size = rank, meeting.size
+        self._meeting = meeting
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        return self._meeting.exchange(self.rank, x, sum_in_order)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        return self._meeting.exchange(self.rank, x, torch.stack)
+
+    def reduce_scatter(self, x_G: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        rank = self.rank
+        return self._meeting.exchange(
+            rank, x_G, lambda parts: sum_in_order([part[rank] for part in parts])
+        )
+
+    def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        rank = self.rank
+        return self._meeting.exchange(
+            rank, x_G, lambda parts: torch.stack([part[rank] for part in parts])
+        )
+
+    def abort(self) -> None:
+        """See RankGroup."""
+        self._meeting.abort()
+
+
+def thread_groups(size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
+    """Make a group for each of so many threads. timeout_s: how long one waits for the others."""
+    meeting = Meeting(size, timeout_s)
+    return [ThreadGroup(rank, meeting) for rank in range(size)]
+
+
+def run_ranks(size: int, work: Callable[[RankGroup], T], timeout_s: float = 60.0) -> list[T]:
+    """Let each of so many threads work as a rank; returns what each of them returned. What the
+    first raised is raised here, once all have ended."""
+    groups = thread_groups(size, timeout_s)
+    raised: list[BaseException] = []
+
+    def run(group: ThreadGroup) -> T:
+        try:
+            return work(group)
+        except BaseException as error:
+            raised.append(error)
+            group.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, group) for group in groups]
+    if raised:
+        raise raised[0]
+    return [future.result() for future in futures]

@@ -1,0 +1,83 @@
+"""What ranks exchange, by each kind of group that runs here, beside the same computed by hand."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from quire.base.errors import RankLost
+from quire.ops.collective import RankGroup
+from quire.ops.collectives.thread_group import run_ranks, thread_groups
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64]
+
+
+def part(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """What a rank gives: its own numbers, rounded to the dtype."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return (noise * 100).to(dtype)
+
+
+def summed(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in the order of ranks; 16 bits are rounded once, at the end."""
+    wide = [each if each.element_size() > 2 else each.float() for each in parts]
+    total = wide[0]
+    for each in wide[1:]:
+        total = total + each
+    return total.to(parts[0].dtype)
+
+
+def exchange_all(
+    group: RankGroup, dtype: torch.dtype, sizes: tuple[int, ...] = (1, 7, 4000)
+) -> None:
+    """Check every exchange of a rank of a group, in several sizes."""
+    size, rank = group.size, group.rank
+    for num in sizes:
+        mine = [part(g, (num, 3), dtype) for g in range(size)]
+        stacked = [part(10 + g, (size, num), dtype) for g in range(size)]
+        assert torch.equal(group.all_reduce(mine[rank].clone()), summed(mine))
+        assert torch.equal(group.all_gather(mine[rank]), torch.stack(mine))
+        scattered = summed([each[rank] for each in stacked])
+        assert torch.equal(group.reduce_scatter(stacked[rank].clone()), scattered)
+        sent = torch.stack([each[rank] for each in stacked])
+        assert torch.equal(group.all_to_all(stacked[rank]), sent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_threads_exchange(size: int, dtype: torch.dtype) -> None:
+    run_ranks(size, lambda group: exchange_all(group, dtype))
+
+
+def test_what_a_rank_gets_is_its_own() -> None:
+    def work(group: RankGroup) -> torch.Tensor:
+        total = group.all_reduce(torch.ones(5))
+        total += group.rank
+        group.all_gather(total)
+        return total
+
+    first, second = run_ranks(2, work)
+    assert first.tolist() == [2.0] * 5 and second.tolist() == [3.0] * 5
+
+
+def test_a_rank_that_gives_up_wakes_the_others() -> None:
+    waiting, giving_up = thread_groups(2)
+    timer = threading.Timer(0.05, giving_up.abort)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(RankLost, match="given up"):
+        waiting.all_reduce(torch.ones(3))
+    assert time.monotonic() - began < 5
+    with pytest.raises(RankLost):
+        waiting.all_gather(torch.ones(3))
+
+
+def test_what_the_first_of_some_threads_raised_is_raised() -> None:
+    def work(group: RankGroup) -> None:
+        if group.rank == 1:
+            raise ValueError("not this one")
+        group.all_reduce(torch.ones(3))
+
+    with pytest.raises(ValueError, match="not this one"):
+        run_ranks(2, work)
