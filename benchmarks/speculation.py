@@ -10,7 +10,8 @@ r"""What guessing ahead brings: the same requests by an engine with it and one w
     copy      the model is asked to say again what stands in the prompt, greedy
     random    temperature 1: hardly anything comes twice, so there is nothing to gain
 
-Both engines' answers are compared, token by token. The limit: with k guesses that are all right a
+There are some requests for each row, so that one which ends early makes room for the next. Both
+engines' answers are compared, token by token. The limit: with k guesses that are all right a
 step brings 1 + k tokens, and takes at least what a step of one token does.
 """
 
@@ -62,46 +63,53 @@ def run(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> tuple[flo
 
 
 def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+    found = []
+    print("workload   rows    plain   guessing   tok/s    ratio (aim)   tried   right")
+    for batch in options.batches:
+        found += compare_rows(options, batch)
+    print(f"The limit of a row with {options.guesses} guesses: {1 + options.guesses}.0")
+    return found
+
+
+def compare_rows(options: argparse.Namespace, batch: int) -> list[dict[str, Any]]:
+    """The same, with so many rows, each of which serves some requests one after the other."""
     shared = {
         "model": options.model, "dtype": options.dtype, "quantization": options.quantization,
-        "max_model_len": 512, "disable_log_stats": True, "max_num_seqs": max(options.batches),
+        "max_model_len": 512, "disable_log_stats": True, "max_num_seqs": batch,
         "kv_cache_memory_bytes": options.kv_mib << 20,
     }  # fmt: skip
     settings = options.speculative_config or {
         "method": "ngram", "num_speculative_tokens": options.guesses,
         "prompt_lookup_max": 4, "prompt_lookup_min": 2,
     }  # fmt: skip
-    found, is_demo = [], options.model == "demo"
+    found = []
     with LLM(**shared) as plain, LLM(speculative_config=settings, **shared) as guessing:
         steps: list[Stepped] = []
         core = guessing.engine.client.core
         core.subscribe(lambda event: steps.append(event) if isinstance(event, Stepped) else None)
-        print("workload   rows    plain   guessing   tok/s    ratio (aim)   tried   right")
         for workload in options.workloads:
-            for batch in options.batches:
-                prompts, params = requests_of(workload, batch, options.tokens, is_demo)
-                rates: dict[str, list[float]] = {"plain": [], "guessing": []}
-                for number in range(-1, options.rounds):
-                    steps.clear()
-                    one, answers = run(plain, prompts, params)
-                    other, same = run(guessing, prompts, params)
-                    assert answers == same, "a guess has changed an answer"
-                    if number >= 0:
-                        rates["plain"].append(one)
-                        rates["guessing"].append(other)
-                tried = sum(step.num_guessed for step in steps)
-                right = sum(step.num_accepted for step in steps)
-                medians = {name: statistics.median(each) for name, each in rates.items()}
-                ratio = statistics.median(
-                    b / a for a, b in zip(rates["plain"], rates["guessing"], strict=True)
-                )
-                print(
-                    f"{workload:10} {batch:4} {medians['plain']:8.1f} {medians['guessing']:10.1f}"
-                    f" {'':8} {ratio:5.2f} ({AIMS[workload]})  {tried:6} {right:7}"
-                )
-                found.append({"workload": workload, "rows": batch, "rates": rates, "tried": tried,
-                              "right": right, "ratio": ratio})  # fmt: skip
-    print(f"The limit of a row with {options.guesses} guesses: {1 + options.guesses}.0")
+            asked = workload, batch * options.per_row, options.tokens, options.model == "demo"
+            prompts, params = requests_of(*asked)
+            ones, others = list[float](), list[float]()
+            for number in range(-1, options.rounds):
+                steps.clear()
+                one, answers = run(plain, prompts, params)
+                other, same = run(guessing, prompts, params)
+                assert answers == same, "a guess has changed an answer"
+                if number >= 0:
+                    ones.append(one)
+                    others.append(other)
+            tried = sum(step.num_guessed for step in steps)
+            right = sum(step.num_accepted for step in steps)
+            ratio = statistics.median(b / a for a, b in zip(ones, others, strict=True))
+            print(
+                f"{workload:10} {batch:4} {statistics.median(ones):8.1f}"
+                f" {statistics.median(others):10.1f} {'':8} {ratio:5.2f} ({AIMS[workload]})"
+                f"  {tried:6} {right:7}", flush=True,
+            )  # fmt: skip
+            found.append({"workload": workload, "rows": batch, "ratio": ratio,
+                          "rates": {"plain": ones, "guessing": others},
+                          "tried": tried, "right": right})  # fmt: skip
     return found
 
 
@@ -113,6 +121,7 @@ def main() -> None:
     parser.add_argument("--guesses", type=int, default=4)
     parser.add_argument("--speculative-config", type=json.loads, help="instead of n-grams, as JSON")
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--per-row", type=int, default=4, help="requests that a row serves in turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256])
     parser.add_argument("--kv-mib", type=int, default=512, help="of each engine")

@@ -1,10 +1,15 @@
 """The engine's side of guessing: who is guessed for, what becomes of it, and what is forgotten."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.events import Event, Planned, Stepped
 from quire.base.messages import Draft
+from quire.base.plan import Plan
+from quire.engine import drafting
+from quire.engine.drafting import Drafting
 from quire.engine.guess_pace import StepTimes
 from quire.scheduler.sequence import Sequence
 
@@ -141,3 +146,22 @@ def test_plans_follow_each_other_until_there_is_something_to_guess(depth: int) -
         llm.generate(["Once upon"], params, use_tqdm=False)
     assert not any(is_wrong for _, is_wrong in in_flight)
     assert max(num for num, _ in in_flight) == depth - 1
+
+
+def test_a_steps_time_is_its_own_also_behind_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a second by this clock; many of them are not looked at, nothing being guessed."""
+    now_s, seen = [0.0], list[float]()
+    carried_out = Drafting.observe
+
+    def observe(guesses: Drafting, plan: Plan) -> None:
+        now_s[0] += 1.0
+        carried_out(guesses, plan)
+
+    monkeypatch.setattr(Drafting, "observe", observe)
+    monkeypatch.setattr(StepTimes, "observe", lambda _times, _num, seconds: seen.append(seconds))
+    monkeypatch.setattr(drafting, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    with engine() as llm:
+        llm.generate([TEXT.replace(" ", str(i)) for i in range(3)], params, use_tqdm=False)
+    assert 5 < len(seen) < now_s[0]
+    assert set(seen) == {1.0}

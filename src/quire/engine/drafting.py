@@ -279,10 +279,10 @@ class Drafting:
     def observe(self, plan: Plan) -> None:
         """Take that a plan has been carried out: what it took counts from when its guesses were
         looked for, or from the result before it."""
-        if self.is_idle:
-            return
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
         self._taken_s = now_s
+        if self.is_idle:
+            return
         num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
         if num_rows and num_tokens - num_guesses == num_rows:
