@@ -18,6 +18,7 @@ from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
 from quire.engine.build import BuiltCore, build_core
+from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.exposition import Exposition
 from quire.engine.heartbeat import BeatingExecutor, Heartbeat
@@ -27,7 +28,6 @@ from quire.engine.status import StatusLine
 from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines
 from quire.models.source import resolve_model
-from quire.serve.child import NO_START, begin_child, collecting_rarely
 from quire.serve.launch import FAILURE, StartFailure
 from quire.serve.progress import LoadBar
 

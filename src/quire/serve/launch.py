@@ -12,7 +12,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ import msgspec
 
 from quire.base.config import EngineConfig
 from quire.base.kv_orders import KEEP_AT_END_S
+from quire.engine.spawn import start_child
 
 END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
@@ -42,34 +42,6 @@ class StartFailure(msgspec.Struct, frozen=True):
 
     kind: str
     message: str
-
-
-def start_child(
-    module: str,
-    arguments: list[str],
-    config: object,
-    fds: tuple[int, ...],
-    log_level: str,
-    environment: dict[str, str] | None = None,
-) -> "subprocess.Popen[bytes]":
-    """Start a Python module as a child that dies with us. config: sent as JSON on its standard
-    input.
-
-    It is in a process group of its own, so that Ctrl-C reaches only this process.
-    """
-    command = [sys.executable, "-P", "-m", "quire.serve.child", str(os.getpid()), module]
-    process = subprocess.Popen(
-        [*command, *arguments, "--log-level", log_level],
-        stdin=subprocess.PIPE,
-        pass_fds=fds,
-        process_group=0,
-        env=environment,
-    )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died; its exit status says so
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
-    return process
 
 
 class CoreSocket:

@@ -1,6 +1,6 @@
 """A core process that belongs to an object of this program, and goes with it.
 
-The kernel kills a child when the thread that started it ends (`serve/child.py`), and whoever makes
+The kernel kills a child when the thread that started it ends (`engine/child.py`), and whoever makes
 an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
 """
 

@@ -12,7 +12,7 @@ of a core that is started anew only wait. It imports neither torch nor FastAPI, 
     the core is stuck    it is killed, which is the case above
     dies too often       (serve/children.py) the others end; exit status 1
     could not start      the others end; exit status 3
-    kill -9 of this one  the kernel kills the children (serve/child.py)
+    kill -9 of this one  the kernel kills the children (engine/child.py)
 """
 
 import contextlib
@@ -27,16 +27,16 @@ import time
 from quire.base.config import EngineConfig, ServerConfig
 from quire.base.durations import bounded_wait_s
 from quire.base.errors import ConfigError
+from quire.engine.child import NO_START
 from quire.engine.heartbeat import HeartbeatReader, StuckWatch
+from quire.engine.spawn import start_child
 from quire.models.source import resolve_model
-from quire.serve.child import NO_START
 from quire.serve.children import READY, Child, Process
 from quire.serve.launch import (
     END_S,
     CoreSocket,
     core_end_s,
     remove_abandoned_sockets,
-    start_child,
 )
 
 logger = logging.getLogger("quire")

@@ -21,6 +21,7 @@ import uvicorn
 
 from quire.base.config import ModelConfig, ServerConfig
 from quire.base.errors import EngineDead, QuireError
+from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.remote import RemoteClient
 from quire.engine.text import build_text_side
 from quire.models.source import ModelSource, resolve_model
@@ -29,7 +30,6 @@ from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
 from quire.serve.api.listener import Listener, report
 from quire.serve.api.reading import MAX_WIDE_BYTES
-from quire.serve.child import NO_START, begin_child, collecting_rarely
 from quire.serve.children import READY
 from quire.serve.hooks import Hooks
 

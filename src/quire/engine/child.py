@@ -1,7 +1,8 @@
-"""What the processes of a server share: they die with their parent, and log to its terminal.
+"""What an engine's and a server's processes share: they die with their parent, and log to its
+terminal.
 
-python -m quire.serve.child PARENT MODULE ...: runs a module as a child of the process PARENT. It is
-tied to it here, before the module's imports, which may take seconds.
+python -m quire.engine.child PARENT MODULE ...: runs a module as a child of the process PARENT. It
+is tied to it here, before the module's imports, which may take seconds.
 """
 
 import ctypes

@@ -5,7 +5,7 @@ import sys
 
 CODE = """
 import gc
-from quire.serve.child import YOUNG_OBJECTS, collecting_rarely
+from quire.engine.child import YOUNG_OBJECTS, collecting_rarely
 
 def collections():
     return sum(each["collections"] for each in gc.get_stats())
