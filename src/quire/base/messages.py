@@ -29,6 +29,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     hides_logprobs: they are there for the order of best_of, the caller wants none.
     tenant: whom it is for; tenants share the engine evenly. timeout_s: seconds after it was
     received when it is of no use any more, and ends with finish_reason `timeout`; 0.0 is never.
+    core_id: of several cores, the one that it must go to; None: whichever suits it best.
     grammar: what its answer must be, as llguidance reads it (`render/lark.py`); empty: anything.
     """
 
@@ -50,7 +51,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
     is_open: bool = False
     pin_s: float | None = None
     pin_share: float = 1.0
-    core_id: int = 0
+    core_id: int | None = None
     grammar: str = ""
 
 

@@ -36,6 +36,7 @@ from quire.base.messages import (
 )
 from quire.base.step_outputs import StepOutputs
 from quire.engine.core import EngineCore
+from quire.engine.core_choice import OpenLoad
 from quire.engine.heartbeat import Heartbeat
 from quire.engine.step_routing import StepRouter
 from quire.engine.wire import NO_RESOURCES, CoreConnection, core_codec
@@ -79,6 +80,7 @@ class CoreServer:
         self._codec = core_codec()
         self._clients: dict[int, CoreConnection] = {}
         self._owners: dict[str, int] = {}  # request id -> client
+        self._load = OpenLoad()  # of those
         self._router = StepRouter(ready.max_num_seqs, self._owners.get)
         self._num_clients = 0
         self._stopping = False
@@ -150,7 +152,16 @@ class CoreServer:
     def _forget(self, request_id: str) -> None:
         """Forget whose request it was, once the last of its sequences has ended."""
         if not self.core.has(request_id):
-            self._owners.pop(request_id, None)
+            self._disown(request_id)
+
+    def _disown(self, request_id: str) -> None:
+        self._owners.pop(request_id, None)
+        self._load.remove(request_id)
+        self._tell_load()
+
+    def _tell_load(self) -> None:
+        if self._reports.heartbeat is not None:
+            self._reports.heartbeat.tell_load(self._load.total)
 
     def _watch(self, client: CoreConnection) -> None:
         """Wait for room in the socket only while something could not be sent."""
@@ -232,7 +243,7 @@ class CoreServer:
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
                 if message.index < 0:
-                    del self._owners[message.request_id]
+                    self._disown(message.request_id)
                 else:
                     self._forget(message.request_id)
         elif isinstance(message, Append):
@@ -249,6 +260,8 @@ class CoreServer:
             client.send(Refused(request.request_id, str(error), is_busy, error.field))
         else:
             self._owners[request.request_id] = client.client_id
+            self._load.add(request)
+            self._tell_load()
 
     def _drop(self, client: CoreConnection) -> None:
         """Drop a client that is gone, and end its requests, which nobody waits for."""
@@ -257,5 +270,5 @@ class CoreServer:
         del self._clients[client.client_id]
         mine = [name for name, owner in self._owners.items() if owner == client.client_id]
         for request_id in mine:
-            del self._owners[request_id]
+            self._disown(request_id)
             self.core.control(Abort(request_id))

@@ -1,7 +1,7 @@
 """Metrics in Prometheus' text format, under the names that vLLM's dashboards know.
 
-Every series carries `model_name` and `engine`. The process's own numbers (`process_*`: memory,
-processor time, open files) are those of the core.
+Every series carries `model_name` and `engine`, the core's number. The process's own numbers
+(`process_*`: memory, processor time, open files) are those of the core.
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from quire.engine.metrics import HISTOGRAMS, EngineMetrics
 from quire.scheduler.decisions import SchedulerView
 
 PREFIX = "quire:"
-ENGINE = "0"
 LABELS = ("model_name", "engine")
 
 
@@ -35,11 +34,12 @@ class Exposition(Collector):
         view: Callable[[], SchedulerView],
         model_name: str,
         cache: CacheConfig,
+        core_id: int = 0,
     ) -> None:
         self._metrics = metrics
         self._view = view
         self._cache = cache
-        self._values = (model_name, ENGINE)
+        self._values = (model_name, str(core_id))
 
     def text(self) -> str:
         """Return all metrics as they are now."""

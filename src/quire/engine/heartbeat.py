@@ -1,9 +1,9 @@
 """A sign of life that another process can read while this one is busy, or stuck.
 
-Sixteen bytes in a file of the private directory, mapped by the core, which writes, and by any
-process that watches it: when the present step must be over, or at rest the next look at what has
-come (seconds of the monotonic clock, which all processes of a machine share; 0.0 before the first
-step), and how many steps there were.
+Some bytes in a file of the private directory, mapped by the core, which writes, and by any process
+that watches it: when the present step must be over, or at rest the next look at what has come
+(seconds of the monotonic clock, which all processes of a machine share; 0.0 before the first step),
+how many steps there were, and how much work is open (`engine/core_choice.py`).
 """
 
 import mmap
@@ -17,6 +17,7 @@ from quire.base.plan import Plan, StepResult
 from quire.engine.executor import Executor
 
 FIELDS = struct.Struct("<dq")
+LOAD = struct.Struct("<q")  # behind them
 LEAST_S = 10.0
 TOLERANCE = 10.0
 CONFIRM_S = 0.9  # between the first look that found the core late, and one that counts
@@ -27,7 +28,7 @@ class Heartbeat:
     """Written by the core. expected_s: what a large step takes, as long as none was measured."""
 
     def __init__(self, path: Path, expected_s: float) -> None:
-        path.write_bytes(bytes(FIELDS.size))
+        path.write_bytes(bytes(FIELDS.size + LOAD.size))
         self._memory = _map(path, mmap.ACCESS_WRITE)
         self._expected_s = expected_s
         self._num_steps = 0
@@ -51,6 +52,10 @@ class Heartbeat:
         """Note that no step is under way: the core waits for so long at most, then looks what has
         come."""
         FIELDS.pack_into(self._memory, 0, now_s + wait_s + LEAST_S, self._num_steps)
+
+    def tell_load(self, load: int) -> None:
+        """Tell those who choose between cores how much work is open here."""
+        LOAD.pack_into(self._memory, FIELDS.size, load)
 
 
 class BeatingExecutor:
@@ -97,12 +102,25 @@ class HeartbeatReader:
 
     def is_stuck(self, now_s: float) -> bool:
         """Tell whether the present step should have been over by now."""
-        if self._memory is None:
-            if not self._path.exists() or self._path.stat().st_size < FIELDS.size:
-                return False
-            self._memory = _map(self._path, mmap.ACCESS_READ)
+        if not self._is_there(FIELDS.size):
+            return False
+        assert self._memory is not None
         deadline_s, _ = FIELDS.unpack_from(self._memory, 0)
         return bool(0.0 < deadline_s < now_s)
+
+    def load(self) -> int:
+        """Return how much work the core said is open; 0 before it has said anything."""
+        if not self._is_there(FIELDS.size + LOAD.size):
+            return 0
+        assert self._memory is not None
+        return int(LOAD.unpack_from(self._memory, FIELDS.size)[0])
+
+    def _is_there(self, num_bytes: int) -> bool:
+        if self._memory is None:
+            if not self._path.exists() or self._path.stat().st_size < num_bytes:
+                return False
+            self._memory = _map(self._path, mmap.ACCESS_READ)
+        return len(self._memory) >= num_bytes
 
     def forget(self) -> None:
         """Forget a core that has ended; the next one writes a new file."""
@@ -140,4 +158,4 @@ class StuckWatch:
 
 def _map(path: Path, access: int) -> mmap.mmap:
     with path.open("r+b" if access == mmap.ACCESS_WRITE else "rb") as file:
-        return mmap.mmap(file.fileno(), FIELDS.size, access=access)
+        return mmap.mmap(file.fileno(), 0, access=access)

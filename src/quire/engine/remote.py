@@ -45,6 +45,7 @@ from quire.base.messages import (
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish, StepOutputs
 from quire.base.validation import RequestLimits
+from quire.engine.core_choice import check_core
 from quire.engine.mailbox import Mailbox
 from quire.engine.output import ABORTED, OutputProcessor
 from quire.engine.wire import LENGTH, body_length, client_codec
@@ -110,6 +111,18 @@ class AsyncClient(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+def limits_of(ready: Ready) -> RequestLimits:
+    """Return what an engine in another process takes."""
+    return RequestLimits(
+        ready.vocab_size,
+        ready.max_model_len,
+        ready.max_logprobs,
+        ready.max_num_seqs,
+        tuple(ready.settings.get("logits_processors", ())),
+        takes_functions=False,
+    )
 
 
 async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
@@ -191,18 +204,11 @@ class RemoteClient:
         return len(self._boxes)
 
     def check(self, request: Request) -> None:
+        check_core(request.core_id, 1)
         self._limits().check(request)
 
     def _limits(self) -> RequestLimits:
-        ready = self.ready
-        return RequestLimits(
-            ready.vocab_size,
-            ready.max_model_len,
-            ready.max_logprobs,
-            ready.max_num_seqs,
-            tuple(ready.settings.get("logits_processors", ())),
-            takes_functions=False,
-        )
+        return limits_of(self.ready)
 
     async def generate(
         self, request: Request, prompt_text: str | None = None
@@ -312,8 +318,8 @@ class RemoteClient:
         finally:
             del self._asked[number]
 
-    async def reset_prefix_cache(self) -> None:
-        self._send(ResetPrefixCache())
+    async def reset_prefix_cache(self, message: ResetPrefixCache | None = None) -> None:
+        self._send(message or ResetPrefixCache())
 
     def fail_all(self, error: Exception) -> None:
         """End all requests on this side with an error, and in the core."""
