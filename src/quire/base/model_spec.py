@@ -37,6 +37,7 @@ from quire.base.model_options import (
 )
 from quire.base.quantization_config import QuantizationConfig, quantization_config
 from quire.base.rope_options import RopeOptions, longest_short, rope_options
+from quire.base.stages import layers_of_stage
 from quire.base.text_config import text_part
 
 # Whose class runs a model, and whether torch compiles it.
@@ -63,7 +64,8 @@ class ModelSpec:
     is_long: whether a rotary embedding of type longrope turns by its divisors for long lengths.
     implementation: whose class runs it, QUIRE for ours and those of packages made for us,
     TRANSFORMERS, or COMPILED. drafter: the model that guesses what this one says (draft_model.py);
-    its layers have numbers behind this one's.
+    its layers have numbers behind this one's. stage: the part of the layers, of num_stages, whose
+    caches are meant; numbers of layers stay those of the whole model.
     """
 
     model_type: str
@@ -85,6 +87,13 @@ class ModelSpec:
     linear_layers: tuple[int, ...] = field(default=(), repr=False)
     raw: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     drafter: "ModelSpec | None" = field(default=None, repr=False)
+    stage: int = field(default=0, repr=False)
+    num_stages: int = field(default=1, repr=False)
+
+    def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
+        """Return the spec of some of the layers. Raises ConfigError for more stages than layers."""
+        layers_of_stage(self.num_layers, stage, num_stages)
+        return replace(self, stage=stage, num_stages=num_stages)
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
@@ -97,7 +106,9 @@ class ModelSpec:
 
     @property
     def own_groups(self) -> tuple[CacheGroup, ...]:
-        """Return the cache groups of its own layers."""
+        """Return the cache groups of its own layers. All stages have the same ones, and as many
+        blocks of each, also where none of a stage's layers is in a group."""
+        here = layers_of_stage(self.num_layers, self.stage, self.num_stages)
         attending = {
             layer: window
             for layer, window in enumerate(self.layer_windows)
@@ -107,7 +118,9 @@ class ModelSpec:
         groups = [
             CacheGroup(
                 kind=FULL if window is None else WINDOW,
-                layers=tuple(layer for layer, w in attending.items() if w == window),
+                layers=tuple(
+                    layer for layer, w in attending.items() if w == window and layer in here
+                ),
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 window=window,
@@ -116,7 +129,8 @@ class ModelSpec:
         ]
         if self.linear_layers:
             size = self.linear_attention.state_size
-            groups.append(CacheGroup(STATE, self.linear_layers, state_size=size))
+            layers = tuple(layer for layer in self.linear_layers if layer in here)
+            groups.append(CacheGroup(STATE, layers, state_size=size))
         return tuple(groups)
 
     @property
@@ -127,6 +141,7 @@ class ModelSpec:
         text += "" if self.implementation == QUIRE else f" {self.implementation}"
         text += f" {self.linear_layers}" if self.linear_layers else ""
         text += f" {self.drafter}" if self.drafter is not None else ""
+        text += f" stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def served_up_to(self, length: int | None) -> "ModelSpec":

@@ -29,6 +29,7 @@ from quire.models.layers import (
 from quire.models.model import Model
 from quire.models.packing import Stored, format_of, pack_modules
 from quire.models.quantised.layers import QuantisedLayer
+from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import class_of
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
@@ -49,9 +50,19 @@ class EmptyParamFactory(ParamFactory):
         return nn.Parameter(values, requires_grad=False)
 
 
-def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
-    """The model with parameters that have no memory. Raises ModelError for an unknown type."""
-    return class_of(spec)(spec, EmptyParamFactory(dtype, device)).eval()
+def empty_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, place: RankPlace = WHOLE
+) -> Model:
+    """The model, or the part of it that a rank has, with parameters that have no memory. Raises
+    ModelError for an unknown type, and ConfigError for one that cannot be cut so."""
+    model = class_of(spec)(spec, EmptyParamFactory(dtype, device, place)).eval()
+    if place.num_stages > 1 and not model.has_stages:
+        raise ConfigError(
+            f"pipeline_parallel_size={place.num_stages} needs a model that runs by a class of"
+            f" quire's; {spec.model_type} runs by {model.runs_by}, which does not say where a layer"
+            " begins. Leave it out."
+        )
+    return model
 
 
 class Unit:

@@ -133,8 +133,9 @@ def _check(name: str, header: TensorHeader, source: Source) -> None:
 
 def _tied_table(model: Model) -> str:
     """The name of the embedding's table where the head is tied to it, or nothing."""
+    head = model.head
     for layer in model.modules():
-        if isinstance(layer, Embedding) and layer.weight is model.head.weight:
+        if isinstance(layer, Embedding) and head is not None and layer.weight is head.weight:
             return layer.sources()[0].name
     return ""
 

@@ -33,6 +33,7 @@ from quire.models.model import Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.beside import beside
 from quire.ops.scale import scale
 from quire.ops.soft_cap import soft_cap
 
@@ -238,11 +239,12 @@ def layer_rope(spec: ModelSpec, options: DecoderOptions, layer: int) -> RopeOpti
 
 
 class Decoder(Model):
-    """A whole model of this family. Names: of the checkpoint's modules, below base_prefix."""
+    """A whole model of this family, or a stage of one: then the stream that crosses is x and the
+    residual beside it. Names: of the checkpoint's modules, below base_prefix."""
 
     base_prefix = "model."
     ignored_tensors = ("rotary_emb.inv_freq", *NAME_ENDS)
-    shows_states = True
+    shows_states = has_stages = True
     layer_kind: ClassVar[DecoderLayerKind] = DecoderLayer
     embedding_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
@@ -250,20 +252,26 @@ class Decoder(Model):
     def __init__(self, spec: ModelSpec, options: DecoderOptions, factory: ParamFactory) -> None:
         super().__init__()
         size, prefix, self._options = spec.hidden_size, self.base_prefix, options
-        name = f"{prefix}{self.embedding_name}"
-        self.embedding = Embedding(name, spec.vocab_size, size, factory)
-        ropes = [layer_rope(spec, options, layer) for layer in range(spec.num_layers)]
+        place, table = factory.place, f"{prefix}{self.embedding_name}"
+        names = [f"{prefix}layers.{layer}" for layer in range(spec.num_layers)]
+        head = self.head_tensor.removesuffix(".weight")
+        self.take_place(factory, names, [table], [f"{prefix}{self.norm_name}", head], 2 * size)
+        self._here = here = place.layers(spec.num_layers)
+        self.embedding = self.norm = self.head = None
+        if place.has_table(is_tied=spec.tie_embeddings):
+            self.embedding = Embedding(table, spec.vocab_size, size, factory)
+        ropes = [layer_rope(spec, options, layer) for layer in here]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
         self._rotary_of_layer = [None if rope is None else kinds.index(rope) for rope in ropes]
         self.layers = nn.ModuleList(
-            self.layer_kind(LayerPlace(spec, options, layer, f"{prefix}layers.{layer}", factory))
-            for layer in range(spec.num_layers)
+            self.layer_kind(LayerPlace(spec, options, layer, names[layer], factory))
+            for layer in here
         )
-        self.norm = self.make_norm(spec, factory)
-        tied = self.embedding if spec.tie_embeddings else None
-        name = self.head_tensor.removesuffix(".weight")
-        self.head = LMHead(name, spec.vocab_size, size, factory, tied)
+        if place.is_last:
+            self.norm = self.make_norm(spec, factory)
+            tied = self.embedding if spec.tie_embeddings else None
+            self.head = LMHead(head, spec.vocab_size, size, factory, tied)
 
     def adopt(self, names: Iterable[str]) -> None:
         """See Model: experts stand there one by one, or together."""
@@ -285,27 +293,39 @@ class Decoder(Model):
         positions_T: torch.Tensor,
         attention: AttentionBackend,
         inputs_embeds_TD: torch.Tensor | None = None,
-        intermediate_TD: torch.Tensor | None = None,
+        intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Model."""
-        x_TD = intermediate_TD
-        if x_TD is None:
-            x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
-            if self._options.embedding_scale != 1.0:
-                x_TD = scale(x_TD, self._options.embedding_scale)
-        rows = [rotary(positions_T) for rotary in self._rotaries]
-        residual_TD, reads = None, self.reads
-        for number, (layer, kind) in enumerate(
-            zip(self.layers, self._rotary_of_layer, strict=True)
-        ):
+        x_TD, residual_TD = self._begin(input_ids_T, inputs_embeds_TD, intermediate_TE)
+        rows, reads = [rotary(positions_T) for rotary in self._rotaries], self.reads
+        for number, layer, kind in zip(self._here, self.layers, self._rotary_of_layer, strict=True):
             if reads is not None:
                 reads.keep(number, x_TD, residual_TD)
             rotary_rows = None if kind is None else rows[kind]
             x_TD, residual_TD = layer(x_TD, residual_TD, rotary_rows, attention)
         if reads is not None:
-            reads.keep(len(self.layers), x_TD, residual_TD)
+            reads.keep(self._here.stop, x_TD, residual_TD)
+        if self.norm is None:
+            assert residual_TD is not None, "a stage has layers"
+            return beside(x_TD, residual_TD)
         hidden_TD: torch.Tensor = self.norm(x_TD, residual_TD)[0]
         return hidden_TD
+
+    def _begin(
+        self,
+        input_ids_T: torch.Tensor,
+        inputs_embeds_TD: torch.Tensor | None,
+        intermediate_TE: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return x and the residual that enter the first layer here."""
+        if intermediate_TE is not None:
+            x_TD, residual_TD = intermediate_TE.chunk(2, dim=1)
+            return x_TD, residual_TD
+        assert self.embedding is not None, "the first stage has the table"
+        x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
+        if self._options.embedding_scale != 1.0:
+            x_TD = scale(x_TD, self._options.embedding_scale)
+        return x_TD, None
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """See Model; scaled and capped where the model says so."""

@@ -111,6 +111,7 @@ class Eagle3(Model):
     target_layers: what it reads, as Reads has them. num_read: F. size: D. num_out: E."""
 
     ignored_tensors = ("t2d", "rotary_emb.inv_freq")
+    head: LMHead
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__()

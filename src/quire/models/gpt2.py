@@ -62,12 +62,19 @@ class GPT2(PositionedModel):
 
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__()
-        size, eps = spec.hidden_size, spec.layers.norm_eps
-        self.embedding = Embedding("transformer.wte", spec.vocab_size, size, factory)
-        self.positions = Embedding("transformer.wpe", spec.max_position, size, factory)
+        size, eps, place = spec.hidden_size, spec.layers.norm_eps, factory.place
+        names = [f"transformer.h.{layer}" for layer in range(spec.num_layers)]
+        before, behind = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
+        self.take_place(factory, names, before, behind, size)
+        self.embedding = self.positions = self.head = None
+        if place.has_table(is_tied=spec.tie_embeddings):
+            self.embedding = Embedding(before[0], spec.vocab_size, size, factory)
+        if place.is_first:
+            self.positions = Embedding(before[1], spec.max_position, size, factory)
         self.layers = nn.ModuleList(
-            GPT2Layer(spec, layer, eps, factory) for layer in range(spec.num_layers)
+            GPT2Layer(spec, layer, eps, factory) for layer in place.layers(spec.num_layers)
         )
-        self.norm = LayerNorm("transformer.ln_f", size, eps, factory)
-        tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, size, factory, tied)
+        if place.is_last:
+            self.norm = LayerNorm(behind[0], size, eps, factory)
+            tied = self.embedding if spec.tie_embeddings else None
+            self.head = LMHead(behind[1], spec.vocab_size, size, factory, tied)

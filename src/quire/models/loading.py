@@ -30,6 +30,7 @@ from quire.models.layers import Layer
 from quire.models.model import Model
 from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.quantised.layers import quantised_layers
+from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import chosen_variants
 from quire.ops.gpu import is_gpu
@@ -52,7 +53,7 @@ class LoadOptions:
     stands in its place; `dummy` reads nothing, and takes random numbers of this seed. formats:
     without any, what a GGUF file holds in 8 bits or fewer stays so (gguf/stored.py) where the core
     multiplies it. cache: where packed weights are kept. most_bytes: of all weights; None is any
-    number.
+    number. place: of the rank, whose part of the model is loaded.
     """
 
     load_format: str = "auto"
@@ -60,6 +61,7 @@ class LoadOptions:
     formats: WeightFormats = AS_THEY_ARE
     cache: WeightCache | None = None
     most_bytes: int | None = None
+    place: RankPlace = WHOLE
 
 
 def load_model(
@@ -77,7 +79,7 @@ def load_model(
     """
     options = options or LoadOptions()
     formats, cache, reads = options.formats, options.cache, options.load_format != "dummy"
-    model = empty_model(spec, dtype, device)
+    model = empty_model(spec, dtype, device, options.place)
     if PART_OF in spec.raw:
         logger.warning(
             "models of type %s read images, too; only the text part is served: images are not read",
@@ -202,7 +204,8 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
     total, done = sum(place.num_bytes for place in file.tensors.values()), 0
     unknown: list[str] = []
     for tensor in gguf_tensors(file, spec):
-        if not assembly.fill(tensor.name, tensor.fill):
+        is_known = assembly.fill(tensor.name, tensor.fill)
+        if not is_known and not assembly.model.is_elsewhere(tensor.name):
             unknown.append(tensor.name)
         done += tensor.num_bytes
         report(done, total)

@@ -1,6 +1,7 @@
 """What every model is, and what those with learned positions share.
 
-Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim.
+Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim, E numbers of a token
+that cross from one stage to the next.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,20 +11,23 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.base.model_spec import ModelSpec
-from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead
+from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.reads import Reads
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
 
 class Model(nn.Module):
-    """A whole model, up to the logits of its head.
+    """A model, up to the logits of its head; or a stage of one, which has some of its layers.
 
     base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
     ignored_tensors: ends of the names of tensors that no layer needs. head_tensor: the head's.
     only_operations: whether it computes nothing but by quire's operations. runs_by: whose class it
     is, for people. shows_states: whether it can show what enters its layers. reads: what it shows,
-    if that was asked for.
+    if that was asked for. has_stages: whether it can be cut into stages. entering: numbers of each
+    token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
+    the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other stages have.
+    head: None but on the last stage.
     """
 
     base_prefix = ""
@@ -33,7 +37,11 @@ class Model(nn.Module):
     runs_by = "a class of quire's"
     shows_states = False
     reads: Reads | None = None
-    head: LMHead
+    has_stages = False
+    entering = leaving = 0
+    dtype: torch.dtype
+    elsewhere: tuple[str, ...] = ()
+    head: LMHead | None
 
     def forward(
         self,
@@ -41,17 +49,18 @@ class Model(nn.Module):
         positions_T: torch.Tensor,
         attention: AttentionBackend,
         inputs_embeds_TD: torch.Tensor | None = None,
-        intermediate_TD: torch.Tensor | None = None,
+        intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return hidden states [T, D] after the last norm; ids int64 or int32, positions int64.
+        """Return hidden states [T, D] after the last norm, or what goes to the next stage [T, E];
+        ids int64 or int32, positions int64.
 
-        inputs_embeds replaces the embedded ids, intermediate the stream that enters the first
-        layer here (the output of an earlier part of the model).
+        inputs_embeds replaces the embedded ids, intermediate is what the stage before returned.
         """
         raise NotImplementedError
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Return logits [R, V] in the model's dtype."""
+        assert self.head is not None, "the last stage has the head"
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
 
@@ -81,17 +90,44 @@ class Model(nn.Module):
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor that no source names is harmless: a constant, a scale that is not
-        for the layers (kv_scales.py), or a tied head stored again."""
-        tied_head = self.head_tensor in self.names_of(name) and not self.head.sources()
+        for the layers (kv_scales.py), a tied head stored again, or another stage's."""
+        if self.is_elsewhere(name):
+            return True
+        is_tied = self.head is not None and not self.head.sources()
+        tied_head = is_tied and self.head_tensor in self.names_of(name)
         return tied_head or name.endswith(self.ignored_tensors)
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Tell whether a tensor of the weight files is another stage's, which looks at it."""
+        return any(each.startswith(self.elsewhere) for each in self.names_of(name))
+
+    def take_place(
+        self,
+        factory: ParamFactory,
+        layers: Sequence[str],
+        before: Sequence[str],
+        behind: Sequence[str],
+        width: int,
+    ) -> None:
+        """Note what other stages have, and that E numbers cross. layers: what the modules of each
+        layer of the whole model are in; before, behind: modules that stand before and behind the
+        layers."""
+        place, self.dtype = factory.place, factory.dtype
+        here = place.layers(len(layers))
+        others = [name for layer, name in enumerate(layers) if layer not in here]
+        others += [] if place.is_first else before
+        others += [] if place.is_last else behind
+        self.elsewhere = tuple(f"{name}." for name in others)
+        self.entering = 0 if place.is_first else width
+        self.leaving = 0 if place.is_last else width
 
 
 class PositionedModel(Model):
     """A model whose positions are a table that is added to the embedded tokens."""
 
-    shows_states = True
-    embedding: Embedding
-    positions: Embedding
+    shows_states = has_stages = True
+    embedding: Embedding | None
+    positions: Embedding | None
     layers: nn.ModuleList
 
     def __init__(self) -> None:
@@ -106,11 +142,12 @@ class PositionedModel(Model):
         positions_T: torch.Tensor,
         attention: AttentionBackend,
         inputs_embeds_TD: torch.Tensor | None = None,
-        intermediate_TD: torch.Tensor | None = None,
+        intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Model. Hidden states and inputs_embeds have the embedding's width."""
-        x_TD = intermediate_TD
+        x_TD = intermediate_TE
         if x_TD is None:
+            assert self.embedding is not None and self.positions is not None, "on the first stage"
             x_TD = self.embedding(input_ids_T) if inputs_embeds_TD is None else inputs_embeds_TD
             if self.project_in is not None:
                 x_TD = self.project_in(x_TD)

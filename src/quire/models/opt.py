@@ -71,19 +71,36 @@ class OPT(PositionedModel):
     def __init__(self, spec: ModelSpec, factory: ParamFactory) -> None:
         super().__init__()
         options, size, name = spec.opt, spec.hidden_size, "model.decoder"
-        width = options.width
-        self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, factory)
-        self.positions = Embedding(
-            f"{name}.embed_positions", spec.max_position, size, factory, POSITION_OFFSET
+        width, place = options.width, factory.place
+        self.take_place(
+            factory,
+            [f"{name}.layers.{layer}" for layer in range(spec.num_layers)],
+            [f"{name}.{each}" for each in ("embed_tokens", "embed_positions", "project_in")],
+            [f"{name}.final_layer_norm", f"{name}.project_out", "lm_head"],
+            size,
         )
-        if width != size:
-            self.project_in = Linear([f"{name}.project_in"], width, [size], factory)
-            self.project_out = Linear([f"{name}.project_out"], size, [width], factory)
+        self.embedding = self.positions = self.head = None
+        if place.has_table(is_tied=spec.tie_embeddings):
+            self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, factory)
+        if place.is_first:
+            self.positions = Embedding(
+                f"{name}.embed_positions", spec.max_position, size, factory, POSITION_OFFSET
+            )
+            if width != size:
+                self.project_in = Linear([f"{name}.project_in"], width, [size], factory)
         self.layers = nn.ModuleList(
-            OPTLayer(spec, layer, factory) for layer in range(spec.num_layers)
+            OPTLayer(spec, layer, factory) for layer in place.layers(spec.num_layers)
         )
+        if place.is_last:
+            self._end(spec, name, factory)
+
+    def _end(self, spec: ModelSpec, name: str, factory: ParamFactory) -> None:
+        """Make what stands behind the layers."""
+        options, size = spec.opt, spec.hidden_size
+        if options.width != size:
+            self.project_out = Linear([f"{name}.project_out"], size, [options.width], factory)
         if options.has_final_norm:
             eps, affine = spec.layers.norm_eps, options.has_affine_norms
             self.norm = LayerNorm(f"{name}.final_layer_norm", size, eps, factory, affine)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, width, factory, tied)
+        self.head = LMHead("lm_head", spec.vocab_size, options.width, factory, tied)

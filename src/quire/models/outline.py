@@ -71,12 +71,13 @@ def outline(
 
 def _parts(model: Model) -> Iterator[Part]:
     tables = {id(m.weight) for m in model.modules() if isinstance(m, Embedding)}
-    is_tied = id(model.head.weight) in tables
+    head = None if model.head is None else model.head.weight
+    is_tied = id(head) in tables
     for layer in model.modules():
         if not isinstance(layer, Layer):
             continue
         sources = layer.sources()
-        if is_tied and isinstance(layer, Embedding) and layer.weight is model.head.weight:
+        if is_tied and isinstance(layer, Embedding) and layer.weight is head:
             tensors = {source.name: source.checkpoint_shape for source in sources}
             yield _part(HEAD, layer.weight, tensors, is_tied=True)
             continue

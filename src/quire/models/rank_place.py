@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.base.stages import layers_of_stage
 from quire.ops.collective import ALONE, RankGroup
 
 
@@ -26,6 +27,14 @@ class RankPlace:
     def is_last(self) -> bool:
         """Tell whether the model's layers end here."""
         return self.stage == self.num_stages - 1
+
+    def layers(self, num_layers: int) -> range:
+        """Return the numbers of those of a model's layers that are here."""
+        return layers_of_stage(num_layers, self.stage, self.num_stages)
+
+    def has_table(self, *, is_tied: bool) -> bool:
+        """Tell whether the embedding's table is here. is_tied: whether the head shares it."""
+        return self.is_first or (self.is_last and is_tied)
 
 
 WHOLE = RankPlace()

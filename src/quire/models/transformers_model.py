@@ -58,10 +58,10 @@ class TransformersModel(Model):
         positions_T: torch.Tensor,
         attention: AttentionBackend,
         inputs_embeds_TD: torch.Tensor | None = None,
-        intermediate_TD: torch.Tensor | None = None,
+        intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See Model. There is no intermediate: the class does not say where a layer begins."""
-        assert intermediate_TD is None
+        assert intermediate_TE is None
         if self._steps is not None:
             inputs = input_ids_T, positions_T, attention, inputs_embeds_TD
             found: torch.Tensor = self._steps(*inputs)

@@ -25,7 +25,7 @@ MADV_DONTNEED: int | None = getattr(mmap, "MADV_DONTNEED", None)
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros. On a CPU the operating system hands out each page, in most cases a large one, when it
     is first written, so a KV pool costs neither time nor memory before it is used."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -5,6 +5,7 @@ Shape legend: T tokens of the step, R rows, D model dim, V vocabulary, N query h
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 Kept = tuple[int, int, int, int]  # address and width of memory, address and number of tokens
 NOTHING_KEPT: Kept = (0, 0, 0, 0)
+OF_LAYERS = (Kind.STORE, Kind.ATTEND, Kind.CONVOLVE, Kind.DELTA_RULE)  # and of their memory
 TRACED_TOKENS = 3  # any number that no other dimension is likely to have
 
 
@@ -74,20 +76,28 @@ class NativeModel:
         self._model, self._backend = model, backend
         draft, self._size = trace(model)
         self._pass = NativePass(draft, backend)
-        self._read_widths = draft.widths[1 : draft.num_outside]
+        self._read_widths = draft.widths[1 : draft.num_outside - _takes_rows(model)]
         self._read: list[torch.Tensor] = []
         self._kept = KeptByProgram(draft)
 
     def __call__(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        *,
+        intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute hidden states [T, D], float32, of the step that the backend has prepared."""
+        """Compute hidden states [T, D] of the step that the backend has prepared, or what the next
+        stage is given, of what the one before gave [T, E]; all float32."""
         kept = attention if isinstance(attention, KeptInputs) else None
         assert (attention if kept is None else kept.inner) is self._backend
         num_tokens = len(input_ids_T)
         out_TD = torch.empty(num_tokens, self._size)
         self._read = [torch.empty(num_tokens, width) for width in self._read_widths]
         outside = [out_TD, *self._read]
+        if intermediate_TE is not None:
+            outside.append(intermediate_TE.float())
         if kept is None:
             self._pass.run(input_ids_T, positions_T, outside)
         else:
@@ -144,12 +154,21 @@ def trace(model: Any) -> tuple[ProgramDraft, int]:
     """Trace the model: its program, and the size of the hidden states that it returns."""
 
     def run(ids_T: torch.Tensor, positions_T: torch.Tensor) -> list[torch.Tensor]:
-        hidden_TD = model(ids_T, positions_T, TracedAttention())
         is_read = isinstance(model, Model) and model.reads is not None
-        return [hidden_TD, *([model.last_read(TRACED_TOKENS)] if is_read else [])]
+        entering, given = list[torch.Tensor](), {}
+        if _takes_rows(model):
+            entering = [torch.zeros(TRACED_TOKENS, model.entering, dtype=model.dtype)]
+            given = {"intermediate_TE": entering[0]}
+        hidden_TD = model(ids_T, positions_T, TracedAttention(), **given)
+        return [hidden_TD, *([model.last_read(TRACED_TOKENS)] if is_read else []), *entering]
 
     draft = traced(run)
     return draft, draft.widths[0]
+
+
+def _takes_rows(model: Any) -> bool:
+    """Tell whether a model is a stage that goes on with what another has computed."""
+    return isinstance(model, Model) and model.entering > 0
 
 
 @torch.inference_mode()
@@ -183,6 +202,7 @@ def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> Cor
     groups: those that it uses, as a step gives them; a layer of another group is not run."""
     places, width = draft.places()
     program = needed_core().Program(draft.widths, places, width, backend.variant)
+    place_of_layer = {layer: place for place, layer in enumerate(backend.layers)}
     for layer in backend.layers:
         is_state = layer in backend.states
         group = backend.states.layer(layer).group if is_state else backend.layer_kv(layer).group
@@ -195,6 +215,8 @@ def assemble(draft: ProgramDraft, backend: CpuBackend, groups: list[int]) -> Cor
         experts.add_to(program)
     phases = draft.phases
     for i, instruction in enumerate(draft.instructions):
+        if instruction.kind in OF_LAYERS:
+            instruction = replace(instruction, layer=place_of_layer[instruction.layer])
         instruction.add_to(program, begins_phase=i == 0 or phases[i] != phases[i - 1])
     return program
 
@@ -207,10 +229,16 @@ class OperationsBesideCore:
         self._model = model
 
     def __call__(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention: AttentionBackend,
+        *,
+        intermediate_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         with torch_threads(1):
-            hidden_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention)
+            given = {} if intermediate_TE is None else {"intermediate_TE": intermediate_TE}
+            hidden_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention, **given)
         return hidden_TD
 
     def last_read(self, num_tokens: int) -> torch.Tensor:

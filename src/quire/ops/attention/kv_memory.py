@@ -53,15 +53,22 @@ class MovesBlocks(AttentionBackend):
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""
-        self._memory.copy_blocks(group, source, destination)
+        if self._has_layers(group):
+            self._memory.copy_blocks(group, source, destination)
 
     def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of a group to blocks of host memory."""
-        self._memory.host.swap_out(group, source, destination)
+        if self._has_layers(group):
+            self._memory.host.swap_out(group, source, destination)
 
     def load(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy blocks of host memory to blocks of a group."""
-        self._memory.host.load(group, source, destination)
+        if self._has_layers(group):
+            self._memory.host.load(group, source, destination)
+
+    def _has_layers(self, group: int) -> bool:
+        """Tell whether any layer of the group is here, and not on other stages alone."""
+        return self._memory.kv[group].numel() > 0
 
 
 def _dtype(group: CacheGroup, layout: KVLayout) -> torch.dtype:

@@ -38,7 +38,8 @@ class TorchBackend(StatesInBlocks):
         self._kv = self._memory.kv
         self._place_of_layer = self._memory.place
         self._builders = [
-            None if group.kind == STATE else BatchBuilder(group, layout) for group in layout.groups
+            BatchBuilder(group, layout) if group.kind != STATE and group.layers else None
+            for group in layout.groups
         ]
         self._batches: list[list[Batch]] = []
         self._layout = layout

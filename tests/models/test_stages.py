@@ -1,0 +1,127 @@
+"""A model in stages, each with some of the layers and memory of its own, against the whole: also
+`models/opt.py`, which is no `Decoder`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.base.cache_group import STATE
+from quire.base.errors import ConfigError, ModelError
+from quire.base.model_spec import ModelSpec, load_spec
+from quire.base.stages import layers_of_stage
+from quire.models.assembly import empty_model
+from quire.models.loading import LoadOptions, load_model
+from quire.models.model import Model
+from quire.models.rank_place import RankPlace
+from quire.ops.attention.select import make_backend
+from quire.runner.native_model import NativeModel, native_or_same
+from tests.models.checkpoints import VARIANTS, random_tokens, write_checkpoint
+from tests.models.gguf_writer import convert
+from tests.models.paged import CPU, RowPart, make_layout, make_step
+
+FLOAT = torch.float32
+BLOCK, CUTS = 4, (0, 13, 14, 23)  # tokens of a block, and where the steps of a sequence begin
+TOKENS = random_tokens(CUTS[-1])[0]
+
+
+def stage_of(
+    path: Path, spec: ModelSpec, stage: int, num_stages: int, dtype: torch.dtype = FLOAT
+) -> Model:
+    options = LoadOptions(place=RankPlace(stage=stage, num_stages=num_stages))
+    return load_model(path, spec.of_stage(stage, num_stages), dtype, CPU, options)
+
+
+def logits_by(
+    models: list[Model], spec: ModelSpec, backend: str, dtype: torch.dtype = FLOAT
+) -> torch.Tensor:
+    """Logits [T, V] of a sequence that goes through the stages in some steps."""
+    num = len(models)
+    specs = [spec.of_stage(stage, num) for stage in range(num)]
+    backends = [make_backend(backend, make_layout(each, 9, BLOCK, dtype)) for each in specs]
+    runs: list[Any] = [native_or_same(*pair) for pair in zip(models, backends, strict=True)]
+    assert all(isinstance(run, NativeModel) for run in runs) == (backend == "cpu")
+    blocks, found = [5, 2, 8, 0, 3, 7], []
+    with torch.inference_mode():
+        for start, end in zip(CUTS, CUTS[1:], strict=False):
+            ends = {(token - 1) // BLOCK for token in (start, end)}
+            tables = tuple(
+                [b if g.kind != STATE or i in ends else -1 for i, b in enumerate(blocks)]
+                for g in spec.cache_groups
+            )
+            step = make_step([RowPart(start, end, tables)], BLOCK)
+            x, ids = None, torch.tensor(TOKENS[start:end])
+            for run, each in zip(runs, backends, strict=True):
+                each.prepare(step)
+                given = {} if x is None else {"intermediate_TE": x}
+                x = run(ids, step.positions_T, each, **given)
+            found.append(runs[-1].logits(x))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_compute_what_the_whole_computes(variant: str, tmp_path: Path) -> None:
+    """To the bit, in float64 and by the core's programs; with as many stages as there are layers
+    some of the cache groups are empty."""
+    spec = write_checkpoint(tmp_path, variant).spec
+    for num in {2, spec.num_layers}:
+        for backend, dtype in (("torch", torch.float64), ("cpu", FLOAT)):
+            whole = load_model(tmp_path, spec, dtype, CPU)
+            stages = [stage_of(tmp_path, spec, stage, num, dtype) for stage in range(num)]
+            wanted = logits_by([whole], spec, backend, dtype)
+            assert torch.equal(logits_by(stages, spec, backend, dtype), wanted)
+
+
+def test_layers_are_shared_evenly_and_the_last_stage_has_no_more() -> None:
+    for num_layers in range(1, 12):
+        for num in range(1, num_layers + 1):
+            parts = [layers_of_stage(num_layers, stage, num) for stage in range(num)]
+            assert [layer for part in parts for layer in part] == list(range(num_layers))
+            assert len(parts[-1]) == min(map(len, parts)) >= max(map(len, parts)) - 1
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the model's 3"):
+        layers_of_stage(3, 0, 4)
+
+
+@pytest.mark.parametrize("variant", ["llama_tied", "qwen3", "gpt2", "opt_350m", "gpt_neox"])
+def test_a_stage_has_its_own_parts_only(variant: str, tmp_path: Path) -> None:
+    """Besides, a tied table is on the last stage, too."""
+    spec = write_checkpoint(tmp_path, variant).spec
+    stages = [
+        empty_model(spec, FLOAT, CPU, RankPlace(stage=stage, num_stages=2)) for stage in (0, 1)
+    ]
+    whole = empty_model(spec, FLOAT, CPU)
+    table = whole.embedding.weight.numel() if spec.tie_embeddings else 0
+    first, last, both = (sum(p.numel() for p in each.parameters()) for each in (*stages, whole))
+    assert first + last == both + table
+    specs = [spec.of_stage(stage, 2) for stage in (0, 1)]
+    assert sum(each.kv_bytes_per_token(4) for each in specs) == spec.kv_bytes_per_token(4)
+    assert {len(each.cache_groups) for each in specs} == {len(spec.cache_groups)}
+
+
+def test_each_tensor_is_looked_at_by_one_stage(tmp_path: Path) -> None:
+    """A tensor that nobody asks for, and one that lacks, are told by the stage that has the layer;
+    the others load."""
+    spec = write_checkpoint(tmp_path, "llama").spec
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    gone = "model.layers.2.mlp.up_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != gone}, file, {"format": "pt"})
+    stage_of(tmp_path, spec, 0, 2)
+    with pytest.raises(ModelError, match=gone):
+        stage_of(tmp_path, spec, 1, 2)
+    save_file(tensors | {"model.layers.0.odd": torch.zeros(1)}, file, {"format": "pt"})
+    stage_of(tmp_path, spec, 1, 2)
+    with pytest.raises(ModelError, match="odd"):
+        stage_of(tmp_path, spec, 0, 2)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3_next", "gpt2"])
+def test_stages_of_a_gguf_file(variant: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, variant)
+    path = convert(checkpoint.directory, tmp_path / "model.gguf")
+    spec = load_spec(path)
+    wanted = logits_by([load_model(path, spec, FLOAT, CPU)], spec, "cpu")
+    stages = [stage_of(path, spec, stage, 2) for stage in range(2)]
+    assert torch.equal(logits_by(stages, spec, "cpu"), wanted)
