@@ -10,6 +10,7 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <string>
 #include <tuple>
 #include <variant>
@@ -21,6 +22,7 @@
 #include "philox.h"
 #include "program.h"
 #include "sampling.h"
+#include "shared_group.h"
 #include "states.h"
 #include "step_inputs.h"
 
@@ -29,7 +31,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 18;
+constexpr int kInterfaceVersion = 19;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -253,21 +255,53 @@ double linear_peak(int format, int variant, int num_threads) {
     return quire::linear_peak(static_cast<quire::WeightFormat>(format), variant, num_threads);
 }
 
+// --- ranks (shared_group.h) ---
+
+void all_reduce(quire::SharedGroup& group, Address x, int64_t count, int number, int num_threads) {
+    group.all_reduce(as<void*>(x), count, static_cast<quire::Number>(number), num_threads);
+}
+
+void all_gather(quire::SharedGroup& group, Address out, Address x, int64_t bytes,
+                int num_threads) {
+    group.all_gather(as<void*>(out), as<const void*>(x), bytes, num_threads);
+}
+
+void reduce_scatter(quire::SharedGroup& group, Address out, Address x, int64_t count, int number,
+                    int num_threads) {
+    group.reduce_scatter(as<void*>(out), as<const void*>(x), count,
+                         static_cast<quire::Number>(number), num_threads);
+}
+
+void all_to_all(quire::SharedGroup& group, Address out, Address x, int64_t bytes,
+                int num_threads) {
+    group.all_to_all(as<void*>(out), as<const void*>(x), bytes, num_threads);
+}
+
+// The error of the engine's tree (base/errors.py).
+void tell_of_lost_ranks(const std::exception_ptr& raised, void*) {
+    try {
+        std::rethrow_exception(raised);
+    } catch (const quire::RankLost& error) {
+        const nb::object kind = nb::module_::import_("quire.base.errors").attr("RankLost");
+        PyErr_SetString(kind.ptr(), error.what());
+    }
+}
+
 // --- programs (program.h) ---
 
 // views: buffer and offset of up to four. What a kind does not read may be anything.
 void add_instruction(quire::Program& program, bool begins_phase, int kind,
                      const std::vector<std::pair<int64_t, int64_t>>& views, int64_t heads,
-                     int64_t size, int64_t stride, int64_t layer, int input, int element,
-                     Address table, Address frequencies, Address weight, Address bias, double scale,
+                     int64_t size, int64_t stride, int64_t layer, int64_t first,
+                     int64_t count, int input, int element, Address table, Address frequencies, Address weight, Address bias, double scale,
                      double soft_cap, double eps, const DeltaSizes& delta,
-                     const quire::PackedWeight& packed) {
+                     const quire::PackedWeight& packed, quire::SharedGroup* group) {
     quire::Instruction instruction{static_cast<quire::Kind>(kind), {}, heads, size, stride, layer,
-                                   static_cast<quire::Input>(input),
+                                   first, count, static_cast<quire::Input>(input),
                                    static_cast<quire::Element>(element), as<const void*>(table),
                                    as<const double*>(frequencies), as<ConstFloats>(weight),
                                    as<ConstFloats>(bias), scale, static_cast<float>(soft_cap),
-                                   static_cast<float>(eps), delta_heads(delta), packed};
+                                   static_cast<float>(eps), delta_heads(delta), packed, group};
     for (size_t i = 0; i < views.size(); ++i) {
         instruction.views.at(i) = {views[i].first, views[i].second};
     }
@@ -391,6 +425,16 @@ NB_MODULE(_core, m) {
     m.def("linear", &linear, Unlocked());
     m.def("linear_operand_bytes", &linear_operand_bytes);
     m.def("linear_peak", &linear_peak, Unlocked());
+    nb::register_exception_translator(tell_of_lost_ranks);
+    using Group = quire::SharedGroup;
+    nb::class_<Group>(m, "SharedGroup")
+        .def(nb::init<const std::string&, int, int, int64_t, double>())
+        .def("all_reduce", &all_reduce, Unlocked())
+        .def("all_gather", &all_gather, Unlocked())
+        .def("reduce_scatter", &reduce_scatter, Unlocked())
+        .def("all_to_all", &all_to_all, Unlocked())
+        .def("abort", &Group::abort, Unlocked())
+        .def_prop_ro("seconds", &Group::seconds);
     nb::class_<quire::Program>(m, "Program")
         .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
         .def("add_layer", &quire::Program::add_layer)
@@ -399,8 +443,8 @@ NB_MODULE(_core, m) {
              "gate_up_biases"_a, "down_biases"_a, "num_chosen"_a, "normalises"_a, "alpha"_a,
              "limit"_a)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
-             "heads"_a, "size"_a, "stride"_a, "layer"_a, "input"_a, "element"_a, "table"_a,
+             "heads"_a, "size"_a, "stride"_a, "layer"_a, "first"_a, "count"_a, "input"_a, "element"_a, "table"_a,
              "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "soft_cap"_a,
-             "eps"_a, "delta"_a, "packed"_a)
+             "eps"_a, "delta"_a, "packed"_a, "group"_a.none())
         .def("run", &run_program, Unlocked());
 }

@@ -1,5 +1,6 @@
 #include "program.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -14,6 +15,8 @@ constexpr int64_t kAlign = 16;  // floats of a cache line
 // Floats that a phase must write before its rows are shared between threads.
 constexpr int64_t kAloneFloats = 8 * 1024;
 constexpr int64_t kPartsPerThread = 4;
+
+void clear_row(float* out, int64_t size) { std::fill_n(out, size, 0.0f); }
 
 }  // namespace
 
@@ -95,6 +98,11 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     if (first.kind == Kind::kConvolve || first.kind == Kind::kDeltaRule) {
         return run_states(first, num_threads);
     }
+    if (first.kind == Kind::kAllReduce) {
+        const int64_t count = step_.rows * widths_[static_cast<size_t>(first.views[0].buffer)];
+        return first.group->all_reduce(row(first.views[0], 0), count, Number::kFloat32,
+                                       num_threads);
+    }
     const int64_t rows = step_.rows;
     const bool alone = rows * phase.width < kAloneFloats;
     const int64_t parts = alone ? 1 : std::min(rows, kPartsPerThread * num_threads);
@@ -146,12 +154,15 @@ void Program::run_row(const Instruction& i, int64_t r) {
     const float* x = row(i.views[1], r);
     switch (i.kind) {
         case Kind::kEmbedding: {
-            const int64_t id = (i.input == Input::kIds ? step_.ids : step_.positions)[r];
+            const int64_t id = (i.input == Input::kIds ? step_.ids : step_.positions)[r] - i.first;
+            if (id < 0 || id >= i.count) return clear_row(out, i.size);
             return look_up_row(out, i.element, i.table, id, i.size);
         }
-        case Kind::kPackedRows:
-            return unpack_rows({Element::kFloat32, 1, i.packed.inputs, i.packed.inputs, out},
-                               i.packed, step_.ids + r);
+        case Kind::kPackedRows: {
+            const int64_t id = step_.ids[r] - i.first, size = i.packed.inputs;
+            if (id < 0 || id >= i.count) return clear_row(out, size);
+            return unpack_rows({Element::kFloat32, 1, size, size, out}, i.packed, &id);
+        }
         case Kind::kRotaryFactors:
             return rotary_factors(out, step_.positions[r], i.frequencies, i.size, i.scale);
         case Kind::kRmsNorm: return rms_norm_row(out, x, i.weight, i.heads, i.size, i.eps);

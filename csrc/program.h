@@ -1,4 +1,4 @@
-// A model's forward pass as a list of instructions, traced once (ops/program.py) and then carried out
+// A model's forward pass as a list of instructions, traced once (ops/tracer.py) and then carried out
 // in one call per step: what a graph is to a GPU.
 //
 // Instructions stand in phases. Those of a phase work row by row (a row is a token), so threads take
@@ -15,14 +15,15 @@
 #include "attention.h"
 #include "experts.h"
 #include "linear.h"
+#include "shared_group.h"
 #include "states.h"
 
 namespace quire {
 
 // Of each kind its views, then the further fields that it reads.
 enum class Kind : int {
-    kEmbedding,     // out; table, element, size, input
-    kPackedRows,    // out; packed: rows of a packed table, by the ids
+    kEmbedding,     // out; table, element, size, input, first, count: zeros outside of these
+    kPackedRows,    // out; packed, first, count: rows of a packed table, by the ids
     kRotaryFactors, // out; frequencies, size, scale: of the positions
     kRmsNorm,       // out, x; weight, heads, size, eps
     kAddRmsNorm,    // out, total, x, y; weight, size, eps
@@ -46,6 +47,7 @@ enum class Kind : int {
     kDeltaRule,     // out, qkv, gates; layer, delta, weight: rates, bias: shifts
     kGatedNorm,     // out, x, gate; weight: of all heads, heads, size, eps
     kSigmoidMul,    // out, x, gate; size
+    kAllReduce,     // out, the same; group: whole rows
 };
 
 enum class Input : int { kIds, kPositions };
@@ -63,6 +65,8 @@ struct Instruction {
     int64_t size;    // of a row, or of one of its heads
     int64_t stride;  // bytes between the rows of an operand
     int64_t layer;
+    int64_t first;   // of a table's rows the number, and how many it has
+    int64_t count;
     Input input;
     Element element;  // of the table
     const void* table;
@@ -74,6 +78,7 @@ struct Instruction {
     float eps;
     DeltaHeads delta;
     PackedWeight packed;
+    SharedGroup* group;
 };
 
 // Keys and values of a layer, or its states, and which of the step's cache groups they belong to.

@@ -7,9 +7,14 @@ import pytest
 
 from quire.ops import native_types
 from quire.ops.native import core
-from quire.ops.native_types import Core, CorePlan, CoreProgram, CoreStatePlan
+from quire.ops.native_types import Core, CoreGroup, CorePlan, CoreProgram, CoreStatePlan
 
-PROTOCOLS = {"AttentionPlan": CorePlan, "Program": CoreProgram, "StatePlan": CoreStatePlan}
+PROTOCOLS = {
+    "AttentionPlan": CorePlan,
+    "Program": CoreProgram,
+    "SharedGroup": CoreGroup,
+    "StatePlan": CoreStatePlan,
+}
 
 
 def told(function: object) -> tuple[int, list[str]]:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.ops.add import add
+from quire.ops.collective import ALONE, all_reduce
 from quire.ops.embedding import embedding
 from quire.ops.linear import linear
 from quire.ops.moe import moe_experts, moe_route
@@ -14,12 +15,12 @@ from quire.ops.program import (
     Instruction,
     Kind,
     ProgramDraft,
-    Tracer,
     Untraceable,
     View,
 )
 from quire.ops.registry import op, record_ops
 from quire.ops.relu import relu
+from quire.ops.tracer import Tracer
 
 TOKENS = 3
 
@@ -79,6 +80,10 @@ UNTRACEABLE = {
     ),
     "rows": (lambda i, p: relu(embedding(i, torch.ones(2, 4))[1:]), "columns"),
     "a route of its own": (lambda i, p: mixture(embedding(i, torch.ones(2, 4)), 2.0), "moe_route"),
+    "ranks of other kinds": (
+        lambda i, p: all_reduce(embedding(i, torch.ones(2, 4)), ALONE),
+        "share memory",
+    ),
     "computed ids": (lambda i, p: embedding(i + p, torch.ones(9, 4)), "no input"),
 }
 

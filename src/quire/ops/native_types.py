@@ -50,6 +50,20 @@ class CoreWeight(Protocol):
     """A packed weight (csrc/linear.h)."""
 
 
+class CoreGroup(Protocol):
+    """Ranks that are processes of one machine (csrc/shared_group.h). number: of a dtype."""
+
+    @property
+    def seconds(self) -> float: ...
+    def all_reduce(self, x: int, count: int, number: int, num_threads: int, /) -> None: ...
+    def all_gather(self, out: int, x: int, num_bytes: int, num_threads: int, /) -> None: ...
+    def reduce_scatter(
+        self, out: int, x: int, count: int, number: int, num_threads: int, /
+    ) -> None: ...
+    def all_to_all(self, out: int, x: int, num_bytes: int, num_threads: int, /) -> None: ...
+    def abort(self) -> None: ...
+
+
 class CoreProgram(Protocol):
     """A model's forward pass (csrc/program.h)."""
 
@@ -62,9 +76,9 @@ class CoreProgram(Protocol):
     ) -> None: ...  # fmt: skip
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,
-        size: int, stride: int, layer: int, input: int, element: int, table: int, frequencies: int,
-        weight: int, bias: int, scale: float, soft_cap: float, eps: float, delta: Sequence[int],
-        packed: CoreWeight,
+        size: int, stride: int, layer: int, first: int, count: int, input: int, element: int,
+        table: int, frequencies: int, weight: int, bias: int, scale: float, soft_cap: float,
+        eps: float, delta: Sequence[int], packed: CoreWeight, group: CoreGroup | None,
     ) -> None: ...  # fmt: skip
     def run(
         self, rows: int, ids: int, positions: int, outside: Sequence[int],
@@ -93,6 +107,9 @@ class Core(Protocol):
         self, *, format: int, variant: int, outputs: int, inputs: int, group: int,
         is_ordered: int, data: int,
     ) -> CoreWeight: ...  # fmt: skip
+    def SharedGroup(
+        self, path: str, rank: int, size: int, slot_bytes: int, timeout_s: float, /
+    ) -> CoreGroup: ...
     def Program(
         self, widths: Sequence[int], places: Sequence[int], arena: int, variant: int, /
     ) -> CoreProgram: ...

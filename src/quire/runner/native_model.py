@@ -18,10 +18,11 @@ from quire.ops.attention.traced import TracedAttention
 from quire.ops.native import address, needed_core
 from quire.ops.native_types import CorePlan, CoreProgram, CoreStatePlan
 from quire.ops.packed import PackedWeight
-from quire.ops.program import Kind, ProgramDraft, Tracer, Untraceable
+from quire.ops.program import Kind, ProgramDraft, Untraceable
 from quire.ops.registry import record_ops
 from quire.ops.threads import num_threads
 from quire.ops.torch_threads import torch_threads
+from quire.ops.tracer import Tracer
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,86 @@
+"""Ranks that are processes of one machine, over memory that all have mapped (csrc/shared_group.h).
+
+Shape legend: G ranks of the group.
+"""
+
+import torch
+
+from quire.base.errors import ConfigError, EngineError
+from quire.ops.native import core
+from quire.ops.native_types import CoreGroup
+from quire.ops.threads import num_threads
+
+SLOT_BYTES = 256 * 1024  # of a piece: what a core's own cache holds beside what it works on
+NUMBERS = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.float64: 3,
+    torch.int32: 4,
+    torch.int64: 5,
+}
+
+
+class SharedGroup:
+    """One of the processes that share a file. Tensors are on the CPU. core: for programs."""
+
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float = 300.0,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        """Join the others, which come with the same path and sizes. Who comes first makes the file;
+        memory without a name (os.memfd_create) has the path /proc/self/fd/N. timeout_s: how long
+        one waits for another."""
+        if not 0 <= rank < size:
+            raise ConfigError(f"A rank must be from 0 to size - 1 = {size - 1}, got {rank}.")
+        native = core()
+        if native is None:
+            raise ConfigError("Ranks on a CPU share memory by the C++ core, which was not built.")
+        self.rank, self.size = rank, size
+        try:
+            self.core: CoreGroup = native.SharedGroup(path, rank, size, slot_bytes, timeout_s)
+        except RuntimeError as error:
+            raise EngineError(f"Rank {rank} of {size} cannot share memory. {error}") from None
+
+    @property
+    def seconds(self) -> float:
+        """Return the time that exchanges have taken so far, with waiting."""
+        return self.core.seconds
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankGroup; x is overwritten."""
+        x = x.contiguous()
+        self.core.all_reduce(x.data_ptr(), x.numel(), NUMBERS[x.dtype], num_threads())
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankGroup; of any dtype."""
+        x = x.contiguous()
+        out_G = x.new_empty(self.size, *x.shape)
+        self.core.all_gather(out_G.data_ptr(), x.data_ptr(), x.nbytes, num_threads())
+        return out_G
+
+    def reduce_scatter(self, x_G: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        x_G = x_G.contiguous()
+        out = x_G.new_empty(x_G.shape[1:])
+        number = NUMBERS[x_G.dtype]
+        self.core.reduce_scatter(out.data_ptr(), x_G.data_ptr(), out.numel(), number, num_threads())
+        return out
+
+    def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
+        """See RankGroup; of any dtype."""
+        x_G = x_G.contiguous()
+        out_G = torch.empty_like(x_G)
+        num_bytes = x_G.nbytes // self.size
+        self.core.all_to_all(out_G.data_ptr(), x_G.data_ptr(), num_bytes, num_threads())
+        return out_G
+
+    def abort(self) -> None:
+        """See RankGroup."""
+        self.core.abort()

@@ -1,0 +1,103 @@
+"""Programs of ranks that share memory: their sums are instructions."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.base.cache_group import CacheGroup
+from quire.base.errors import RankLost
+from quire.ops.attention.base import AttentionBackend, KVLayout
+from quire.ops.attention.select import make_backend
+from quire.ops.collective import RankGroup, all_reduce
+from quire.ops.collectives.shared_group import SharedGroup
+from quire.ops.embedding import embedding
+from quire.ops.linear import linear, pack_weight
+from quire.ops.native import core
+from quire.ops.program import Kind
+from quire.ops.relu import relu
+from quire.runner.native_model import NativeModel, native_or_same, trace
+from tests.models.paged import CPU, RowPart, make_step
+
+if core() is None:
+    pytest.skip("the C++ core is not built", allow_module_level=True)
+
+VOCAB, SIZE, INNER, RANKS = 50, 48, 64, 2
+
+
+class SharedLayers:
+    """Some layers of a linear product that ranks share by its inputs, with a sum behind each."""
+
+    def __init__(self, group: RankGroup, packs: bool = True) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.table = torch.randn(VOCAB, SIZE, generator=generator)
+        up, down = torch.randn(2, 3, INNER, SIZE, generator=generator) / 7
+        mine = slice(group.rank * INNER // group.size, (group.rank + 1) * INNER // group.size)
+        self.layers = [
+            (self._pack(a[mine], packs), self._pack(b.T[:, mine], packs))
+            for a, b in zip(up, down, strict=True)
+        ]
+        self.group = group
+
+    @staticmethod
+    def _pack(weight: torch.Tensor, packs: bool) -> torch.Tensor:
+        packed = pack_weight(weight.contiguous()) if packs else weight
+        return packed  # type: ignore[return-value]
+
+    def __call__(
+        self, ids_T: torch.Tensor, positions_T: torch.Tensor, backend: AttentionBackend
+    ) -> torch.Tensor:
+        x_TD = embedding(ids_T, self.table)
+        for up, down in self.layers:
+            x_TD = relu(all_reduce(linear(relu(linear(x_TD, up)), down), self.group))
+        return x_TD
+
+
+def backend_of(name: str) -> AttentionBackend:
+    layout = KVLayout((CacheGroup("full", (0,), 1, 4, None),), (24,), 4, torch.float32, CPU)
+    return make_backend(name, layout)
+
+
+def run_some(model: object, backend: AttentionBackend, ids: torch.Tensor) -> torch.Tensor:
+    step = make_step([RowPart(0, len(ids), (range(23),))], 4)
+    backend.prepare(step)
+    found: torch.Tensor = model(ids, step.positions_T, backend)  # type: ignore[operator]
+    return found
+
+
+def test_sums_of_ranks_are_instructions(tmp_path: Path) -> None:
+    ids = torch.arange(29) % VOCAB
+
+    def work(rank: int) -> torch.Tensor:
+        group = SharedGroup(str(tmp_path / "ranks"), rank, RANKS, slot_bytes=4096, timeout_s=30)
+        backend, model = backend_of("cpu"), SharedLayers(group)
+        run = native_or_same(model, backend)
+        assert isinstance(run, NativeModel)
+        kinds = [each.kind for each in trace(model)[0].instructions]
+        assert kinds.count(Kind.ALL_REDUCE) == 3
+        return torch.cat([run_some(run, backend, part) for part in ids.split([20, 9])])
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        first, second = pool.map(work, range(RANKS))
+    assert torch.equal(first, second)
+    alone = SharedGroup(str(tmp_path / "alone"), 0, 1)
+    wanted = run_some(SharedLayers(alone), backend_of("reference"), ids)
+    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:
+    groups = [SharedGroup(str(tmp_path / "ranks"), rank, RANKS, timeout_s=30) for rank in (0, 1)]
+    ids = torch.arange(5)
+
+    def work(rank: int) -> None:
+        backend = backend_of("cpu")
+        run = native_or_same(SharedLayers(groups[rank]), backend)
+        assert isinstance(run, NativeModel)
+        if rank == 1:
+            return groups[1].abort()
+        with pytest.raises(RankLost, match="given up"):
+            run_some(run, backend, ids)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        list(pool.map(work, range(RANKS)))
