@@ -30,6 +30,16 @@ def tried(plan: Plan) -> dict[int, int]:
     return {draft.row: len(draft.token_ids) for draft in plan.drafts}
 
 
+def let_guess(scheduler: Scheduler, name: str, num: int) -> None:
+    """As `guess`, by the device."""
+    scheduler.control(Drafted([Draft(name, 0, 0, [-1] * num)], on_device=True), 0.0)
+
+
+def result(plan: Plan, *tokens: int) -> StepResult:
+    """Of a plan with one row, which got these."""
+    return StepResult(plan.step_id, np.array([tokens], np.int32), np.array([len(tokens)]))
+
+
 def running(budget: int = 64, length: int = 6, max_tokens: int = 50) -> Scheduler:
     """`a` runs and lacks its next token."""
     scheduler = scheduler_of(Fifo, budget=budget)
@@ -123,3 +133,84 @@ def test_what_a_guess_evicts_is_copied_out_before_it_is_written() -> None:
     given = {block for block in plan.block_writes.block_id.tolist() if block in cached}
     copied = {block for move in plan.moves for block in move.source.tolist()}
     assert given and given <= copied
+
+
+def test_plans_follow_each_other_while_the_device_guesses() -> None:
+    """Each is planned as if all guesses before it were right, and told apart by the results."""
+    scheduler = running(length=6)  # and one token, so that 6 are computed
+    scheduler.depth = 3
+    sequence = scheduler.lifecycle.sequences["a"]
+    plans = []
+    for num in (3, 0, 2):
+        if num:
+            let_guess(scheduler, "a", num)
+        plans.append(plan_of(scheduler))
+    assert [plan.is_guessing for plan in plans] == [True, False, True]
+    assert [plan.computed_bound.tolist() for plan in plans] == [[6], [10], [11]]
+    assert [plan.num_tokens.tolist() for plan in plans] == [[4], [1], [3]]
+    scheduler.update(result(plans[0], 9, 8), 0.0)  # two of three guesses were wrong
+    scheduler.check_invariants()
+    assert sequence.num_known_tokens == 9 and sequence.num_computed_tokens == 12
+    assert sequence.num_tried_tokens == 2
+    scheduler.update(result(plans[1], 7), 0.0)
+    let_guess(scheduler, "a", 1)
+    plan = plan_of(scheduler)
+    assert plan.computed_bound.tolist() == [12]
+    scheduler.update(result(plans[2], 1, 1, 1), 0.0)
+    scheduler.update(result(plan, 5), 0.0)
+    scheduler.check_invariants()
+    assert sequence.known_tokens[6:].tolist()[1:] == [9, 8, 7, 1, 1, 1, 5]
+    assert (
+        sequence.num_computed_tokens == sequence.num_known_tokens - 1
+        and not scheduler.drafts.has_any
+    )
+
+
+def test_a_device_never_guesses_past_the_limit() -> None:
+    """Also if all of those in flight are right; then their result is waited for."""
+    scheduler = running(max_tokens=9)
+    scheduler.depth = 3
+    counts = []
+    for _ in range(3):
+        let_guess(scheduler, "a", 4)
+        plan = scheduler.schedule(0.0).plan
+        counts.append(None if plan is None else int(plan.num_tokens[0]))
+    assert counts == [5, 3, None], "one of nine is there"
+
+
+def test_nobody_gives_way_while_guesses_may_be_wrong() -> None:
+    """A row that would need a block only if they are right waits for their result."""
+    scheduler = running(length=13)
+    scheduler.depth = 2
+    size, pool = scheduler.memory.block_size, scheduler.memory.kv.pools[0]
+    sequence = scheduler.lifecycle.sequences["a"]
+    room = -(-sequence.num_known_tokens // size) * size - sequence.num_known_tokens
+    held = [pool.allocate() for _ in range(pool.num_free)]
+    let_guess(scheduler, "a", room)
+    first = plan_of(scheduler)
+    assert tried(first) == {0: room}
+    assert scheduler.schedule(0.0).plan is None and sequence.row >= 0
+    scheduler.update(result(first, 3), 0.0)
+    assert plan_of(scheduler).num_tokens.tolist() == [1]
+    assert held
+
+
+def test_what_the_device_cannot_guess_for() -> None:
+    scheduler = running()
+    scheduler.rows.table.has_grammar[0] = True
+    let_guess(scheduler, "a", 3)
+    plan = plan_of(scheduler)
+    assert not plan.is_guessing and tried(plan) == {}
+
+
+def test_the_host_does_not_guess_where_the_device_does() -> None:
+    """Its guesses would stand where nobody knows."""
+    scheduler = running()
+    add(scheduler, "b", 4, max_tokens=20)
+    scheduler.depth = 3
+    while scheduler.lifecycle.sequences["b"].num_output_tokens < 1:
+        step(scheduler)
+    let_guess(scheduler, "a", 2)
+    assert plan_of(scheduler).is_guessing
+    guess(scheduler, "b", 2)
+    assert tried(plan_of(scheduler)) == {}

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
+from quire.base.messages import Draft, Drafted
 from quire.scheduler.fifo import Fifo
+from tests.scheduler.device import make_request
 from tests.scheduler.programs import FEW_OR_MANY, run_machine
 from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
 
@@ -42,7 +44,66 @@ class GuessingHybridMachine(GuessingMachine):
     groups = (FULL, STATES, WINDOW)
 
 
+class DeviceGuessingMachine(SchedulerMachine):
+    """Up to three plans in flight, in which the device makes the guesses, and sometimes the
+    host."""
+
+    @initialize(
+        depth=st.sampled_from([1, 2, 2, 3]),
+        budget=st.integers(12, 60),
+        rows=st.integers(1, 5),
+        spare=st.integers(0, 12),
+        caching=st.booleans(),
+        lazy=st.booleans(),
+        mode=st.sampled_from(["recompute", "swap"]),
+        tier=st.sampled_from([None, 2, 60]),
+        stores=st.integers(0, 1),
+        guesses=st.tuples(st.sampled_from([1, 2, 3, 6]), st.integers(1, 4)),
+    )
+    def start(self, guesses, **drawn) -> None:  # type: ignore[override]
+        super().start(policy=Fifo, threshold=0, **drawn)
+        self.num_guesses, self.rests_at = guesses
+
+    @rule(seed=st.integers(0, 3), length=st.integers(1, 4), num=st.integers(1, 3))
+    def add_long(self, seed: int, length: int, num: int) -> None:
+        """Answers so long that many plans try guesses at them."""
+        for _ in range(num):
+            name = f"r{len(self.requests)}"
+            request = make_request(name, self._tokens(seed)[:length], seed=len(self.requests))
+            self.core.add(request)
+            self.requests[name], self.output[name, 0] = request, []
+
+    @rule()
+    def plan(self) -> None:
+        number = self.scheduler.planner.next_step_id
+        if self.rests_at == 1 or number % self.rests_at:
+            drafts = [
+                Draft(s.request.request_id, s.index, 0, [-1] * self.num_guesses)
+                for s in self.scheduler.rows.sequences()
+            ]
+            self.core.control(Drafted(drafts, on_device=True))
+        super().plan()
+
+
+class DeviceGuessingWindowMachine(DeviceGuessingMachine):
+    groups = (WINDOW,)
+
+
+class DeviceGuessingMixedMachine(DeviceGuessingMachine):
+    groups = (FULL, WINDOW)
+
+
 @FEW_OR_MANY
-@pytest.mark.parametrize("machine", [GuessingMachine, GuessingStateMachine, GuessingHybridMachine])
+@pytest.mark.parametrize(
+    "machine",
+    [
+        GuessingMachine,
+        GuessingStateMachine,
+        GuessingHybridMachine,
+        DeviceGuessingMachine,
+        DeviceGuessingWindowMachine,
+        DeviceGuessingMixedMachine,
+    ],
+)
 def test_guesses_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)

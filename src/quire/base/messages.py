@@ -110,9 +110,14 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
 
 class Drafted(msgspec.Struct, frozen=True, tag=True):
     """Control: what sequences may try in the next plan that they are in. Guesses at what follows
-    other tokens than those that are known then are forgotten."""
+    other tokens than those that are known then are forgotten.
+
+    on_device: the device makes them, as many as there are ids, in the next plan only and whatever
+    is known then.
+    """
 
     drafts: list[Draft]
+    on_device: bool = False
 
 
 class KeepCached(msgspec.Struct, frozen=True, tag=True):

@@ -68,7 +68,9 @@ class HostTokens:
 @dataclass(frozen=True, slots=True)
 class RowDraft:
     """Guesses at what follows a row's known tokens, [k]. The row computes them with its last known
-    token, and samples at each; what it samples counts up to the first that is not the guess."""
+    token, and samples at each; what it samples counts up to the first that is not the guess. Those
+    that the device makes itself (`Plan.is_guessing`) follow its last token, whether the host knows
+    it or not."""
 
     row: int
     token_ids: Int32
@@ -124,6 +126,7 @@ class Plan:
     block_writes: BlockWrites = field(default_factory=BlockWrites)
     moves: tuple[Move, ...] = ()
     drafts: tuple[RowDraft, ...] = ()  # of some of sample_rows; num_tokens counts them
+    is_guessing: bool = False  # the device makes these guesses, in the place of their ids
 
     @property
     def num_drafts(self) -> Int32:
@@ -139,7 +142,8 @@ class Plan:
         """Return the plan as it would be if nothing had been guessed."""
         if not self.drafts:
             return self
-        return replace(self, num_tokens=self.num_tokens - self.num_drafts, drafts=())
+        num_tokens = self.num_tokens - self.num_drafts
+        return replace(self, num_tokens=num_tokens, drafts=(), is_guessing=False)
 
     @property
     def new_forks(self) -> tuple[RowFork, ...]:

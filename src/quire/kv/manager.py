@@ -194,15 +194,20 @@ class KVManager:
         return needs
 
     def allocate_slots(
-        self, sequence: SequenceBlocks, num_new_tokens: int, computed: KVBlocks | None = None
+        self,
+        sequence: SequenceBlocks,
+        num_new_tokens: int,
+        computed: KVBlocks | None = None,
+        num_unsure: int = 0,
     ) -> tuple[Appended, ...] | None:
         """Make room for the next tokens; what changed by group, or None if a pool is too empty.
 
-        computed: a hit to begin with, for a sequence that holds nothing yet.
+        computed: a hit to begin with, for a sequence that holds nothing yet. num_unsure: how many
+        of its tokens may be taken back, so that what those before them need is kept.
         """
         start = sequence.num_tokens if computed is None else computed.num_tokens
         for table, group in zip(sequence.tables, self.groups, strict=True):
-            table.drop_before(group.first_needed(start))
+            table.drop_before(group.first_needed(start - num_unsure))
         if computed is not None:
             if not self.fits(self._needs_to_adopt(sequence, computed, num_new_tokens)):
                 return None
@@ -214,13 +219,14 @@ class KVManager:
         return tuple(table.append(num_new_tokens) for table in sequence.tables)
 
     def append_guesses(
-        self, sequence: SequenceBlocks, num_tokens: int, num_guesses: int
+        self, sequence: SequenceBlocks, num_tokens: int, num_guesses: int, reserve: int = 0
     ) -> tuple[Appended, ...] | None:
         """Make room for tokens that may be rejected, behind num_tokens that are being computed;
-        what changed by group, or None if a pool is too empty. Nothing is dropped: what the tokens
-        before them need is still needed."""
+        what changed by group, or None if a pool is too empty, but for a reserve. Nothing is
+        dropped: what the tokens before them need is still needed."""
         sequence.advance(num_tokens)
-        if not self.fits([table.num_blocks_of_guesses(num_guesses) for table in sequence.tables]):
+        needs = [table.num_blocks_of_guesses(num_guesses) for table in sequence.tables]
+        if not self.fits(needs, reserve):
             return None
         return tuple(table.append_guesses(num_guesses) for table in sequence.tables)
 

@@ -2,8 +2,12 @@
 
 A guess costs what a token of a prompt costs, and changes no answer: the row samples at each place
 as it would anyway, and what it samples counts up to the first that is not the guess. Guesses take
-what the plan leaves of budget, blocks and length; nobody gives way for them. A row whose guesses
-are in flight is in no plan until their result is in: where it goes on is not known before.
+what the plan leaves of budget, blocks and length; nobody gives way for them.
+
+A row whose guesses the host has made is in no plan until their result is in: they follow known
+tokens. A device that guesses has the last token before the host, and where the row goes on: there
+plans follow each other. The host counts all guesses of plans in flight as if they were right, and
+plans within that bound; each result takes back what was wrong.
 """
 
 from collections.abc import Callable
@@ -30,6 +34,7 @@ class Drafts:
     def __init__(self, rows: Rows, memory: Memory, lifecycle: Lifecycle) -> None:
         self._rows, self._memory, self._lifecycle = rows, memory, lifecycle
         self._guessed: dict[tuple[str, int], Draft] = {}
+        self._on_device = False  # they are to be made there
 
     @property
     def has_any(self) -> bool:
@@ -37,18 +42,22 @@ class Drafts:
 
     def take(self, message: Drafted) -> None:
         """Keep guesses, in the place of earlier ones of the same sequences."""
-        self._guessed |= {(draft.request_id, draft.index): draft for draft in message.drafts}
+        found = {(draft.request_id, draft.index): draft for draft in message.drafts}
+        is_alike = not (message.on_device or self._on_device)
+        self._guessed = self._guessed | found if is_alike else found
+        self._on_device = message.on_device
 
-    def candidates(self, worth: Worth | None = None, num_pending: int = 0) -> list[Sequence]:
+    def candidates(self, worth: Worth | None = None, num_pending: int | None = 0) -> list[Sequence]:
         """List the sequences whose next plan may try guesses: they run and lack only their next
         token. worth: picks those of their rows for which it is worth asking. num_pending: tokens of
-        each that are on their way; those that have fewer or more are left out."""
+        each that are on their way; those that have fewer or more are left out, but with None."""
         table, rows = self._rows.table, self._rows.running
         total = table.total[rows]
-        is_known = total == table.known[rows] + num_pending
-        is_next = table.computed[rows] == total - 1
-        has_room = table.limit[rows] > total + 1
-        rows = rows[is_known & is_next & has_room]
+        may_try = (table.computed[rows] == total - 1) & (table.limit[rows] > total + 1)
+        may_try &= ~table.is_held[rows]
+        if num_pending is not None:
+            may_try &= total == table.known[rows] + num_pending
+        rows = rows[may_try]
         if worth is not None:
             rows = worth(table, rows)
         return [each for each in self._rows.sequences(rows) if self._may_ever_try(each)]
@@ -64,24 +73,32 @@ class Drafts:
         if self._memory.kv.has_states:
             budget = min(budget, most_guesses(self._rows.table.num_rows))
         guessed, self._guessed = self._guessed, {}
+        builder.is_guessing = on_device = self._on_device
+        if not on_device and self._rows.is_any_unsure:
+            return  # where some rows go on is not known here
         for key, draft in guessed.items():
             sequence = self._find(draft)
-            if sequence is None or sequence.num_known_tokens != draft.num_known:
+            if sequence is None:
+                continue
+            if not on_device and sequence.num_known_tokens != draft.num_known:
                 continue
             at = place.get(sequence.row)
             if at is None:
-                self._guessed[key] = draft
+                if not on_device:
+                    self._guessed[key] = draft
                 continue
             if num_tokens[at] != 1 or not self._may_try(sequence):
                 continue
-            most = min(len(draft.token_ids), budget, sequence.limit - draft.num_known - 1)
+            total = int(self._rows.table.total[sequence.row])
+            most = min(len(draft.token_ids), budget, sequence.limit - total - 1)
             num = self._make_room(sequence, most, builder)
             if num > 0:
-                self._rows.try_tokens(sequence.row, num)
+                self._rows.try_tokens(sequence.row, num, is_held=not on_device)
                 token_ids = np.array(draft.token_ids[:num], np.int32)
                 builder.drafts.append(RowDraft(sequence.row, token_ids))
                 num_tokens[at] += num
                 budget -= num
+        builder.is_guessing &= len(builder.drafts) > 0
 
     def _find(self, draft: Draft) -> Sequence | None:
         """Find the sequence of a draft, if it holds a row."""
@@ -93,9 +110,14 @@ class Drafts:
     def _may_try(self, sequence: Sequence) -> bool:
         """Tell whether the plan computes a sequence's last token, and nothing else hangs on it: a
         group that is about to be forked, a beam, a prefix to be pinned, a prompt that is open, a
-        logits processor, a step that failed."""
+        logits processor, a step that failed. And that it is known, if the host has guessed."""
         table, row = self._rows.table, sequence.row
-        if table.computed[row] != table.known[row] or table.total[row] != table.known[row]:
+        if table.computed[row] != table.total[row]:
+            return False
+        if self._on_device:
+            if table.has_grammar[row] or self._memory.kv.has_states:
+                return False  # masks, and states behind right guesses, are the host's matter
+        elif table.total[row] != table.known[row]:
             return False
         return self._may_ever_try(sequence)
 
@@ -115,7 +137,9 @@ class Drafts:
         room = capacity - sequence.num_computed_tokens
         if num <= room:
             return num
-        appended = self._memory.grow_by_guesses(sequence, num)
+        # Plans may follow in which each row needs a block, before these guesses are taken back.
+        reserve = self._rows.num_running if self._on_device else 0
+        appended = self._memory.grow_by_guesses(sequence, num, reserve)
         if appended is None:
             return room
         self._rows.set_capacity(row, sequence.blocks.capacity)

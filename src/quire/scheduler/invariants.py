@@ -18,6 +18,10 @@ def check_memory(memory: Memory, rows: Rows, lifecycle: Lifecycle, stores: Store
     held = [sequence.blocks for sequence in rows.sequences()] + memory.pinned.tables()
     kv: KVManager = memory.kv
     kv.check_invariants(held, away, *on_order)
+    for sequence in rows.sequences():
+        for table, group in zip(sequence.blocks.tables, kv.groups, strict=True):
+            needed = group.first_needed(max(0, sequence.num_kept_tokens))
+            assert table.num_dropped <= needed // kv.block_size, "what it may still need is gone"
 
 
 def check_rows(rows: Rows, lifecycle: Lifecycle, num_in_flight: int) -> None:

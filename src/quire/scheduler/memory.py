@@ -215,13 +215,18 @@ class Memory:
 
     def grow(self, sequence: Sequence, num_new: int) -> tuple[Appended, ...] | None:
         """Give a running sequence room for its next tokens, as `start` does."""
-        sequence.blocks.advance(sequence.num_computed_tokens)
-        return self.kv.allocate_slots(sequence.blocks, num_new)
+        blocks, num_unsure = sequence.blocks, sequence.num_tried_tokens
+        blocks.advance(sequence.num_computed_tokens)
+        return self.kv.allocate_slots(blocks, num_new, num_unsure=num_unsure)
 
-    def grow_by_guesses(self, sequence: Sequence, num: int) -> tuple[Appended, ...] | None:
+    def grow_by_guesses(
+        self, sequence: Sequence, num: int, reserve: int = 0
+    ) -> tuple[Appended, ...] | None:
         """Give a running sequence room for so many guesses behind what the plan that is being made
-        computes; what changed by cache group, None if there are too few blocks."""
-        return self.kv.append_guesses(sequence.blocks, sequence.num_computed_tokens, num)
+        computes; what changed by cache group, None if there are too few blocks. reserve: how many
+        are to be left of each group."""
+        num_computed = sequence.num_computed_tokens
+        return self.kv.append_guesses(sequence.blocks, num_computed, num, reserve)
 
     def take_back(self, sequence: Sequence) -> bool:
         """Free the room of guesses that were wrong, and states that were passed by right ones;

@@ -30,6 +30,7 @@ class PlanBuilder:
     swaps: list[Move] = field(default_factory=list)
     shared: list[SharedBlocks] = field(default_factory=list)
     drafts: list[RowDraft] = field(default_factory=list)
+    is_guessing: bool = False
     has_preempted: bool = False
     deferred: list[Sequence] = field(default_factory=list)
 

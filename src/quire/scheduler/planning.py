@@ -125,8 +125,10 @@ class Planner:
         if len(short) and not self._append_blocks(rows[short], target[short], builder):
             for i in short:
                 sequence = table.sequences[rows[i]]
-                if sequence is not None:  # otherwise it gave way meanwhile
-                    self._preemption.ensure_capacity(sequence, int(target[i]), builder, now)
+                if sequence is None:  # it gave way meanwhile
+                    continue
+                if not self._preemption.ensure_capacity(sequence, int(target[i]), builder, now):
+                    need[i], target[i] = 0, table.computed[rows[i]]
         if builder.has_preempted:
             alive = np.isin(rows, self._rows.running)
             rows, need, target = rows[alive], need[alive], target[alive]
@@ -199,6 +201,7 @@ class Planner:
             block_writes=builder.block_writes(),
             moves=builder.moves(),
             drafts=tuple(builder.drafts),
+            is_guessing=builder.is_guessing,
         )
         self._put_in_flight(plan, builder, forked)
         planned = Planned(now, plan.step_id, len(rows), num_planned, plan)

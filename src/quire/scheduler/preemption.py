@@ -27,15 +27,20 @@ class Preemption:
 
     def ensure_capacity(
         self, sequence: Sequence, target: int, builder: PlanBuilder, now: float
-    ) -> None:
-        """Make room up to `target` tokens, preempting the last that run if that is needed."""
+    ) -> bool:
+        """Make room up to `target` tokens, preempting the last that run if that is needed; whether
+        the sequence has it now. Nobody gives way for one with guesses in flight, which may be wrong
+        and then need none of it: their result comes first."""
         num_new = target - sequence.num_computed_tokens
         while (appended := self._memory.grow(sequence, num_new)) is None:
+            if self._rows.is_trying(sequence):
+                return False
             self.preempt(self._victim(), sequence.request.request_id, builder, now)
             if sequence.row < 0:
-                return
+                return False
         self._rows.set_capacity(sequence.row, sequence.blocks.capacity)
         builder.add_blocks(sequence.row, appended)
+        return True
 
     def _victim(self) -> Sequence:
         """Choose who gives way next, of all that run: another rule goes here."""

@@ -70,7 +70,7 @@ class Rows:
         most = np.minimum(table.total[rows] - table.num_open[rows], table.limit[rows] - 1)
         need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
         if self.num_trying:
-            need[table.tried[rows] > 0] = 0  # where it goes on is not known
+            need[table.is_held[rows]] = 0
         return need
 
     def need_of(self, sequence: Sequence) -> int:
@@ -79,6 +79,13 @@ class Rows:
     def is_trying(self, sequence: Sequence) -> bool:
         """Tell whether guesses of a sequence that holds a row are in flight."""
         return bool(self.table.tried[sequence.row])
+
+    @property
+    def is_any_unsure(self) -> bool:
+        """Whether rows that may be planned have guesses in flight: what the host takes for their
+        length is a bound."""
+        table = self.table
+        return bool(self.num_trying and (table.tried[~table.is_held] > 0).any())
 
     def idle(self) -> Int64:
         """List the rows of open prompts that have computed all that they may."""
@@ -214,24 +221,29 @@ class Rows:
         table.known[rows] = known
         return known
 
-    def try_tokens(self, row: int, num_tokens: int) -> None:
-        """Count guesses that the plan that is being made computes behind a row's known tokens."""
+    def try_tokens(self, row: int, num_tokens: int, is_held: bool) -> None:
+        """Count guesses that the plan that is being made computes behind a row's tokens. is_held:
+        the row's next plan waits for the result of this one."""
         table = self.table
+        self.num_trying += not table.tried[row]
         table.computed[row] += num_tokens
         table.total[row] += num_tokens
-        table.tried[row] = num_tokens
-        self.num_trying += 1
+        table.tried[row] += num_tokens
+        table.is_held[row] |= is_held
 
-    def end_try(self, row: int, num_rejected: int) -> None:
-        """Take back the guesses that were wrong; the others are pending tokens."""
+    def end_try(self, row: int, num_tokens: int, num_rejected: int) -> None:
+        """Take back those of a plan's guesses that were wrong; the others are pending tokens."""
         table = self.table
         table.computed[row] -= num_rejected
         table.total[row] -= num_rejected
-        self._forget_guesses(row)
+        table.tried[row] -= num_tokens
+        table.is_held[row] = False
+        self.num_trying -= not table.tried[row]
 
     def _forget_guesses(self, row: int) -> None:
         self.num_trying -= bool(self.table.tried[row])
         self.table.tried[row] = 0
+        self.table.is_held[row] = False
 
     def put_token(self, row: int, token_id: int) -> None:
         """Let a token become known that was chosen on the host, for a row that expects none."""

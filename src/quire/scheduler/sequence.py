@@ -46,8 +46,9 @@ class RowTable:
 
     capacity: tokens that the allocated blocks hold; index_at: length at which the next full block
     enters the index; num_open: 1 while more of the prompt is to come; min_known: length before
-    which no stop token counts; tried: guessed tokens of a plan in flight, which `computed` and
-    `total` count; has_grammar: a grammar says which tokens it may choose; epoch: how
+    which no stop token counts; tried: guessed tokens of plans in flight, which `computed` and
+    `total` count; is_held: it is in no plan until it is known which of them were right;
+    has_grammar: a grammar says which tokens it may choose; epoch: how
     often the row changed hands, so that a result is not taken for another's. stop_ids: [rows,
     NUM_STOP_IDS], padded with -1. tokens: [rows, max_model_len], valid up to `known`.
     """
@@ -66,6 +67,7 @@ class RowTable:
         self.priority = np.zeros(num_rows, np.int64)
         self.tenant = np.zeros(num_rows, np.int64)
         self.tried = np.zeros(num_rows, np.int64)
+        self.is_held = np.zeros(num_rows, bool)
         self.has_grammar = np.zeros(num_rows, bool)
         self.epoch = np.zeros(num_rows, np.int64)
         self.num_candidates = np.full(num_rows, -1, np.int32)
@@ -196,8 +198,12 @@ class Sequence:
         their way will not get them, and must compute its last token again. Guesses may be wrong."""
         if self.is_beam:
             return min(self.num_computed_tokens, self.num_known_tokens - 1)
-        tried = int(self.table.tried[self.row]) if self.row >= 0 else 0
-        return self.num_computed_tokens - tried
+        return self.num_computed_tokens - self.num_tried_tokens
+
+    @property
+    def num_tried_tokens(self) -> int:
+        """Guesses of plans in flight: how much shorter it may turn out to be."""
+        return int(self.table.tried[self.row]) if self.row >= 0 else 0
 
     def stops_at(self, token_id: int) -> bool:
         """Tell whether this token, having just become the last known one, ends the sequence."""

@@ -123,7 +123,8 @@ class StepResults:
             if sequence is None or sequence.row < 0:
                 continue
             more = extra.get(draft.row, [])
-            self._rows.end_try(draft.row, len(draft.token_ids) - len(more))
+            num_tried = len(draft.token_ids)
+            self._rows.end_try(draft.row, num_tried, num_tried - len(more))
             given.append(0)
             is_over = False
             for token_id in more:
