@@ -4,9 +4,10 @@ Such a layer keeps a state of its sequence, not its tokens: the last inputs of a
 and a memory that the gated delta rule reads and corrects (`ops/attention/base.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.base.config_fields import Fields
+from quire.base.cuts import cut_evenly, cut_or_repeat
 
 HYBRID_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 LINEAR = "linear_attention"
@@ -54,6 +55,12 @@ class LinearAttention:
         """Bound the elements that a layer makes of a token."""
         gates = 2 * self.value_heads
         return (2 + FLOAT32S) * self.channels + 4 * self.values_size + 4 * gates
+
+    def of_ranks(self, num_ranks: int) -> "LinearAttention":
+        """Return the sizes of each of so many ranks. Raises ConfigError where they cannot be."""
+        keys = cut_or_repeat(self.key_heads, 0, num_ranks, "linear_num_key_heads")
+        values = cut_evenly(self.value_heads, 0, num_ranks, "linear_num_value_heads")
+        return replace(self, key_heads=keys.count, value_heads=values.count)
 
     def parameters(self, hidden_size: int) -> int:
         """Count the weights that a token of so many elements is multiplied with."""

@@ -4,9 +4,10 @@ Of the architectures that we know. A field that transformers obeys and we do not
 no model computes something else than its authors mean.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.base.config_fields import Fields
+from quire.base.cuts import cut_evenly
 from quire.base.errors import ModelError
 from quire.base.linear_attention import HYBRID_TYPES
 
@@ -25,6 +26,7 @@ ACTIVATION_FIELDS = {
 UNGATED_TYPES = ("gpt2", "opt", "gpt_neox")
 ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
+INNER_SIZE, SHARED_SIZE = "moe_intermediate_size", "shared_expert_intermediate_size"
 SILU = ("silu", "swish")  # of experts, and of what linear attention convolves
 # Of types with experts: their number, those of a token and the size of each, where a config does
 # not say it; experts without an own size have intermediate_size.
@@ -100,6 +102,13 @@ class ExpertOptions:
     def is_sparse(self, layer: int) -> bool:
         """Tell whether this layer has experts."""
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
+
+    def of_ranks(self, num_ranks: int) -> "ExpertOptions":
+        """Return those of each of so many ranks, with a part of each expert. Raises ConfigError
+        where parts cannot be equal."""
+        inner = cut_evenly(self.inner_size, 0, num_ranks, INNER_SIZE)
+        shared = cut_evenly(self.shared_size, 0, num_ranks, SHARED_SIZE)
+        return replace(self, inner_size=inner.count, shared_size=shared.count)
 
     def activations(self, size: int) -> int:
         """Bound the elements that a layer makes of a token of so many: each expert's inputs,
@@ -223,7 +232,7 @@ def _num_experts(fields: Fields, model_type: str, default: int) -> int:
 def _shared_size(fields: Fields, model_type: str) -> int:
     if model_type not in WITH_SHARED:
         return 0
-    return fields.integer("shared_expert_intermediate_size")
+    return fields.integer(SHARED_SIZE)
 
 
 def refuse_what_is_ignored(fields: Fields, model_type: str) -> None:

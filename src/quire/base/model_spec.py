@@ -15,7 +15,8 @@ from typing import Any
 from quire.base.cache_group import FULL, STATE, WINDOW, CacheGroup
 from quire.base.config_defaults import DEFAULTS, defaults_of
 from quire.base.config_fields import MAX_COUNT, Fields
-from quire.base.errors import ModelError
+from quire.base.cuts import cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.base.errors import ConfigError, ModelError
 from quire.base.gguf import SUFFIX, GGUFFile, is_gguf
 from quire.base.gguf_config import gguf_config
 from quire.base.json_file import read_object
@@ -65,7 +66,8 @@ class ModelSpec:
     implementation: whose class runs it, QUIRE for ours and those of packages made for us,
     TRANSFORMERS, or COMPILED. drafter: the model that guesses what this one says (draft_model.py);
     its layers have numbers behind this one's. stage: the part of the layers, of num_stages, whose
-    caches are meant; numbers of layers stay those of the whole model.
+    caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
+    layer; of several (`of_ranks`) the numbers are those of each.
     """
 
     model_type: str
@@ -89,6 +91,7 @@ class ModelSpec:
     drafter: "ModelSpec | None" = field(default=None, repr=False)
     stage: int = field(default=0, repr=False)
     num_stages: int = field(default=1, repr=False)
+    num_ranks: int = field(default=1, repr=False)
 
     def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
         """Return the spec of some of the layers. Raises ConfigError for more stages than layers."""
@@ -142,6 +145,7 @@ class ModelSpec:
         text += f" {self.linear_layers}" if self.linear_layers else ""
         text += f" {self.drafter}" if self.drafter is not None else ""
         text += f" stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
+        text += f" {self.num_ranks}" if self.num_ranks > 1 else ""
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def served_up_to(self, length: int | None) -> "ModelSpec":
@@ -156,6 +160,37 @@ class ModelSpec:
         most = longest_short(self.fields, self.max_position)
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)
         return replace(self, is_long=most is not None and length > most, drafter=drafter)
+
+    def of_ranks(self, num_ranks: int) -> "ModelSpec":
+        """Return the numbers of each of so many ranks that share all layers: what it keeps and
+        computes. Raises ConfigError, naming both, for what they cannot share."""
+        if num_ranks == 1:
+            return self
+        if self.implementation != QUIRE:
+            raise ConfigError(
+                f"models of type {self.model_type!r} run by a class of transformers, whose layers"
+                f" several devices cannot share: leave tensor_parallel_size={num_ranks} out, or use"
+                " data_parallel_size."
+            )
+        cut_vocabulary(self.vocab_size, num_ranks - 1, num_ranks)
+        sparse, linear = self.experts, self.linear_layers
+        if sparse is not None:
+            sparse.of_ranks(num_ranks)
+        if linear:
+            self.linear_attention.of_ranks(num_ranks)
+        has_dense = sparse is None or any(not sparse.is_sparse(i) for i in range(self.num_layers))
+        inner = -(-self.intermediate_size // num_ranks)
+        if has_dense:
+            inner = cut_evenly(self.intermediate_size, 0, num_ranks, "intermediate_size").count
+        kv_heads = cut_or_repeat(self.num_kv_heads, 0, num_ranks, "num_key_value_heads")
+        return replace(
+            self,
+            num_ranks=num_ranks,
+            num_heads=cut_evenly(self.num_heads, 0, num_ranks, "num_attention_heads").count,
+            num_kv_heads=kv_heads.count,
+            intermediate_size=inner,
+            drafter=None if self.drafter is None else self.drafter.of_ranks(num_ranks),
+        )
 
     @property
     def fields(self) -> Fields:
@@ -174,12 +209,13 @@ class ModelSpec:
 
     @property
     def experts(self) -> ExpertOptions | None:
-        return expert_options(self.fields, self.model_type, self.num_layers)
+        found = expert_options(self.fields, self.model_type, self.num_layers)
+        return None if found is None else found.of_ranks(self.num_ranks)
 
     @property
     def linear_attention(self) -> LinearAttention:
         """Read the sizes of the layers of `linear_layers`."""
-        return linear_attention(self.fields)
+        return linear_attention(self.fields).of_ranks(self.num_ranks)
 
     @property
     def quantization(self) -> QuantizationConfig | None:

@@ -23,7 +23,6 @@ from quire.models.layers import (
     Linear,
     LMHead,
     ParamFactory,
-    Source,
     set_weight,
 )
 from quire.models.model import Model
@@ -31,6 +30,7 @@ from quire.models.packing import Stored, format_of, pack_modules
 from quire.models.quantised.layers import QuantisedLayer
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import class_of
+from quire.models.sources import Source
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
 from quire.ops.linear import pack_merged
@@ -53,8 +53,11 @@ class EmptyParamFactory(ParamFactory):
 def empty_model(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, place: RankPlace = WHOLE
 ) -> Model:
-    """The model, or the part of it that a rank has, with parameters that have no memory. Raises
-    ModelError for an unknown type, and ConfigError for one that cannot be cut so."""
+    """The model, or the part of it that a rank has, with parameters that have no memory. spec: of
+    the whole model. Raises ModelError for an unknown type, and ConfigError for one that cannot be
+    cut so."""
+    assert spec.num_ranks == 1, "layers take their part of the whole model themselves"
+    spec.of_ranks(place.tensor.size)
     model = class_of(spec)(spec, EmptyParamFactory(dtype, device, place)).eval()
     if place.num_stages > 1 and not model.has_stages:
         raise ConfigError(

@@ -14,10 +14,11 @@ from torch import nn
 
 from quire.base.errors import ModelError
 from quire.models.checkpoint import TensorHeader, TensorPlaces, listed
-from quire.models.layers import Embedding, Layer, Source
+from quire.models.layers import Embedding, Layer
 from quire.models.model import Model
 from quire.models.packing import Stored
 from quire.models.quantised.layers import PLAIN, QuantisedLayer
+from quire.models.sources import Source
 from quire.ops.host_memory import forget_pages
 
 COMPARED_ROWS = 1024

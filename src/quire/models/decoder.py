@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
 from quire.base.rope_options import RopeOptions
 from quire.models.experts import ExpertList, SparseMLP, StackedExperts
@@ -29,13 +30,15 @@ from quire.models.layers import (
     RMSNorm,
     Sinks,
 )
-from quire.models.model import Model
+from quire.models.model import HEADS, Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary, fused_rows, head_order, rows_of_heads
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.beside import beside
 from quire.ops.scale import scale
 from quire.ops.soft_cap import soft_cap
+
+KV_HEADS = "num_key_value_heads"  # the setting, as errors name it
 
 
 class LayerPlace(NamedTuple):
@@ -46,6 +49,20 @@ class LayerPlace(NamedTuple):
     layer: int
     name: str
     factory: ParamFactory
+
+    @property
+    def heads(self) -> Cut:
+        """The query heads that this rank has."""
+        return self.factory.place.cut(self.spec.num_heads, HEADS)
+
+    @property
+    def kv_heads(self) -> Cut:
+        """Those of keys and values; where ranks are more, several have the same."""
+        return self.factory.place.cut_or_repeat(self.spec.num_kv_heads, KV_HEADS)
+
+    def inner(self, size: int, what: str = "intermediate_size") -> Cut:
+        """The part of a feed-forward layer of this size that it has. what: the setting."""
+        return self.factory.place.cut(size, what)
 
 
 class DecoderAttention(nn.Module):
@@ -69,16 +86,18 @@ class DecoderAttention(nn.Module):
         spec, options, layer, name, factory = at
         *names_qkv, name_output = (f"{name}.{inside}.{each}" for each in names)
         name = f"{name}.{inside}"
-        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, size
+        heads, kv_heads, size = at.heads, at.kv_heads, spec.head_dim
+        self._heads, self._kv_heads, self._head_dim = heads.count, kv_heads.count, size
         rope = layer_rope(spec, options, layer)
         order = None
         if rope is not None:
             order = head_order(size, rope.rotated, interleaved=options.interleaved)
-        outputs = [heads * size, kv_heads * size, kv_heads * size]
-        orders = [rows_of_heads(order, heads), rows_of_heads(order, kv_heads), None]
+        parts = [heads.times(size), kv_heads.times(size), kv_heads.times(size)]
+        outputs: list[Cut | list[Cut]] = [*parts]
+        orders = [rows_of_heads(order, heads.whole), rows_of_heads(order, kv_heads.whole), None]
         if len(names_qkv) == 1:
-            outputs, orders = [sum(outputs)], [fused_rows(orders, outputs, size, by_head=by_head)]
+            sizes = [part.whole for part in parts]
+            outputs, orders = [parts], [fused_rows(orders, sizes, size, by_head=by_head)]
         inputs = spec.hidden_size if width is None else width
         self.qkv = Linear(names_qkv, inputs, outputs, factory, bias=options.qkv_bias, orders=orders)
         self.qk_norm = None
@@ -86,7 +105,7 @@ class DecoderAttention(nn.Module):
             self.qk_norm = head_norm(at, name, order)
         self.output = Linear(
             [name_output],
-            heads * size,
+            heads.times(size),
             [spec.hidden_size],
             factory,
             bias=options.output_bias,
@@ -117,7 +136,8 @@ class DecoderAttention(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)). names: of the checkpoint's modules below `inside`; two,
-    where gate and up are one there. inner: its size, if not that of the config."""
+    where gate and up are one there. inner: its size, if not that of the config; what: the setting
+    that says it."""
 
     def __init__(
         self,
@@ -125,14 +145,15 @@ class GatedMLP(nn.Module):
         names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
         inside: str = "mlp",
         inner: int | None = None,
+        what: str = "intermediate_size",
     ) -> None:
         super().__init__()
         inner = at.spec.intermediate_size if inner is None else inner
-        size, bias = at.spec.hidden_size, at.options.mlp_bias
+        size, bias, part = at.spec.hidden_size, at.options.mlp_bias, at.inner(inner, what)
         *first, last = (f"{at.name}.{inside}.{each}" for each in names)
-        outputs = [2 * inner // len(first)] * len(first)
+        outputs = [part, part] if len(first) == 2 else [[part, part]]
         self.gate_up = Linear(first, size, outputs, at.factory, bias=bias)
-        self.down = Linear([last], inner, [size], at.factory, bias=bias)
+        self.down = Linear([last], part, [size], at.factory, bias=bias)
         self._gate = gate(at.spec.layers.activation)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -210,7 +231,7 @@ def head_norm(at: LayerPlace, name: str, order: torch.Tensor | None) -> HeadNorm
     spec = at.spec
     return HeadNorm(
         (f"{name}.q_norm", f"{name}.k_norm"),
-        (spec.num_heads, spec.num_kv_heads),
+        (at.heads.count, at.kv_heads.count),
         spec.head_dim,
         spec.layers.norm_eps,
         at.factory,
@@ -257,9 +278,10 @@ class Decoder(Model):
         head = self.head_tensor.removesuffix(".weight")
         self.take_place(factory, names, [table], [f"{prefix}{self.norm_name}", head], 2 * size)
         self._here = here = place.layers(spec.num_layers)
+        vocabulary = place.vocabulary(spec.vocab_size)
         self.embedding = self.norm = self.head = None
         if place.has_table(is_tied=spec.tie_embeddings):
-            self.embedding = Embedding(table, spec.vocab_size, size, factory)
+            self.embedding = Embedding(table, vocabulary, size, factory)
         ropes = [layer_rope(spec, options, layer) for layer in here]
         kinds = list(dict.fromkeys(rope for rope in ropes if rope is not None))
         self._rotaries = [Rotary(kind, spec.head_dim, factory) for kind in kinds]
@@ -271,7 +293,7 @@ class Decoder(Model):
         if place.is_last:
             self.norm = self.make_norm(spec, factory)
             tied = self.embedding if spec.tie_embeddings else None
-            self.head = LMHead(head, spec.vocab_size, size, factory, tied)
+            self.head = LMHead(head, vocabulary, size, factory, tied)
 
     def adopt(self, names: Iterable[str]) -> None:
         """See Model: experts stand there one by one, or together."""

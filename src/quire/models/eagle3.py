@@ -30,12 +30,15 @@ from quire.models.decoder import (
     LayerPlace,
     norm_of,
 )
-from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, RMSNorm, Source
+from quire.models.layers import Embedding, Layer, Linear, LMHead, ParamFactory, RMSNorm
 from quire.models.model import Model
 from quire.models.options import DecoderOptions
 from quire.models.rope import Rotary
+from quire.models.sources import Source
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.beside import beside
+from quire.ops.collective import all_gather
+from quire.ops.fill_up import fill_up
 from quire.ops.rms_norm import rms_norm
 
 EMBEDDING, IDS = "embed_tokens", "d2t"
@@ -131,7 +134,10 @@ class Eagle3(Model):
             self.read_norm = ReadNorm(names, width, layers.norm_eps, factory)
         self.num_out = 2 * size
         self.fc = Linear(["fc"], self.num_read, [size], factory)
-        self.embedding: Embedding | None = Embedding(EMBEDDING, spec.vocab_size, size, factory)
+        place = factory.place
+        self._vocabulary, self._group = place.vocabulary(spec.vocab_size), place.tensor
+        self._ids = place.vocabulary(head.num_ids)
+        self.embedding: Embedding | None = Embedding(EMBEDDING, self._vocabulary, size, factory)
         self._targets: list[Embedding] = []  # a list, so that it is no part of this model
         self._tokens: torch.Tensor | None = None
         places = [
@@ -141,7 +147,7 @@ class Eagle3(Model):
         self.first_layer = FirstLayer(places[0], head.norm_first)
         self.layers = nn.ModuleList(DecoderLayer(place) for place in places[1:])
         self.norm = RMSNorm("norm", size, layers.norm_eps, factory)
-        self.head = LMHead("lm_head", head.num_ids, size, factory, None)
+        self.head = LMHead("lm_head", self._ids, size, factory, None)
         self.ids: DraftIds | None = DraftIds(head.num_ids, factory)
         self._rotary = Rotary(spec.rope, spec.head_dim, factory)
 
@@ -176,7 +182,7 @@ class Eagle3(Model):
 
     def _checked_tokens(self) -> torch.Tensor | None:
         """Return the token of each id, [I]; None if they are the same."""
-        num_ids = self.head.weight.shape[0]
+        num_ids = self._ids.whole
         if self.ids is None:
             if num_ids == self._vocab_size:
                 return None
@@ -234,9 +240,18 @@ class Eagle3(Model):
         return beside(normed_RD if self._norm_last else state_RD, normed_RD)
 
     def logits(self, out_RE: torch.Tensor) -> torch.Tensor:
-        """Compute logits [R, V]; -inf for tokens that the head cannot guess."""
+        """Compute logits [R, V]; -inf for tokens that the head cannot guess. Of a rank those of its
+        part of the target's tokens."""
         logits_RI: torch.Tensor = self.head(out_RE[:, self.size :])
         if self._tokens is None:
             return logits_RI
+        if not self._ids.is_whole:
+            logits_RI = all_gather(logits_RI, self._group).transpose(0, 1).flatten(1)
+            logits_RI = logits_RI[:, : self._ids.whole]
         logits_RV = logits_RI.new_full((len(logits_RI), self._vocab_size), -torch.inf)
-        return logits_RV.index_copy_(1, self._tokens, logits_RI)
+        logits_RV.index_copy_(1, self._tokens, logits_RI)
+        if self._ids.is_whole:
+            return logits_RV
+        own, each = self._vocabulary, -(-self._vocab_size // self._group.size)
+        logits_RV = logits_RV[:, own.first : own.first + own.count]
+        return logits_RV if own.count == each else fill_up(logits_RV, each)

@@ -9,16 +9,19 @@ on a GPU so have those that a checkpoint quantised, until they are loaded.
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from quire.base.model_options import ExpertOptions
+from quire.base.cuts import Cut
+from quire.base.model_options import INNER_SIZE, ExpertOptions
 from quire.base.model_spec import ModelSpec
-from quire.models.layers import Layer, Linear, ParamFactory, Part, Source
+from quire.models.layers import Layer, Linear, ParamFactory, is_added_elsewhere
+from quire.models.sources import Part, Rows, Source, rows_of
 from quire.ops.clamped_gate import ClampedGate
+from quire.ops.collective import all_reduce
 from quire.ops.formats import Quantization
 from quire.ops.linear import Weight, pack_experts, stacked_weights
 from quire.ops.moe import moe_experts, moe_route
@@ -27,35 +30,35 @@ from quire.ops.moe import moe_experts, moe_route
 @dataclass(frozen=True)
 class TensorOfAll:
     """A checkpoint's tensor of all experts of a layer. is_turned: it is [E, K, N], not [E, N, K].
-    order: of the rows N of each."""
+    rows: of each, N. columns: of each, K; None: all."""
 
     name: str
     num_experts: int
     is_turned: bool
-    order: torch.Tensor | None = None
+    rows: Rows
+    columns: Cut | None = None
 
     def sources(
         self, weight: torch.Tensor, bias: torch.Tensor | None, expert: int | None = None
     ) -> list[Source]:
         """List what fills the weight and bias of one expert, or of all."""
-        found = [self._source(self.name, weight, self.is_turned, expert)]
+        rows, order = self.rows.taken()
+        dimension = 1 if expert is None else 0
+        of_rows: dict[str, Any] = {"rows": rows, "order": order, "order_dimension": dimension}
+        own = of_rows | {"columns": self.columns}
+        found = [Source(self.name, weight, self.is_turned, **own)]
         if bias is not None:
-            found.append(self._source(f"{self.name}_bias", bias, False, expert))
-        return found
+            own = of_rows | {"is_elsewhere": is_added_elsewhere(self.columns)}
+            found.append(Source(f"{self.name}_bias", bias, **own))
+        return found if expert is None else [self._part(each, expert) for each in found]
 
     def is_among(self, stored: Container[str]) -> bool:
         """Tell whether weight files hold it, as it is or in MXFP4."""
         return self.name in stored or f"{self.name}_blocks" in stored
 
-    def _source(
-        self, name: str, destination: torch.Tensor, is_turned: bool, expert: int | None
-    ) -> Source:
-        if expert is None:
-            return Source(name, destination, is_turned, order=self.order, order_dimension=1)
-        shape = tuple(destination.shape)
-        whole = (self.num_experts, *(reversed(shape) if is_turned else shape))
-        part = Part(0, expert, 1, whole)
-        return Source(name, destination, is_turned, part=part, order=self.order)
+    def _part(self, source: Source, expert: int) -> Source:
+        whole = (self.num_experts, *source.stored_shape)
+        return replace(source, part=Part(0, expert, 1, whole))
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,19 @@ class ExpertForm:
     has_bias: bool = False
     clamped: ClampedGate | None = None
 
-    def tensors_of_all(self, name: str, options: ExpertOptions) -> tuple[TensorOfAll, TensorOfAll]:
-        """Describe the tensors of gate and up, whose gates come first here, and of down."""
+    def tensors_of_all(
+        self, name: str, size: int, options: ExpertOptions, inner: Cut
+    ) -> tuple[TensorOfAll, TensorOfAll]:
+        """Describe the tensors of gate and up, whose gates come first here, and of down. inner: the
+        part of each expert that a rank has."""
         order = None
         if self.takes_turns:
             order = torch.arange(2 * options.inner_size).view(-1, 2).t().flatten()
         gate_up, down = (f"{name}.{each}" for each in self.together)
         rest = options.num_experts, self.is_turned
-        return TensorOfAll(gate_up, *rest, order), TensorOfAll(down, *rest)
+        columns = None if inner.is_whole else inner
+        first = TensorOfAll(gate_up, *rest, rows_of([inner, inner], order))
+        return first, TensorOfAll(down, *rest, rows_of(size), columns)
 
     def modules_of(self, name: str) -> tuple[list[str], list[str]]:
         """List the modules of one expert: gate and up, and down."""
@@ -116,15 +124,14 @@ class ExpertLinear(Linear):
     def __init__(
         self,
         names: Sequence[str],
-        sizes: tuple[int, int],
+        sizes: tuple[int | Cut, int | Cut],
         factory: ParamFactory,
         of_all: TensorOfAll,
         expert: int,
         form: ExpertForm,
     ) -> None:
         inputs, outputs = sizes
-        each = [outputs // len(names)] * len(names)
-        super().__init__(names, inputs, each, factory, bias=form.has_bias)
+        super().__init__(names, inputs, [outputs] * len(names), factory, bias=form.has_bias)
         self.of_all, self._expert = of_all, expert
         self.is_usually_part = self.is_part = not form.stand_alone
 
@@ -142,15 +149,17 @@ class ExpertList(nn.Module):
     ) -> None:
         super().__init__()
         self._made_of = name, size, options
-        self._form, self._dtype, self.num_chosen = form, factory.dtype, options.num_chosen
-        of_all, inner = form.tensors_of_all(name, options), options.inner_size
+        self._form, self._factory, self.num_chosen = form, factory, options.num_chosen
+        inner = inner_part(options, factory)
+        of_all = form.tensors_of_all(name, size, options, inner)
         modules = [form.modules_of(each) for each in _expert_names(name, options)]
+        shapes: list[tuple[int | Cut, int | Cut]] = [(size, inner), (inner, size)]
         self.gate_up, self.down = (
             nn.ModuleList(
                 ExpertLinear(own[i], sizes, factory, of_all[i], expert, form)
                 for expert, own in enumerate(modules)
             )
-            for i, sizes in enumerate(((size, 2 * inner), (inner, size)))
+            for i, sizes in enumerate(shapes)
         )
 
     def adopt(self, stored: Container[str]) -> None:
@@ -169,7 +178,7 @@ class ExpertList(nn.Module):
     def stacked(self) -> "StackedExperts":
         """Put the loaded weights side by side. They are taken away here, so that there are not two
         of all at any time."""
-        empty = ParamFactory(self._dtype, torch.device("meta"))
+        empty = replace(self._factory, device=torch.device("meta"))
         stack = StackedExperts(*self._made_of, empty, self._form)
         for name in ("gate_up", "down"):
             layers = _linears(getattr(self, name))
@@ -188,10 +197,10 @@ class StackedExperts(Layer):
         self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
     ) -> None:
         super().__init__()
-        count, inner = options.num_experts, options.inner_size
-        self._inner, self._form = inner, form
+        count, part = options.num_experts, inner_part(options, factory)
+        self._part, self._form, inner = part, form, part.count
         self._numbers = {each: i for i, each in enumerate(_expert_names(name, options))}
-        self._of_all = form.tensors_of_all(name, options)
+        self._of_all = form.tensors_of_all(name, size, options, part)
         self.are_parts = not form.stand_alone
         self.gate_up = factory.parameter(count, 2 * inner, size)
         self.down = factory.parameter(count, size, inner)
@@ -241,14 +250,16 @@ class StackedExperts(Layer):
             return super().source(name)
         expert, part, kind = name.rsplit(".", 2)
         number, (gate, _, down) = self._numbers[expert], self._form.parts
-        own = self.gate_up, self.down
+        own, rows = (self.gate_up, self.down), None if self._part.is_whole else self._part
         if kind == "bias":
             assert self.gate_up_bias is not None and self.down_bias is not None
             own = self.gate_up_bias, self.down_bias
+        if part == down and kind == "bias":
+            return Source(name, own[1][number], is_elsewhere=is_added_elsewhere(rows))
         if part == down:
-            return Source(name, own[1][number])
-        first, second = own[0][number].split(self._inner)
-        return Source(name, first if part == gate else second)
+            return Source(name, own[1][number], columns=rows)
+        first, second = own[0][number].split(self._part.count)
+        return Source(name, first if part == gate else second, rows=rows)
 
 
 class SparseMLP(nn.Module):
@@ -269,18 +280,25 @@ class SparseMLP(nn.Module):
         if spec.quantization is not None:
             kind = ExpertList
         self.experts = kind(f"{name}.experts", size, options, factory, form)
+        is_whole = inner_part(options, factory).is_whole
+        self._group = None if is_whole else factory.place.tensor
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         options = self.options
         ids_TC, weights_TC = moe_route(self.router(x_TD), options.num_chosen, options.normalises)
         out_TD: torch.Tensor = self.experts(x_TD, ids_TC, weights_TC)
-        return out_TD
+        return out_TD if self._group is None else all_reduce(out_TD, self._group)
 
     def finish(self, device: torch.device) -> None:
         """Give loaded experts the form that a device multiplies."""
         if not isinstance(self.experts, experts_class(device)):
             assert isinstance(self.experts, ExpertList)
             self.experts = self.experts.stacked()
+
+
+def inner_part(options: ExpertOptions, factory: ParamFactory) -> Cut:
+    """Return the part of each expert's feed-forward layer that a rank has."""
+    return factory.place.cut(options.inner_size, INNER_SIZE)
 
 
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:

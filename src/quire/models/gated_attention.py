@@ -24,8 +24,8 @@ class GatedAttention(nn.Module):
     def __init__(self, at: LayerPlace, inside: str = "self_attn") -> None:
         super().__init__()
         spec, options, layer, name, factory = at
-        heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        self._heads, self._kv_heads, self._head_dim = heads, kv_heads, size
+        heads, kv_heads, size = at.heads, at.kv_heads, spec.head_dim
+        self._heads, self._kv_heads, self._head_dim = heads.count, kv_heads.count, size
         rope = layer_rope(spec, options, layer)
         assert rope is not None, "keys are stored turned"
         order = head_order(size, rope.rotated, interleaved=False)
@@ -33,15 +33,19 @@ class GatedAttention(nn.Module):
         self.gate_qkv = Linear(
             [f"{name}.{each}" for each in ("q_proj", "k_proj", "v_proj")],
             spec.hidden_size,
-            [2 * heads * size, kv_heads * size, kv_heads * size],
+            [[heads.times(size)] * 2, kv_heads.times(size), kv_heads.times(size)],
             factory,
             bias=options.qkv_bias,
-            orders=[gates_first(heads, size, order), rows_of_heads(order, kv_heads), None],
+            orders=[
+                gates_first(heads.whole, size, order),
+                rows_of_heads(order, kv_heads.whole),
+                None,
+            ],
         )
         self.norm = head_norm(at, name, order)
         self.output = Linear(
             [f"{name}.o_proj"],
-            heads * size,
+            heads.times(size),
             [spec.hidden_size],
             factory,
             bias=options.output_bias,

@@ -6,6 +6,7 @@ Shape legend: T tokens, R rows, D model dim, V vocabulary, N heads, H head dim.
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import (
     Embedding,
@@ -15,12 +16,14 @@ from quire.models.layers import (
     ParamFactory,
     activation,
 )
-from quire.models.model import PositionedAttention, PositionedModel
+from quire.models.model import HEADS, PositionedAttention, PositionedModel
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
 
-def _linear(name: str, inputs: int, outputs: int, factory: ParamFactory) -> Linear:
+def _linear(
+    name: str, inputs: int | Cut, outputs: int | Cut | list[Cut], factory: ParamFactory
+) -> Linear:
     return Linear([name], inputs, [outputs], factory, bias=True, transposed=True)
 
 
@@ -30,9 +33,11 @@ def _attention(
     size, scale = spec.hidden_size, spec.head_dim**-0.5 if spec.gpt2.scales_attention else 1.0
     if spec.gpt2.scales_by_layer:
         scale /= layer + 1
-    qkv = _linear(f"{name}.c_attn", size, 3 * size, factory)
-    output = _linear(f"{name}.c_proj", size, size, factory)
-    return PositionedAttention(spec, layer, qkv, output, scale)
+    heads = factory.place.cut(spec.num_heads, HEADS)
+    part = heads.times(spec.head_dim)
+    qkv = _linear(f"{name}.c_attn", size, [part, part, part], factory)
+    output = _linear(f"{name}.c_proj", part, size, factory)
+    return PositionedAttention(heads, spec.head_dim, layer, qkv, output, scale)
 
 
 class GPT2Layer(nn.Module):
@@ -40,7 +45,8 @@ class GPT2Layer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, eps: float, factory: ParamFactory) -> None:
         super().__init__()
-        size, inner, name = spec.hidden_size, spec.intermediate_size, f"transformer.h.{layer}"
+        size, name = spec.hidden_size, f"transformer.h.{layer}"
+        inner = factory.place.cut(spec.intermediate_size, "n_inner")
         self.attention_norm = LayerNorm(f"{name}.ln_1", size, eps, factory)
         self.attention = _attention(spec, layer, f"{name}.attn", factory)
         self.mlp_norm = LayerNorm(f"{name}.ln_2", size, eps, factory)
@@ -66,9 +72,10 @@ class GPT2(PositionedModel):
         names = [f"transformer.h.{layer}" for layer in range(spec.num_layers)]
         before, behind = ("transformer.wte", "transformer.wpe"), ("transformer.ln_f", "lm_head")
         self.take_place(factory, names, before, behind, size)
+        vocabulary = place.vocabulary(spec.vocab_size)
         self.embedding = self.positions = self.head = None
         if place.has_table(is_tied=spec.tie_embeddings):
-            self.embedding = Embedding(before[0], spec.vocab_size, size, factory)
+            self.embedding = Embedding(before[0], vocabulary, size, factory)
         if place.is_first:
             self.positions = Embedding(before[1], spec.max_position, size, factory)
         self.layers = nn.ModuleList(
@@ -77,4 +84,4 @@ class GPT2(PositionedModel):
         if place.is_last:
             self.norm = LayerNorm(behind[0], size, eps, factory)
             tied = self.embedding if spec.tie_embeddings else None
-            self.head = LMHead(behind[1], spec.vocab_size, size, factory, tied)
+            self.head = LMHead(behind[1], vocabulary, size, factory, tied)

@@ -21,7 +21,8 @@ class NeoXMLP(nn.Module):
 
     def __init__(self, at: LayerPlace) -> None:
         super().__init__()
-        size, inner, name = at.spec.hidden_size, at.spec.intermediate_size, f"{at.name}.mlp"
+        size, name = at.spec.hidden_size, f"{at.name}.mlp"
+        inner = at.inner(at.spec.intermediate_size)
         self.up = Linear([f"{name}.dense_h_to_4h"], size, [inner], at.factory, bias=True)
         self.down = Linear([f"{name}.dense_4h_to_h"], inner, [size], at.factory, bias=True)
         self._activation = activation(at.spec.layers.activation)

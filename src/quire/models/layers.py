@@ -16,11 +16,15 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut, all_of
 from quire.base.errors import ModelError
 from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.sources import Source, rows_of
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
-from quire.ops.embedding import embedding
+from quire.ops.collective import RankGroup, all_reduce
+from quire.ops.embedding import embedding, part_of_embedding
+from quire.ops.fill_up import fill_up
 from quire.ops.formats import Quantization
 from quire.ops.gelu import gelu, gelu_tanh
 from quire.ops.host_memory import HugeMemory
@@ -48,74 +52,6 @@ class ParamFactory:
     def exact_parameter(self, *shape: int) -> nn.Parameter:
         """The same in at least 32 bits."""
         return self.parameter(*shape, dtype=accumulation_dtype(self.dtype))
-
-
-@dataclass(frozen=True)
-class Part:
-    """What a source takes of a checkpoint's tensor: of one dimension `count` places from `first`
-    on. whole: the shape of the tensor."""
-
-    dimension: int
-    first: int
-    count: int
-    whole: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint tensor and the part of a parameter that it fills.
-
-    part: of the tensor, if not all of it; what is left is read in the destination's shape.
-    transposed: the checkpoint holds that with its last two dimensions exchanged.
-    repeated: the checkpoint holds one row of it, which fills all rows.
-    order: int64, which of the checkpoint's rows each row here is; None: the same. Of a repeated row
-    its elements are meant, of another tensor `order_dimension`.
-    offset: is added to every value. is_logarithm: the checkpoint holds the values' logarithms.
-    """
-
-    name: str
-    destination: torch.Tensor
-    transposed: bool = False
-    repeated: bool = False
-    part: Part | None = None
-    order: torch.Tensor | None = None
-    offset: float = 0.0
-    order_dimension: int = 0
-    is_logarithm: bool = False
-
-    @property
-    def checkpoint_shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have."""
-        return self.stored_shape if self.part is None else self.part.whole
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape of what is taken of it, as it is stored."""
-        shape = tuple(self.destination.shape)
-        if self.repeated:
-            return shape[1:]
-        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
-
-    def taken(self, values: torch.Tensor) -> torch.Tensor:
-        """Return what the source takes of the checkpoint's tensor, in the destination's shape; a
-        view where that can be."""
-        if self.part is not None:
-            part = self.part
-            values = values.narrow(part.dimension, part.first, part.count)
-        values = values.reshape(self.stored_shape)
-        if self.transposed:
-            values = values.transpose(-2, -1)
-        if self.order is not None:
-            values = values.index_select(self.order_dimension, self.order.to(values.device))
-        return values
-
-    def fill(self, values: torch.Tensor) -> None:
-        """Copy the checkpoint's tensor to where it belongs, converting its dtype."""
-        self.destination.copy_(self.taken(values))
-        if self.offset:
-            self.destination.add_(self.offset)
-        if self.is_logarithm:
-            self.destination.exp_()
 
 
 class Layer(nn.Module):
@@ -147,8 +83,10 @@ def set_weight(layer: Layer, weight: Weight) -> None:
 class Linear(Layer):
     """x W^T + b, of one or several checkpoint modules with the same inputs, merged.
 
-    names: the checkpoint's modules, outputs: how many rows of the merged weight each has. orders:
-    of each module which of the checkpoint's rows each row here is; None: the same.
+    names: the checkpoint's modules. inputs: how many, or those that a rank has, which adds up what
+    all ranks make of theirs. outputs: how many rows of the merged weight each module has, or those
+    that a rank has: one stretch of them or several. orders: of each module which of the
+    checkpoint's rows each of all rows here is; None: the same.
     """
 
     keeps_dtype = False  # whether it is left out where layers are quantised
@@ -156,8 +94,8 @@ class Linear(Layer):
     def __init__(
         self,
         names: Sequence[str],
-        inputs: int,
-        outputs: Sequence[int],
+        inputs: int | Cut,
+        outputs: Sequence[int | Cut | Sequence[Cut]],
         factory: ParamFactory,
         *,
         bias: bool = False,
@@ -165,25 +103,43 @@ class Linear(Layer):
         orders: Sequence[torch.Tensor | None] = (),
     ) -> None:
         super().__init__()
-        self._names, self._outputs, self._transposed = tuple(names), tuple(outputs), transposed
-        self._orders = tuple(orders) or (None,) * len(self._names)
-        self.weight = factory.parameter(sum(outputs), inputs)
-        self.bias = factory.parameter(sum(outputs)) if bias else None
+        self._names, self._transposed = tuple(names), transposed
+        of_all = orders or (None,) * len(self._names)
+        self._rows = [rows_of(*each) for each in zip(outputs, of_all, strict=True)]
+        cut = inputs if isinstance(inputs, Cut) else all_of(inputs)
+        self._columns, self._group = None if cut.is_whole else cut, _sharing(cut, factory)
+        num_outputs = sum(self._outputs)
+        self.weight = factory.parameter(num_outputs, cut.count)
+        self.bias = factory.parameter(num_outputs) if bias else None
+
+    @property
+    def _outputs(self) -> list[int]:
+        """How many rows of the merged weight each module has."""
+        return [rows.count for rows in self._rows]
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
-        return linear(x_TI, self.weight, self.bias)
+        out_TO = linear(x_TI, self.weight, self.bias)
+        return out_TO if self._group is None else all_reduce(out_TO, self._group)
 
     def sources(self) -> list[Source]:
+        names, taken = self._names, [rows.taken() for rows in self._rows]
         weights = self.weight.split(self._outputs)
         parts = [
-            Source(f"{name}.weight", part, self._transposed, order=order)
-            for name, part, order in zip(self._names, weights, self._orders, strict=True)
+            Source(
+                f"{name}.weight",
+                part,
+                self._transposed,
+                rows=rows,
+                order=order,
+                columns=self._columns,
+            )
+            for name, part, (rows, order) in zip(names, weights, taken, strict=True)
         ]
         if self.bias is not None:
-            biases = self.bias.split(self._outputs)
+            biases, elsewhere = self.bias.split(self._outputs), is_added_elsewhere(self._columns)
             parts += [
-                Source(f"{name}.bias", part, order=order)
-                for name, part, order in zip(self._names, biases, self._orders, strict=True)
+                Source(f"{name}.bias", part, rows=rows, order=order, is_elsewhere=elsewhere)
+                for name, part, (rows, order) in zip(names, biases, taken, strict=True)
             ]
         return parts
 
@@ -194,23 +150,41 @@ class Linear(Layer):
         set_weight(self, pack_weight(self.weight, quantization, memory))
 
 
+def _sharing(cut: Cut, factory: ParamFactory) -> RankGroup | None:
+    """Return the group with which a layer is shared that has this part; None if it has all."""
+    return None if cut.is_whole else factory.place.tensor
+
+
+def is_added_elsewhere(columns: Cut | None) -> bool:
+    """Tell whether another rank adds the bias to a sum that all make, each of its inputs: the one
+    with the first of them."""
+    return columns is not None and columns.first > 0
+
+
 class Embedding(Layer):
-    """A table of vectors. `first_row`: rows before it are never looked up (OPT's positions)."""
+    """A table of vectors. rows: how many, or those that a rank has, which adds up with others what
+    each finds. `first_row`: rows before it are never looked up (OPT's positions)."""
 
     def __init__(
-        self, name: str, rows: int, size: int, factory: ParamFactory, first_row: int = 0
+        self, name: str, rows: int | Cut, size: int, factory: ParamFactory, first_row: int = 0
     ) -> None:
         super().__init__()
         self._name, self._first_row, self._dtype = name, first_row, factory.dtype
-        self.weight = factory.parameter(first_row + rows, size)
+        cut = rows if isinstance(rows, Cut) else all_of(first_row + rows)
+        self._rows, self._group = None if cut.is_whole else cut, _sharing(cut, factory)
+        self.weight = factory.parameter(cut.count, size)
 
     def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        if isinstance(self.weight, OpaqueWeight):
-            return embedding(ids_T, self.weight, self._dtype)
-        return embedding(ids_T, self.weight[self._first_row :])
+        table: torch.Tensor = self.weight
+        if not isinstance(table, OpaqueWeight) and self._first_row:
+            table = table[self._first_row :]
+        if self._rows is None or self._group is None:
+            return embedding(ids_T, table, self._dtype)
+        found_TD = part_of_embedding(ids_T, table, self._rows.first, self._dtype)
+        return all_reduce(found_TD, self._group)
 
     def sources(self) -> list[Source]:
-        return [Source(f"{self._name}.weight", self.weight)]
+        return [Source(f"{self._name}.weight", self.weight, rows=self._rows)]
 
     def share(self, head: Weight) -> None:
         """Look up in the packed weight of the head that is tied to this table, instead of keeping
@@ -222,23 +196,38 @@ class Embedding(Layer):
 class LMHead(Layer):
     """Logits from hidden states; tied to the embedding if the model says so.
 
-    A tied head costs no memory until it is packed; then the embedding looks up in its packed
-    weight, or where that is not possible keeps its own table beside it.
+    vocabulary: how many tokens, or those that a rank has. A tied head costs no memory until it is
+    packed; then the embedding looks up in its packed weight, or where that is not possible keeps
+    its own table beside it.
     """
 
     def __init__(
-        self, name: str, vocab_size: int, size: int, factory: ParamFactory, tied: Embedding | None
+        self,
+        name: str,
+        vocabulary: int | Cut,
+        size: int,
+        factory: ParamFactory,
+        tied: Embedding | None,
     ) -> None:
         super().__init__()
         self._name, self._is_tied = name, tied is not None
-        self.weight = factory.parameter(vocab_size, size) if tied is None else tied.weight
+        cut = vocabulary if isinstance(vocabulary, Cut) else all_of(vocabulary)
+        self._rows, self._width = None if cut.is_whole else cut, cut.count
+        if not cut.is_whole:
+            self._width = -(-cut.whole // factory.place.tensor.size)
+        self.weight = factory.parameter(cut.count, size) if tied is None else tied.weight
 
     def forward(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """[R, V] in the model's dtype."""
-        return linear(hidden_RD, self.weight)
+        """[R, V] in the model's dtype; of a rank its tokens alone, filled up to as many as the
+        others have."""
+        logits_RV = linear(hidden_RD, self.weight)
+        is_short = self._width > logits_RV.shape[1]
+        return fill_up(logits_RV, self._width) if is_short else logits_RV
 
     def sources(self) -> list[Source]:
-        return [] if self._is_tied else [Source(f"{self._name}.weight", self.weight)]
+        if self._is_tied:
+            return []
+        return [Source(f"{self._name}.weight", self.weight, rows=self._rows)]
 
     def pack(
         self, quantization: Quantization | None = None, memory: HugeMemory | None = None
@@ -353,13 +342,14 @@ class StreamNorm(nn.Module):
 class Sinks(Layer):
     """A logit for each query head that takes part in its softmax and has no value (gpt-oss)."""
 
-    def __init__(self, name: str, num_heads: int, factory: ParamFactory) -> None:
+    def __init__(self, name: str, heads: Cut, factory: ParamFactory) -> None:
         super().__init__()
-        self._name = name
-        self.weight = factory.exact_parameter(num_heads)
+        self._name, self._rows = name, rows_of(heads)
+        self.weight = factory.exact_parameter(heads.count)
 
     def sources(self) -> list[Source]:
-        return [Source(self._name, self.weight)]
+        rows, order = self._rows.taken()
+        return [Source(self._name, self.weight, rows=rows, order=order)]
 
 
 @dataclass(frozen=True)

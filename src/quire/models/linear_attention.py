@@ -6,18 +6,48 @@ their vectors, M = N E, K key heads.
 """
 
 from collections.abc import Container
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.linear_attention import LinearAttention
 from quire.models.decoder import LayerPlace
-from quire.models.layers import Layer, Linear, ParamFactory, Part, Source
+from quire.models.layers import Layer, Linear, ParamFactory
+from quire.models.sources import Part, Source, rows_of
 from quire.ops.attention.base import AttentionBackend, DeltaHeads
 from quire.ops.gated_norm import gated_norm
 
 INSIDE = "linear_attn"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads that a rank has, of the whole layer's sizes; where ranks are more than key heads,
+    several have the same."""
+
+    whole: LinearAttention
+    keys: Cut
+    values: Cut
+
+    @classmethod
+    def of_rank(cls, whole: LinearAttention, factory: ParamFactory) -> "Heads":
+        """Raises ConfigError where ranks cannot have as many each."""
+        keys = factory.place.cut_or_repeat(whole.key_heads, "linear_num_key_heads")
+        return cls(whole, keys, factory.place.cut(whole.value_heads, "linear_num_value_heads"))
+
+    @property
+    def of_values(self) -> Cut:
+        """The numbers of these value heads."""
+        return self.values.times(self.whole.value_dim)
+
+    @property
+    def channels(self) -> list[Cut]:
+        """The channels of the convolution: queries, keys and values."""
+        keys = self.keys.times(self.whole.key_dim)
+        return [keys, keys, self.of_values]
 
 
 class PlainLinear(Linear):
@@ -33,21 +63,24 @@ class DeltaRule(Layer):
 
     neutral = MappingProxyType({"rate": 1.0, "shift": 0.0, "norm": 1.0})
 
-    def __init__(self, name: str, sizes: LinearAttention, factory: ParamFactory) -> None:
+    def __init__(self, name: str, sizes: Heads, factory: ParamFactory) -> None:
         super().__init__()
-        self._name = name
-        self.convolution = factory.parameter(sizes.channels, sizes.width)
-        self.rate = factory.exact_parameter(sizes.value_heads)
-        self.shift = factory.exact_parameter(sizes.value_heads)
-        self.norm = factory.parameter(sizes.value_dim)
+        self._name, self._whole = name, (sizes.whole.channels, 1, sizes.whole.width)
+        self._channels, self._heads = rows_of(sizes.channels), rows_of(sizes.values)
+        self.convolution = factory.parameter(self._channels.count, sizes.whole.width)
+        self.rate = factory.exact_parameter(self._heads.count)
+        self.shift = factory.exact_parameter(self._heads.count)
+        self.norm = factory.parameter(sizes.whole.value_dim)
 
     def sources(self) -> list[Source]:
-        channels, width = self.convolution.shape
-        middle = Part(1, 0, 1, (channels, 1, width))
+        middle = Part(1, 0, 1, self._whole)
+        rows, order = self._channels.taken()
+        own, _ = self._heads.taken()
+        weight = f"{self._name}.conv1d.weight"
         return [
-            Source(f"{self._name}.conv1d.weight", self.convolution, part=middle),
-            Source(f"{self._name}.A_log", self.rate, is_logarithm=True),
-            Source(f"{self._name}.dt_bias", self.shift),
+            Source(weight, self.convolution, part=middle, rows=rows, order=order),
+            Source(f"{self._name}.A_log", self.rate, is_logarithm=True, rows=own),
+            Source(f"{self._name}.dt_bias", self.shift, rows=own),
             Source(f"{self._name}.norm.weight", self.norm),
         ]
 
@@ -63,17 +96,18 @@ class Inputs(Linear):
         self,
         name: str,
         hidden: int,
-        sizes: LinearAttention,
+        sizes: Heads,
         factory: ParamFactory,
         *,
         by_key_head: bool,
     ) -> None:
-        keys, values = sizes.keys_size, sizes.values_size
-        names, outputs = ["in_proj_qkv", "in_proj_z"], [sizes.channels, values]
+        keys, values = sizes.whole.keys_size, sizes.whole.values_size
+        names, outputs = ["in_proj_qkv", "in_proj_z"], [sizes.channels, [sizes.of_values]]
         modules = [f"{name}.{each}" for each in names]
         super().__init__(modules, hidden, outputs, factory)
         self._together = f"{name}.in_proj_qkvz.weight"
-        self._order = rows_of_key_heads((keys, keys, values, values), sizes.key_heads)
+        order = rows_of_key_heads((keys, keys, values, values), sizes.whole.key_heads)
+        self._of_all = rows_of([*sizes.channels, sizes.of_values], order)
         self._by_key_head = self._is_usual = by_key_head
 
     def adopt(self, stored: Container[str]) -> None:
@@ -83,7 +117,8 @@ class Inputs(Linear):
 
     def sources(self) -> list[Source]:
         if self._by_key_head:
-            return [Source(self._together, self.weight, order=self._order)]
+            rows, order = self._of_all.taken()
+            return [Source(self._together, self.weight, rows=rows, order=order)]
         return super().sources()
 
 
@@ -92,21 +127,23 @@ class LinearAttentionLayer(nn.Module):
 
     def __init__(self, at: LayerPlace, *, by_key_head: bool) -> None:
         super().__init__()
-        sizes, factory = at.spec.linear_attention, at.factory
+        whole, factory = at.spec.linear_attention, at.factory
         name, hidden = f"{at.name}.{INSIDE}", at.spec.hidden_size
-        keys, heads = sizes.key_heads, sizes.value_heads
+        sizes = Heads.of_rank(whole, factory)
         self._layer, self._eps = at.layer, at.spec.layers.norm_eps
-        self._heads = DeltaHeads(keys, heads, sizes.key_dim, sizes.value_dim)
-        self._split = [sizes.channels, sizes.values_size]
+        own = sizes.keys.count, sizes.values.count
+        self._heads = DeltaHeads(*own, whole.key_dim, whole.value_dim)
+        self._split = [sum(each.count for each in sizes.channels), sizes.of_values.count]
         self.inputs = Inputs(name, hidden, sizes, factory, by_key_head=by_key_head)
-        names, outputs, orders = ["in_proj_b", "in_proj_a"], [heads, heads], []
+        names, orders = ["in_proj_b", "in_proj_a"], []
+        outputs: list[Cut | list[Cut]] = [sizes.values, sizes.values]
         if by_key_head:
-            names, outputs = ["in_proj_ba"], [2 * heads]
-            orders = [rows_of_key_heads((heads, heads), keys)]
+            names, outputs = ["in_proj_ba"], [[sizes.values, sizes.values]]
+            orders = [rows_of_key_heads((whole.value_heads,) * 2, whole.key_heads)]
         modules = [f"{name}.{each}" for each in names]
         self.gates = PlainLinear(modules, hidden, outputs, factory, orders=orders)
         self.rule = DeltaRule(name, sizes, factory)
-        self.output = Linear([f"{name}.out_proj"], sizes.values_size, [hidden], factory)
+        self.output = Linear([f"{name}.out_proj"], sizes.of_values, [hidden], factory)
 
     def forward(
         self, x_TD: torch.Tensor, _: torch.Tensor | None, backend: AttentionBackend

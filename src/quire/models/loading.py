@@ -72,7 +72,7 @@ def load_model(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> Model:
-    """Load the model to the device, ready to run.
+    """Load the model, or a rank's part of it, to the device, ready to run. spec: the whole one's.
 
     Raises ModelError for an unknown architecture and for tensors that are missing, unknown, there
     twice or of another shape than the config says, and OutOfMemory before anything is loaded.
@@ -94,7 +94,8 @@ def load_model(
     entry, num_bytes = None, planned_bytes(model, dtype, device, formats, stored)
     _check_room(num_bytes, options.most_bytes)
     if cache is not None and can_pack_natively(dtype, device):
-        made_with = (spec.identity, dtype, formats, _kernels(dtype, formats, stored))
+        part = options.place.numbers
+        made_with = (spec.identity, dtype, formats, _kernels(dtype, formats, stored), part)
         entry = cache.entry(model, num_bytes, files, options.seed, made_with)
         if entry is not None and entry.restore(model):
             report(num_bytes, num_bytes)

@@ -9,12 +9,14 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.errors import ModelError
-from quire.base.model_spec import ModelSpec
 from quire.models.layers import Attention, Embedding, LayerNorm, Linear, LMHead, ParamFactory
 from quire.models.reads import Reads
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+
+HEADS = "num_attention_heads"  # the setting, as errors name it
 
 
 class Model(nn.Module):
@@ -59,7 +61,8 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Return logits [R, V] in the model's dtype."""
+        """Return logits [R, V] in the model's dtype; of a rank those of its tokens
+        (RankPlace.vocabulary)."""
         assert self.head is not None, "the last stage has the head"
         logits_RV: torch.Tensor = self.head(hidden_RD)
         return logits_RV
@@ -167,13 +170,14 @@ class PositionedModel(Model):
 
 
 class PositionedAttention(nn.Module):
-    """Queries, keys and values, attention and the output projection; nothing is rotated."""
+    """Queries, keys and values, attention and the output projection; nothing is rotated. heads:
+    those that this rank has."""
 
     def __init__(
-        self, spec: ModelSpec, layer: int, qkv: Linear, output: Linear, scale: float
+        self, heads: Cut, head_dim: int, layer: int, qkv: Linear, output: Linear, scale: float
     ) -> None:
         super().__init__()
-        self._shape = (-1, 3, spec.num_heads, spec.head_dim)
+        self._shape = (-1, 3, heads.count, head_dim)
         self.qkv, self.output = qkv, output
         self.attention = Attention(layer, scale)
 

@@ -4,15 +4,21 @@ of their heads together.
 Shape legend: T tokens, D model dim, N query heads, K KV heads, H head dim.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder, DecoderAttention, LayerPlace, feed_forward, norm_of
 from quire.models.layers import ParamFactory, RMSNorm
 from quire.models.options import DecoderOptions
+from quire.models.sources import Source
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.collective import all_reduce
+from quire.ops.rms_norm_by_sum import rms_norm_by_sum, square_sums
 from quire.ops.rotary import rotary
 
 
@@ -23,8 +29,9 @@ class Olmo2Attention(DecoderAttention):
         super().__init__(at)
         size, eps, name = at.spec.head_dim, at.spec.layers.norm_eps, f"{at.name}.self_attn"
         self._sizes = [count * size for count in (self._heads, self._kv_heads, self._kv_heads)]
-        self.q_norm = RMSNorm(f"{name}.q_norm", self._sizes[0], eps, at.factory)
-        self.k_norm = RMSNorm(f"{name}.k_norm", self._sizes[1], eps, at.factory)
+        self._group, self._eps = at.factory.place.tensor, eps
+        self.q_norm = PartNorm(f"{name}.q_norm", at.heads.times(size), eps, at.factory)
+        self.k_norm = PartNorm(f"{name}.k_norm", at.kv_heads.times(size), eps, at.factory)
 
     def forward(
         self, x_TD: torch.Tensor, rotary_rows: torch.Tensor | None, backend: AttentionBackend
@@ -32,13 +39,35 @@ class Olmo2Attention(DecoderAttention):
         """See DecoderAttention."""
         assert rotary_rows is not None, "all layers turn queries and keys"
         q, k, v = self.qkv(x_TD).split(self._sizes, dim=1)
-        q_TNH, k_TKH, v_TKH = (
-            heads.unflatten(1, (-1, self._head_dim))
-            for heads in (self.q_norm(q)[0], self.k_norm(k)[0], v)
-        )
+        q, k = self._normed(q, k)
+        q_TNH, k_TKH, v_TKH = (heads.unflatten(1, (-1, self._head_dim)) for heads in (q, k, v))
         q_TNH, k_TKH = rotary(q_TNH, rotary_rows), rotary(k_TKH, rotary_rows)
         out: torch.Tensor = self.output(self.attention(q_TNH, k_TKH, v_TKH, backend))
         return out
+
+    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise both over all ranks' heads."""
+        if self._group.size == 1:
+            return self.q_norm(q)[0], self.k_norm(k)[0]
+        sums_T2 = all_reduce(square_sums(q, k), self._group)
+        return self.q_norm.by_sum(q, sums_T2, 0), self.k_norm.by_sum(k, sums_T2, 1)
+
+
+class PartNorm(RMSNorm):
+    """RMS normalisation of vectors of which a rank has a part, `part`."""
+
+    def __init__(self, name: str, part: Cut, eps: float, factory: ParamFactory) -> None:
+        super().__init__(name, part.count, eps, factory)
+        # A part that several ranks have is in their sum as often.
+        self._num_summed = part.count * factory.place.tensor.size
+        self._rows = None if part.is_whole else part
+
+    def by_sum(self, x: torch.Tensor, sums_T2: torch.Tensor, index: int) -> torch.Tensor:
+        """Normalise by a sum of squares over all ranks, the one of this index."""
+        return rms_norm_by_sum(x, self.weight, sums_T2, index, self._num_summed, self._eps)
+
+    def sources(self) -> list[Source]:
+        return [replace(source, rows=self._rows) for source in super().sources()]
 
 
 class Olmo2Layer(nn.Module):

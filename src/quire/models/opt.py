@@ -16,7 +16,7 @@ from quire.models.layers import (
     ParamFactory,
     activation,
 )
-from quire.models.model import PositionedAttention, PositionedModel
+from quire.models.model import HEADS, PositionedAttention, PositionedModel
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 
@@ -28,9 +28,11 @@ def _attention(
 ) -> PositionedAttention:
     size, bias = spec.hidden_size, spec.opt.has_biases
     parts = [f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"]
-    qkv = Linear(parts, size, [size] * 3, factory, bias=bias)
-    output = Linear([f"{name}.out_proj"], size, [size], factory, bias=bias)
-    return PositionedAttention(spec, layer, qkv, output, spec.head_dim**-0.5)
+    heads, head_dim = factory.place.cut(spec.num_heads, HEADS), spec.head_dim
+    part = heads.times(head_dim)
+    qkv = Linear(parts, size, [part] * 3, factory, bias=bias)
+    output = Linear([f"{name}.out_proj"], part, [size], factory, bias=bias)
+    return PositionedAttention(heads, head_dim, layer, qkv, output, head_dim**-0.5)
 
 
 class OPTLayer(nn.Module):
@@ -38,7 +40,8 @@ class OPTLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int, factory: ParamFactory) -> None:
         super().__init__()
-        size, inner, eps = spec.hidden_size, spec.intermediate_size, spec.layers.norm_eps
+        size, eps = spec.hidden_size, spec.layers.norm_eps
+        inner = factory.place.cut(spec.intermediate_size, "ffn_dim")
         name = f"model.decoder.layers.{layer}"
         bias, affine = spec.opt.has_biases, spec.opt.has_affine_norms
         self._norm_before = spec.opt.norms_first
@@ -81,7 +84,8 @@ class OPT(PositionedModel):
         )
         self.embedding = self.positions = self.head = None
         if place.has_table(is_tied=spec.tie_embeddings):
-            self.embedding = Embedding(f"{name}.embed_tokens", spec.vocab_size, width, factory)
+            vocabulary = place.vocabulary(spec.vocab_size)
+            self.embedding = Embedding(f"{name}.embed_tokens", vocabulary, width, factory)
         if place.is_first:
             self.positions = Embedding(
                 f"{name}.embed_positions", spec.max_position, size, factory, POSITION_OFFSET
@@ -103,4 +107,5 @@ class OPT(PositionedModel):
             eps, affine = spec.layers.norm_eps, options.has_affine_norms
             self.norm = LayerNorm(f"{name}.final_layer_norm", size, eps, factory, affine)
         tied = self.embedding if spec.tie_embeddings else None
-        self.head = LMHead("lm_head", spec.vocab_size, options.width, factory, tied)
+        vocabulary = factory.place.vocabulary(spec.vocab_size)
+        self.head = LMHead("lm_head", vocabulary, options.width, factory, tied)

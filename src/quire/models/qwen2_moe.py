@@ -6,6 +6,7 @@ Shape legend: T tokens, D model dim.
 import torch
 from torch import nn
 
+from quire.base.model_options import SHARED_SIZE
 from quire.base.model_spec import ModelSpec
 from quire.models.decoder import Decoder, DecoderLayer, GatedMLP, LayerPlace, feed_forward
 from quire.models.experts import Router
@@ -20,7 +21,7 @@ class SharedMLP(nn.Module):
     def __init__(self, at: LayerPlace, shared_size: int) -> None:
         super().__init__()
         self.sparse = feed_forward(at)
-        self.shared = GatedMLP(at, inside="mlp.shared_expert", inner=shared_size)
+        self.shared = GatedMLP(at, inside="mlp.shared_expert", inner=shared_size, what=SHARED_SIZE)
         name = f"{at.name}.mlp.shared_expert_gate"
         self.gate = Router(name, at.spec.hidden_size, 1, at.factory)
 

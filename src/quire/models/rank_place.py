@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from quire.base.cuts import Cut, cut_evenly, cut_or_repeat, cut_vocabulary
 from quire.base.stages import layers_of_stage
 from quire.ops.collective import ALONE, RankGroup
 
@@ -17,6 +18,12 @@ class RankPlace:
     stage: int = 0
     num_stages: int = 1
     has_whole_experts: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return what tells this place from others."""
+        tensor, whole = self.tensor, self.has_whole_experts
+        return tensor.rank, tensor.size, self.stage, self.num_stages, int(whole)
 
     @property
     def is_first(self) -> bool:
@@ -35,6 +42,20 @@ class RankPlace:
     def has_table(self, *, is_tied: bool) -> bool:
         """Tell whether the embedding's table is here. is_tied: whether the head shares it."""
         return self.is_first or (self.is_last and is_tied)
+
+    def cut(self, whole: int, what: str) -> Cut:
+        """Return the part of a dimension that this rank has. what: the setting that says how many
+        there are. Raises ConfigError where ranks cannot have as many each."""
+        return cut_evenly(whole, self.tensor.rank, self.tensor.size, what)
+
+    def cut_or_repeat(self, whole: int, what: str) -> Cut:
+        """Do that with what several ranks may have one of, such as heads of keys and values."""
+        return cut_or_repeat(whole, self.tensor.rank, self.tensor.size, what)
+
+    def vocabulary(self, size: int) -> Cut:
+        """Return the tokens that this rank has. Its logits are filled up to as many as rank 0's;
+        what stands there means nothing."""
+        return cut_vocabulary(size, self.tensor.rank, self.tensor.size)
 
 
 WHOLE = RankPlace()

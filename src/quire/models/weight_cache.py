@@ -101,6 +101,7 @@ def _sources(model: nn.Module) -> Iterator[tuple[Any, ...]]:
             order = None if source.order is None else source.order.tolist()
             yield prefix, source.name, source.checkpoint_shape, source.transposed, source.repeated
             yield source.part, source.offset, source.is_logarithm, order
+            yield source.rows, source.columns, source.is_elsewhere
 
 
 @dataclass(frozen=True)

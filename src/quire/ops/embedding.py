@@ -22,3 +22,17 @@ def embedding(
         found: torch.Tensor = kernels.embedding(ids_T, weight_VD)
         return found
     return torch.nn.functional.embedding(ids_T, weight_VD)
+
+
+@op("part_of_embedding")
+def part_of_embedding(
+    ids_T: torch.Tensor,
+    weight_VD: torch.Tensor | OpaqueWeight,
+    first: int,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """The same of a table that begins with row `first` of a larger one: zeros for other rows."""
+    own_T = ids_T.long() - first
+    is_here_T = (own_T >= 0) & (own_T < weight_VD.shape[0])
+    found_TD = embedding(own_T.where(is_here_T, 0), weight_VD, dtype)
+    return found_TD.where(is_here_T[:, None], 0.0)

@@ -26,7 +26,8 @@ from quire.models.gguf.dequantise import dequantise
 from quire.models.gguf.names import IN_LAYER, our_names
 from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.gguf.value_heads import column_order, row_order
-from quire.models.layers import Embedding, Linear, LMHead, Part, Source
+from quire.models.layers import Embedding, Linear, LMHead
+from quire.models.sources import Part, Source
 
 PERMUTED = ("llama", "granite", "smollm3")
 SHARED_GATE = "ffn_gate_inp_shexp.weight"  # a row that files hold as a vector

@@ -23,8 +23,8 @@ from quire.models.layers import (
     LMHead,
     ParamFactory,
     RMSNorm,
-    Source,
 )
+from quire.models.sources import Source, rows_of
 from quire.ops.linear import linear
 from quire.ops.rms_norm import rms_norm
 from quire.ops.scale import scale
@@ -98,7 +98,9 @@ class NamedLinear(Linear):
         """Load the rows in this order, int64 [O], in which those of each module are together."""
         begins = itertools.accumulate(self.part_sizes, initial=0)
         parts = order.split(self.part_sizes)
-        self._orders = tuple(part - begin for part, begin in zip(parts, begins, strict=False))
+        self._rows = [
+            rows_of(len(part), part - begin) for part, begin in zip(parts, begins, strict=False)
+        ]
 
     def sources(self) -> list[Source]:
         return self._checkpoint.expand(super().sources())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.base.errors import ModelError
-from quire.models.layers import Source
+from quire.models.sources import Source
 
 # Of larger models, before the names of their text part: what it is called without them.
 PARTS = (

@@ -16,10 +16,11 @@ from quire.base import quantization_config as forms
 from quire.base.errors import ModelError
 from quire.base.quantization_config import QuantizationConfig, StoredWeight
 from quire.models.checkpoint import TensorHeader, listed
-from quire.models.layers import Linear, LMHead, Source
+from quire.models.layers import Linear, LMHead
 from quire.models.quantised import awq, float4, float8, gptq, integers, packed
 from quire.models.quantised.sizes import quantization_of
 from quire.models.quantised.tensors import Shape, Wanted
+from quire.models.sources import Source
 from quire.ops.formats import Quantization
 from quire.ops.stored_rows import StoredRows, selected
 

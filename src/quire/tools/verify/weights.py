@@ -8,7 +8,8 @@ from torch import nn
 
 from quire.base.errors import ConfigError
 from quire.models.experts import ExpertLinear
-from quire.models.layers import Layer, Source, set_weight
+from quire.models.layers import Layer, set_weight
+from quire.models.sources import Source
 from quire.ops.gpu_weights import GPUWeight
 from quire.ops.linear import linear
 from quire.ops.opaque import OpaqueWeight
