@@ -333,11 +333,11 @@ def float4() -> Format:
     return Format(writer, compressed("mxfp4-pack-quantized", weights | {"group_size": 32}))
 
 
-def write_gpt_oss(folder: Path) -> tuple[Path, Path]:
+def write_gpt_oss(folder: Path, **config: Any) -> tuple[Path, Path]:
     """Write a gpt-oss with experts in MXFP4, as the hub has it; and plain, as `write` does."""
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model("gpt_oss", **SIZES | OSS)
+        transformers.AutoConfig.for_model("gpt_oss", **SIZES | OSS | config)
     )
     for name, parameter in made.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.25)

@@ -72,7 +72,8 @@ class StoredWeight:
 
     form: one of those above. bits: of each number. group_size: inputs that share a scale, rows:
     outputs that share it; 0 is all. has_zeros: whether zero points differ from the middle.
-    zero_offset: what is missing in stored zero points.
+    zero_offset: what is missing in stored zero points. sorts_inputs: inputs were sorted before they
+    were put into groups, so that neighbours need not be of one.
     """
 
     form: str
@@ -81,6 +82,7 @@ class StoredWeight:
     rows: int = 1
     has_zeros: bool = False
     zero_offset: int = 0
+    sorts_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,9 @@ def _gptq(fields: Fields) -> QuantizationConfig:
         raise fields.error("pack_dtype", "only int32 is supported")
     bits = _bits(fields, "wbits" if fields.has("wbits") else "bits", (4, 8))
     offset = 1 if layout == "gptq" else 0
+    sorts, has_zeros = fields.flag("desc_act"), not fields.flag("sym", True)
     base = StoredWeight(
-        GPTQ, bits, _group_size(fields, "group_size"), 1, not fields.flag("sym", True), offset
+        GPTQ, bits, _group_size(fields, "group_size"), 1, has_zeros, offset, sorts_inputs=sorts
     )
     left_out = () if fields.flag("lm_head") else (HEAD,)
     return QuantizationConfig("gptq", (*_overrides(fields, base), ("Linear", base)), left_out)
@@ -322,7 +325,8 @@ def _group(group: Fields, config: Fields) -> StoredWeight | None:
     has_zeros = not weights.flag("symmetric", True)
     if has_zeros and form in (FLOAT8, FLOAT4):
         raise weights.error("symmetric", f"{form} has no zero points")
-    return StoredWeight(form, bits, inputs, rows, has_zeros)
+    sorts = weights.value("actorder") in (True, "group")
+    return StoredWeight(form, bits, inputs, rows, has_zeros, sorts_inputs=sorts)
 
 
 def _scope(weights: Fields, form: str) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from quire.models.gguf.names import IN_LAYER, our_names
 from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.gguf.value_heads import column_order, row_order
 from quire.models.layers import Embedding, Linear, LMHead
+from quire.models.quantised.cutting import check_inputs
 from quire.models.sources import Part, Source
 
 PERMUTED = ("llama", "granite", "smollm3")
@@ -64,8 +65,14 @@ class GGUFTensor:
         rows = self._rows(start, stop)
         if self.columns is None:
             return rows
-        places = self.columns[:: self.kind.block_size] // self.kind.block_size
-        return rows.reshape(len(rows), -1, self.kind.block_bytes)[:, places].reshape(rows.shape)
+        return self._blocks(rows, self.columns[:: self.kind.block_size] // self.kind.block_size)
+
+    def _blocks(
+        self, rows: npt.NDArray[np.uint8], places: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.uint8]:
+        """Take the blocks of these numbers of each row."""
+        blocks = rows.reshape(len(rows), -1, self.kind.block_bytes)
+        return blocks[:, places].reshape(len(rows), -1)
 
     def _rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         if self.order is None:
@@ -77,13 +84,19 @@ class GGUFTensor:
         if that is of bytes, the blocks are copied as they are.
         Raises ModelError for another shape than the parameter has."""
         destination = source.destination
+        if source.is_elsewhere:
+            return source.fill(destination)
         as_blocks = destination.dtype == torch.uint8
         # What a checkpoint of gpt2 holds transposed, llama.cpp stores as all the others.
-        wanted = tuple(destination.shape[1:] if source.repeated else destination.shape)
+        wanted = source.whole_shape
         if as_blocks:  # of a merged layer's parts, those of the most bytes fill their rows
-            num_bytes = min(self.stored.shape[1], wanted[1])
-            num_values = num_bytes // self.kind.block_bytes * self.kind.block_size
-            wanted = (wanted[0], num_values)
+            kind, columns = self.kind, source.columns
+            num_bytes = min(self.stored.shape[1], destination.shape[1])
+            if columns is not None:
+                num_bytes = columns.count // kind.block_size * kind.block_bytes
+            else:
+                num_values = num_bytes // kind.block_bytes * kind.block_size
+                wanted = (wanted[0], num_values)
             destination = destination[:, :num_bytes]
         part = _rows_of(source)
         if part is not None:
@@ -101,16 +114,20 @@ class GGUFTensor:
             destination.neg_()
 
     def _taken(self, source: Source) -> "GGUFTensor":
-        """Choose the rows that a source asks for, in its order."""
-        order = np.arange(self.shape[0]) if self.order is None else self.order
-        part = _rows_of(source)
-        if part is not None:
-            order = order[part.first : part.first + part.count]
-        if source.order is not None:
-            order = order[source.order.cpu().numpy()]
-        if part is None and source.order is None:
-            return self
-        return replace(self, order=order)
+        """Choose the rows that a source asks for, in its order, and the columns."""
+        found, part, cut = self, _rows_of(source), source.columns
+        if part is not None or source.rows is not None or source.order is not None:
+            order = np.arange(self.shape[0]) if self.order is None else self.order
+            for each in (part, source.rows):
+                if each is not None:
+                    order = order[each.first : each.first + each.count]
+            if source.order is not None:
+                order = order[source.order.cpu().numpy()]
+            found = replace(found, order=order)
+        if cut is not None:
+            columns = np.arange(cut.whole) if self.columns is None else self.columns
+            found = replace(found, columns=columns[cut.first : cut.first + cut.count])
+        return found
 
     def _fill(self, destination: torch.Tensor, as_blocks: bool) -> None:
         num_rows = len(self.stored) if self.order is None else len(self.order)
@@ -124,8 +141,12 @@ class GGUFTensor:
             destination[start:stop].copy_(_tensor(rows))
 
     def _values(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        values = dequantise(self.kind, self._rows(start, stop))
-        return values if self.columns is None else values[:, self.columns]
+        rows, columns, size = self._rows(start, stop), self.columns, self.kind.block_size
+        if columns is None:
+            return dequantise(self.kind, rows)
+        places = np.unique(columns // size)
+        own = np.searchsorted(places, columns // size) * size + columns % size
+        return dequantise(self.kind, self._blocks(rows, places))[:, own]
 
 
 def _rows_of(source: Source) -> Part | None:
@@ -152,10 +173,13 @@ def stored_formats(
             continue
         table = tables.get(id(module.weight))
         parts = (module if table is None else table).sources()
-        matrices = (part for part in parts if part.destination.dim() == 2)
+        matrices = [part for part in parts if part.destination.dim() == 2]
         format = stored_format({m.name: len(m.destination) for m in matrices}, kinds)
         if format is not None:
             found[module] = format
+            for part in matrices:
+                if part.columns is not None:
+                    check_inputs(part.name, part.columns, kinds[part.name].block_size)
     return found
 
 

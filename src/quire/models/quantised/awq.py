@@ -13,10 +13,13 @@ import torch
 
 from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
+    INPUTS,
+    OUTPUTS,
     SCALES,
     Shape,
     Wanted,
     group_of,
+    groups_of,
     num_groups,
     signed,
     unpacked,
@@ -31,9 +34,9 @@ def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     outputs, inputs = shape
     groups, words = num_groups(how, inputs), -(-outputs // OF_WORD)
     return {
-        ".qweight": Wanted(((inputs, words),), ("I32",)),
-        ".qzeros": Wanted(((groups, words),), ("I32",)),
-        ".scales": Wanted(((groups, outputs),), SCALES),
+        ".qweight": Wanted(((inputs, words),), ("I32",), axes=((INPUTS, 1), (OUTPUTS, OF_WORD))),
+        ".qzeros": Wanted(((groups, words),), ("I32",), axes=(groups_of(how), (OUTPUTS, OF_WORD))),
+        ".scales": Wanted(((groups, outputs),), SCALES, axes=(groups_of(how), (OUTPUTS, 1))),
     }
 
 

@@ -12,18 +12,27 @@ from collections.abc import Mapping
 import torch
 
 from quire.base.quantization_config import StoredWeight
-from quire.models.quantised.tensors import POWERS, Shape, Wanted, unused
+from quire.models.quantised.tensors import (
+    INPUTS,
+    NEITHER,
+    OUTPUTS,
+    POWERS,
+    Shape,
+    Wanted,
+    unused,
+)
 from quire.ops.stored_rows import FLOAT4_BLOCK, Float4Rows
 
 BYTES = FLOAT4_BLOCK // 2
+AXES = (OUTPUTS, 1), (INPUTS, FLOAT4_BLOCK)  # of scales; blocks of all experts are cut one by one
 
 
 def block_tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     *front, inputs = shape
     blocks = -(-inputs // FLOAT4_BLOCK)
     return {
-        "_blocks": Wanted(((*front, blocks, BYTES),), ("U8",)),
-        "_scales": Wanted(((*front, blocks),), POWERS),
+        "_blocks": Wanted(((*front, blocks, BYTES),), ("U8",), axes=(*AXES, (NEITHER, 1))),
+        "_scales": Wanted(((*front, blocks),), POWERS, axes=AXES),
     }
 
 
@@ -34,8 +43,10 @@ def block_rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     outputs, inputs = shape
     return {
-        ".weight_packed": Wanted(((outputs, inputs // 2),), ("U8",)),
-        ".weight_scale": Wanted(((outputs, -(-inputs // FLOAT4_BLOCK)),), POWERS),
+        ".weight_packed": Wanted(
+            ((outputs, inputs // 2),), ("U8",), axes=((OUTPUTS, 1), (INPUTS, 2))
+        ),
+        ".weight_scale": Wanted(((outputs, -(-inputs // FLOAT4_BLOCK)),), POWERS, axes=AXES),
         ".input_scale": unused(),
         ".input_global_scale": unused(),
     }

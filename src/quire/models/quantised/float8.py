@@ -14,11 +14,14 @@ import torch
 
 from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
+    INPUTS,
+    OUTPUTS,
     POWERS,
     SCALES,
     Shape,
     Wanted,
     group_of,
+    groups_of,
     of_outputs,
     powers_of_two,
     scale_shapes,
@@ -32,8 +35,13 @@ SCALE = ".weight_scale_inv"
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     shapes = (found for scope in _scopes(how) for found in scale_shapes(scope, shape))
     return {
-        ".weight": Wanted((shape,), ("F8_E4M3",)),
-        SCALE: Wanted(tuple(dict.fromkeys(shapes)), (*SCALES, *POWERS), (".weight_scale",)),
+        ".weight": Wanted((shape,), ("F8_E4M3",), axes=((OUTPUTS, 1), (INPUTS, 1))),
+        SCALE: Wanted(
+            tuple(dict.fromkeys(shapes)),
+            (*SCALES, *POWERS),
+            (".weight_scale",),
+            axes=((OUTPUTS, how.rows), groups_of(how)),
+        ),
         ".activation_scale": unused(),
         ".input_scale": unused(),
         ".input_zero_point": unused(),

@@ -16,12 +16,16 @@ import torch
 from quire.base.errors import ModelError
 from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
+    INPUTS,
+    OUTPUTS,
     SCALES,
     WORD,
     Shape,
     Wanted,
     group_of,
+    groups_of,
     num_groups,
+    of_some_inputs,
     signed,
     sorted_by_group,
     unpacked,
@@ -35,10 +39,16 @@ def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     outputs, inputs = shape
     groups, of_word = num_groups(how, inputs), WORD // how.bits
     return {
-        ".qweight": Wanted(((-(-inputs // of_word), outputs),), ("I32",)),
-        ".qzeros": Wanted(((groups, -(-outputs // of_word)),), ("I32",)),
-        ".scales": Wanted(((groups, outputs),), SCALES),
-        ".g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False),
+        ".qweight": Wanted(
+            ((-(-inputs // of_word), outputs),), ("I32",), axes=((INPUTS, of_word), (OUTPUTS, 1))
+        ),
+        ".qzeros": Wanted(
+            ((groups, -(-outputs // of_word)),),
+            ("I32",),
+            axes=(groups_of(how), (OUTPUTS, of_word)),
+        ),
+        ".scales": Wanted(((groups, outputs),), SCALES, axes=(groups_of(how), (OUTPUTS, 1))),
+        ".g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False, axes=((INPUTS, 1),)),
     }
 
 
@@ -50,6 +60,9 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
     if how.zero_offset:  # whole words, with carries, as they were made
         words = (words.long() + ONES[bits] * how.zero_offset).to(torch.int32)
     zeros_GN = signed(unpacked(words, bits)[:, :outputs], bits)
+    scales_GN = found[".scales"]
+    if len(scales_GN) > num_groups(how, inputs):
+        return of_some_inputs(integers, bits, scales_GN, zeros_GN, found[".g_idx"])
     order = None
     if ".g_idx" in found:
         order, is_even = sorted_by_group(found[".g_idx"], group)
@@ -58,7 +71,7 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
     return IntegerRows(
         integers.contiguous() if order is None else integers[:, order],
         bits,
-        found[".scales"].float().t().contiguous(),
+        scales_GN.float().t().contiguous(),
         group,
         zeros_GN.t().float().contiguous() if zeros_GN.any() else None,
         order,

@@ -13,10 +13,13 @@ import torch
 
 from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
+    INPUTS,
+    OUTPUTS,
     SCALES,
     Shape,
     Wanted,
     group_of,
+    groups_of,
     of_outputs,
     scale_shapes,
     unused,
@@ -25,11 +28,11 @@ from quire.ops.stored_rows import IntegerRows
 
 
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
-    scales = scale_shapes(how, shape)
+    scales, axes = scale_shapes(how, shape), ((OUTPUTS, how.rows), groups_of(how))
     return {
-        ".weight": Wanted((shape,), ("I8",)),
-        ".weight_scale": Wanted(scales, SCALES),
-        ".weight_zero_point": Wanted(scales, ("I8",), is_needed=how.has_zeros),
+        ".weight": Wanted((shape,), ("I8",), axes=((OUTPUTS, 1), (INPUTS, 1))),
+        ".weight_scale": Wanted(scales, SCALES, axes=axes),
+        ".weight_zero_point": Wanted(scales, ("I8",), is_needed=how.has_zeros, axes=axes),
         ".input_scale": unused(),
         ".input_zero_point": unused(),
     }

@@ -18,8 +18,9 @@ from quire.base.quantization_config import QuantizationConfig, StoredWeight
 from quire.models.checkpoint import TensorHeader, listed
 from quire.models.layers import Linear, LMHead
 from quire.models.quantised import awq, float4, float8, gptq, integers, packed
+from quire.models.quantised.cutting import check_inputs, step_of, take_inputs, take_outputs
 from quire.models.quantised.sizes import quantization_of
-from quire.models.quantised.tensors import Shape, Wanted
+from quire.models.quantised.tensors import INPUTS, Shape, Wanted
 from quire.models.sources import Source
 from quire.ops.formats import Quantization
 from quire.ops.stored_rows import StoredRows, selected
@@ -82,26 +83,56 @@ class QuantisedPart:
     unused: tuple[str, ...]
     zeros: tuple[str, ...]
 
+    @property
+    def cuts_sorted_groups(self) -> bool:
+        """Whether a rank has a part of inputs that were sorted before they were put into groups."""
+        how = self.how
+        return how.sorts_inputs and how.group_size > 0 and self.source.columns is not None
+
     def rows(self, found: Mapping[str, torch.Tensor]) -> StoredRows:
         """Make the rows that the source fills. found: tensors, by their names. Raises ModelError
         for values that cannot be."""
-        source, part = self.source, self.source.part
-        values = {end: found[name] for end, name in self.tensors.items()}
-        whole = _whole_shape(source)
-        if part is not None and len(whole) == 3:
-            values = {end: each[part.first] for end, each in values.items()}
-        try:
-            rows = FORMS[self.how.form].rows(self.how, whole[-2:], values)
-        except ModelError as error:
-            raise ModelError(f"{source.name} contradicts itself: {error}.") from error
-        if part is not None and len(whole) == 2:
-            rows = selected(rows, slice(part.first, part.first + part.count))
-        return rows if source.order is None else selected(rows, source.order)
+        rows, first = self._taken(found)
+        assert first == 0, "a rank has whole groups"
+        return rows
 
     def fill(self, destination: torch.Tensor, found: Mapping[str, torch.Tensor]) -> None:
         """Write what the rows stand for, rounded once to the destination's dtype."""
         dtype = torch.float64 if destination.dtype == torch.float64 else torch.float32
-        destination.copy_(self.rows(found).dequantised(dtype))
+        rows, first = self._taken(found)
+        destination.copy_(rows.dequantised(dtype).narrow(1, first, destination.shape[1]))
+
+    def check(self, headers: Mapping[str, TensorHeader]) -> None:
+        """Raise ConfigError where a rank's inputs are no whole groups."""
+        if self.source.columns is not None:
+            form, shape = FORMS[self.how.form], _whole_shape(self.source)
+            wanted = form.tensors(self.how, shape[-2:])
+            stored = {end: headers[name].shape for end, name in self.tensors.items()}
+            stored = {end: own[len(shape) - 2 :] for end, own in stored.items()}
+            step = step_of(wanted, stored, shape[-2:], INPUTS)
+            check_inputs(self.source.name.removesuffix(WEIGHT), self.source.columns, step)
+
+    def _taken(self, found: Mapping[str, torch.Tensor]) -> tuple[StoredRows, int]:
+        """Make them with as many more inputs as groups need; returns also the first that counts."""
+        source, form, first = self.source, FORMS[self.how.form], 0
+        values: Mapping[str, torch.Tensor]
+        values = {end: found[name] for end, name in self.tensors.items()}
+        whole, outputs = _whole_shape(source), source.order
+        if source.part is not None:
+            values = {end: each[source.part.first] for end, each in values.items()}
+        shape = whole[-2:]
+        wanted = form.tensors(self.how, shape)
+        if source.rows is not None:
+            own = torch.arange(source.rows.first, source.rows.first + source.rows.count)
+            own = own if outputs is None else own[outputs]
+            values, shape, outputs = take_outputs(values, wanted, shape, own)
+        if source.columns is not None:
+            values, shape, first = take_inputs(values, wanted, shape, source.columns)
+        try:
+            rows = form.rows(self.how, shape, values)
+        except ModelError as error:
+            raise ModelError(f"{source.name} contradicts itself: {error}.") from error
+        return rows if outputs is None else selected(rows, outputs), first
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,8 +192,13 @@ def quantised_layers(
         if not quantised:
             continue
         outputs = {each.name: each.destination.shape[0] for each in sources}
-        found[layer] = QuantisedLayer(quantised, outputs, is_kept)
-        if is_kept and is_gpu and len(found[layer].stretches(is_gpu=True)) > 1:
+        # A part of inputs that were sorted has groups of all sizes, which no kernel multiplies.
+        cuts_sorted = any(p.cuts_sorted_groups for p in quantised.values())
+        found[layer] = QuantisedLayer(quantised, outputs, is_kept and not cuts_sorted)
+        if found[layer].is_kept:
+            for part in quantised.values():
+                part.check(headers)
+        if found[layer].is_kept and is_gpu and len(found[layer].stretches(is_gpu=True)) > 1:
             raise ModelError(
                 f"{listed(list(parts))} are multiplied together, but stored in different ways, for"
                 " which GPUs have no kernel; --quantization none computes them in the dtype."

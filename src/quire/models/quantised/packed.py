@@ -16,13 +16,17 @@ import torch
 from quire.base.errors import ModelError
 from quire.base.quantization_config import StoredWeight
 from quire.models.quantised.tensors import (
+    INPUTS,
+    OUTPUTS,
     SCALES,
     WORD,
     Shape,
     Wanted,
     group_of,
+    groups_of,
     num_groups,
     of_outputs,
+    of_some_inputs,
     scale_shapes,
     signed,
     sorted_by_group,
@@ -34,21 +38,24 @@ from quire.ops.stored_rows import IntegerRows
 
 def tensors(how: StoredWeight, shape: Shape) -> dict[str, Wanted]:
     outputs, inputs = shape
-    of_word = WORD // how.bits
+    of_word, axes = WORD // how.bits, ((OUTPUTS, how.rows), groups_of(how))
     found = {
-        ".weight_packed": Wanted(((outputs, -(-inputs // of_word)),), ("I32",)),
-        ".weight_scale": Wanted(scale_shapes(how, shape), SCALES),
+        ".weight_packed": Wanted(
+            ((outputs, -(-inputs // of_word)),), ("I32",), axes=((OUTPUTS, 1), (INPUTS, of_word))
+        ),
+        ".weight_scale": Wanted(scale_shapes(how, shape), SCALES, axes=axes),
         ".weight_shape": Wanted(((2,),), ("I64", "I32"), is_needed=False),
-        ".weight_g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False),
+        ".weight_g_idx": Wanted(((inputs,),), ("I32", "I64"), is_needed=False, axes=((INPUTS, 1),)),
         ".input_scale": unused(),
         ".input_zero_point": unused(),
         ".input_global_scale": unused(),
     }
     if how.has_zeros and how.rows == 1:
         packed = (-(-outputs // of_word), num_groups(how, inputs))
-        found[".weight_zero_point"] = Wanted((packed,), ("I32",))
+        axes = (OUTPUTS, of_word), groups_of(how)
+        found[".weight_zero_point"] = Wanted((packed,), ("I32",), axes=axes)
     elif how.has_zeros:
-        found[".weight_zero_point"] = Wanted(scale_shapes(how, shape), ("I8",))
+        found[".weight_zero_point"] = Wanted(scale_shapes(how, shape), ("I8",), axes=axes)
     return found
 
 
@@ -58,6 +65,15 @@ def rows(how: StoredWeight, shape: Shape, found: Mapping[str, torch.Tensor]) -> 
     if ".weight_shape" in found and found[".weight_shape"].tolist() != list(shape):
         raise ModelError(f"weight_shape is {found['.weight_shape'].tolist()}, not {list(shape)}")
     integers = signed(unpacked(found[".weight_packed"], bits)[:, :inputs].contiguous(), bits)
+    num_stored = found[".weight_scale"].shape[-1] if found[".weight_scale"].dim() == 2 else 1
+    if num_stored > num_groups(how, inputs):
+        whole = outputs, num_stored * how.group_size
+        zeros = _zeros(how, whole, found)
+        scales_GN = of_outputs(found[".weight_scale"], how, whole).t()
+        of_inputs = found[".weight_g_idx"]
+        return of_some_inputs(
+            integers, bits, scales_GN, None if zeros is None else zeros.t(), of_inputs
+        )
     order = None
     if ".weight_g_idx" in found and not (found[".weight_g_idx"] < 0).any():
         order, is_even = sorted_by_group(found[".weight_g_idx"], group)

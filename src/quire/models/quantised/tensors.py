@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.quantization_config import StoredWeight
+from quire.ops.stored_rows import IntegerRows
 
 Shape = tuple[int, ...]
 
@@ -17,6 +18,7 @@ Shape = tuple[int, ...]
 SCALES = ("F32", "F16", "BF16")
 POWERS = ("U8", "F8_E8M0")
 WORD = 32
+OUTPUTS, INPUTS, NEITHER = 0, 1, 2  # what a dimension counts
 EXPONENT_BIAS = 127
 
 
@@ -24,13 +26,21 @@ EXPONENT_BIAS = 127
 class Wanted:
     """A tensor of a quantised module. shapes, dtypes: those that it may have. other_names: ends of
     its name that others write. is_needed: whether there must be one. is_used: no weight depends on
-    others."""
+    others. axes: of each dimension what it counts, outputs or inputs of the module, and how many of
+    these one place stands for, if not each has one or all share it."""
 
     shapes: tuple[Shape, ...]
     dtypes: tuple[str, ...]
     other_names: tuple[str, ...] = ()
     is_needed: bool = True
     is_used: bool = True
+    axes: tuple[tuple[int, int], ...] = ()
+
+
+def groups_of(how: StoredWeight) -> tuple[int, int]:
+    """Return the axis of a dimension that counts groups of inputs; where inputs were sorted, any of
+    them may be in any."""
+    return (NEITHER, 1) if how.sorts_inputs else (INPUTS, how.group_size)
 
 
 def unused(*shapes: Shape) -> Wanted:
@@ -87,12 +97,26 @@ def signed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
     return (numbers ^ 0x80).view(torch.int8) if bits == 8 else numbers.view(torch.int8) - 8
 
 
+def of_some_inputs(
+    integers_NK: torch.Tensor,
+    bits: int,
+    scales_GN: torch.Tensor,
+    zeros_GN: torch.Tensor | None,
+    groups_K: torch.Tensor,
+) -> IntegerRows:
+    """Make rows of a part of inputs that were sorted: each has the scale and the zero point of its
+    group by itself."""
+    groups_K = groups_K.long()
+    zeros_NK = None if zeros_GN is None else zeros_GN[groups_K].float().t()
+    return IntegerRows(integers_NK, bits, scales_GN[groups_K].float().t(), 1, zeros_NK)
+
+
 def sorted_by_group(groups_K: torch.Tensor, group_size: int) -> tuple[torch.Tensor | None, bool]:
     """Return the order that sorts inputs by group, None where they are sorted, and whether the
     groups then are those of `group_size` inputs each, the last with the rest."""
     inputs = len(groups_K)
     wanted = torch.arange(inputs) // group_size
-    groups_K = groups_K.long()
+    groups_K = groups_K.long() - groups_K.min()  # a rank's first group may be a later one
     if torch.equal(groups_K, wanted) or not groups_K.any():  # all zero: nobody sorted them
         return None, True
     order = groups_K.argsort(stable=True)

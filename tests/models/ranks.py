@@ -1,0 +1,44 @@
+"""Models of ranks that share layers: their logits put together."""
+
+from pathlib import Path
+
+import torch
+
+from quire.base.model_spec import ModelSpec
+from quire.models.loading import LoadOptions, load_model
+from quire.models.model import Model
+from quire.models.rank_place import RankPlace
+from quire.ops.collective import RankGroup
+from tests.models.checkpoints import random_tokens
+from tests.models.paged import CPU, run_paged
+
+SEQUENCES = random_tokens(11, 5)
+CHUNKS = [[7, 4], [5]]
+
+
+class Gathering:
+    """A model of a rank whose logits are those of all ranks' tokens."""
+
+    def __init__(self, model: Model, group: RankGroup, vocab_size: int) -> None:
+        self._model, self._group, self._vocab_size = model, group, vocab_size
+
+    def __call__(self, *args: object) -> torch.Tensor:
+        hidden: torch.Tensor = self._model(*args)
+        return hidden
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        own = self._model.logits(hidden_RD)
+        assert own.shape[1] == -(-self._vocab_size // self._group.size)
+        all_parts = self._group.all_gather(own).transpose(0, 1).flatten(1)
+        return all_parts[:, : self._vocab_size]
+
+
+def logits_of(
+    directory: Path, spec: ModelSpec, group: RankGroup, dtype: torch.dtype = torch.float64
+) -> list[torch.Tensor]:
+    """Logits by one of the ranks."""
+    options = LoadOptions(place=RankPlace(group))
+    model = load_model(directory, spec, dtype, CPU, options)
+    own = spec.of_ranks(group.size)
+    gathering = Gathering(model, group, spec.vocab_size)
+    return run_paged(gathering, own, SEQUENCES, CHUNKS, backend="reference", dtype=dtype)

@@ -1,0 +1,135 @@
+"""Weights that are stored quantised, cut for ranks: they stay the numbers that they were.
+
+Covers `models/quantised/cutting.py`, `models/quantised/tensors.py` and `models/gguf/weights.py`.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.base.errors import ConfigError
+from quire.base.model_spec import load_spec
+from quire.models.formats import IN_THE_DTYPE, WeightFormats
+from quire.models.layers import Linear
+from quire.models.loading import LoadOptions, load_model
+from quire.models.rank_place import RankPlace
+from quire.ops.collective import RankGroup
+from quire.ops.collectives.thread_group import run_ranks, thread_groups
+from quire.ops.formats import Quantization
+from quire.ops.linear import linear
+from quire.ops.native import core
+from quire.ops.packed import PackedParts, PackedWeight
+from tests.models import quantised_writers as writers
+from tests.models.checkpoints import HYBRID, write_own
+from tests.models.gguf_writer import Q4_0, Q8_0, convert
+from tests.models.paged import CPU
+from tests.models.ranks import logits_of
+from tests.models.test_quantised_checkpoints import FORMATS
+
+needs_core = pytest.mark.skipif(core() is None, reason="the C++ core is not built")
+INNER = 128  # so that two ranks have whole groups of 32
+
+
+def numbers_of(layer: Linear) -> torch.Tensor:
+    """What a layer multiplies by: its products with unit vectors, of which nothing is rounded."""
+    inputs = layer.weight.shape[1]
+    return linear(torch.eye(inputs), layer.weight).T
+
+
+def check_kept(path: Path, group: RankGroup) -> int:
+    """Compare what a rank keeps as it is stored with the same computed; returns how many are."""
+    spec, place = load_spec(path), RankPlace(group)
+    kept = load_model(path, spec, torch.float32, CPU, LoadOptions(place=place))
+    in_dtype = LoadOptions(formats=IN_THE_DTYPE, place=place)
+    computed = dict(load_model(path, spec, torch.float64, CPU, in_dtype).named_modules())
+    count = 0
+    for name, layer in kept.named_modules():
+        if isinstance(layer, Linear) and isinstance(layer.weight, PackedWeight | PackedParts):
+            wanted = computed[name].weight
+            torch.testing.assert_close(numbers_of(layer).double(), wanted, rtol=1e-5, atol=1e-6)
+            count += layer.weight.format != "float32"
+    return count
+
+
+def compare(path: Path, size: int = 2) -> None:
+    """Compare the logits of ranks with those of one, in float64."""
+    spec = load_spec(path)
+    (wanted,) = run_ranks(1, lambda group: logits_of(path, spec, group))
+    for found in run_ranks(size, lambda group: logits_of(path, spec, group)):
+        for one_TV, other_TV in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
+
+
+@needs_core
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoints_of_quantisers(name: str, tmp_path: Path) -> None:
+    path, _ = writers.write(tmp_path, FORMATS[name], intermediate_size=INNER)
+    compare(path)
+    num_layers = 2 if name.endswith("ordered") else 4  # of ordered inputs a part is computed
+    for group in thread_groups(2):
+        assert check_kept(path, group) == 2 * num_layers
+
+
+@needs_core
+def test_experts_in_blocks(tmp_path: Path) -> None:
+    path, _ = writers.write_gpt_oss(tmp_path, intermediate_size=64)
+    compare(path)
+    for group in thread_groups(2):
+        assert check_kept(path, group) == 2 * 5 * 2
+
+
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+OF_TYPE = {
+    "llama": {},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "qwen3_moe": EXPERTS | {"head_dim": 16},
+    "gpt_oss": EXPERTS | {"num_local_experts": 3, "head_dim": 16},
+    # Files have the value heads in another order, in the columns of a matrix, too.
+    "qwen3_5_text": HYBRID | {"linear_value_head_dim": 32, "linear_key_head_dim": 32},
+}
+
+
+@needs_core
+@pytest.mark.parametrize("kind", [Q8_0, Q4_0])
+@pytest.mark.parametrize("model_type", OF_TYPE)
+def test_gguf_files(model_type: str, kind: int, tmp_path: Path) -> None:
+    config = writers.SIZES | {"intermediate_size": INNER} | OF_TYPE[model_type]
+    config |= {"hidden_size": 64, "intermediate_size": INNER}
+    folder = write_own(tmp_path / "checkpoint", model_type, config).directory
+    path = convert(folder, tmp_path / "model.gguf", kind)
+    compare(path)
+    for group in thread_groups(2):
+        assert check_kept(path, group) >= 4
+
+
+@needs_core
+def test_groups_that_are_not_whole(tmp_path: Path) -> None:
+    """96 inputs in groups of 32 are three groups."""
+    path, _ = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=96)
+    place = RankPlace(thread_groups(2)[1])
+    with pytest.raises(ConfigError, match="groups of 32 inputs, .*96 inputs each of 2 .* has 48"):
+        load_model(path, load_spec(path), torch.float32, CPU, LoadOptions(place=place))
+    compare(path)  # in the dtype they can be cut anywhere
+
+
+@needs_core
+@pytest.mark.parametrize("format", [Quantization("int8", 32), Quantization("int4", 32)])
+def test_ranks_round_as_one_does(format: Quantization, tmp_path: Path) -> None:
+    """Where a rank has whole groups."""
+    path = writers.write(tmp_path, FORMATS["gptq"], intermediate_size=INNER)[1]
+    spec, formats = load_spec(path), WeightFormats(format, None)
+    whole = load_model(path, spec, torch.float32, CPU, LoadOptions(formats=formats))
+    parts = [
+        load_model(
+            path, spec, torch.float32, CPU, LoadOptions(formats=formats, place=RankPlace(group))
+        )
+        for group in thread_groups(2)
+    ]
+    for i in range(spec.num_layers):
+        down = [numbers_of(model.layers[i].mlp.down) for model in (whole, *parts)]
+        assert torch.equal(down[0], torch.cat(down[1:], dim=1))
+        gate_up = [numbers_of(model.layers[i].mlp.gate_up) for model in (whole, *parts)]
+        gates, ups = zip(*(each.chunk(2) for each in gate_up[1:]), strict=True)
+        assert torch.equal(gate_up[0], torch.cat((*gates, *ups)))
