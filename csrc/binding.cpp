@@ -31,7 +31,7 @@ namespace nb = nanobind;
 namespace {
 
 // Raised whenever a signature changes; native.py refuses an object of another number.
-constexpr int kInterfaceVersion = 19;
+constexpr int kInterfaceVersion = 20;
 
 using Address = uintptr_t;
 using Ints = int64_t*;
@@ -89,12 +89,12 @@ void token_rank(Address ranks, Address logits, Address ids, int64_t rows, int64_
 
 // The addresses of the three filters may be 0: no filters.
 void choose(Address ids, Address logits, Address temperatures, Address top_k, Address top_p,
-            Address min_p, int64_t rows, int64_t vocab, Address seeds, Address sample_index,
-            Address positions, int num_threads) {
+            Address min_p, int64_t rows, int64_t vocab, int64_t first, Address seeds,
+            Address sample_index, Address positions, int num_threads) {
     quire::choose(as<Ints>(ids), as<ConstFloats>(logits), as<ConstFloats>(temperatures),
                   as<ConstInts>(top_k), as<ConstFloats>(top_p), as<ConstFloats>(min_p), rows, vocab,
-                  as<ConstInts>(seeds), as<ConstInts>(sample_index), as<ConstInts>(positions),
-                  num_threads);
+                  first, as<ConstInts>(seeds), as<ConstInts>(sample_index),
+                  as<ConstInts>(positions), num_threads);
 }
 
 void find_runs(Address tokens, int64_t token_stride, Address rows, Address lengths, int64_t count,

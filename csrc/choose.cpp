@@ -89,15 +89,31 @@ inline double score_of(float logit, float temperature, float noise) {
     return static_cast<double>(logit) / temperature - std::log(-std::log1p(-double{noise}));
 }
 
+// The noise of a row's columns, of which the first is token `first`.
+struct Noise {
+    Stream stream;
+    int64_t first;
+
+    // Of the columns [column, column + kChunk).
+    void chunk(int64_t column, float* out) const {
+        const int64_t id = first + column, skipped = id % 4;
+        if (skipped == 0) return uniform_chunk(stream, id, out);
+        float all[2 * kChunk];
+        uniform_chunk(stream, id - skipped, all);
+        uniform_chunk(stream, id - skipped + kChunk, all + kChunk);
+        std::copy_n(all + skipped, kChunk, out);
+    }
+};
+
 // Gumbel-max over the tokens whose key is at least the cutoff. The most probable token sets the
 // mark; chunks that cannot reach it are passed over, most of them before their noise is made.
-int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Stream& stream,
+int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Noise& source,
                    uint64_t cutoff, const Best& peak) {
     constexpr float kMostGumbel = 23.0f;  // -log(2^-33), rounded up
     float noise[kChunk];
     const float scale = 1.0f / temperature;
     const float least = cutoff == 0 ? -kInfinity : value_of(cutoff);
-    uniform_chunk(stream, peak.id / 4 * 4, noise);
+    source.chunk(peak.id / 4 * 4, noise);
     int64_t best_id = peak.id;
     double best = score_of(peak.value, temperature, noise[peak.id % 4]);
     for (int64_t first = 0; first < vocab; first += kChunk) {
@@ -107,7 +123,7 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Str
         const float mark = static_cast<float>(best - 1e-2 - 1e-5 * std::fabs(best));
         const float largest = peak_of(logits, count).value;
         if (largest < least || largest * scale + kMostGumbel < mark) continue;
-        uniform_chunk(stream, first, noise);
+        source.chunk(first, noise);
         if (!can_beat(logits, noise, count, scale, mark)) continue;
         for (int64_t i = 0; i < count; ++i) {
             if (!(score_bound(logits[i], noise[i], scale) > mark)) continue;
@@ -126,12 +142,12 @@ int64_t gumbel_max(const float* row, int64_t vocab, float temperature, const Str
 // nucleus too, if it lies there, which its chance of top_p or more makes likely: so the winner is
 // looked at first. Was it outside, all that are not before it are, and the rest tries again.
 int64_t choose_in_nucleus(Keys& keys, const float* row, int64_t vocab, float temperature,
-                          const Filter& filter, const Stream& stream, const Best& peak) {
+                          const Filter& filter, const Noise& noise, const Best& peak) {
     constexpr int kTries = 8;        // a winner halves the mass, more or less: enough for top_p of 0.02
     constexpr double kDoubt = 1e-4;  // more than the masses' rounding; within it keys decide
     uint64_t cutoff = 0;
     for (int tries = 0; tries < kTries; ++tries) {
-        const int64_t id = gumbel_max(row, vocab, temperature, stream, cutoff, peak);
+        const int64_t id = gumbel_max(row, vocab, temperature, noise, cutoff, peak);
         if (id == peak.id) return id;
         const Mass mass = mass_before(row, vocab, temperature, peak.value, {id, row[id]});
         const double excess = mass.before / mass.all - double{filter.top_p};
@@ -140,23 +156,23 @@ int64_t choose_in_nucleus(Keys& keys, const float* row, int64_t vocab, float tem
         cutoff = token_key(row[id], id) + 1;
     }
     cutoff = cutoff_of(keys, row, vocab, temperature, filter, peak.value);
-    return gumbel_max(row, vocab, temperature, stream, cutoff, peak);
+    return gumbel_max(row, vocab, temperature, noise, cutoff, peak);
 }
 
 int64_t choose_filtered(Keys& keys, const float* row, int64_t vocab, float temperature,
-                        const Filter& filter, const Stream& stream, const Best& peak) {
+                        const Filter& filter, const Noise& noise, const Best& peak) {
     const bool has_top_k = filter.top_k > 0 && filter.top_k < vocab;
     if (!has_top_k && filter.min_p <= 0.0f && filter.top_p < 1.0f) {
-        return choose_in_nucleus(keys, row, vocab, temperature, filter, stream, peak);
+        return choose_in_nucleus(keys, row, vocab, temperature, filter, noise, peak);
     }
     const uint64_t cutoff = cutoff_of(keys, row, vocab, temperature, filter, peak.value);
-    return gumbel_max(row, vocab, temperature, stream, cutoff, peak);
+    return gumbel_max(row, vocab, temperature, noise, cutoff, peak);
 }
 
 }  // namespace
 
 void choose(int64_t* ids, const float* logits, const float* temperatures, const int64_t* top_k,
-            const float* top_p, const float* min_p, int64_t rows, int64_t vocab,
+            const float* top_p, const float* min_p, int64_t rows, int64_t vocab, int64_t first,
             const int64_t* seeds, const int64_t* sample_index, const int64_t* positions,
             int num_threads) {
     parallel_for(rows, num_threads, [=](int64_t begin, int64_t end) {
@@ -168,8 +184,8 @@ void choose(int64_t* ids, const float* logits, const float* temperatures, const 
             if (!std::isfinite(peak.value)) continue;  // the caller reports this row
             const Filter filter = top_k == nullptr ? Filter{0, 1.0f, 0.0f}
                                                    : Filter{top_k[i], top_p[i], min_p[i]};
-            const Stream stream{seeds[i], sample_index[i], positions[i]};
-            ids[i] = choose_filtered(keys, row, vocab, temperatures[i], filter, stream, peak);
+            const Noise noise{{seeds[i], sample_index[i], positions[i]}, first};
+            ids[i] = choose_filtered(keys, row, vocab, temperatures[i], filter, noise, peak);
         }
     });
 }

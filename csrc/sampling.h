@@ -24,9 +24,10 @@ void token_rank(int64_t* ranks, const float* logits, const int64_t* ids, int64_t
 
 // ids[rows] = argmax(logits / temperature + Gumbel noise) of the tokens that the filters leave: a
 // sample of softmax(logits / temperature), filtered by min-p, then top-k, then top-p. The three
-// filters are arrays[rows], or all null for none. A row without a finite logit gets any id.
+// filters are arrays[rows], or all null for none. A row without a finite logit gets any id. An id is
+// a column's number; the noise is that of token `first` + id.
 void choose(int64_t* ids, const float* logits, const float* temperatures, const int64_t* top_k,
-            const float* top_p, const float* min_p, int64_t rows, int64_t vocab,
+            const float* top_p, const float* min_p, int64_t rows, int64_t vocab, int64_t first,
             const int64_t* seeds, const int64_t* sample_index, const int64_t* positions,
             int num_threads);
 

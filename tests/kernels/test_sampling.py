@@ -9,6 +9,7 @@ from quire.ops.kernels import sampling
 from quire.ops.kernels.sampling import SamplingColumns
 from quire.ops.sampling import Filters, Streams
 from quire.ops.top_k import arg_max_reference
+from quire.runner.vocabulary import best_of_parts
 from tests.ops import sampling_oracle as oracle
 from tests.ops.test_sampling import FILTERS, random_logits
 
@@ -182,3 +183,27 @@ def test_distribution(settings: dict[str, float], device: torch.device) -> None:
     counts = np.bincount(ids.cpu().numpy(), minlength=61)
     expected = oracle.filtered_distribution(logits_V.double().numpy(), **settings)
     assert abs(oracle.chi_square_z(counts, expected)) < 4.5
+
+
+@pytest.mark.parametrize(("vocab_size", "num_parts"), [(5, 2), (97, 3), (4200, 2), (4200, 4)])
+def test_parts_of_the_vocabulary_compete(
+    vocab_size: int, num_parts: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Parts that begin at ids that 4 divides, and others."""
+    settings = [{"temperature": t} for t in (1.0, 0.0, 0.3, 2.5, 0.0, 1.0)]
+    logits = random_logits(6, vocab_size, 2.0).to(dtype).to(device)
+    logits[3, -1] = torch.nan
+    logits[4] = -torch.inf
+    columns, rows = columns_of(settings, device), torch.arange(6, device=device)
+    positions = rows + 5
+    width = -(-vocab_size // num_parts)
+    pairs = torch.stack(
+        [
+            sampling.best_of_part(part, columns, positions, rows, first)
+            for first, part in zip(range(0, vocab_size, width), logits.split(width, 1), strict=True)
+        ]
+    )
+    wanted, is_valid = sampling.sample(logits, columns, positions, rows, has_filters=False)
+    found, has_any = best_of_parts(pairs)
+    assert torch.equal(found, wanted) and torch.equal(has_any, is_valid)
+    assert has_any.tolist() == [True, True, True, False, False, True]

@@ -10,6 +10,7 @@ from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Plan, RowFork, RowStart
 from quire.base.sampling_params import SamplingParams
 from quire.ops import native
+from quire.ops.collective import ALONE, RankGroup
 from quire.ops.logprobs import token_logprobs
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.assemble import make_device, make_ops
@@ -20,6 +21,7 @@ from quire.runner.logits_processors import LogitsProcessors
 from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler, logprob_tensors
 from quire.runner.step_ops import StepShape
+from quire.runner.vocabulary import vocabulary_of
 from tests.ops import sampling_oracle as oracle
 from tests.ops.test_mask import words_of
 
@@ -31,7 +33,9 @@ MAX_LEN = 40
 class Bench:
     """A sampler over rows, whose tokens are random behind those that they start with."""
 
-    def __init__(self, vocab_size: int = VOCAB, device: str = "cpu") -> None:
+    def __init__(
+        self, vocab_size: int = VOCAB, device: str = "cpu", group: RankGroup = ALONE
+    ) -> None:
         generator = torch.Generator().manual_seed(5)
         self.device = make_device(torch.device(device))
         state = empty_rows(self.device.device, MAX_ROWS, MAX_LEN, 1, MAX_LEN)
@@ -39,7 +43,7 @@ class Bench:
         ops = make_ops(self.device, state, vocab_size)
         self.rows = DeviceRows(self.device, state, ops)
         edits, extras = Edits(self.device, MAX_ROWS), Extras(state, LogitsProcessors())
-        self.sampler = Sampler(ops, edits, extras, MAX_ROWS, vocab_size)
+        self.sampler = Sampler(ops, edits, extras, MAX_ROWS, vocabulary_of(vocab_size, group))
         self.lengths = np.zeros(MAX_ROWS, np.int64)
 
     def start(
@@ -105,11 +109,12 @@ class Bench:
             self.rows.ops.prepare_masks(places.astype(np.int32), words).take()
 
         def work() -> list[torch.Tensor]:
+            logits = sampler.vocabulary.needed(logits_NV, needs)
             shape = StepShape(ones, self.lengths[which].astype(np.int32), len(rows))
             gathered = self.rows.ops.gather(shape)
             old = gathered.samples
             samples = SampleInputs(old.rows, old.last, old.lengths + moved, old.prompt_lens)
-            ids_N, is_valid_N, found = sampler.sample(logits_NV, samples, needs, wanted)
+            ids_N, is_valid_N, found = sampler.sample(logits, samples, needs, wanted)
             self.rows.advance(gathered, ids_N, is_valid_N)
             return [self.rows.result(slot, len(rows)), *found]
 

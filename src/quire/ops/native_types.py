@@ -156,7 +156,7 @@ class Core(Protocol):
     ) -> None: ...
     def choose(
         self, ids: int, logits: int, temperatures: int, top_k: int, top_p: int, min_p: int,
-        rows: int, vocab: int, seeds: int, index: int, at: int, num_threads: int, /,
+        rows: int, vocab: int, first: int, seeds: int, index: int, at: int, num_threads: int, /,
     ) -> None: ...  # fmt: skip
     def apply_masks(
         self, logits: int, places: int, words: int, count: int, vocab: int, num_words: int,

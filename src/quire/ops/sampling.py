@@ -118,6 +118,7 @@ def choose_reference(
     streams: Streams,
     filters: Filters | None = None,
     largest_k: int | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """The torch path of `choose`.
 
@@ -128,7 +129,8 @@ def choose_reference(
     if filters is None:
         stream_R = (streams.seeds, streams.sample_index, streams.positions)
         scores_RV = logits_RV.double() / temperatures_R[:, None].double()
-        return scores_RV.add_(gumbel(uniform(*stream_R, vocab_size))).argmax(dim=-1)
+        noise_RV = uniform(*stream_R, first + vocab_size)[:, first:]
+        return scores_RV.add_(gumbel(noise_RV)).argmax(dim=-1)
     if largest_k is not None:
         k = min(largest_k, vocab_size)
         row = (logits_RV, temperatures_R, filters, streams)
@@ -148,15 +150,17 @@ def choose(
     streams: Streams,
     filters: Filters | None = None,
     largest_k: int | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """A sample per row of what the filters leave of softmax(logits / temperature): int64 [R].
 
     logits_RV: float32, contiguous; temperatures_R: float32, above 0. largest_k: the largest top_k,
-    if every row has one. A row without a finite logit gets any id.
+    if every row has one. A row without a finite logit gets any id. An id is a column's number;
+    the noise is that of token `first` + id.
     """
     core = native.core_for(logits_RV)
     if core is None:
-        return choose_reference(logits_RV, temperatures_R, streams, filters, largest_k)
+        return choose_reference(logits_RV, temperatures_R, streams, filters, largest_k, first)
     ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
     core.choose(
         native.address(ids_R, torch.int64),
@@ -167,9 +171,33 @@ def choose(
         native.address(filters.min_p, torch.float32) if filters else 0,
         logits_RV.shape[0],
         logits_RV.shape[1],
+        first,
         native.address(streams.seeds, torch.int64),
         native.address(streams.sample_index, torch.int64),
         native.address(streams.positions, torch.int64),
         num_threads(),
     )
     return ids_R
+
+
+def scores_of_part(
+    logits_RV: torch.Tensor,
+    ids_R: torch.Tensor,
+    peaks_R: torch.Tensor,
+    temperatures_R: torch.Tensor,
+    streams: Streams,
+    first: int,
+) -> torch.Tensor:
+    """Score what was chosen of a part of the vocabulary, float64 [R], to be compared with other
+    parts' choices: -inf where the part has nothing to choose, inf where its logits make no sense.
+
+    ids_R: columns. peaks_R: the largest logit of each. temperatures_R: 0 for a greedy row.
+    """
+    logits_R = logits_RV.gather(1, ids_R[:, None])[:, 0].double()
+    stream_R = (streams.seeds, streams.sample_index, streams.positions)
+    noise_R = gumbel(uniform_at(*stream_R, (ids_R + first)[:, None])[:, 0])
+    is_greedy_R = temperatures_R <= 0
+    divisors_R = torch.where(is_greedy_R, 1.0, temperatures_R.double())
+    scores_R = torch.where(is_greedy_R, logits_R, logits_R / divisors_R + noise_R)
+    nothing_R = torch.where(peaks_R == -torch.inf, -torch.inf, torch.inf).double()
+    return torch.where(peaks_R.isfinite(), scores_R, nothing_R)

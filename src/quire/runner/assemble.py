@@ -5,6 +5,7 @@ import torch
 from quire.base.config import EngineConfig
 from quire.ops import gpu
 from quire.ops.attention.base import AttentionBackend
+from quire.ops.collective import ALONE, RankGroup
 from quire.ops.row_state import RowTensors
 from quire.runner.device import Device, HostDevice
 from quire.runner.edits import Edits
@@ -17,6 +18,7 @@ from quire.runner.rows import DeviceRows, empty_rows
 from quire.runner.sampler import Sampler
 from quire.runner.step_ops import StepOps
 from quire.runner.torch_ops import TorchOps
+from quire.runner.vocabulary import vocabulary_of
 
 Sizes = tuple[int, int, int, int]  # rows, length, cache groups, tokens of a block
 
@@ -44,13 +46,16 @@ def assemble(
     sizes: Sizes,
     vocab_size: int,
     torch_device: torch.device,
+    group: RankGroup = ALONE,
 ) -> ModelRunner:
-    """Make a runner that carries out every step as it is."""
+    """Make a runner that carries out every step as it is. group: ranks that share each layer."""
     device = make_device(torch_device, forbids_waiting=config.debug_transfers)
     state = empty_rows(device.device, *sizes)
     ops = make_ops(device, state, vocab_size)
     extras = Extras(state, LogitsProcessors(config.logits_processors))
-    sampler = Sampler(ops, Edits(device, sizes[0]), extras, sizes[0], vocab_size)
+    sampler = Sampler(
+        ops, Edits(device, sizes[0]), extras, sizes[0], vocabulary_of(vocab_size, group)
+    )
     return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
 
 

@@ -132,9 +132,11 @@ class DraftPasses:
             np.zeros(0, np.int64),
         )
         self._ops.serve(Sampling(asked, lengths, no_prompts))
-        logits_NV = self._drafter.logits(out_ND).float().contiguous()
+        needs = Needs(has_filters=bool(asked.flags.has_filter.any()))
+        vocabulary = self._runner.sampler.vocabulary
+        logits_NV = vocabulary.needed(self._drafter.logits(out_ND), needs).float().contiguous()
         samples = SampleInputs(rows_N, rows_N, lengths_N, rows_N)
-        ids_N, is_valid_N = self._ops.choose(logits_NV, samples, Needs())
+        ids_N, is_valid_N = vocabulary.choose(self._ops, logits_NV, samples, needs)
         self._state.tokens_RM[rows_N, lengths_N] = ids_N.int()
         return torch.where(is_valid_N, ids_N, -1).int()
 

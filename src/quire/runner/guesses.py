@@ -57,8 +57,8 @@ class Parts(Protocol):
         returns the seconds that it took."""
         ...
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Compute logits, [R, V]."""
+    def logits(self, hidden_RD: torch.Tensor, needs: Needs) -> torch.Tensor:
+        """Compute as many logits as sampling needs, [R, V] or a rank's part of them."""
         ...
 
     def score(self, hidden_TD: torch.Tensor, scores: Sequence[Scored]) -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ class GuessedStep:
             is_known[places.last[places.depths > 0]] = False
             known_TD = _rows(hidden_TD, np.flatnonzero(is_known))
             self._scored = parts.score(known_TD, self._scores)
-        self._logits = parts.logits(_rows(hidden_TD, places.last))
+        self._logits = parts.logits(_rows(hidden_TD, places.last), self._needs)
         if extras is None or not extras.hosted:
             return []
         return extras.seen(self._logits, int(places.lengths.max()))

@@ -253,9 +253,9 @@ class ModelRunner:
         backend.prepare(self.attention_step(inputs, shape))
         return self.model(inputs.ids_T, inputs.positions_T, backend)
 
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Compute logits, [R, V]."""
-        return self.model.logits(hidden_RD)
+    def logits(self, hidden_RD: torch.Tensor, needs: Needs) -> torch.Tensor:
+        """Compute as many logits as sampling needs, [R, V] or a rank's part of them."""
+        return self.sampler.vocabulary.needed(self.model.logits(hidden_RD), needs)
 
     def gather(self, shape: StepShape) -> Gathered:
         """Gather the inputs of the step that comes next."""
@@ -283,7 +283,7 @@ class ModelRunner:
     ) -> list[torch.Tensor]:
         """Do the work of a step, from gathered inputs to counters, for a graph; returns the
         log-probabilities of all rows, where some want any. between: called where masks come in."""
-        begun = self.begin(gathered, shape, backend)
+        begun = self.begin(gathered, shape, needs, backend)
         if needs.has_masks:
             between()
         return self.end(begun, needs, None, None)
@@ -292,6 +292,7 @@ class ModelRunner:
         self,
         gathered: Gathered,
         shape: StepShape,
+        needs: Needs,
         backend: AttentionBackend,
         scores: Sequence[Scored] = (),
     ) -> "Begun":
@@ -301,7 +302,7 @@ class ModelRunner:
         scored = self.score(hidden_TD, scores)
         if not shape.num_samples:
             return Begun(gathered, None, scored)
-        logits_NV = self.model.logits(select_rows(hidden_TD, samples.last))
+        logits_NV = self.logits(select_rows(hidden_TD, samples.last), needs)
         return Begun(gathered, logits_NV, scored)
 
     def end(
@@ -328,7 +329,8 @@ class ModelRunner:
 
     def _score(self, hidden_TD: torch.Tensor, part: Scored) -> list[torch.Tensor]:
         """Tell log-probabilities of the prompt tokens that follow some positions of the step."""
-        logits = self.model.logits(hidden_TD[part.place : part.place + part.count])
+        found = self.model.logits(hidden_TD[part.place : part.place + part.count])
+        logits = self.sampler.vocabulary.whole(found)
         targets = self.rows.state.tokens_RM[part.row, part.first + 1 : part.last + 1].long()
         return logprob_tensors(token_logprobs(logits, targets, part.num))
 
@@ -357,7 +359,7 @@ class _Step:
         """Return what the host looks at before the other half."""
         runner = self.runner
         gathered = runner.gather(shape)
-        begun = runner.begin(gathered, shape, runner.backend, self.scores)
+        begun = runner.begin(gathered, shape, self.needs, runner.backend, self.scores)
         self.begun = [begun]
         if self.extras is None or not self.extras.hosted or begun.logits_NV is None:
             return []

@@ -22,6 +22,7 @@ from quire.runner.edits import Edits
 from quire.runner.extras import Extras, StepExtras
 from quire.runner.sampling_flags import ALL_LOGPROBS, NO_LOGPROBS, SamplingFlags
 from quire.runner.step_ops import RECORDED_CANDIDATES, Asked, Needs, StepOps
+from quire.runner.vocabulary import Vocabulary
 
 Rows = npt.NDArray[np.int32]
 
@@ -41,9 +42,14 @@ class Sampler:
     device."""
 
     def __init__(
-        self, ops: StepOps, edits: Edits, extras: Extras, max_num_rows: int, vocab_size: int
+        self,
+        ops: StepOps,
+        edits: Edits,
+        extras: Extras,
+        max_num_rows: int,
+        vocabulary: Vocabulary,
     ) -> None:
-        self.vocab_size = vocab_size
+        self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
         self.flags = SamplingFlags.of_rows(max_num_rows)
         self._ops, self._edits, self._extras = ops, edits, extras
 
@@ -123,8 +129,8 @@ class Sampler:
         log-probabilities, three tensors for each of `wanted`, or for all rows where that is
         recorded (None).
 
-        logits: of any float dtype, the raw output of the model; masks and extras may be written
-        into them.
+        logits: of any float dtype, as many of the model's as the vocabulary says are needed; masks
+        and extras may be written into them.
         """
         raw = self._raw(logits_NV, needs, wanted)
         if extras is not None:
@@ -132,7 +138,7 @@ class Sampler:
         edited_NV = self._ops.edit(logits_NV, samples, needs, self._edits.table)
         if extras is not None:
             extras.penalise(edited_NV)
-        ids_N, is_valid_N = self._ops.choose(edited_NV, samples, needs)
+        ids_N, is_valid_N = self.vocabulary.choose(self._ops, edited_NV, samples, needs)
         if extras is not None:
             ids_N = extras.choose(edited_NV, ids_N, samples)
         if not raw:

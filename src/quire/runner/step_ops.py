@@ -112,6 +112,13 @@ class Needs:
         return self.num_candidates <= RECORDED_CANDIDATES[-1] and not is_rare
 
     @property
+    def all_logits(self) -> bool:
+        """Tell whether more is done than a choice among all tokens by their logits and noise."""
+        is_changed = self.has_penalties or self.edits is not None or self.has_masks
+        is_told = self.num_candidates != NO_LOGPROBS
+        return self.has_filters or is_changed or is_told or self.has_beams or self.has_extras
+
+    @property
     def makes_copy(self) -> bool:
         """Tell whether `edit` changes a copy of the logits."""
         return self.edits is not None or self.has_penalties
@@ -178,6 +185,14 @@ class StepOps(Protocol):
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose a token per row, int64 [N], and whether there was one to choose, bool [N]."""
+        ...
+
+    def best_of_part(
+        self, logits_NW: torch.Tensor, samples: SampleInputs, first: int
+    ) -> torch.Tensor:
+        """Choose among the tokens from `first` on, without filters: pairs of a score and a token
+        id, float64 [N, 2]. The score is -inf where there is nothing to choose, inf where the logits
+        make no sense."""
         ...
 
     def advance(

@@ -17,7 +17,7 @@ from quire.ops.logit_edits import EditTable, apply_edits
 from quire.ops.mask import RowMasks, apply_masks
 from quire.ops.penalties import apply_penalties
 from quire.ops.row_state import RowTensors
-from quire.ops.sampling import Filters, Streams, choose
+from quire.ops.sampling import Filters, Streams, choose, scores_of_part
 from quire.ops.step_inputs import SampleInputs, gather_step
 from quire.ops.top_k import arg_max
 from quire.runner.columns import narrow, penalties_of, wide
@@ -143,6 +143,21 @@ class TorchOps:
         is_valid_N = values_N.isfinite()
         return torch.where(is_valid_N, ids_N, 0), is_valid_N
 
+    def best_of_part(
+        self, logits_NW: torch.Tensor, samples: SampleInputs, first: int
+    ) -> torch.Tensor:
+        """Do as `choose`, and score what was chosen."""
+        best_N, peaks_N = arg_max(logits_NW)
+        temperatures_N, streams = self._streams(samples.rows, samples.lengths)
+        ids_N, which = best_N, np.flatnonzero(~self._served.asked.flags.is_greedy)
+        if len(which) > 0:
+            index = self._index(which)
+            some_NW = logits_NW if len(which) == len(logits_NW) else logits_NW[index]
+            chosen = choose(some_NW, temperatures_N[index], streams.of(index), first=first)
+            ids_N = best_N.index_copy(0, index, chosen)
+        scores_N = scores_of_part(logits_NW, ids_N, peaks_N, temperatures_N, streams, first)
+        return torch.stack((scores_N, (ids_N + first).double()), dim=1)
+
     def advance(
         self,
         gathered: Gathered,
@@ -176,9 +191,7 @@ class TorchOps:
         state, flags = self._state, self._served.asked.flags
         some_NV = logits_NV if len(which) == len(logits_NV) else logits_NV[index]
         rows = samples.rows[index]
-        temperatures = narrow(state, "temperature")[rows]
-        seeds, sample_index = wide(state, "seed")[rows], wide(state, "sample_index")[rows]
-        streams = Streams(seeds, sample_index, samples.lengths[index])
+        temperatures, streams = self._streams(rows, samples.lengths[index])
         if not flags.has_filter[which[0]]:
             return choose(some_NV, temperatures, streams)
         top_k = flags.top_k[which]
@@ -186,6 +199,12 @@ class TorchOps:
         columns = wide(state, "top_k"), narrow(state, "top_p"), narrow(state, "min_p")
         filters = Filters(*(column[rows] for column in columns))
         return choose(some_NV, temperatures, streams, filters, largest_k)
+
+    def _streams(self, rows: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, Streams]:
+        """Return temperatures and noise of rows of these lengths."""
+        state = self._state
+        seeds, sample_index = wide(state, "seed")[rows], wide(state, "sample_index")[rows]
+        return narrow(state, "temperature")[rows], Streams(seeds, sample_index, lengths)
 
     def _index(self, values: npt.NDArray[np.signedinteger]) -> torch.Tensor:
         return to_device(values.astype(np.int64), self._state.device)

@@ -10,6 +10,7 @@ Shape legend: N rows, R rows of the parameters' columns, V vocabulary, C chunks,
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,14 +19,21 @@ import triton.language as tl
 from quire.ops.kernels.launch import Config, next_power_of_2
 from quire.ops.kernels.sampling_filtered import MOST_HELD, NUM_WARPS, settle_filtered
 from quire.ops.kernels.sampling_scan import (
+    ALL,
     CHUNK,
     COLUMNS,
+    EVEN_PART,
     GROUP,
     GROUPS,
+    ODD_PART,
     best_of_chunks,
+    exact_score,
     load_peaks,
     scan,
 )
+
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+_MINUS_INFINITY = tl.constexpr(float("-inf"))
 
 # Bits of a float32 that are the same for all numbers of the dtype.
 _UNUSED_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}
@@ -67,6 +75,58 @@ def _settle(
     tl.store(ids_ptr + n, tl.where(is_valid, best, 0).to(tl.int64))
 
 
+@triton.jit
+def _settle_part(
+    pairs_ptr, logits_ptr, rows_ptr, temperature_ptr, seed_ptr, sample_ptr, position_ptr,
+    best_ptr, peak_ptr, first, logits_stride, num_chunks,
+    HAS_ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    row = n
+    if HAS_ROWS:
+        row = tl.load(rows_ptr + n).to(tl.int64)
+    chunk = tl.arange(0, CHUNKS)
+    is_chunk = chunk < num_chunks
+    peaks, peak, is_valid = load_peaks(peak_ptr + n * num_chunks, chunk, num_chunks)
+    ids = tl.load(best_ptr + n * num_chunks + chunk, mask=is_chunk, other=0)
+    scores = peaks.to(tl.float64)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        x = tl.load(logits_ptr + n * logits_stride + ids, mask=is_chunk, other=_MINUS_INFINITY)
+        scores = exact_score(
+            x.to(tl.float32), ids + first, temperature, tl.load(seed_ptr + row),
+            tl.load(sample_ptr + row), tl.load(position_ptr + n),
+        )  # fmt: skip
+    score = tl.max(scores, axis=0)
+    best = tl.min(tl.where(scores == score, ids, _NO_TOKEN), axis=0)
+    nothing = tl.where(peak > _MINUS_INFINITY, float("inf"), _MINUS_INFINITY)
+    tl.store(pairs_ptr + 2 * n, tl.where(is_valid, score, nothing.to(tl.float64)))
+    tl.store(pairs_ptr + 2 * n + 1, tl.where(is_valid, best + first, 0).to(tl.float64))
+
+
+def _arguments(
+    logits_NV: torch.Tensor,
+    columns: SamplingColumns,
+    positions_N: torch.Tensor,
+    rows_N: torch.Tensor | None,
+    best_NC: torch.Tensor,
+    peak_NC: torch.Tensor,
+) -> dict[str, Any]:
+    """Name what both launches take."""
+    return {
+        "logits_ptr": logits_NV,
+        "rows_ptr": positions_N if rows_N is None else rows_N,
+        "temperature_ptr": columns.temperature,
+        "seed_ptr": columns.seeds,
+        "sample_ptr": columns.sample_index,
+        "position_ptr": positions_N,
+        "best_ptr": best_NC,
+        "peak_ptr": peak_NC,
+        "logits_stride": logits_NV.stride(0),
+        "HAS_ROWS": rows_N is not None,
+    }
+
+
 def sample(
     logits_NV: torch.Tensor,
     columns: SamplingColumns,
@@ -99,18 +159,7 @@ def sample(
     if has_filters:
         shape = 2, num_rows, num_chunks * GROUPS
         maxima_NG, masses_NG = torch.empty(shape, device=device).unbind()
-    arguments = {
-        "logits_ptr": logits_NV,
-        "rows_ptr": positions_N if rows_N is None else rows_N,
-        "temperature_ptr": columns.temperature,
-        "seed_ptr": columns.seeds,
-        "sample_ptr": columns.sample_index,
-        "position_ptr": positions_N,
-        "best_ptr": best_NC,
-        "peak_ptr": peak_NC,
-        "logits_stride": logits_NV.stride(0),
-        "HAS_ROWS": rows_N is not None,
-    }
+    arguments = _arguments(logits_NV, columns, positions_N, rows_N, best_NC, peak_NC)
     filtered = {
         "top_k_ptr": columns.top_k,
         "top_p_ptr": columns.top_p,
@@ -121,7 +170,13 @@ def sample(
         "GROUP": GROUP,
     }
     scan[(num_rows, num_chunks)](
-        **arguments, **filtered, HAS_FILTERS=has_filters, GROUPS=GROUPS, num_warps=4
+        **arguments,
+        **filtered,
+        first=0,
+        HAS_FILTERS=has_filters,
+        PART=ALL,
+        GROUPS=GROUPS,
+        num_warps=4,
     )
     arguments |= {
         "ids_ptr": ids_N,
@@ -145,16 +200,64 @@ def sample(
     return ids_N, is_valid_N
 
 
+def best_of_part(
+    logits_NV: torch.Tensor,
+    columns: SamplingColumns,
+    positions_N: torch.Tensor,
+    rows_N: torch.Tensor,
+    first: int,
+) -> torch.Tensor:
+    """The best of a part of the vocabulary, the tokens from `first` on, for rows without filters:
+    pairs of a score and a token id, float64 [N, 2]. The score is -inf where the part has nothing to
+    choose, inf where its logits make no sense."""
+    num_rows, width = logits_NV.shape
+    device = logits_NV.device
+    pairs_N2 = torch.empty(num_rows, 2, dtype=torch.float64, device=device)
+    if num_rows == 0:
+        return pairs_N2
+    if logits_NV.stride(-1) != 1:
+        logits_NV = logits_NV.contiguous()
+    num_chunks = triton.cdiv(width, CHUNK)
+    peak_NC = torch.empty(num_rows, num_chunks, device=device)
+    best_NC = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
+    arguments = _arguments(logits_NV, columns, positions_N, rows_N, best_NC, peak_NC)
+    arguments["first"] = first
+    scan[(num_rows, num_chunks)](
+        **arguments,
+        top_k_ptr=columns.top_k,
+        top_p_ptr=columns.top_p,
+        min_p_ptr=columns.min_p,
+        maxima_ptr=peak_NC,
+        masses_ptr=peak_NC,
+        vocab_size=width,
+        HAS_FILTERS=False,
+        PART=ODD_PART if first % 4 else EVEN_PART,
+        GROUPS=GROUPS,
+        GROUP=GROUP,
+        num_warps=4,
+    )
+    _settle_part[(num_rows,)](
+        pairs_ptr=pairs_N2,
+        **arguments,
+        num_chunks=num_chunks,
+        CHUNKS=next_power_of_2(num_chunks),
+        num_warps=1,
+    )
+    return pairs_N2
+
+
 _SIGNATURE = COLUMNS | {"ids_ptr": "*i64", "is_valid_ptr": "*i1", "num_chunks": "i32"}
+_SIGNATURE |= {"pairs_ptr": "*fp64"}
 
 CONFIGS = [
     Config(
-        _settle,
+        kernel,
         {"logits_ptr": kind}
-        | {name: _SIGNATURE[name] for name in _settle.arg_names if name in _SIGNATURE},
+        | {name: _SIGNATURE[name] for name in kernel.arg_names if name in _SIGNATURE},
         {"HAS_ROWS": True, "CHUNKS": chunks},
         num_warps=1,
     )
+    for kernel in (_settle, _settle_part)
     for kind in ("*bf16", "*fp32")
     for chunks in (16, 128)
 ]

@@ -20,10 +20,15 @@ import triton.language as tl
 from quire.ops.kernels.launch import Config
 from quire.ops.kernels.philox import gumbel, rough_gumbel, uniform_of_counters, uniform_of_ids
 
+# Which tokens the columns are: all; a part from `first` on, which is a multiple of 4, so that four
+# columns share a counter; or a part that begins anywhere.
+ALL, EVEN_PART, ODD_PART = 0, 1, 2
 GROUP = 128
 GROUPS = 16  # of a chunk
 CHUNK = GROUPS * GROUP
 
+_ALL = tl.constexpr(ALL)
+_ODD_PART = tl.constexpr(ODD_PART)
 _NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 _MINUS_INFINITY = tl.constexpr(float("-inf"))
 
@@ -92,13 +97,29 @@ def has_filter(row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr):
 
 
 @triton.jit
-def _best_of_chunk(
-    x, ids, group, peak, temperature, seed, sample, position, vocab_size, GROUP: tl.constexpr
+def _noise_of_chunk(
+    ids, group, seed, sample, position, first, PART: tl.constexpr, GROUP: tl.constexpr
 ):
+    if PART == _ODD_PART:
+        noise = uniform_of_ids(ids, seed, sample, position)
+    else:
+        counters = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
+        if PART != _ALL:
+            counters += first // 4
+        noise = uniform_of_counters(counters, seed, sample, position)
+    return noise
+
+
+@triton.jit
+def _best_of_chunk(
+    x, ids, group, peak, temperature, seed, sample, position, first, vocab_size,
+    PART: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    if PART != _ALL:
+        ids += first
     score = x
     if temperature > 0:
-        counters = group[:, None] * (GROUP // 4) + tl.arange(0, GROUP // 4)[None, :]
-        noise = uniform_of_counters(counters, seed, sample, position)
+        noise = _noise_of_chunk(ids, group, seed, sample, position, first, PART, GROUP)
         score = x * (1.0 / temperature) + rough_gumbel(noise)
     top = tl.max(score)
     best = tl.min(tl.where(score == top, ids, _NO_TOKEN))
@@ -109,6 +130,8 @@ def _best_of_chunk(
             best, _ = best_of_tile(
                 in_doubt, x, ids, temperature, seed, sample, position, best, nothing
             )
+    if PART != _ALL:
+        best -= first
     return tl.minimum(best, vocab_size - 1)
 
 
@@ -116,8 +139,9 @@ def _best_of_chunk(
 def scan(
     logits_ptr, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     seed_ptr, sample_ptr, position_ptr, best_ptr, peak_ptr, maxima_ptr, masses_ptr,
-    vocab_size, logits_stride,
-    HAS_ROWS: tl.constexpr, HAS_FILTERS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+    first, vocab_size, logits_stride,
+    HAS_ROWS: tl.constexpr, HAS_FILTERS: tl.constexpr, PART: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -152,7 +176,7 @@ def scan(
         best = _best_of_chunk(
             x, ids, group, peak, temperature,
             tl.load(seed_ptr + row), tl.load(sample_ptr + row), tl.load(position_ptr + n),
-            vocab_size, GROUP,
+            first, vocab_size, PART, GROUP,
         )  # fmt: skip
         tl.store(best_ptr + at, best)
 
@@ -170,6 +194,7 @@ COLUMNS = {
     "peak_ptr": "*fp32",
     "maxima_ptr": "*fp32",
     "masses_ptr": "*fp32",
+    "first": "i32",
     "vocab_size": "i32",
     "logits_stride": "i64",
 }
@@ -180,9 +205,15 @@ CONFIGS = [
     Config(
         scan,
         {"logits_ptr": kind} | COLUMNS,
-        {"HAS_ROWS": True, "HAS_FILTERS": has_filters, "GROUPS": GROUPS, "GROUP": GROUP},
+        {
+            "HAS_ROWS": True,
+            "HAS_FILTERS": has_filters,
+            "PART": part,
+            "GROUPS": GROUPS,
+            "GROUP": GROUP,
+        },
         divisible=DIVISIBLE,
     )
     for kind in ("*bf16", "*fp32")
-    for has_filters in (False, True)
+    for has_filters, part in ((False, ALL), (True, ALL), (False, EVEN_PART), (False, ODD_PART))
 ]

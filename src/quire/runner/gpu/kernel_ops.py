@@ -14,7 +14,7 @@ from quire.ops.gpu import DTYPES
 from quire.ops.host_memory import to_device
 from quire.ops.kernels import mask, row_deltas, step_inputs
 from quire.ops.kernels.penalties import apply_penalties
-from quire.ops.kernels.sampling import SamplingColumns, sample
+from quire.ops.kernels.sampling import SamplingColumns, best_of_part, sample
 from quire.ops.kernels.sampling_edits import edit_logits
 from quire.ops.kernels.step_inputs import Inbox, StepBuffers
 from quire.ops.logit_edits import EditTable
@@ -140,6 +140,12 @@ class KernelOps:
         return sample(
             logits_NV, self._columns, samples.lengths, samples.rows, has_filters=needs.has_filters
         )
+
+    def best_of_part(
+        self, logits_NW: torch.Tensor, samples: SampleInputs, first: int
+    ) -> torch.Tensor:
+        """Choose in two launches."""
+        return best_of_part(logits_NW, self._columns, samples.lengths, samples.rows, first)
 
     def advance(
         self,
