@@ -142,6 +142,7 @@ class FakeStores:
 class SchedulerMachine(RuleBasedStateMachine):
     groups: tuple[CacheGroup, ...] = (FULL,)
     num_guesses = 0  # in each plan, of all that run
+    num_stages = 1
 
     @initialize(
         depth=st.integers(1, 3),
@@ -173,15 +174,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         stores = 0 if tier is None else stores
         memory = Memory(self.kv, budget, watermark=0.1)
-        self.scheduler = Scheduler(memory, config, MAX_LEN, policy, num_stores=stores)
+        self.scheduler = Scheduler(memory, config, MAX_LEN, policy, stores, self.num_stages)
         self.stores = FakeStores(stores, self.scheduler)
         self.clock = FakeClock()
         host_blocks = tuple(pool.num_blocks for pool in self.kv.host_pools)
-        self.device = FakeDevice(self.groups, num_blocks, BLOCK, host_blocks)
+        executor = self.make_executor((self.groups, num_blocks, BLOCK, host_blocks), lazy)
         self.stores.host = [slots.reshape(-1, BLOCK) for slots in self.device.host_slots]
         self.core = EngineCore(
             self.scheduler,
-            FakeExecutor(self.device, lazy),  # type: ignore[arg-type]
+            executor,  # type: ignore[arg-type]
             self.clock,
             RequestLimits(50, MAX_LEN, 0, 1 << 20),
         )
@@ -202,6 +203,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reason: dict[str, str] = {}
         self.num_resets = 0
         self.reader = StepReader()
+
+    def make_executor(self, sizes: tuple, lazy: bool):  # type: ignore[no-untyped-def,type-arg]
+        self.device = FakeDevice(*sizes)
+        return FakeExecutor(self.device, lazy)
 
     @rule(
         seed=st.integers(0, 3),

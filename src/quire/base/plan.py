@@ -4,6 +4,10 @@ Shape legend: S scheduled rows, N sampling rows, W block-table writes, C candida
 A plan is applied in this order: released, started, forked, truncated, host tokens, block writes,
 moves (swap out, load, copy), forward pass, sampling, counters. Input ids, positions, lengths and
 slots are derived on the device from the rows. Arrays are never written after they were handed over.
+
+A model in stages samples on the last one alone. So a plan for several says of each row all that the
+others may not know: `computed_bound` is exact, and `last_ids` is the last known token that the row
+computes, behind which there are only guesses. Those before it came with earlier plans.
 """
 
 from dataclasses import dataclass, field, replace
@@ -127,6 +131,7 @@ class Plan:
     moves: tuple[Move, ...] = ()
     drafts: tuple[RowDraft, ...] = ()  # of some of sample_rows; num_tokens counts them
     is_guessing: bool = False  # the device makes these guesses, in the place of their ids
+    last_ids: Int32 = field(default_factory=_no_ints)  # [S] empty: one stage; see below
 
     @property
     def num_drafts(self) -> Int32:
@@ -136,6 +141,12 @@ class Plan:
         counts = dict.fromkeys(self.rows.tolist(), 0)
         counts |= {draft.row: len(draft.token_ids) for draft in self.drafts}
         return np.fromiter(counts.values(), np.int32, len(counts))
+
+    @property
+    def last_positions(self) -> Int32:
+        """[S] where last_ids stand in their rows."""
+        found: Int32 = self.computed_bound + self.num_tokens - self.num_drafts - 1
+        return found
 
     @property
     def without_drafts(self) -> "Plan":

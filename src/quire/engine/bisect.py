@@ -20,7 +20,7 @@ besides its rows is carried out alone, and if that fails as well, without its sw
 """
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -56,6 +56,13 @@ def give_rows_up(executor: "Executor", plan: Plan, error: str) -> StepResult:
     bisection.do_rest_alone()
     result = combine(plan, bisection.done)
     return dataclasses.replace(result, error=error, lost_swaps=bisection.has_lost_swaps)
+
+
+def give_all_up(plan: Plan, later: Iterable[Plan], error: str) -> StepResult:
+    """Make the result of a plan that failed where parts of it, and of the plans behind it, may have
+    been carried out, some on one stage and some on another: nothing of them counts."""
+    has_swaps = any(move.kind == "swap_out" for each in (plan, *later) for move in each.moves)
+    return dataclasses.replace(combine(plan, []), error=error, lost_swaps=has_swaps)
 
 
 class _Bisection:
@@ -176,6 +183,7 @@ def restrict(plan: Plan, rows: Int32, gone: Set[int] = frozenset()) -> Plan:
         rows=plan.rows[kept],
         num_tokens=plan.num_tokens[kept],
         computed_bound=plan.computed_bound[kept],
+        last_ids=plan.last_ids[kept] if len(plan.last_ids) else plan.last_ids,
         sample_rows=plan.sample_rows[samples],
         num_candidates=plan.num_candidates[samples],
         sources=plan.sources[samples] if len(plan.sources) else plan.sources,

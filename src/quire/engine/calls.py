@@ -160,7 +160,7 @@ def plan_fields(plan: Plan, redaction: Redaction | None) -> Fields:
     for name in PLAN_FIELDS:
         value = getattr(plan, name)
         if isinstance(value, np.ndarray):
-            if len(value):
+            if len(value) and name != "last_ids":  # tokens that are told elsewhere
                 fields[name] = value.astype(np.int32, copy=False).tobytes()
         elif isinstance(value, BlockWrites):
             if len(value.group):

@@ -36,7 +36,14 @@ from quire.base.messages import (
 from quire.base.plan import Plan, StepResult
 from quire.base.step_outputs import StepOutputs
 from quire.base.validation import RequestLimits
-from quire.engine.bisect import bisect_step, combine, give_rows_up, leave_out, with_leftover
+from quire.engine.bisect import (
+    bisect_step,
+    combine,
+    give_all_up,
+    give_rows_up,
+    leave_out,
+    with_leftover,
+)
 from quire.engine.connectors.connections import MOST_WAIT_S, Connections
 from quire.engine.drafting import Guesses
 from quire.engine.executor import Executor
@@ -515,7 +522,10 @@ class EngineCore:
         self._death = "it was interrupted while it repeated a step that had failed"
         plan = failed.plan
         part = leave_out(failed.carried_out, failed.left_out)
-        if self.scheduler.may_repeat_steps:
+        if self.scheduler.has_stages:
+            logger.warning("step %d failed; what is in flight begins anew: %s", plan.step_id, error)
+            result = give_all_up(part, [step.carried_out for step in later], error)
+        elif self.scheduler.may_repeat_steps:
             logger.warning("step %d failed and is repeated in parts: %s", plan.step_id, error)
             result = bisect_step(self.executor, part, failed.masks)
         else:
@@ -530,7 +540,10 @@ class EngineCore:
             self._carried_over = dataclasses.replace(empty, moves=())
         outputs = self._update(combine(plan, [(part, result)]), later)
         for step in later:
-            self._submit(step.plan, step.sampling, step.left_out)
+            again = step.plan
+            if self.scheduler.has_stages:
+                again = dataclasses.replace(again, moves=())
+            self._submit(again, step.sampling, step.left_out)
         self._death = None
         return outputs
 

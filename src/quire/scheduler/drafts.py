@@ -129,6 +129,8 @@ class Drafts:
             return False
         if sequence in self._lifecycle.suspects:  # no guess is to be its fault
             return False
+        if self._memory.kv.has_states and self._rows.num_stages > 1:
+            return False  # which states are right is known on the last stage alone
         return group is None or group.is_forked
 
     def _make_room(self, sequence: Sequence, num: int, builder: PlanBuilder) -> int:

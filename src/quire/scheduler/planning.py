@@ -8,6 +8,7 @@ the same plan hit them (T algorithm 2, inner loop).
 """
 
 from collections import deque
+from dataclasses import replace
 from itertools import repeat
 
 import numpy as np
@@ -62,7 +63,7 @@ class Planner:
         rows = self._rows.running
         if suspects:
             rows = rows[[sequence not in suspects for sequence in self._rows.sequences()]]
-        needs = self._rows.needs(rows)
+        needs = self._rows.take_turns(self._rows.needs(rows))
         most = self._step_budget(needs)
         budget = most - self._serve_running(builder, rows, needs, most, now)
         # If nothing is planned, those who gave way were the only ones with something to do.
@@ -203,6 +204,8 @@ class Planner:
             drafts=tuple(builder.drafts),
             is_guessing=builder.is_guessing,
         )
+        if self._rows.num_stages > 1:
+            plan = replace(plan, last_ids=self._rows.last_ids(rows, plan.last_positions))
         self._put_in_flight(plan, builder, forked)
         planned = Planned(now, plan.step_id, len(rows), num_planned, plan)
         self._lifecycle.tell(planned)

@@ -30,16 +30,21 @@ class Rows:
     """The row table, the running order, and what changed since the last plan.
 
     running: [N] rows in order of priority, then arrival; free: the last one is taken first.
-    most_prefill: tokens that a row gets in one step, 0 for any number.
+    most_prefill: tokens that a row gets in one step, 0 for any number. num_stages: of the model;
+    with several, a row is in no plan until its last token is known here, from where the first stage
+    gets it.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, most_prefill: int = 0) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, most_prefill: int = 0, num_stages: int = 1
+    ) -> None:
         self.table = RowTable(num_rows, max_model_len)
         self.running: Int64 = np.empty(0, np.int64)
         self.changes = RowChanges()
         self.free = list(range(num_rows - 1, -1, -1))
         self.num_trying = 0  # rows with guesses in flight
         self._most_prefill = most_prefill or NEVER
+        self.num_stages = num_stages
 
     # ---- questions ---------------------------------------------------------------------------
 
@@ -71,7 +76,24 @@ class Rows:
         need: Int64 = np.minimum(most - table.computed[rows], self._most_prefill)
         if self.num_trying:
             need[table.is_held[rows]] = 0
+        if self.num_stages > 1:
+            need[table.total[rows] > table.known[rows]] = 0
         return need
+
+    def take_turns(self, needs: Int64) -> Int64:
+        """Return the needs of the next plan: with several stages, as many rows that decode as leave
+        each stage a plan of them. needs: of all that run."""
+        decoding = np.flatnonzero(needs == 1)
+        most = -(-self.num_running // self.num_stages)
+        if len(decoding) > most:
+            needs = needs.copy()
+            needs[decoding[most:]] = 0
+        return needs
+
+    def last_ids(self, rows: Int32, positions: Int32) -> Int32:
+        """Return known tokens of rows, one of each."""
+        found: Int32 = self.table.tokens[rows, positions]
+        return found
 
     def need_of(self, sequence: Sequence) -> int:
         return int(self.needs(np.array([sequence.row]))[0])

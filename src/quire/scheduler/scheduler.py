@@ -73,7 +73,8 @@ class Scheduler:
     """Decides who computes how many tokens in each step, and which blocks they use.
 
     max_num_seqs rows, max_num_batched_tokens per plan, sequences up to max_model_len tokens.
-    memory: may be another manager's (memory.py); num_stores: that are asked for blocks.
+    memory: may be another manager's (memory.py); num_stores: that are asked for blocks. num_stages:
+    of the model, each of which carries out all plans.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Scheduler:
         max_model_len: int,
         make_policy: MakePolicy = Fifo,
         num_stores: int = 0,
+        num_stages: int = 1,
     ) -> None:
         assert config.max_num_seqs and config.max_num_batched_tokens, "derive these two first"
         most_prefill = config.long_prefill_token_threshold
@@ -90,7 +92,7 @@ class Scheduler:
         self.token_budget = config.max_num_batched_tokens
         self.max_model_len = max_model_len
         self.memory = memory
-        self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill)
+        self.rows = rows = Rows(config.max_num_seqs, max_model_len, most_prefill, num_stages)
         self.progress = progress = SchedulerProgress(rows, memory)
         self.lifecycle = lifecycle = Lifecycle(rows, memory, make_policy, progress)
         self.stores = Stores(memory, lifecycle, num_stores) if num_stores else None
@@ -122,8 +124,15 @@ class Scheduler:
     @property
     def may_repeat_steps(self) -> bool:
         """Whether a step that failed can be run again: keys and values are written where they were,
-        states over those that were read. If not, `update` takes its result as it is."""
-        return not self.memory.kv.has_states
+        states over those that were read, and stages before the one that failed have gone on. If
+        not, `update` takes its result as it is."""
+        return not self.memory.kv.has_states and not self.has_stages
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether some of what carries out plans may have gone on when a step fails: then nothing
+        counts of the plans behind it."""
+        return self.rows.num_stages > 1
 
     @property
     def has_work(self) -> bool:

@@ -70,7 +70,7 @@ from quire.scheduler import (
     two_level,
 )
 
-STATE_VERSION = 7  # of what is kept of the state
+STATE_VERSION = 8  # of what is kept of the state
 OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot brings itself
     {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
 )

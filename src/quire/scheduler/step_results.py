@@ -213,7 +213,8 @@ class StepResults:
         if not errors and not result.lost_swaps and not is_void:
             return
         num_groups = len(self._memory.kv.groups)
-        tainted = find_tainted(steps, errors, num_groups, result.lost_swaps, is_void)
+        num_void = (len(steps) if self._rows.num_stages > 1 else 1) if is_void else 0
+        tainted = find_tainted(steps, errors, num_groups, result.lost_swaps, num_void)
         self._memory.distrust(tainted.blocks)
         epoch = self._rows.table.epoch
         for sequence, finish in list(tainted.failed.values()):  # a request fails as a whole

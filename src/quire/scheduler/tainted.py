@@ -43,10 +43,11 @@ def find_tainted(
     errors: dict[int, Finish],
     num_groups: int,
     has_lost_swaps: bool = False,
-    is_void: bool = False,
+    num_void: int = 0,
 ) -> Tainted:
     """Find what errors of rows of the first plan break in all of these plans. has_lost_swaps: the
-    first plan's swaps to host memory are lost, too; is_void: so is all that its rows computed.
+    first plan's swaps to host memory are lost, too, and those of void ones. num_void: of how many
+    plans all is lost that their rows computed.
 
     A row with an error that is also a dependant counts as a dependant: its context was wrong, so
     nothing is known of the row itself.
@@ -59,9 +60,10 @@ def find_tainted(
             for lease in leases:
                 if lease[0] in errors:
                     tainted.failed[lease] = owners[lease], errors[lease[0]]
-                elif is_void and lease[0] not in step.left_out:
-                    tainted.dependants[lease] = owners[lease]
-        _follow_moves(tainted, step.plan, has_lost_swaps and i == 0)
+        if i < num_void:
+            void = {lease: owners[lease] for lease in leases if lease[0] not in step.left_out}
+            tainted.dependants |= {each: void[each] for each in void if each not in tainted.failed}
+        _follow_moves(tainted, step.plan, has_lost_swaps and i < max(1, num_void))
         epochs = dict(leases)
         for shared in step.shared:
             lease = shared.row, epochs[shared.row]

@@ -314,7 +314,8 @@ def _new_scheduler(header: dict[str, Any], digester: Digester) -> Scheduler:
     memory = Memory(kv, most_tokens, settings["watermark"], fingerprint, digester)
     policy = make_policy(config.scheduling_policy)
     num_stores = parts.get("num_stores", 0)
-    scheduler = Scheduler(memory, config, settings["max_model_len"], policy, num_stores)
+    num_stages = settings.get("pipeline_parallel_size", 1)
+    scheduler = Scheduler(memory, config, settings["max_model_len"], policy, num_stores, num_stages)
     scheduler.control(parts["rates"], header["now_s"])
     return scheduler
 

@@ -1,0 +1,55 @@
+"""The scheduler's machine over a model in stages: each learns of tokens by plans alone."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize
+
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.srtf import Srtf
+from quire.scheduler.two_level import TwoLevel
+from tests.scheduler.programs import FEW_OR_MANY, run_machine
+from tests.scheduler.staged import EarlierStage, Stage, StagedExecutor
+from tests.scheduler.test_scheduler_machine import FULL, STATES, WINDOW, SchedulerMachine
+
+
+class StagedMachine(SchedulerMachine):
+    num_stages = 2
+
+    @initialize(
+        depth=st.sampled_from([1, 2, 3, 3, 3]),
+        budget=st.one_of(st.integers(1, 24), st.integers(25, 60)),
+        rows=st.integers(1, 5),
+        spare=st.integers(0, 12),
+        caching=st.booleans(),
+        lazy=st.booleans(),
+        mode=st.sampled_from(["recompute", "swap"]),
+        policy=st.sampled_from([Fifo, Srtf, TwoLevel]),
+        threshold=st.sampled_from([0, 0, 1, 5]),
+        tier=st.sampled_from([None, None, 0, 2, 7, 60]),
+    )
+    def start(self, **drawn) -> None:  # type: ignore[override]
+        super().start(stores=0, **drawn)
+        self.takes_grammars = True  # only the last stage waits for masks
+
+    def make_executor(self, sizes, lazy):  # type: ignore[no-untyped-def]
+        num = self.num_stages
+        stages = [EarlierStage(*sizes) for _ in range(num - 1)] + [Stage(*sizes)]
+        for number, stage in enumerate(stages):
+            stage.stage, stage.num_stages, stage.curses = number, num, stages[0].curses
+        self.device = stages[-1]
+        return StagedExecutor(stages, ahead=0 if lazy else num - 1)
+
+
+class ThreeStagesMachine(StagedMachine):
+    num_stages = 3
+    groups = (FULL, WINDOW)
+
+
+class StagedStatesMachine(StagedMachine):
+    groups = (FULL, STATES)
+
+
+@FEW_OR_MANY
+@pytest.mark.parametrize("machine", [StagedMachine, ThreeStagesMachine, StagedStatesMachine])
+def test_stages_change_no_tokens(machine: type, max_examples: int) -> None:
+    run_machine(machine, max_examples)
