@@ -53,3 +53,27 @@ class StagedStatesMachine(StagedMachine):
 @pytest.mark.parametrize("machine", [StagedMachine, ThreeStagesMachine, StagedStatesMachine])
 def test_stages_change_no_tokens(machine: type, max_examples: int) -> None:
     run_machine(machine, max_examples)
+
+
+def test_rows_that_decode_take_turns() -> None:
+    """Each plan has at most its share of them; who has a pending token is in none; each plan says
+    the last token of its rows."""
+    scheduler = scheduler_of(Fifo, budget=64)
+    scheduler.rows.num_stages, scheduler.depth = 2, 3
+    for name in "abcde":
+        add(scheduler, name, 6)
+    while not all(s.num_output_tokens for s in scheduler.lifecycle.sequences.values()):
+        step(scheduler)
+    add(scheduler, "f", 40)
+    plans: list[Plan] = []
+    while (plan := scheduler.schedule(0.0).plan) is not None:
+        plans.append(plan)
+    assert [len(plan.rows) for plan in plans] == [4, 2], "three of six, one of them with a prompt"
+    assert not set(plans[0].sample_rows.tolist()) & set(plans[1].sample_rows.tolist())
+    for plan in plans:
+        known = scheduler.rows.table.tokens[plan.rows, plan.last_positions]
+        assert plan.last_ids.tolist() == known.tolist()
+        assert (plan.last_positions < scheduler.rows.table.known[plan.rows]).all()
+    scheduler.update(answer(plans[0]), 0.0)
+    again = scheduler.schedule(0.0).plan
+    assert again is not None and again.rows.tolist() == plans[0].rows.tolist()[:3]
