@@ -34,10 +34,16 @@ class Gathering:
 
 
 def logits_of(
-    directory: Path, spec: ModelSpec, group: RankGroup, dtype: torch.dtype = torch.float64
+    directory: Path,
+    spec: ModelSpec,
+    group: RankGroup,
+    dtype: torch.dtype = torch.float64,
+    *,
+    is_dummy: bool = False,
 ) -> list[torch.Tensor]:
-    """Logits by one of the ranks."""
-    options = LoadOptions(place=RankPlace(group))
+    """Logits by one of the ranks. is_dummy: with random weights."""
+    load_format = "dummy" if is_dummy else "auto"
+    options = LoadOptions(load_format, place=RankPlace(group))
     model = load_model(directory, spec, dtype, CPU, options)
     own = spec.of_ranks(group.size)
     gathering = Gathering(model, group, spec.vocab_size)

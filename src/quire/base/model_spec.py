@@ -172,25 +172,22 @@ class ModelSpec:
                 f" several devices cannot share: leave tensor_parallel_size={num_ranks} out, or use"
                 " data_parallel_size."
             )
-        cut_vocabulary(self.vocab_size, num_ranks - 1, num_ranks)
-        sparse, linear = self.experts, self.linear_layers
-        if sparse is not None:
-            sparse.of_ranks(num_ranks)
-        if linear:
-            self.linear_attention.of_ranks(num_ranks)
-        has_dense = sparse is None or any(not sparse.is_sparse(i) for i in range(self.num_layers))
-        inner = -(-self.intermediate_size // num_ranks)
-        if has_dense:
-            inner = cut_evenly(self.intermediate_size, 0, num_ranks, "intermediate_size").count
+        heads = cut_evenly(self.num_heads, 0, num_ranks, "num_attention_heads")
         kv_heads = cut_or_repeat(self.num_kv_heads, 0, num_ranks, "num_key_value_heads")
-        return replace(
+        sparse, inner = self.experts, -(-self.intermediate_size // num_ranks)
+        if sparse is None or not all(map(sparse.is_sparse, range(self.num_layers))):
+            inner = cut_evenly(self.intermediate_size, 0, num_ranks, "intermediate_size").count
+        cut_vocabulary(self.vocab_size, num_ranks - 1, num_ranks)
+        found = replace(
             self,
             num_ranks=num_ranks,
-            num_heads=cut_evenly(self.num_heads, 0, num_ranks, "num_attention_heads").count,
+            num_heads=heads.count,
             num_kv_heads=kv_heads.count,
             intermediate_size=inner,
             drafter=None if self.drafter is None else self.drafter.of_ranks(num_ranks),
         )
+        _ = found.experts, found.linear_attention if self.linear_layers else None
+        return found
 
     @property
     def fields(self) -> Fields:

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.errors import ModelError
 from quire.models.checkpoint import TensorHeader, TensorPlaces, listed
 from quire.models.layers import Embedding, Layer
@@ -74,7 +75,7 @@ class Contents:
         check_complete(sorted(missing), sorted(unknown))
         tied, head = _tied_table(self._model), self._model.head_tensor
         if tied in self._places and head in self._places:
-            _check_tied(self._places[head], self._places[tied])
+            _check_tied(self._places[head], self._places[tied], self._wanted[tied].rows)
 
 
 def tensor_names(files: Iterable[Path]) -> Iterator[str]:
@@ -141,25 +142,26 @@ def _tied_table(model: Model) -> str:
     return ""
 
 
-def _check_tied(head: tuple[Path, str], table: tuple[Path, str]) -> None:
+def _check_tied(head: tuple[Path, str], table: tuple[Path, str], rows: Cut | None) -> None:
+    """rows: those of a rank, which alone are compared."""
     (head_file, head_name), (table_file, table_name) = head, table
     with safe_open(head_file, "pt") as one, safe_open(table_file, "pt") as other:
         ours, theirs = one.get_tensor(head_name), other.get_tensor(table_name)
-    row = _first_difference(ours, theirs)
+    first = 0 if rows is None else rows.first
+    own = slice(None) if rows is None else slice(first, first + rows.count)
+    row = 0 if ours.shape != theirs.shape else _first_difference(ours[own], theirs[own])
     forget_pages(ours)
     forget_pages(theirs)
     if row is not None:
         raise ModelError(
             f"config.json ties the head to the embedding (tie_word_embeddings), but {head_name} is"
-            f" stored and differs from {table_name}, first in row {row}: set tie_word_embeddings to"
-            " false if the stored head counts, or remove it."
+            f" stored and differs from {table_name}, first in row {first + row}: set"
+            " tie_word_embeddings to false if the stored head counts, or remove it."
         )
 
 
 def _first_difference(one: torch.Tensor, other: torch.Tensor) -> int | None:
     """The first row that differs, in float32; None if all are the same."""
-    if one.shape != other.shape:
-        return 0
     for first in range(0, len(one), COMPARED_ROWS):
         rows = slice(first, first + COMPARED_ROWS)
         differs = (one[rows].float() != other[rows].float()).any(dim=1)

@@ -19,7 +19,7 @@ from quire.base.cuts import Cut
 from quire.base.model_options import INNER_SIZE, ExpertOptions
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import Layer, Linear, ParamFactory, is_added_elsewhere
-from quire.models.sources import Part, Rows, Source, rows_of
+from quire.models.sources import Part, Rows, Source, Stretches, rows_of
 from quire.ops.clamped_gate import ClampedGate
 from quire.ops.collective import all_reduce
 from quire.ops.formats import Quantization
@@ -243,6 +243,14 @@ class StackedExperts(Layer):
         parts = [f"{name}.{part}" for name in self._numbers for part in self._form.parts]
         kinds = ("weight", "bias") if self._form.has_bias else ("weight",)
         return [self.source(f"{part}.{kind}") for part in parts for kind in kinds]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        gate_up, down = (all_of.rows.cuts * len(self._numbers) for all_of in self._of_all)
+        if name == "down_bias":
+            return Stretches(down)
+        columns = None if self._part.is_whole else self._part
+        return Stretches(down, columns) if name == "down" else Stretches(gate_up)
 
     def source(self, name: str) -> Source:
         """Return the source of one name, without making those of all experts."""

@@ -19,7 +19,7 @@ from torch import nn
 from quire.base.cuts import Cut, all_of
 from quire.base.errors import ModelError
 from quire.models.rank_place import WHOLE, RankPlace
-from quire.models.sources import Source, rows_of
+from quire.models.sources import ALL, Source, Stretches, rows_of
 from quire.ops.add import add
 from quire.ops.attention.base import AttentionBackend
 from quire.ops.collective import RankGroup, all_reduce
@@ -63,6 +63,10 @@ class Layer(nn.Module):
     def sources(self) -> list[Source]:
         """The checkpoint tensors that fill this layer's own parameters (not its children's)."""
         raise NotImplementedError
+
+    def stretches(self, name: str) -> Stretches:
+        """Tell which rows and columns of the whole model's parameter of this name these are."""
+        return ALL
 
     def source(self, name: str) -> Source:
         """Return the source of this name, which must be among them."""
@@ -143,6 +147,11 @@ class Linear(Layer):
             ]
         return parts
 
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        cuts = tuple(cut for rows in self._rows for cut in rows.cuts)
+        return Stretches(cuts, self._columns if name == "weight" else None)
+
     def pack(
         self, quantization: Quantization | None = None, memory: HugeMemory | None = None
     ) -> None:
@@ -186,6 +195,10 @@ class Embedding(Layer):
     def sources(self) -> list[Source]:
         return [Source(f"{self._name}.weight", self.weight, rows=self._rows)]
 
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        return ALL if self._rows is None else Stretches((self._rows,))
+
     def share(self, head: Weight) -> None:
         """Look up in the packed weight of the head that is tied to this table, instead of keeping
         the table beside it, if the head's serves that. oneDNN's have no rows."""
@@ -228,6 +241,10 @@ class LMHead(Layer):
         if self._is_tied:
             return []
         return [Source(f"{self._name}.weight", self.weight, rows=self._rows)]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        return ALL if self._rows is None else Stretches((self._rows,))
 
     def pack(
         self, quantization: Quantization | None = None, memory: HugeMemory | None = None
@@ -350,6 +367,10 @@ class Sinks(Layer):
     def sources(self) -> list[Source]:
         rows, order = self._rows.taken()
         return [Source(self._name, self.weight, rows=rows, order=order)]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer."""
+        return Stretches(self._rows.cuts)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from quire.base.cuts import Cut
 from quire.base.linear_attention import LinearAttention
 from quire.models.decoder import LayerPlace
 from quire.models.layers import Layer, Linear, ParamFactory
-from quire.models.sources import Part, Source, rows_of
+from quire.models.sources import ALL, Part, Source, Stretches, rows_of
 from quire.ops.attention.base import AttentionBackend, DeltaHeads
 from quire.ops.gated_norm import gated_norm
 
@@ -83,6 +83,10 @@ class DeltaRule(Layer):
             Source(f"{self._name}.dt_bias", self.shift, rows=own),
             Source(f"{self._name}.norm.weight", self.norm),
         ]
+
+    def stretches(self, name: str) -> Stretches:
+        """See Layer; the others are not random."""
+        return Stretches(self._channels.cuts) if name == "convolution" else ALL
 
 
 class Inputs(Linear):

@@ -7,6 +7,7 @@ from a cache (weight_cache.py). Formats that can run code are not read.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from quire.base.cuts import all_of
 from quire.base.errors import ModelError, OutOfMemory
 from quire.base.gguf import GGUFFile, is_gguf
 from quire.base.model_spec import ModelSpec
@@ -31,6 +33,7 @@ from quire.models.model import Model
 from quire.models.packing import Stored, model_bytes, planned_bytes
 from quire.models.quantised.layers import quantised_layers
 from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.sources import ALL, Stretches
 from quire.models.weight_cache import WeightCache
 from quire.ops.formats import chosen_variants
 from quire.ops.gpu import is_gpu
@@ -215,7 +218,8 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
 
 
 def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
-    """Fill in small random numbers, always the same for a seed, and ones for norms' weights."""
+    """Fill in small random numbers, always the same for a seed, and ones for norms' weights. Ranks
+    that share layers have parts of the numbers that one has."""
     numbers = _RandomNumbers(seed)
     total, done, count = model_bytes(assembly.model), 0, 0
 
@@ -225,11 +229,21 @@ def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
         if isinstance(module, Layer) and name in module.neutral:
             parameter.fill_(module.neutral[name])
         else:
-            numbers.fill(parameter, start=count * 7919)
+            part = module.stretches(name) if isinstance(module, Layer) else ALL
+            numbers.fill(parameter, count * 7919, part)
+        if isinstance(module, Layer) and name.endswith("bias"):
+            _clear_elsewhere(module)
         done += parameter.nbytes
         report(done, total)
 
     assembly.fill_all(fill)
+
+
+def _clear_elsewhere(layer: Layer) -> None:
+    """Let what another rank adds be zeros here."""
+    for source in layer.sources():
+        if source.is_elsewhere:
+            source.destination.zero_()
 
 
 class _RandomNumbers:
@@ -242,9 +256,25 @@ class _RandomNumbers:
         stretch = torch.empty(self.LENGTH).normal_(0.0, 0.02, generator=generator)
         self._twice = torch.cat((stretch, stretch))
 
-    def fill(self, parameter: torch.Tensor, start: int) -> None:
-        """Fill the parameter from the stretch, beginning at element `start` of it."""
+    def fill(self, parameter: torch.Tensor, start: int, part: Stretches = ALL) -> None:
+        """Fill the parameter from the stretch, where the whole parameter, of which it is this part,
+        begins at element `start` of it."""
         self._twice = self._twice.to(parameter.device, parameter.dtype)
+        if part.is_all:
+            return self._fill(parameter, start)
+        columns = part.columns or all_of(math.prod(parameter.shape[1:]))
+        rows = parameter.view(-1, columns.count)
+        for cut in part.cuts:
+            begin, own = start + cut.first * columns.whole + columns.first, rows[: cut.count]
+            if columns.is_whole:
+                self._fill(own, begin)
+            else:
+                for row in own:
+                    self._fill(row, begin)
+                    begin += columns.whole
+            rows, start = rows[cut.count :], start + cut.whole * columns.whole
+
+    def _fill(self, parameter: torch.Tensor, start: int) -> None:
         start %= self.LENGTH
         stretch = self._twice[start : start + self.LENGTH]
         flat = parameter.view(-1)

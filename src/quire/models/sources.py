@@ -109,6 +109,23 @@ class Source:
             self.destination.exp_()
 
 
+@dataclass(frozen=True)
+class Stretches:
+    """What a rank has of a parameter of the whole model, whose last dimension are columns and all
+    others rows: stretches of rows, one after the other, and columns of them. Without any it has
+    all; so it has all columns without `columns`."""
+
+    cuts: tuple[Cut, ...] = ()
+    columns: Cut | None = None
+
+    @property
+    def is_all(self) -> bool:
+        return self.columns is None and all(cut.is_whole for cut in self.cuts)
+
+
+ALL = Stretches()
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
     """What a layer has of the rows of one module of a checkpoint.
