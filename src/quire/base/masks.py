@@ -1,6 +1,7 @@
 """Which tokens a step's rows may choose, made on other threads while the step runs."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,10 +39,25 @@ class MaskPromise:
     def __init__(self) -> None:
         self._is_there = threading.Event()
         self._masks: TokenMasks | None = None
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[TokenMasks], None]] = []
 
     def put(self, masks: TokenMasks) -> None:
-        self._masks = masks
-        self._is_there.set()
+        with self._lock:
+            self._masks = masks
+            self._is_there.set()
+        for listener in self._listeners:
+            listener(masks)
+
+    def then(self, listener: Callable[[TokenMasks], None]) -> None:
+        """Call this with the masks: now, if they are there, or else on the thread that puts
+        them."""
+        with self._lock:
+            masks = self._masks
+            if masks is None:
+                self._listeners.append(listener)
+        if masks is not None:
+            listener(masks)
 
     @property
     def is_there(self) -> bool:

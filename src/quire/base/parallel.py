@@ -81,3 +81,14 @@ class ParallelConfig:
     def num_ranks(self) -> int:
         """Return how many ranks compute the model together, for each core."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def answering_rank(self) -> int:
+        """Return the rank that tells what steps gave: the first of the last stage."""
+        return self.num_ranks - self.tensor_parallel_size
+
+    @property
+    def has_rank_processes(self) -> bool:
+        """Tell whether the model is computed by other processes than the engine's."""
+        backend = self.distributed_executor_backend
+        return self.num_ranks > 1 or backend not in ("auto", "uni")

@@ -1,9 +1,11 @@
 """From a configuration to an engine: everything between a model's name and a client."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quire.base.clock import Clock, MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
@@ -16,34 +18,36 @@ from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
 from quire.engine.drafting import Drafting
-from quire.engine.executor import Executor, InProcessExecutor
+from quire.engine.executor import Executor
 from quire.engine.grammars import Grammars
 from quire.engine.identity import fingerprint_of
-from quire.engine.launching import LaunchingExecutor
+from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
+from quire.engine.ranks.launch import Ranks
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
-from quire.engine.threaded import DeviceThread, ThreadedExecutor
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
 from quire.models.source import ModelSource, resolve_model
 from quire.ops.threads import num_threads
 from quire.render.renderer import Renderer
-from quire.runner.build import BuiltRunner, Progress, build_runner, choose_device
-from quire.runner.derive import depth_of
 from quire.runner.memory_plan import block_bytes_of
 from quire.runner.step_size import first_budget
 from quire.scheduler.memory import Memory
 from quire.scheduler.policies import POLICIES, make_policy
 from quire.scheduler.scheduler import Scheduler
 
+if TYPE_CHECKING:
+    from quire.ops.attention.host_blocks import HostBlocks
+
 logger = logging.getLogger("quire")
 
 MOST_MASK_THREADS = 8  # beside a GPU
 Draft = Callable[[DraftOrder], DraftAnswer]
+Progress = Callable[[int, int], None]
 STORE_SETTINGS = ("kv_disk_dir", "kv_store")  # where blocks are kept
 
 
@@ -57,6 +61,17 @@ class Engine:
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class DeviceSide:
+    """A loaded model, what carries out its plans and its drafter's orders, and the host memory of
+    its blocks, if it is this process's."""
+
+    model: LoadedModel
+    executor: Executor
+    draft: Draft
+    host_blocks: "HostBlocks | None" = None
 
 
 @dataclass(frozen=True)
@@ -74,23 +89,42 @@ def build_engine(
 ) -> Engine:
     """Resolve, load, plan memory, connect. Raises ModelError, ConfigError, OutOfMemory."""
     clock = clock or MonotonicClock()
-    source = resolve_model(config.model.model, config.model.revision)
-    text = build_text_side(config.model, source)
-    built = build_core(config, source, clock, progress)
+    ranks = start_ranks(config)
+    with ended_if_raised(ranks):
+        source = resolve_model(config.model.model, config.model.revision)
+        text = build_text_side(config.model, source)
+        built = build_core(config, source, clock, progress, ranks)
     pin_configured(built.core, config.cache, text)
     client = InProcessClient(built.core, text.tokenizer, clock)
     return Engine(client, text.renderer, text.requests, built.config, built.spec, built.memory)
 
 
 def build_core(
-    config: EngineConfig, source: ModelSource, clock: Clock, progress: Progress | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    clock: Clock,
+    progress: Progress | None = None,
+    ranks: Ranks | None = None,
 ) -> BuiltCore:
     """Load the model, plan memory, connect scheduler and executor. With more than one plan in
-    flight the model is loaded, and does all its work, on a thread of its own."""
+    flight the model is loaded, and does all its work, on a thread of its own. ranks: that were
+    started for it, if it is not loaded here; they are this function's, also if it raises."""
+    with ended_if_raised(ranks):
+        return _build_core(config, source, clock, progress, ranks)
+
+
+def _build_core(
+    config: EngineConfig,
+    source: ModelSource,
+    clock: Clock,
+    progress: Progress | None,
+    ranks: Ranks | None,
+) -> BuiltCore:
     _check_record(config)
     _check_drafter(config, source)
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
-    built, executor, draft = _build_executor(config, source, progress)
+    side = _load(config, source, progress, ranks)
+    built, executor = side.model, side.executor
     config = built.config
     if not config.disable_log_stats:
         _log_start(built, source)
@@ -104,15 +138,16 @@ def build_core(
             config.max_logprobs,
             config.scheduler.max_num_seqs or 0,
             config.logits_processors,
+            takes_functions=ranks is None,
         ),
         None if is_asked_for else _step_budget(built),
     )
-    connect_stores(core, built)
+    connect_stores(core, config.cache, side.host_blocks, built.backend_name)
     grammars = _make_grammars(core, built, source)
     core.constrain(grammars)
     speculation = speculation_of(config.speculative_config, config.scheduler.pipeline_depth)
     if speculation is not None:
-        core.draft(_make_drafting(core, built, speculation, grammars, draft))
+        core.draft(_make_drafting(core, built, speculation, grammars, side.draft))
     core.max_num_queued = config.scheduler.max_num_queued_reqs
     if config.record is not None:
         settings = flat_settings(config) | {"kv_cache_memory_bytes": built.memory.pool_bytes}
@@ -126,63 +161,40 @@ def build_core(
 
 def _make_drafting(
     core: EngineCore,
-    built: BuiltRunner,
+    built: LoadedModel,
     speculation: Speculation,
     grammars: Grammars,
     draft: Draft,
 ) -> Drafting | ModelDrafting:
     """Make what guesses. draft: carries out what a model is to guess."""
     drafter = built.spec.drafter
-    if built.draft is None or drafter is None:
+    if built.drafts_ahead is None or drafter is None:
         return Drafting(speculation, grammars, built.config.scheduler.max_num_seqs or 0)
     traits = DrafterTraits(
         speculation.num_tokens,
         built.config.scheduler.max_num_batched_tokens or 0,
         drafter.max_position,
         built.config.cache.block_size,
-        reads=built.draft.is_ahead,
-        may_lag=not built.draft.is_ahead and all(g.keeps_all for g in drafter.own_groups),
+        reads=built.drafts_ahead,
+        may_lag=not built.drafts_ahead and all(g.keeps_all for g in drafter.own_groups),
     )
     return ModelDrafting(traits, grammars, draft, core.scheduler.drafts.holders)
 
 
-def _step_budget(built: BuiltRunner) -> StepBudget | None:
+def _step_budget(built: LoadedModel) -> StepBudget | None:
     """Make what follows the time of steps, on a CPU; a GPU's are short."""
-    if built.device.type != "cpu" or built.runner.is_async:
+    if built.device_type != "cpu" or built.is_async:
         return None
-    return StepBudget(first_budget(built.config, built.spec, num_threads()))
+    return StepBudget(first_budget(built.config, built.spec, built.num_threads))
 
 
-def _make_grammars(core: EngineCore, built: BuiltRunner, source: ModelSource) -> Grammars:
+def _make_grammars(core: EngineCore, built: LoadedModel, source: ModelSource) -> Grammars:
     """Make what follows grammars. On a CPU the step needs the cores; it has the time."""
     model, vocab_size, num_cores = built.config.model, built.spec.vocab_size, num_threads()
-    num = num_cores // 4 if built.device.type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
+    num = num_cores // 4 if built.device_type == "cpu" else min(num_cores // 2, MOST_MASK_THREADS)
     return Grammars(
         lambda: read_vocabulary(model, source, vocab_size), vocab_size, max(1, num), core.bell.ring
     )
-
-
-def _build_executor(
-    config: EngineConfig, source: ModelSource, progress: Progress | None
-) -> tuple[BuiltRunner, Executor, Draft]:
-    """Build the runner, what carries out its plans, and what carries out a drafter's orders, in the
-    same thread."""
-    device = choose_device(config.device).type
-    if device == "cpu" and depth_of(config, device) == 1:
-        built = build_runner(config, source, progress)
-        if not built.runner.is_async:
-            return built, InProcessExecutor(built), built.guess
-        thread = DeviceThread()  # Triton's interpreter in a GPU's place
-    else:
-        thread = DeviceThread()
-        built = thread.call(lambda: build_runner(config, source, progress))
-
-    def draft(order: DraftOrder) -> DraftAnswer:
-        return thread.call(lambda: built.guess(order))
-
-    if built.runner.is_async:
-        return built, LaunchingExecutor(built, thread), draft
-    return built, ThreadedExecutor(InProcessExecutor(built), thread), draft
 
 
 def _check_record(config: EngineConfig) -> None:
@@ -202,7 +214,48 @@ def _check_drafter(config: EngineConfig, source: ModelSource) -> None:
         check_same_tokens(config.model, source, resolve_model(speculation.model))
 
 
-def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
+def _load(
+    config: EngineConfig, source: ModelSource, progress: Progress | None, ranks: Ranks | None
+) -> DeviceSide:
+    """Let the model be loaded, by ranks or here."""
+    if ranks is not None:
+        loaded = ranks.load(config, source, progress)
+        return DeviceSide(loaded.model, loaded.executor, loaded.executor.draft)
+    from quire.engine.local import build_local  # torch, which a core with ranks does without
+    from quire.runner.build import build_runner
+
+    depth = config.scheduler.pipeline_depth or 1  # of a CPU
+    local = build_local(
+        lambda: build_runner(config, source, progress), config.device, is_threaded=depth > 1
+    )
+    memory = local.built.runner.backend.host_blocks
+    return DeviceSide(local.built, local.executor, local.draft, memory)
+
+
+def start_ranks(config: EngineConfig) -> Ranks | None:
+    """Start the processes of a model that is not computed in this one; None if it is."""
+    if not config.parallel.has_rank_processes:
+        return None
+    if config.cache.stores:
+        raise ConfigError(
+            f"{config.cache.stores[0]} is for a model in the engine's own process; leave it out, or"
+            " distributed_executor_backend, and take one device."
+        )
+    return Ranks(config)
+
+
+@contextmanager
+def ended_if_raised(ranks: Ranks | None) -> Iterator[None]:
+    """End ranks that nobody will."""
+    try:
+        yield
+    except BaseException:
+        if ranks is not None:
+            ranks.close()
+        raise
+
+
+def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
     """Make the scheduler of a runner, over pools of the size that its memory plan found."""
     config = built.config
     kv = KVManager(
@@ -224,11 +277,11 @@ def make_scheduler(built: BuiltRunner, source: ModelSource) -> Scheduler:
     )
 
 
-def _log_start(built: BuiltRunner, source: ModelSource) -> None:
+def _log_start(built: LoadedModel, source: ModelSource) -> None:
     logger.info(
         "model %s (%s, %s) on %s, attention: %s",
         source.name, built.spec.model_type, str(built.dtype).removeprefix("torch."),
-        built.device, built.backend_name,
+        built.device_type, built.backend_name,
     )  # fmt: skip
     if built.draft_source is not None and built.spec.drafter is not None:
         drafter = built.spec.drafter

@@ -6,16 +6,16 @@ as another model's keys and values. It is better that it covers too much: then t
 """
 
 from quire.base.config import EngineConfig
+from quire.engine.loaded import LoadedModel
 from quire.kv.digest import cache_fingerprint
 from quire.models.checkpoint import checkpoint_files
 from quire.models.file_identity import file_identity
 from quire.models.formats import weight_formats
-from quire.models.source import ModelSource
+from quire.models.source import ModelSource, load_format_of
 from quire.ops.formats import ATTENTION, FORMATS, chosen_variants
-from quire.runner.build import BuiltRunner, load_format_of
 
 
-def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
+def fingerprint_of(built: LoadedModel, source: ModelSource) -> bytes:
     """Return the fingerprint of a runner's cache. Raises OSError for weights that cannot be
     read."""
     config, cache = built.config, built.config.cache
@@ -27,7 +27,7 @@ def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
         repr(weight_formats(config.model)),
         repr(sorted(built.kv_scales.items())),
         str(built.dtype),
-        built.device.type,
+        built.device_type,
         built.backend_name,
         str(cache.block_size),
         cache.kv_cache_dtype,
@@ -37,7 +37,7 @@ def fingerprint_of(built: BuiltRunner, source: ModelSource) -> bytes:
     )
 
 
-def _of_drafter(built: BuiltRunner) -> tuple[str, ...]:
+def _of_drafter(built: LoadedModel) -> tuple[str, ...]:
     """Name the model whose keys and values stand beside the served one's, if one guesses."""
     source, spec = built.draft_source, built.spec.drafter
     if source is None or spec is None:
@@ -45,10 +45,10 @@ def _of_drafter(built: BuiltRunner) -> tuple[str, ...]:
     return source.name, weights_identity(built.config, source), spec.identity
 
 
-def _kernels(built: BuiltRunner) -> str:
+def _kernels(built: LoadedModel) -> str:
     """Name the instruction sets whose rounding is in the blocks. Integers have the same bits in
     all."""
-    if built.device.type != "cpu":
+    if built.device_type != "cpu":
         return ""
     dtype = str(built.dtype).removeprefix("torch.")
     return repr(chosen_variants(each for each in (dtype, ATTENTION) if each in FORMATS))

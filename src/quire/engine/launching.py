@@ -33,10 +33,11 @@ class LaunchingExecutor:
 
     A plan that cannot be launched comes back as a result with an error. What the device meets with
     later poisons it: `next_result` raises EngineError. thread: the one on which the model was
-    loaded, and launches.
+    loaded, and launches. idles: whether idle moments are used.
     """
 
-    def __init__(self, built: "BuiltRunner", thread: DeviceThread) -> None:
+    def __init__(self, built: "BuiltRunner", thread: DeviceThread, *, idles: bool = True) -> None:
+        self._idles = idles
         self._copy_bytes_per_s = built.copy_bytes_per_s
         self._launching, self._waiting = thread, DeviceThread()
         self._steps = _Steps(built.runner, lambda: check_usable(built.device))
@@ -68,7 +69,7 @@ class LaunchingExecutor:
     def next_result(self) -> StepResult:
         found = self._steps.results.get()
         self._num_unanswered -= 1
-        if self._num_unanswered == 0:
+        if self._num_unanswered == 0 and self._idles:
             steps = self._steps
             self._launching.do_when_idle(steps.idle)
         if isinstance(found, EngineError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from quire.base.config import EngineConfig
 from quire.base.errors import ModelError, ModelNotFound
 from quire.base.gguf import is_gguf
 
@@ -69,6 +70,12 @@ def resolve_model(
     if not _looks_like_hub_id(name):
         raise ModelNotFound(f"there is no directory {name}. {_WHAT_TO_DO}")
     return ModelSource(_download(name, revision, progress, files), "auto", name)
+
+
+def load_format_of(config: EngineConfig, source: ModelSource) -> str:
+    """Say how the weights are loaded: as the user said, or else as the source is."""
+    given = config.model.load_format
+    return source.load_format if given == "auto" else given
 
 
 def shape_names() -> list[str]:

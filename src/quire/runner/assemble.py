@@ -59,13 +59,16 @@ def assemble(
     return ModelRunner(model, backend, DeviceRows(device, state, ops), sampler, device)
 
 
-def record_graphs(runner: ModelRunner, config: EngineConfig, identity: str) -> None:
+def record_graphs(
+    runner: ModelRunner, config: EngineConfig, identity: str, *, remembers: bool = True
+) -> None:
     """Let a runner record its decoding steps, where it can and shall. identity: of the model's
-    shape, for what is remembered from one start to the next."""
+    shape, for what is remembered from one start to the next. remembers: not so for ranks, which
+    all record the same ones, in the same order."""
     if config.enforce_eager or not runner.can_record:
         return
     facts = [identity, config.compilation, repr(config.deterministic), *_versions(runner)]
-    used = UsedSizes(default_directory(), facts)
+    used = UsedSizes(default_directory(), facts) if remembers else None
     runner.record(in_pieces=config.compilation == "piecewise", used=used)
 
 

@@ -20,14 +20,17 @@ from quire.models.formats import weight_formats
 from quire.models.kv_scales import Scales, kv_scales
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes
+from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.registry import model_spec
-from quire.models.source import ModelSource
+from quire.models.source import ModelSource, load_format_of
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.threads import num_threads
 from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
+from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
 from quire.runner.memory_plan import available_cpu_bytes, block_bytes_of, plan_cpu_memory
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
@@ -56,6 +59,25 @@ class BuiltRunner:
     draft_source: ModelSource | None = None
     kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
 
+    @property
+    def device_type(self) -> str:
+        return self.device.type
+
+    @property
+    def is_async(self) -> bool:
+        """Tell whether the device works beside the host."""
+        return self.runner.is_async
+
+    @property
+    def drafts_ahead(self) -> bool | None:
+        """Tell whether the model that guesses reads the served one; None: nobody guesses."""
+        return None if self.draft is None else self.draft.is_ahead
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a step on a CPU."""
+        return num_threads()
+
     def guess(self, order: DraftOrder) -> DraftAnswer:
         """Carry out what the model that guesses is to do; there must be one."""
         assert self.draft is not None, "nobody guesses"
@@ -80,9 +102,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def build_runner(
-    config: EngineConfig, source: ModelSource, progress: Progress | None = None
+    config: EngineConfig,
+    source: ModelSource,
+    progress: Progress | None = None,
+    place: RankPlace = WHOLE,
+    share: MachineShare = WHOLE_MACHINE,
 ) -> BuiltRunner:
-    """Load the model and make its KV pool. Raises ModelError, ConfigError, OutOfMemory."""
+    """Load the model, or a rank's part of it, and make its KV pool. Raises ModelError, ConfigError,
+    OutOfMemory."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
@@ -91,7 +118,7 @@ def build_runner(
     config = derive_config(config, spec, device.type)
     spec = spec.served_up_to(config.model.max_model_len)
     dtype = torch_dtype(config.model.dtype)
-    free = available_cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
+    free = share.cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
     most = free if device.type == "cpu" else None
     model = _load(config, source, spec, device, progress, most)
     weights, drafter = model_bytes(model), None
@@ -113,23 +140,19 @@ def build_runner(
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
+    block_bytes = block_bytes_of(config, spec)
+    memory = share.agree(memory, block_bytes)
     config = with_length(config, memory.max_model_len)
-    host = _host_tier(config, spec, device, memory)
+    host = _host_tier(config, spec, device, memory, share)
+    host = share.agree_on_limits(host, len(spec.cache_groups))
     runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host, scales)
-    record_graphs(runner, config, spec.identity)
-    block_bytes = block_bytes_of(config, spec)[0]
-    rate = copy_rate(runner, device, block_bytes, min(memory.num_blocks))
+    record_graphs(runner, config, spec.identity, remembers=share.is_whole)
+    rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     name = runner.backend.name
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
     return BuiltRunner(
         runner, config, spec, memory, dtype, device, name, rate, host, draft, draft_source, scales
     )
-
-
-def load_format_of(config: EngineConfig, source: ModelSource) -> str:
-    """Say how the weights are loaded: as the user said, or else as the source is."""
-    given = config.model.load_format
-    return source.load_format if given == "auto" else given
 
 
 def _load(
@@ -161,7 +184,11 @@ def _load(
 
 
 def _host_tier(
-    config: EngineConfig, spec: ModelSpec, device: torch.device, memory: MemoryPlan
+    config: EngineConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    memory: MemoryPlan,
+    share: MachineShare,
 ) -> tuple[int, ...] | None:
     """Count blocks of host memory for what the pool has no room for, by cache group; None: no tier.
 
@@ -174,15 +201,16 @@ def _host_tier(
         return None
     if cache.kv_host_gb is None and device.type == "cpu" and not has_stores:
         return None
-    free = available_cpu_bytes()
+    free = available_cpu_bytes() // share.num_ranks
     num_bytes = min(memory.pool_bytes, free // 4)
     if has_stores and (device.type == "cpu" or cache.kv_host_gb == 0):
         num_bytes = min(max(memory.pool_bytes, PASSING_BYTES[0]), PASSING_BYTES[1], free // 4)
     if cache.kv_host_gb:
-        num_bytes = int(cache.kv_host_gb * 1e9)
+        num_bytes = int(cache.kv_host_gb * 1e9) // share.num_ranks
     if num_bytes > free:
         raise ConfigError(
-            f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory ({free / 1e9:.1f} GB)."
+            f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory"
+            f" ({free * share.num_ranks / 1e9:.1f} GB)."
         )
     sizes = block_bytes_of(config, spec)
     limits = host_tier_blocks(spec.cache_groups, sizes, memory.num_blocks, num_bytes)

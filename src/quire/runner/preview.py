@@ -15,11 +15,11 @@ from quire.models.loading import check_files, formats_of_file
 from quire.models.model import Model
 from quire.models.packing import Stored, planned_bytes
 from quire.models.registry import make_model, model_spec
-from quire.models.source import ModelSource
+from quire.models.source import ModelSource, load_format_of
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.threads import num_threads
-from quire.runner.build import choose_device, load_format_of, torch_dtype
+from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
 from quire.runner.memory_plan import available_cpu_bytes, plan_cpu_memory
 from quire.runner.step_size import first_budget

@@ -17,7 +17,7 @@ from quire.base.clock import MonotonicClock
 from quire.base.config import EngineConfig, flat_settings
 from quire.base.errors import QuireError
 from quire.base.messages import Ready
-from quire.engine.build import BuiltCore, build_core
+from quire.engine.build import BuiltCore, build_core, ended_if_raised, start_ranks
 from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.exposition import Exposition
@@ -43,10 +43,11 @@ def main() -> int:
     begin_child(options.log_level)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
-        source = resolve_model(config.model.model, config.model.revision, progress=False)
+        ranks = start_ranks(config)
         clock = MonotonicClock()
-        with LoadBar(enabled=True) as bar:
-            built = build_core(config, source, clock, bar.update)
+        with LoadBar(enabled=True) as bar, ended_if_raised(ranks):
+            source = resolve_model(config.model.model, config.model.revision, progress=False)
+            built = build_core(config, source, clock, bar.update, ranks)
         if config.cache.pin_prefix is not None:  # otherwise this process needs no text
             pin_configured(built.core, config.cache, build_text_side(config.model, source))
         server = _make_server(built, options, options.name or source.name)

@@ -1,20 +1,26 @@
 """From settings to stores that a core uses."""
 
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
+from quire.base.config import CacheConfig
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Answer
 from quire.engine.connectors.connections import Connections
 from quire.engine.connectors.make import make_store
 from quire.engine.connectors.worker import StoreWorker
 from quire.engine.core import EngineCore
-from quire.runner.build import BuiltRunner
+
+if TYPE_CHECKING:  # a core with ranks elsewhere imports no torch
+    from quire.ops.attention.host_blocks import HostBlocks
 
 
-def connect_stores(core: EngineCore, built: BuiltRunner) -> None:
-    """Open the stores and let the core use them. Raises ConfigError for one that cannot be opened,
-    and for an attention backend whose blocks cannot be read."""
-    cache = built.config.cache
+def connect_stores(
+    core: EngineCore, cache: CacheConfig, memory: "HostBlocks | None", backend_name: str
+) -> None:
+    """Open the stores and let the core use them. memory: from which they take blocks. Raises
+    ConfigError for one that cannot be opened, and for an attention backend whose blocks cannot be
+    read."""
     settings = cache.stores
     if not settings:
         return
@@ -23,10 +29,9 @@ def connect_stores(core: EngineCore, built: BuiltRunner) -> None:
             f"{settings[0]} is of no use without prefix caching; leave it out, or set"
             " enable_prefix_caching."
         )
-    memory = built.runner.backend.host_blocks
     if memory is None:
         raise ConfigError(
-            f"the attention backend {built.backend_name} keeps its blocks to itself, so there is no"
+            f"the attention backend {backend_name} keeps its blocks to itself, so there is no"
             f" use of {settings[0]}; leave it out, or take another attention_backend."
         )
     answers: SimpleQueue[Answer] = SimpleQueue()

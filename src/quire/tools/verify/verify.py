@@ -29,10 +29,10 @@ from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weigh
 from quire.models.loading import LoadOptions, check_files, formats_of_file, load_model
 from quire.models.packing import planned_bytes
 from quire.models.registry import model_spec
-from quire.models.source import ModelSource, resolve_model
+from quire.models.source import ModelSource, load_format_of, resolve_model
 from quire.ops.native import core
 from quire.ops.program import Untraceable
-from quire.runner.build import choose_device, load_format_of, torch_dtype
+from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import choose_dtype
 from quire.runner.memory_plan import available_cpu_bytes
 from quire.serve.llm import LLM

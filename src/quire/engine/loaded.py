@@ -1,0 +1,79 @@
+"""What an engine knows of a model that was loaded, in its own process or by ranks."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.base.config import EngineConfig
+from quire.base.model_spec import ModelSpec
+from quire.kv.sizing import MemoryPlan
+from quire.models.source import ModelSource
+
+
+class LoadedModel(Protocol):
+    """config: with all derived values filled in. spec: of one rank's part. dtype: its text is a
+    name. is_async: the device works beside the host. drafts_ahead: whether the model that guesses
+    reads the served one; None: nobody guesses. num_threads: of its process."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def memory(self) -> MemoryPlan: ...
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def backend_name(self) -> str: ...
+    @property
+    def copy_bytes_per_s(self) -> float: ...
+    @property
+    def host_limits(self) -> tuple[int, ...] | None: ...
+    @property
+    def kv_scales(self) -> dict[int, tuple[float, float]]: ...
+    @property
+    def draft_source(self) -> ModelSource | None: ...
+    @property
+    def is_async(self) -> bool: ...
+    @property
+    def drafts_ahead(self) -> bool | None: ...
+    @property
+    def num_threads(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class LoadedElsewhere:
+    """A `LoadedModel` as a rank tells of it."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    memory: MemoryPlan
+    dtype: str
+    device_type: str
+    backend_name: str
+    copy_bytes_per_s: float
+    host_limits: tuple[int, ...] | None
+    kv_scales: dict[int, tuple[float, float]]
+    draft_source: ModelSource | None
+    is_async: bool
+    drafts_ahead: bool | None
+    num_threads: int
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> "LoadedElsewhere":
+        return cls(
+            model.config,
+            model.spec,
+            model.memory,
+            str(model.dtype),
+            model.device_type,
+            model.backend_name,
+            model.copy_bytes_per_s,
+            model.host_limits,
+            model.kv_scales,
+            model.draft_source,
+            model.is_async,
+            model.drafts_ahead,
+            model.num_threads,
+        )

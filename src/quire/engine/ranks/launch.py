@@ -1,0 +1,204 @@
+"""From settings to ranks that have loaded a model together.
+
+They are started first of all: while they import what they need, the core resolves the model.
+"""
+
+import ctypes
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+
+from quire.base import errors
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError, EngineError, QuireError, RankLost
+from quire.engine.loaded import LoadedElsewhere
+from quire.engine.ranks.alike import different, facts_of
+from quire.engine.ranks.executor import RankExecutor
+from quire.engine.ranks.messages import (
+    Begin,
+    Failed,
+    FromRank,
+    Joined,
+    Least,
+    Loaded,
+    Loading,
+)
+from quire.engine.ranks.processes import RankProcesses, RankStart
+from quire.models.source import ModelSource
+from quire.ops.cores import share_cores
+from quire.runner.memory_plan import available_cpu_bytes
+
+logger = logging.getLogger("quire")
+
+SPIN_COUNT = "10000"  # as a core of its own has it (serve/launch.py)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class LoadedRanks:
+    """model: as the rank that answers tells of it. executor: carries out plans by all of them."""
+
+    model: LoadedElsewhere
+    executor: RankExecutor
+
+
+class Ranks:
+    """The ranks of one core, from their start to `load`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them. Raises ConfigError for more than there are devices."""
+        self._num = config.parallel.num_ranks
+        self._heard = _Heard()
+        self._group_fds = [
+            os.memfd_create(f"quire-stage-{stage}")
+            for stage in range(config.parallel.pipeline_parallel_size)
+        ]
+        try:
+            starts = _starts(config, self._group_fds)
+            level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+            self._processes = RankProcesses(starts, level, self._heard)
+        finally:
+            for fd in self._group_fds:
+                os.close(fd)
+
+    def load(
+        self, config: EngineConfig, source: ModelSource, progress: Progress | None
+    ) -> LoadedRanks:
+        """Let them load the model. Raises what kept one of them from it; then all are ended."""
+        try:
+            return self._load(config, source, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._processes.close()
+
+    def _load(
+        self, config: EngineConfig, source: ModelSource, progress: Progress | None
+    ) -> LoadedRanks:
+        num, free = self._num, available_cpu_bytes()
+        begins = [Begin(config, source, rank, num, free) for rank in range(num)]
+        self._processes.send_each(begins)
+        self._compare(facts_of(config, source), self._from_each(Joined, progress))
+        while True:
+            found = self._from_each((Least, Loaded), progress)
+            if all(isinstance(each, Loaded) for each in found):
+                break
+            values = [each.values for each in found if isinstance(each, Least)]
+            self._processes.send(Least(tuple(map(min, *values)) if num > 1 else values[0]))
+        models = [each.model for each in found if isinstance(each, Loaded)]
+        return self._loaded(config, models)
+
+    def _loaded(self, config: EngineConfig, models: list[LoadedElsewhere]) -> LoadedRanks:
+        answering = config.parallel.answering_rank
+        rate = min(model.copy_bytes_per_s for model in models)
+        model = replace(models[answering], copy_bytes_per_s=rate)
+        processes = self._processes
+        executor = RankExecutor(
+            processes, self._num, rate, answering=answering, idles=model.is_async
+        )
+        if self._num > 1 and not config.disable_log_stats:
+            for rank, each in enumerate(models):
+                logger.info("rank %d: %s", rank, each.memory.describe())
+        processes.tell(executor)
+        return LoadedRanks(model, executor)
+
+    def _from_each(
+        self, kinds: type | tuple[type, ...], progress: Progress | None
+    ) -> list[FromRank]:
+        """Wait for a message of these kinds from each rank. Raises what one of them has raised."""
+        found: dict[int, FromRank] = {}
+        while len(found) < self._num:
+            rank, message = self._heard.messages.get()
+            if isinstance(message, RankLost):
+                raise message
+            if isinstance(message, Failed):
+                raise self._failure(rank, message)
+            if isinstance(message, Loading):
+                if rank == 0 and progress is not None:
+                    progress(message.done, message.total)
+                continue
+            assert isinstance(message, kinds), f"rank {rank} sent {message}"
+            found[rank] = message
+        return [found[rank] for rank in range(self._num)]
+
+    def _failure(self, rank: int, failed: Failed) -> QuireError:
+        """Return the error that a rank has met with, as it was there."""
+        where = f" (on rank {rank} of {self._num})" if self._num > 1 else ""
+        kind = getattr(errors, failed.kind, EngineError)
+        known = isinstance(kind, type) and issubclass(kind, QuireError)
+        return (kind if known else EngineError)(failed.message + where)
+
+    def _compare(self, here: dict[str, str], joined: list[FromRank]) -> None:
+        for rank, message in enumerate(joined):
+            assert isinstance(message, Joined)
+            if wrong := different(here, message.facts):
+                raise ConfigError(
+                    f"rank {rank} of {self._num} has another {wrong} than this process; start all"
+                    " with the same version, settings and files."
+                )
+
+
+class _Heard:
+    """Keeps what ranks say until somebody asks."""
+
+    def __init__(self) -> None:
+        self.messages: SimpleQueue[tuple[int, FromRank | RankLost]] = SimpleQueue()
+
+    def hear(self, rank: int, message: FromRank) -> None:
+        self.messages.put((rank, message))
+
+    def lose(self, error: RankLost) -> None:
+        self.messages.put((-1, error))
+
+    def tick(self) -> None:
+        pass
+
+
+def _starts(config: EngineConfig, group_fds: list[int]) -> list[RankStart]:
+    num, in_group = config.parallel.num_ranks, config.parallel.tensor_parallel_size
+    environment = dict(os.environ)
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
+        environment["GOMP_SPINCOUNT"] = SPIN_COUNT
+    devices = _cuda_devices(config)
+    cores = share_cores(num) if not devices and num > 1 else [None] * num
+    starts = []
+    for rank in range(num):
+        fd = group_fds[rank // in_group]
+        more = {"CUDA_VISIBLE_DEVICES": devices[rank]} if devices else {}
+        arguments = ["--group", str(fd)]
+        starts.append(RankStart(arguments, environment | more, cores[rank], (fd,)))
+    return starts
+
+
+def _cuda_devices(config: EngineConfig) -> list[str]:
+    """Name the GPUs, one for each rank; none where ranks compute on CPUs. Raises ConfigError if
+    there are too few."""
+    if config.device == "cpu" or (config.device == "auto" and not _has_driver()):
+        return []
+    import torch  # to ask for GPUs
+
+    num, asked = torch.cuda.device_count(), config.parallel.num_ranks
+    if num == 0 and config.device == "auto":
+        return []
+    if asked > num:
+        parallel = config.parallel
+        raise ConfigError(
+            f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
+            f"{parallel.pipeline_parallel_size} needs {asked} CUDA devices, and torch sees {num};"
+            " ask for fewer, or take device='cpu'."
+        )
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return (visible or [str(index) for index in range(num)])[:asked]
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,250 @@
+"""What a core and its ranks tell each other: msgpack of these structs, each behind its length.
+
+    core  Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
+    rank  Joined Loading* Least Loaded   Result | Done ...  Guessed ... Idled      Failed
+
+A plan is data, so it crosses as it is. Nothing is pickled. Arrays are bytes of int32 or float32;
+those of more than one dimension come with their shape.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+
+from quire.base.config import EngineConfig
+from quire.base.draft_order import DraftAnswer, DraftOrder
+from quire.base.errors import EngineError
+from quire.base.masks import TokenMasks
+from quire.base.plan import Candidates, Float32, Int32, Plan, StepResult
+from quire.engine.loaded import LoadedElsewhere
+from quire.models.source import ModelSource
+
+LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = (1 << 32) - 1
+
+T = TypeVar("T")
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: load the model. rank: of num_ranks, stage by stage. num_local: ranks that share
+    this machine's memory, of which free_bytes are free."""
+
+    config: EngineConfig
+    source: ModelSource
+    rank: int
+    num_local: int
+    free_bytes: int
+
+
+class Least(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: what it has. Core to ranks: the least of all."""
+
+    values: tuple[int, ...]
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: carry out a plan. number: counts what was handed over. is_first: all before it
+    were answered. has_masks: `Masks` of this number follow."""
+
+    number: int
+    plan: Plan
+    is_first: bool
+    has_masks: bool
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: the masks of a step. words: [rows, num_positions, ...]."""
+
+    number: int
+    rows: Int32
+    words: Int32
+    num_positions: int
+    errors: dict[int, str]
+
+    @classmethod
+    def of(cls, number: int, masks: TokenMasks) -> "Masks":
+        return cls(number, masks.rows, masks.words, masks.words.shape[1], masks.errors)
+
+    @property
+    def masks(self) -> TokenMasks:
+        shape = len(self.rows), self.num_positions, -1
+        return TokenMasks(self.rows, self.words.reshape(shape), self.errors)
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: the model that guesses is to do this."""
+
+    order: DraftOrder
+
+
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """Core to rank: do what is useful while no step is to be done (record graphs)."""
+
+
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: here it is. facts: what must be the same everywhere, by name."""
+
+    facts: dict[str, str]
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: so much of its part of the model is loaded."""
+
+    done: int
+    total: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: ready."""
+
+    model: LoadedElsewhere
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: last words. kind: an error of base/errors.py."""
+
+    kind: str
+    message: str
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: what a step gave; token_ids as [N * width]. The first rank's of the last
+    stage."""
+
+    number: int
+    step_id: int
+    token_ids: Int32
+    num_accepted: Int32
+    duration_s: float
+    error: str | None = None
+    candidates: dict[int, Candidates] = {}
+    prompt_candidates: dict[int, list[Candidates]] = {}
+    more_candidates: dict[int, list[Candidates]] = {}
+    row_errors: dict[int, str] = {}
+    unservable_rows: tuple[int, ...] = ()
+    lost_swaps: bool = False
+
+    @classmethod
+    def of(cls, number: int, found: StepResult) -> "Result":
+        return cls(
+            number,
+            found.step_id,
+            found.token_ids,
+            found.num_accepted,
+            found.duration_s,
+            found.error,
+            found.candidates,
+            found.prompt_candidates,
+            found.more_candidates,
+            found.row_errors,
+            found.unservable_rows,
+            found.lost_swaps,
+        )
+
+    @property
+    def result(self) -> StepResult:
+        num = len(self.num_accepted)
+        return StepResult(
+            self.step_id,
+            self.token_ids.reshape(num, -1 if num else 1),
+            self.num_accepted,
+            self.candidates,
+            self.prompt_candidates,
+            self.row_errors,
+            self.duration_s,
+            self.error,
+            self.unservable_rows,
+            self.lost_swaps,
+            self.more_candidates,
+        )
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: a step is done, here, too."""
+
+    number: int
+    duration_s: float
+    error: str | None = None
+    lost_swaps: bool = False
+
+
+class Guessed(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: what the model that guesses found; token_ids as [S * k]. error: why it could
+    not."""
+
+    token_ids: Int32
+    num_rows: int
+    duration_s: float
+    error: str | None = None
+
+    @classmethod
+    def of(cls, answer: DraftAnswer) -> "Guessed":
+        return cls(answer.token_ids, len(answer.token_ids), answer.duration_s)
+
+    @property
+    def answer(self) -> DraftAnswer:
+        shape = self.num_rows, -1 if self.num_rows else 0
+        return DraftAnswer(self.token_ids.reshape(shape), self.duration_s)
+
+
+class Idled(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: done. has_more: there is more of it to do."""
+
+    has_more: bool
+
+
+ToRank = Begin | Least | Step | Masks | Order | Idle
+FromRank = Joined | Loading | Least | Loaded | Failed | Result | Done | Guessed | Idled
+
+
+class Codec(Generic[T]):
+    """Encodes any message; decodes those of one direction."""
+
+    def __init__(self, incoming: Any) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_as_typed)
+
+    def encode(self, message: ToRank | FromRank) -> bytes:
+        """Return the message behind its length."""
+        body = self._encoder.encode(message)
+        if len(body) > MAX_MESSAGE_BYTES:
+            raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
+        return LENGTH.pack(len(body)) + body
+
+    def decode(self, body: bytes) -> T:
+        """Return the message in a body without its length. Raises EngineError for anything else."""
+        try:
+            message: T = self._decoder.decode(body)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise EngineError(f"a message that is not one of ours: {error}") from error
+        return message
+
+
+def core_codec() -> Codec[FromRank]:
+    """Return the codec of a core, which receives `FromRank`."""
+    return Codec(FromRank)
+
+
+def rank_codec() -> Codec[ToRank]:
+    """Return the codec of a rank, which receives `ToRank`."""
+    return Codec(ToRank)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        kind = np.float32 if value.dtype.kind == "f" else np.int32
+        return value.astype(kind, copy=False).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+
+
+def _as_typed(kind: Any, value: Any) -> Any:
+    if kind is Path:
+        return Path(value)
+    return np.frombuffer(bytearray(value), np.float32 if kind == Float32 else np.int32)

@@ -1,0 +1,311 @@
+"""A rank's process: python -m quire.engine.ranks.rank_main, started by its core.
+
+It loads its part of the model and carries out what comes through the socket that it inherits, until
+that ends. On a CPU everything is done on one thread: a step that needs masks reads the socket for
+them. On a GPU one thread reads, one launches, one waits for results (engine/launching.py).
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from quire.base.config import EngineConfig
+from quire.base.errors import EngineError, QuireError
+from quire.base.masks import MaskPromise, TokenMasks
+from quire.base.plan import StepResult
+from quire.engine.child import NO_START, begin_child, collecting_rarely
+from quire.engine.executor import failed_step
+from quire.engine.loaded import LoadedElsewhere
+from quire.engine.local import LocalModel, build_local
+from quire.engine.ranks.alike import facts_of
+from quire.engine.ranks.messages import (
+    LENGTH,
+    Begin,
+    Done,
+    Failed,
+    FromRank,
+    Guessed,
+    Idle,
+    Idled,
+    Joined,
+    Least,
+    Loaded,
+    Loading,
+    Masks,
+    Order,
+    Result,
+    Step,
+    ToRank,
+    rank_codec,
+)
+from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.source import resolve_model
+from quire.runner.build import build_runner
+from quire.runner.machine_share import MachineShare
+
+logger = logging.getLogger("quire")
+
+READ_BYTES = 1 << 18
+PROGRESS_S = 0.1  # between two messages about loading
+
+
+class CoreGone(Exception):
+    """The core's end of the socket was closed: nobody asks for anything any more."""
+
+
+class Link:
+    """The rank's end of its connection to the core. pending: messages that nobody took yet."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.pending: deque[ToRank] = deque()
+        self.socket = sock
+        self._codec = rank_codec()
+        self._unread = bytearray()
+
+    def send(self, message: FromRank) -> None:
+        """Send a message. Raises CoreGone."""
+        try:
+            self.socket.sendall(self._codec.encode(message))
+        except OSError:
+            raise CoreGone from None
+
+    def take_in(self) -> None:
+        """Wait for bytes, and make messages of those that are there. Raises CoreGone."""
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise CoreGone
+        unread, at = self._unread, 0
+        unread += data
+        while len(unread) - at >= LENGTH.size:
+            end = at + LENGTH.size + LENGTH.unpack_from(unread, at)[0]
+            if len(unread) < end:
+                break
+            self.pending.append(self._codec.decode(bytes(unread[at + LENGTH.size : end])))
+            at = end
+        del unread[:at]
+
+    def receive(self) -> ToRank:
+        """Wait for a message. Raises CoreGone."""
+        while not self.pending:
+            self.take_in()
+        return self.pending.popleft()
+
+
+class FetchedMasks(MaskPromise):
+    """Masks that the thread that waits for them reads from the socket itself. fetch: reads some
+    messages."""
+
+    def __init__(self, fetch: Callable[[], None]) -> None:
+        super().__init__()
+        self._fetch = fetch
+
+    def wait(self) -> TokenMasks:
+        while not self.is_there:
+            self._fetch()
+        return super().wait()
+
+
+class RankLoop:
+    """Carries out what a core sends. answers: this rank tells what steps gave."""
+
+    def __init__(self, link: Link, local: LocalModel, *, answers: bool) -> None:
+        self._link, self._local, self._answers = link, local, answers
+        self._promises: dict[int, MaskPromise] = {}  # by the number of a step
+        self._numbers: deque[int] = deque()  # of steps that the executor has
+        self._has_failed = False  # later plans are not carried out, until all were answered
+        self._bell_in, self._bell_out = socket.socketpair()
+        self._bell_in.setblocking(False)
+        local.executor.start(self._ring)
+
+    def run(self) -> None:
+        """Go on until CoreGone."""
+        link = self._link
+        while True:
+            if self._numbers:  # of a device that works beside the host
+                readable, _, _ = select.select([link.socket, self._bell_out], [], [])
+                if self._bell_out in readable:
+                    self._bell_out.recv(READ_BYTES)
+                if link.socket in readable:
+                    link.take_in()
+            else:
+                link.take_in()
+            while link.pending:
+                self._take(link.pending.popleft())
+                self._answer()
+            self._answer()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._bell_in.send(b"x")
+
+    def _take(self, message: ToRank) -> None:
+        local = self._local
+        if isinstance(message, Step):
+            self._begin(message)
+        elif isinstance(message, Masks):
+            self._put(message)
+        elif isinstance(message, Order):
+            self._link.send(self._guess(message))
+        elif isinstance(message, Idle):
+            self._link.send(Idled(has_more=_useful(local.idle)))
+        else:
+            raise EngineError(f"a rank does not expect {type(message).__name__}")
+
+    def _begin(self, step: Step) -> None:
+        masks = None
+        if step.has_masks:
+            masks = MaskPromise() if self._local.built.is_async else FetchedMasks(self._fetch_masks)
+            self._promises[step.number] = masks
+        if step.is_first:
+            self._has_failed = False
+        if self._has_failed and not self._numbers:
+            self._send(step.number, failed_step(step.plan, "a step before it failed"))
+            return
+        self._numbers.append(step.number)
+        self._local.executor.submit(step.plan, masks)
+
+    def _fetch_masks(self) -> None:
+        """Read what has come, and put the masks among it into their promises."""
+        pending = self._link.pending
+        found = [message for message in pending if isinstance(message, Masks)]
+        if not found:
+            self._link.take_in()
+            return
+        for message in found:
+            pending.remove(message)
+            self._put(message)
+
+    def _put(self, message: Masks) -> None:
+        self._promises.pop(message.number).put(message.masks)
+
+    def _answer(self) -> None:
+        """Tell what steps gave that are over."""
+        executor = self._local.executor
+        while self._numbers and executor.is_ready():
+            result = executor.next_result()
+            self._has_failed |= result.error is not None
+            self._send(self._numbers.popleft(), result)
+
+    def _send(self, number: int, result: StepResult) -> None:
+        if self._answers:
+            self._link.send(Result.of(number, result))
+        else:
+            seconds, lost = result.duration_s, result.lost_swaps
+            self._link.send(Done(number, seconds, result.error, lost))
+
+    def _guess(self, message: Order) -> Guessed:
+        try:
+            return Guessed.of(self._local.draft(message.order))
+        except Exception as error:
+            logger.debug("guessing failed", exc_info=error)
+            nothing = np.empty(0, np.int32)
+            return Guessed(nothing, 0, 0.0, f"{type(error).__name__}: {error}")
+
+
+def _useful(idle: Callable[[], bool]) -> bool:
+    try:
+        return idle()
+    except Exception:
+        logger.warning("no more graphs are recorded", exc_info=True)
+        return False
+
+
+def main() -> int:
+    """Join, load, work."""
+    options = _arguments()
+    begin_child(options.log_level)
+    own = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig | None)
+    link = Link(socket.socket(fileno=options.socket))
+    try:
+        with contextlib.suppress(CoreGone):
+            _serve(link, own, options.group)
+        return 0
+    except Exception as error:
+        kind = type(error).__name__ if isinstance(error, QuireError) else "EngineError"
+        message = (
+            str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
+        )
+        if not isinstance(error, QuireError):
+            logger.error("the rank cannot go on", exc_info=error)
+        with contextlib.suppress(CoreGone):
+            link.send(Failed(kind, message))
+        return NO_START
+
+
+def _serve(link: Link, own: EngineConfig | None, group_fd: int) -> None:
+    begin = link.receive()
+    assert isinstance(begin, Begin)
+    config, source = begin.config, begin.source
+    if own is not None:  # of another machine
+        config = own
+        source = resolve_model(own.model.model, own.model.revision, progress=False)
+    link.send(Joined(facts_of(config, source)))
+    place = _place(config, begin.rank, group_fd)
+    share = MachineShare(begin.num_local, begin.free_bytes, lambda values: _least(link, values))
+    local = build_local(
+        lambda: build_runner(config, source, _progress(link), place, share),
+        config.device,
+        is_threaded=False,
+        idles=False,
+    )
+    answers = begin.rank == config.parallel.answering_rank
+    loop = RankLoop(link, local, answers=answers)
+    link.send(Loaded(LoadedElsewhere.of(local.built)))
+    with collecting_rarely():
+        loop.run()
+
+
+def _place(config: EngineConfig, rank: int, group_fd: int) -> RankPlace:
+    """Return which part of the model a rank has, and join those that share its layers."""
+    return WHOLE
+
+
+def _least(link: Link, values: Sequence[int]) -> tuple[int, ...]:
+    """Tell the core what this rank has; returns the least of all."""
+    link.send(Least(tuple(values)))
+    answer = link.receive()
+    assert isinstance(answer, Least)
+    return answer.values
+
+
+def _progress(link: Link) -> Callable[[int, int], None]:
+    """Tell the core how far loading is, not too often. What it is asked on a thread it sends from
+    there: nobody else sends meanwhile."""
+    told_s = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal told_s
+        now_s = time.monotonic()
+        if done >= total or now_s - told_s >= PROGRESS_S:
+            told_s = now_s
+            link.send(Loading(done, total))
+
+    return progress
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection")
+    parser.add_argument("--group", type=int, required=True, help="memory shared with its stage")
+    parser.add_argument("--log-level", default="warning")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)  # threads and devices may be held by a collective that never ends
