@@ -17,7 +17,7 @@ from queue import SimpleQueue
 
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError, RankLost
-from quire.base.masks import MaskPromise, TokenMasks
+from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.engine.ranks.messages import (
     Done,
@@ -30,7 +30,7 @@ from quire.engine.ranks.messages import (
     Result,
     Step,
 )
-from quire.engine.ranks.processes import RankProcesses
+from quire.engine.ranks.processes import RankLink, RankProcesses
 
 DISAGREE_S = 2.0  # how much later than the first one others may fail on a step
 
@@ -67,55 +67,47 @@ class RankExecutor:
         answering: int = 0,
         idles: bool = False,
     ) -> None:
+        self.steps = RankSteps(processes.link, num_ranks, answering, idles=idles)
         self._processes = processes
         self._copy_bytes_per_s = copy_bytes_per_s
-        self._answering = answering
-        self._results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
-        self._guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
-        self._open: dict[int, _Open] = {}  # by number
-        self._lock = threading.Lock()
         self._num_submitted = self._num_unanswered = 0
-        self._on_result: Callable[[], None] = lambda: None
-        self._loss: RankLost | None = None
-        self._idles = idles
-        self._num_idling = 0
-        self.times = [RankTimes() for _ in range(num_ranks)]
 
-    # ---- the core's thread -------------------------------------------------------------------
+    @property
+    def times(self) -> list[RankTimes]:
+        """What the ranks' steps took so far."""
+        return self.steps.times
 
     def start(self, on_result: Callable[[], None]) -> None:
-        self._on_result = on_result
+        self.steps.on_result = on_result
 
     def copy_bytes_per_s(self) -> float:
         return self._copy_bytes_per_s
 
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
-        self._check()
         number, is_first = self._num_submitted, self._num_unanswered == 0
         self._num_submitted += 1
         self._num_unanswered += 1
-        with self._lock:
-            self._open[number] = _Open()
-        self._processes.send(Step(number, plan, is_first, masks is not None))
+        steps = self.steps
+        steps.begin(Step(number, plan, is_first, masks is not None))
         if masks is not None:
-            masks.then(lambda made: self._send_masks(number, made))
+            masks.then(lambda made: steps.link.send(Masks.of(number, made)))
 
     def is_ready(self) -> bool:
-        return not self._results.empty()
+        return not self.steps.results.empty()
 
     def next_result(self) -> StepResult:
-        found = self._results.get()
+        found = self.steps.results.get()
         if isinstance(found, RankLost):
-            self._results.put(found)  # and so it stays
+            self.steps.results.put(found)  # and so it stays
             raise found
         self._num_unanswered -= 1
         return found
 
     def draft(self, order: DraftOrder) -> DraftAnswer:
         """Let the ranks' models guess; waits for it. Raises EngineError."""
-        self._check()
-        self._processes.send(Order(order))
-        found = self._guesses.get()
+        self.steps.check()
+        self.steps.link.send(Order(order))
+        found = self.steps.guesses.get()
         if isinstance(found, RankLost):
             raise found
         if found.error is not None:
@@ -125,14 +117,34 @@ class RankExecutor:
     def close(self) -> None:
         self._processes.close()
 
-    def _check(self) -> None:
+
+class RankSteps:
+    """The side of the thread that hears the ranks: it must not hold the executor, whose end is
+    theirs."""
+
+    def __init__(self, link: RankLink, num_ranks: int, answering: int, *, idles: bool) -> None:
+        self.link = link
+        self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
+        self.guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
+        self.on_result: Callable[[], None] = lambda: None
+        self.times = [RankTimes() for _ in range(num_ranks)]
+        self._answering = answering
+        self._open: dict[int, _Open] = {}  # by number
+        self._lock = threading.Lock()
+        self._loss: RankLost | None = None
+        self._idles, self._num_idling = idles, 0
+
+    def begin(self, step: Step) -> None:
+        """Hand a step over. Raises RankLost."""
+        self.check()
+        with self._lock:
+            self._open[step.number] = _Open()
+        self.link.send(step)
+
+    def check(self) -> None:
+        """Raise RankLost if nothing can be carried out any more."""
         if self._loss is not None:
             raise self._loss
-
-    def _send_masks(self, number: int, masks: TokenMasks) -> None:
-        self._processes.send(Masks.of(number, masks))
-
-    # ---- the thread that hears the ranks -----------------------------------------------------
 
     def hear(self, rank: int, message: FromRank) -> None:
         """Take what a rank says."""
@@ -140,7 +152,7 @@ class RankExecutor:
             self._take(rank, message)
         elif isinstance(message, Guessed):
             if rank == self._answering:
-                self._guesses.put(message)
+                self.guesses.put(message)
         elif isinstance(message, Idled):
             self._num_idling -= 1
             self._idles = self._idles and message.has_more
@@ -148,37 +160,13 @@ class RankExecutor:
     def lose(self, error: RankLost) -> None:
         """Nothing can be carried out any more."""
         self._loss = error
-        self._guesses.put(error)
-        self._results.put(error)
-        self._on_result()
-
-    def _take(self, rank: int, answer: Result | Done) -> None:
-        with self._lock:
-            step = self._open[answer.number]
-            step.answers[rank] = answer
-            is_complete = len(step.answers) == len(self.times)
-            if is_complete:
-                del self._open[answer.number]
-        times = self.times[rank]
-        times.num_steps += 1
-        times.seconds += answer.duration_s
-        if not is_complete:
-            if answer.error is not None:
-                step.failed_s = step.failed_s or time.monotonic()
-            return
-        failed = step.failed()
-        if 0 < len(failed) < len(self.times):
-            self._disagree(step)
-            return
-        result = step.answers[self._answering]
-        assert isinstance(result, Result)
-        lost = any(isinstance(each, Done) and each.lost_swaps for each in step.answers.values())
-        self._results.put(replace(result.result, lost_swaps=result.lost_swaps or lost))
-        self._on_result()
+        self.guesses.put(error)
+        self.results.put(error)
+        self.on_result()
 
     def tick(self) -> None:
-        """Look around, some times a second: give up where not all failed on a step on which one
-        did, since others may wait for it; use an idle moment."""
+        """Give up where not all failed on a step on which one did, since others may wait for it;
+        use an idle moment."""
         late_s = time.monotonic() - DISAGREE_S
         with self._lock:
             steps = [step for step in self._open.values() if 0 < step.failed_s < late_s]
@@ -187,11 +175,35 @@ class RankExecutor:
             self._disagree(steps[0])
         elif is_idle and self._loss is None:
             self._num_idling = len(self.times)
-            self._processes.send(Idle())
+            self.link.send(Idle())
+
+    def _take(self, rank: int, answer: Result | Done) -> None:
+        with self._lock:
+            step = self._open[answer.number]
+            step.answers[rank] = answer
+            is_complete = len(step.answers) == len(self.times)
+            if is_complete:
+                del self._open[answer.number]
+            elif answer.error is not None:
+                step.failed_s = step.failed_s or time.monotonic()
+        times = self.times[rank]
+        times.num_steps += 1
+        times.seconds += answer.duration_s
+        if is_complete:
+            self._finish(step)
+
+    def _finish(self, step: _Open) -> None:
+        """Pass on what all ranks have answered."""
+        if 0 < len(step.failed()) < len(self.times):
+            self._disagree(step)
+            return
+        answer = step.answers[self._answering]
+        assert isinstance(answer, Result)
+        has_lost = any(each.lost_swaps for each in step.answers.values())
+        self.results.put(replace(answer.result, lost_swaps=has_lost))
+        self.on_result()
 
     def _disagree(self, step: _Open) -> None:
         rank, num = step.failed()[0], len(self.times)
         error = step.answers[rank].error
-        self._processes.give_up(
-            f"a step failed on rank {rank} of {num} and not on all of them: {error}"
-        )
+        self.link.give_up(f"a step failed on rank {rank} of {num} and not on all of them: {error}")

@@ -89,7 +89,7 @@ class Ranks:
             if all(isinstance(each, Loaded) for each in found):
                 break
             values = [each.values for each in found if isinstance(each, Least)]
-            self._processes.send(Least(tuple(map(min, *values)) if num > 1 else values[0]))
+            self._processes.link.send(Least(tuple(map(min, *values)) if num > 1 else values[0]))
         models = [each.model for each in found if isinstance(each, Loaded)]
         return self._loaded(config, models)
 
@@ -104,7 +104,7 @@ class Ranks:
         if self._num > 1 and not config.disable_log_stats:
             for rank, each in enumerate(models):
                 logger.info("rank %d: %s", rank, each.memory.describe())
-        processes.tell(executor)
+        processes.tell(executor.steps)
         return LoadedRanks(model, executor)
 
     def _from_each(

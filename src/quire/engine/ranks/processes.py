@@ -33,6 +33,18 @@ LAST_LINES = 12
 READ_BYTES = 1 << 18
 
 
+class RankLink(Protocol):
+    """What all ranks are told, from any thread."""
+
+    def send(self, message: ToRank) -> None:
+        """Send all the same; what several threads send comes in one order everywhere."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """Kill all; the listener's `lose` gets this reason, unless one was lost before."""
+        ...
+
+
 class Listener(Protocol):
     """Who is told of ranks, on their thread."""
 
@@ -109,19 +121,16 @@ class RankProcesses:
         """Tell another listener from now on; at once, if a rank is lost already."""
         self._loop.tell(listener)
 
-    def send(self, message: ToRank) -> None:
-        """Send all ranks the same; what several threads send comes in one order everywhere."""
-        self._loop.send_all(self._loop.codec.encode(message))
+    @property
+    def link(self) -> RankLink:
+        """What a listener may hold, which must not hold this object."""
+        return self._loop
 
     def send_each(self, messages: Sequence[ToRank]) -> None:
         """Send each rank its own."""
         with self._loop.sending:
             for rank, message in zip(self._loop.ranks, messages, strict=True):
-                self._loop.send(rank, self._loop.codec.encode(message))
-
-    def give_up(self, why: str) -> None:
-        """Kill all ranks; `lost` is called with this reason, unless one was lost before."""
-        self._loop.lose(RankLost(why))
+                self._loop.send_to(rank, self._loop.codec.encode(message))
 
     def close(self) -> None:
         """End all ranks. A second call does nothing."""
@@ -154,12 +163,18 @@ class _Loop:
 
     # ---- for other threads -------------------------------------------------------------------
 
-    def send_all(self, data: bytes) -> None:
+    def send(self, message: ToRank) -> None:
+        """See RankLink."""
+        data = self.codec.encode(message)
         with self.sending:
             for rank in self.ranks:
-                self.send(rank, data)
+                self.send_to(rank, data)
 
-    def send(self, rank: _Rank, data: bytes) -> None:
+    def give_up(self, why: str) -> None:
+        """See RankLink."""
+        self.lose(RankLost(why))
+
+    def send_to(self, rank: _Rank, data: bytes) -> None:
         """Send, waiting for room. What a rank that is gone does not get, its end tells."""
         with contextlib.suppress(OSError):
             rank.socket.sendall(data)

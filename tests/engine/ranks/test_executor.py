@@ -1,0 +1,41 @@
+"""Plans carried out by processes of ranks: the same answers as in the engine's own process.
+
+Covers `engine/ranks/executor.py`, `engine/ranks/rank_main.py`, `engine/ranks/launch.py`.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.engine.ranks.scenarios import Answers, alone, answers_of
+from tests.serve.checkpoints import text_checkpoint
+
+MP = {"distributed_executor_backend": "mp"}
+
+
+def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **settings: Any) -> Answers:
+    expected = alone(architecture, num_blocks, tuple(settings.items()))
+    found = answers_of(text_checkpoint(architecture), num_blocks, **settings, **ranks)
+    for mine, theirs in zip(found.answers, expected.answers, strict=True):
+        assert mine == theirs
+    return found
+
+
+@pytest.mark.parametrize("ranks", [MP])
+def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> None:
+    found = compare(ranks, "llama", 120)
+    assert found.num_masked > 5
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_who_gives_way_comes_back(mode: str) -> None:
+    settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
+    found = compare(MP, "llama", 30, **settings)
+    assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
+
+
+def test_models_that_guess() -> None:
+    draft = {"method": "draft_model", "model": str(text_checkpoint("gpt2"))}
+    settings = {"speculative_config": json.dumps(draft | {"num_speculative_tokens": 3})}
+    assert compare(MP, "llama", 120, **settings).num_guessed > 0

@@ -1,0 +1,124 @@
+"""Plans, results, masks and orders to guess, as they were when they have crossed."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.base.draft_order import DraftAnswer, DraftOrder
+from quire.base.errors import EngineError
+from quire.base.masks import TokenMasks
+from quire.base.plan import (
+    BlockWrites,
+    Candidates,
+    HostTokens,
+    Move,
+    MoveKind,
+    Plan,
+    RowDraft,
+    RowFork,
+    RowStart,
+    StepResult,
+)
+from quire.base.sampling_params import SamplingParams
+from quire.engine.ranks.messages import (
+    LENGTH,
+    Guessed,
+    Masks,
+    Order,
+    Result,
+    Step,
+    core_codec,
+    rank_codec,
+)
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def same(one: Any, other: Any) -> None:
+    """Arrays and what holds them, by value, shape and kind."""
+    if isinstance(one, np.ndarray):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == other.tobytes() and other.flags.writeable
+    elif dataclasses.is_dataclass(one):
+        assert type(one) is type(other)
+        for item in dataclasses.fields(one):
+            same(getattr(one, item.name), getattr(other, item.name))
+    elif isinstance(one, tuple | list):
+        for mine, theirs in zip(one, other, strict=True):
+            same(mine, theirs)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            same(value, other[key])
+    else:
+        assert one == other and type(one) is type(other)
+
+
+def crossed(message: Any, codec: Any) -> Any:
+    data = codec.encode(message)
+    assert LENGTH.unpack_from(data) == (len(data) - LENGTH.size,)
+    return codec.decode(data[LENGTH.size :])
+
+
+def test_a_plan_with_everything() -> None:
+    params = SamplingParams(n=2, logit_bias={3: 1.5}, stop_token_ids=[4], seed=1 << 62)
+    plan = Plan(
+        7,
+        *(ints(1, 2, 3) + i for i in range(3)),
+        ints(2, 3),
+        ints(-1, 5),
+        ints(2, 2),
+        ints(3),
+        (RowStart(1, ints(5, 6), 1, 2, params, (1 << 64) - 1, 3, (4,), ((1, 2), (3,))),),
+        (RowFork(2, 3, 1),),
+        ((1, 4),),
+        ints(9),
+        (HostTokens(1, 2, ints(8), is_prompt=True),),
+        BlockWrites(ints(0), ints(1), ints(2), ints(3)),
+        (Move(MoveKind.LOAD, 0, ints(1, 2), ints(3, 4)),),
+        (RowDraft(1, ints(5, 6)),),
+    )
+    step = crossed(Step(3, plan, is_first=True, has_masks=True), rank_codec())
+    same(plan, step.plan)
+    assert (step.number, step.is_first, step.has_masks) == (3, True, True)
+    same(Plan(1), crossed(Step(0, Plan(1), False, False), rank_codec()).plan)
+
+
+@pytest.mark.parametrize("num", [0, 1, 3])
+@pytest.mark.parametrize("width", [1, 4])
+def test_results_keep_their_shape(num: int, width: int) -> None:
+    found = Candidates(ints(4, 5), np.array([-0.5, -1.25], np.float32), 2)
+    result = StepResult(
+        5, np.arange(num * width, dtype=np.int32).reshape(num, width), ints(*[1] * num),
+        {1: found}, {2: [found]}, {3: "bad"}, 0.5, "no", (3,), True, {1: [found, found]},
+    )  # fmt: skip
+    found_there = crossed(Result.of(2, result), core_codec()).result
+    if num == 0:  # nobody asks how wide nothing is
+        result = dataclasses.replace(result, token_ids=result.token_ids[:, :1])
+    same(result, found_there)
+
+
+def test_masks_and_guesses() -> None:
+    masks = TokenMasks(ints(4, 2), np.arange(12, dtype=np.int32).reshape(2, 2, 3), {2: "stuck"})
+    same(masks, crossed(Masks.of(1, masks), rank_codec()).masks)
+    order = DraftOrder(*(ints(1, 2) + i for i in range(7)))
+    same(order, crossed(Order(order), rank_codec()).order)
+    for shape in ((2, 3), (0, 3)):
+        answer = DraftAnswer(np.zeros(shape, np.int32), 0.25)
+        back = crossed(Guessed.of(answer), core_codec()).answer
+        assert back.duration_s == 0.25 and back.token_ids.size == answer.token_ids.size
+
+
+def test_what_is_no_message() -> None:
+    with pytest.raises(EngineError, match="not one of ours"):
+        rank_codec().decode(b"\x81\xa4type\xa3Odd")
+    with pytest.raises(EngineError, match="not one of ours"):
+        rank_codec().decode(b"")
+    with pytest.raises(NotImplementedError, match="function cannot be sent"):
+        params = SamplingParams(logits_processors=[lambda ids, logits: logits])
+        start = RowStart(0, ints(1), 0, 1, params, 0)
+        rank_codec().encode(Step(0, Plan(0, started=(start,)), True, False))

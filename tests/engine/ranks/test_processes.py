@@ -1,0 +1,108 @@
+"""Ranks that die or stand still: an error within two seconds, and nobody stays behind.
+
+Covers `engine/ranks/processes.py`.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.errors import EngineError, ModelError, OutOfMemory, RankLost, RequestError
+from quire.engine.ranks.launch import Ranks
+from quire.models.source import resolve_model
+from tests.engine.ranks.scenarios import COMMON, WORDS
+from tests.serve.checkpoints import checkpoint
+from tests.serve.processes import children_of, is_running, kill, wait_until
+
+SOON_S = 2.0
+LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+SIZES = [{"distributed_executor_backend": "mp"}]
+ENDS = [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "SIGSTOP")]
+
+
+def config(**settings: Any) -> EngineConfig:
+    return config_from_flat(model=str(checkpoint("llama")), **(COMMON | settings))
+
+
+def ranks_of() -> list[int]:
+    """The processes of this process's ranks."""
+    found = children_of(os.getpid())
+    return sorted(pid for pid, command in found.items() if "rank_main" in command)
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    assert not ranks_of()
+    yield
+    wait_until(lambda: not ranks_of(), "all ranks have gone")
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("number", "how"), ENDS)
+def test_while_loading(sizes: dict[str, Any], number: int, how: str) -> None:
+    made = config(**sizes)
+    ranks = Ranks(made)
+    pid = ranks_of()[-1]
+    kill(pid, number)
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=how) as raised:
+        ranks.load(made, resolve_model(made.model.model), None)
+    assert time.monotonic() - began < SOON_S
+    assert f"process {pid}" in str(raised.value)
+    assert not ranks_of()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("number", "how"), ENDS)
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_at_rest_and_in_a_step(is_idle: bool, sizes: dict[str, Any], number: int, how: str) -> None:
+    with LLM(str(checkpoint("llama")), **(COMMON | sizes)) as llm:
+        stream = llm.stream(WORDS, LONG)
+        next(stream)
+        core = llm.engine.client.core
+        if not is_idle:
+            core.plan()
+            assert core.num_in_flight == 1
+        pids = ranks_of()
+        kill(pids[-1], number)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=how):
+            for _ in stream:
+                pass
+        assert time.monotonic() - began < SOON_S
+        assert f"rank {len(pids) - 1} of {len(pids)} (process {pids[-1]})" in str(core._death)
+        with pytest.raises(EngineError, match="the engine has stopped"):
+            llm.generate(WORDS, GREEDY, use_tqdm=False)
+    assert not any(map(is_running, pids))
+
+
+def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions() -> None:
+    with LLM(str(checkpoint("llama")), **COMMON, **SIZES[0]) as llm:
+        [pid] = ranks_of()
+        kill(pid, signal.SIGSTOP)
+        kill(pid, signal.SIGCONT)
+        assert llm.generate(WORDS, GREEDY, use_tqdm=False)
+        params = SamplingParams(logits_processors=[lambda ids, logits: logits])
+        with pytest.raises(RequestError, match="function cannot go to an engine in another"):
+            llm.generate(WORDS, params, use_tqdm=False)
+
+
+def test_an_engine_that_nobody_holds_takes_its_ranks_along() -> None:
+    llm = LLM(str(checkpoint("llama")), **COMMON, **SIZES[0])
+    assert ranks_of()
+    del llm
+
+
+def test_what_keeps_a_rank_from_loading_is_raised_here(tmp_path: Any) -> None:
+    with pytest.raises(OutOfMemory, match="less than one sequence"):
+        LLM(str(checkpoint("llama")), **COMMON, **SIZES[0], kv_cache_memory_bytes=1000)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="no model_type"):
+        LLM(str(tmp_path), **COMMON, **SIZES[0])
