@@ -118,7 +118,9 @@ def build_runner(
     config = derive_config(config, spec, device.type)
     spec = spec.served_up_to(config.model.max_model_len)
     dtype = torch_dtype(config.model.dtype)
-    free = share.cpu_bytes() if device.type == "cpu" else free_gpu_bytes(device)
+    free = (
+        share.cpu_bytes(available_cpu_bytes()) if device.type == "cpu" else free_gpu_bytes(device)
+    )
     most = free if device.type == "cpu" else None
     model = _load(config, source, spec, device, progress, most)
     weights, drafter = model_bytes(model), None

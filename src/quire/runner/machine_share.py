@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.kv.sizing import MemoryPlan
-from quire.runner.memory_plan import available_cpu_bytes
 
 Least = Callable[[Sequence[int]], tuple[int, ...]]
 
@@ -13,7 +12,7 @@ Least = Callable[[Sequence[int]], tuple[int, ...]]
 @dataclass(frozen=True)
 class MachineShare:
     """num_ranks: that share the machine's memory. free_bytes: of it, before any of them took some;
-    None: as many as there are now. least: tells of numbers, one by one, the least that any of all
+    None: as many as it finds. least: tells of numbers, one by one, the least that any of all
     ranks has; each calls it as often as the others.
     """
 
@@ -25,10 +24,10 @@ class MachineShare:
     def is_whole(self) -> bool:
         return self.num_ranks == 1
 
-    def cpu_bytes(self) -> int:
-        """Return the part of the free host memory that is for this rank, before it loads."""
-        free = available_cpu_bytes() if self.free_bytes is None else self.free_bytes
-        return free // self.num_ranks
+    def cpu_bytes(self, found: int) -> int:
+        """Return the part of the free host memory that is for this rank. found: what is free, as it
+        looks to this rank before it loads."""
+        return (found if self.free_bytes is None else self.free_bytes) // self.num_ranks
 
     def agree(self, plan: MemoryPlan, block_bytes: Sequence[int]) -> MemoryPlan:
         """Return the plan that all ranks can keep to: blocks have the same numbers everywhere."""
