@@ -1,0 +1,88 @@
+"""Ranks that exchange by gloo, as threads with a process group each; NCCL where there are GPUs."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.base.errors import ConfigError, RankLost
+from quire.ops.collectives.torch_group import TorchGroup, file_store, gloo_group, nccl_group
+from tests.ops.test_collectives import DTYPES, exchange_all
+
+
+def meet(path: Path, size: int, work: Callable[[TorchGroup], None], in_order: bool = True) -> None:
+    def run(rank: int) -> None:
+        store = file_store(str(path), size)
+        work(gloo_group(store, rank, size, timeout_s=30, in_order=in_order))
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_exchange_in_order(size: int, tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> None:
+        for dtype in DTYPES:
+            exchange_all(group, dtype, (1, 7, 500))
+
+    meet(tmp_path / "store", size, work)
+
+
+def test_sums_of_two_are_the_same_in_any_order(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> None:
+        for dtype in (torch.float64, torch.float32, torch.int64):
+            exchange_all(group, dtype, (1, 500))
+
+    meet(tmp_path / "store", 2, work, in_order=False)
+
+
+def test_who_gives_up_wakes_the_others(tmp_path: Path) -> None:
+    has_met = threading.Barrier(2)
+
+    def work(group: TorchGroup) -> None:
+        group.all_reduce(torch.ones(3))
+        has_met.wait()
+        if group.rank == 1:
+            time.sleep(0.2)
+            group.abort()
+            has_met.wait()  # its connections live on
+            return
+        began = time.monotonic()
+        with pytest.raises(RankLost, match="given up"):
+            group.all_reduce(torch.ones(3))
+        assert time.monotonic() - began < 2
+        with pytest.raises(RankLost):
+            group.all_gather(torch.ones(3))
+        has_met.wait()
+
+    meet(tmp_path / "store", 2, work)
+
+
+def test_who_is_gone_is_missed(tmp_path: Path) -> None:
+    def work(group: TorchGroup) -> None:
+        group.all_reduce(torch.ones(3))
+        if group.rank == 1:
+            return  # its connections end with it
+        began = time.monotonic()
+        with pytest.raises(RankLost, match="gone"):
+            group.all_reduce(torch.ones(3))
+        assert time.monotonic() - began < 5
+
+    meet(tmp_path / "store", 2, work)
+
+
+def test_who_does_not_come_is_not_waited_for_long(tmp_path: Path) -> None:
+    store = file_store(str(tmp_path / "store"), 2)
+    with pytest.raises(RankLost, match="does not find the others"):
+        gloo_group(store, 0, 2, timeout_s=0.3)
+
+
+def test_nccl_needs_its_build(tmp_path: Path) -> None:
+    if torch.distributed.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    with pytest.raises(ConfigError, match="built without"):
+        nccl_group(file_store(str(tmp_path / "store"), 1), 0, 1, torch.device("cuda"))
