@@ -42,11 +42,12 @@ int num_attention_variants() {
 const char* attention_variant_name(int variant) { return attention_kernels(variant).name; }
 
 void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRows& q,
-                     const HeadRows& out, const Weighing& weighing, int num_threads, int variant) {
+                     const HeadRows& out, const Weighing& weighing, int num_threads, int variant,
+                     float* sums) {
     thread_local Arena state_memory;
     const AttentionKernels& kernels = attention_kernels(variant);
     AttentionCall call{plan.step(),   plan.pieces().data(), plan.items().data(),
-                       plan.sources().data(), plan.states(), kv, q, out, weighing, nullptr};
+                       plan.sources().data(), plan.states(), kv, q, out, weighing, nullptr, sums};
     call.states = state_memory.get(kv.heads * plan.states() * call.state_size());
     const int threads = std::min(num_threads, plan.threads());
     const auto items = static_cast<int64_t>(plan.items().size());

@@ -174,10 +174,12 @@ struct Weighing {
 };
 
 // out = softmax(scores) v for all tokens of the plan's step. q and out may have any element type,
-// whatever the format of keys and values. variant: -1 is the best.
+// whatever the format of keys and values. variant: -1 is the best. sums[T, N, 2]: where the largest
+// score of each query goes and the sum of its weights relative to that, for who adds other keys; or
+// null.
 void paged_attention(const AttentionPlan& plan, const KvLayer& kv, const HeadRows& q,
                      const HeadRows& out, const Weighing& weighing, int num_threads,
-                     int variant = -1);
+                     int variant = -1, float* sums = nullptr);
 
 // Tokens [begin, end) of k and v go to their slots (block * P + offset), by the calling thread.
 void store_tokens(const KvLayer& kv, const HeadRows& k, const HeadRows& v, const int64_t* slots,

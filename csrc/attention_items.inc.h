@@ -48,6 +48,13 @@ void write_result(const HeadRows& out, int64_t token, int64_t head, State state,
     }
 }
 
+QUIRE_INLINE void keep_sums(const AttentionCall& call, int64_t token, int64_t head, State state) {
+    if (call.sums == nullptr) return;
+    float* to = call.sums + (token * call.kv.heads * call.step.group + head) * 2;
+    to[0] = *state.peak;
+    to[1] = *state.sum;
+}
+
 QUIRE_INLINE State state_at(float* memory) { return {memory, memory + 1, memory + kStateHead}; }
 
 template <class Kv>
@@ -280,6 +287,7 @@ class ItemRun {
             } else {
                 const int64_t head = head_ * step_.group + m % step_.group;
                 if (sinks != nullptr) add_sink(state(m), sinks[head]);
+                keep_sums(call_, all_[m].token, head, state(m));
                 write_result(call_.out, all_[m].token, head, state(m), dim_);
             }
         }
@@ -322,6 +330,7 @@ void run_merge(const AttentionCall& call, const MergeJob& job, int64_t head) {
         const int64_t token = job.piece.token + m / group;
         const int64_t query_head = head * group + m % group;
         if (call.weighing.sinks != nullptr) add_sink(state, call.weighing.sinks[query_head]);
+        keep_sums(call, token, query_head, state);
         write_result(call.out, token, query_head, state, call.kv.head_dim);
     }
 }

@@ -20,6 +20,7 @@ struct AttentionCall {
     const HeadRows& out;
     const Weighing& weighing;
     float* states;
+    float* sums;  // of results, see paged_attention
 
     int64_t padded_dim() const { return (kv.head_dim + 15) / 16 * 16; }
     int64_t state_size() const { return kStateHead + padded_dim(); }

@@ -129,12 +129,12 @@ void make_head_rows(quire::HeadRows* at, Address data, int element, int64_t stri
     new (at) quire::HeadRows{static_cast<quire::Element>(element), stride, as<void*>(data)};
 }
 
-// soft_cap may be 0, sinks' address too: none.
+// soft_cap may be 0, the addresses of sinks and of sums too: none.
 void paged_attention(const quire::AttentionPlan& plan, const quire::KvLayer& kv,
                      const quire::HeadRows& q, const quire::HeadRows& out, float scale,
-                     float soft_cap, Address sinks, int num_threads, int variant) {
+                     float soft_cap, Address sinks, Address sums, int num_threads, int variant) {
     quire::paged_attention(plan, kv, q, out, {scale, soft_cap, as<ConstFloats>(sinks)}, num_threads,
-                           variant);
+                           variant, as<Floats>(sums));
 }
 
 void store_kv(const quire::KvLayer& kv, const quire::HeadRows& k, const quire::HeadRows& v,

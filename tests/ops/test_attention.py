@@ -1,6 +1,6 @@
 """The attention backends: all of them against a plain softmax over contiguous memory.
 
-Covers `ops/attention/batches.py`.
+Covers `ops/attention/batches.py` and `ops/attention/weigh.py`.
 """
 
 import numpy as np

@@ -118,7 +118,7 @@ class Core(Protocol):
     def attention_variants(self) -> list[str]: ...
     def paged_attention(
         self, plan: CorePlan, kv: CoreKV, q: CoreRows, out: CoreRows, scale: float,
-        soft_cap: float, sinks: int, num_threads: int, variant: int, /,
+        soft_cap: float, sinks: int, sums: int, num_threads: int, variant: int, /,
     ) -> None: ...  # fmt: skip
     def store_kv(
         self, kv: CoreKV, k: CoreRows, v: CoreRows, slots: int, count: int, num_threads: int, /

@@ -73,6 +73,15 @@ class AttentionStep:
         return self.groups is None or group in self.groups
 
 
+class Part(NamedTuple):
+    """What attention over some of the keys gives, to be merged with what others give: results
+    [T, N, H], and the logarithms [T, N] of the sums of e^score that they were divided by. Of the
+    type that sums are made in."""
+
+    out_TNH: torch.Tensor
+    log_sums_TN: torch.Tensor
+
+
 class AttentionBackend(ABC):
     """prepare once per step; then per layer write (or rotary_write), and run after it.
 
@@ -114,6 +123,16 @@ class AttentionBackend(ABC):
         sinks: one logit per query head, float32 (float64 beside float64 queries); without them
         e^sink is 0.
         """
+
+    def run_part(
+        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
+    ) -> Part:
+        """Do as `run`, without sinks, where what is seen here is only a part of what is seen.
+        Raises ConfigError in a backend that cannot."""
+        raise ConfigError(
+            f"attention_backend {self.name} cannot share a sequence's tokens with other ranks;"
+            " leave decode_context_parallel_size out."
+        )
 
     def prepare_states(self, step: AttentionStep) -> None:
         """Take a step of layers with states alone, behind all of the last one's: keys and values of

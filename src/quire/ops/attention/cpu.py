@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
 from quire.ops.attention.core_states import StatesInCore
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.formats import ATTENTION, chosen_variant
@@ -140,21 +140,41 @@ class CpuBackend(MovesBlocks):
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend for all rows, [T, N, H]."""
-        kv = self._layers[layer]
         if out_TNH is None:
             out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype)
+        sinks = 0 if sinks_N is None else address(sinks_N, torch.float32)
+        self._attend(layer, q_TNH, out_TNH, (scale, soft_cap or 0.0, sinks, 0))
+        return out_TNH
+
+    def run_part(
+        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
+    ) -> Part:
+        """See AttentionBackend."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32)
+        sums_TN2 = torch.empty(*q_TNH.shape[:2], 2)
+        sums = address(sums_TN2, torch.float32)
+        self._attend(layer, q_TNH, out_TNH, (scale, soft_cap or 0.0, 0, sums))
+        largest_TN, sum_TN = sums_TN2.unbind(-1)
+        return Part(out_TNH, largest_TN + sum_TN.log())
+
+    def _attend(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        out_TNH: torch.Tensor,
+        weighing: tuple[float, float, int, int],
+    ) -> None:
+        """weighing: scale, soft cap, and the addresses of sinks and of where sums go."""
+        kv = self._layers[layer]
         self._core.paged_attention(
             self.plan(kv.group, q_TNH.shape[1] // kv.kv.heads),
             kv.kv,
             self._head_rows(q_TNH),
             self._head_rows(out_TNH),
-            scale,
-            soft_cap or 0.0,
-            0 if sinks_N is None else address(sinks_N, torch.float32),
+            *weighing,
             num_threads(),
             self.variant,
         )
-        return out_TNH
 
     @op("convolve")
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ Equation 4 of P 4.1: a row's blocks are taken one after the other; a running max
 sum of the softmax let each block be seen once.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from quire.base.cache_group import STATE, CacheGroup
@@ -13,6 +15,7 @@ from quire.ops.attention.base import (
     AttentionStep,
     Int32,
     KVLayout,
+    Part,
     refuse_kv_format,
 )
 from quire.ops.attention.host_blocks import HostBlocks
@@ -78,19 +81,22 @@ class ReferenceBackend(KeepsStates):
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend row by row, [T, N, H]."""
-        assert self._step is not None, "prepare() comes before run()"
-        group = self._group_of_layer[layer]
-        starts = self._step.query_starts_S1.tolist()
-        context_lens = self._step.context_lens_S.tolist()
-        tables = self._step.block_tables_SL[group].tolist()
         if out_TNH is None:
             out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
-        for row, context_len in enumerate(context_lens):
-            tokens = slice(starts[row], starts[row + 1])
-            softmax = OnlineSoftmax(q_TNH[tokens], scale, soft_cap, sinks_N)
-            self._add_row(softmax, layer, context_len, tables[row])
+        for tokens, softmax in self._softmaxes(layer, q_TNH, scale, soft_cap, sinks_N):
             out_TNH[tokens] = softmax.result().to(q_TNH.dtype)
         return out_TNH
+
+    def run_part(
+        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
+    ) -> Part:
+        """See AttentionBackend."""
+        out_TNH = q_TNH.new_empty(q_TNH.shape, dtype=accumulation_dtype(q_TNH.dtype))
+        log_sums_TN = out_TNH.new_empty(out_TNH.shape[:2])
+        for tokens, softmax in self._softmaxes(layer, q_TNH, scale, soft_cap, None):
+            out_TNH[tokens] = softmax.result()
+            log_sums_TN[tokens] = softmax.log_sums()
+        return Part(out_TNH, log_sums_TN)
 
     def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
         """Copy whole blocks in all layers of the group."""
@@ -107,6 +113,25 @@ class ReferenceBackend(KeepsStates):
         """Copy blocks of host memory to blocks of a group, layer by layer."""
         for layer in self._layout.groups[group].layers:
             self._host.load(self._layers.index(layer), source, destination)
+
+    def _softmaxes(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        soft_cap: float | None,
+        sinks_N: torch.Tensor | None,
+    ) -> Iterator[tuple[slice, "OnlineSoftmax"]]:
+        """Return the tokens of each row, and their softmax over all that they see."""
+        assert self._step is not None, "prepare() comes before run()"
+        group = self._group_of_layer[layer]
+        starts = self._step.query_starts_S1.tolist()
+        tables = self._step.block_tables_SL[group].tolist()
+        for row, context_len in enumerate(self._step.context_lens_S.tolist()):
+            tokens = slice(starts[row], starts[row + 1])
+            softmax = OnlineSoftmax(q_TNH[tokens], scale, soft_cap, sinks_N)
+            self._add_row(softmax, layer, context_len, tables[row])
+            yield tokens, softmax
 
     def _add_row(
         self, softmax: "OnlineSoftmax", layer: int, context_len: int, table: list[int]
@@ -185,6 +210,10 @@ class OnlineSoftmax:
     def result(self) -> torch.Tensor:
         """Return [Q, N, H]."""
         return (self._values_NQH / self._sum_NQ1).transpose(0, 1)
+
+    def log_sums(self) -> torch.Tensor:
+        """Return the logarithms of the sums of all e^score, [Q, N]."""
+        return (self._max_NQ1 + self._sum_NQ1.log())[..., 0].T
 
     def _per_query_head(self, x_PKH: torch.Tensor) -> torch.Tensor:
         """Return [N, P, H]: each of the K heads serves N / K query heads that follow each other."""

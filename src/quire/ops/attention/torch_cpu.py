@@ -13,15 +13,17 @@ with so few keys and values that they stay in the cache between these.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 
 from quire.base.cache_group import STATE
-from quire.ops.attention.base import AttentionStep, KVLayout, refuse_kv_format
+from quire.ops.attention.base import AttentionStep, KVLayout, Part, refuse_kv_format
 from quire.ops.attention.batches import Batch, BatchBuilder
 from quire.ops.attention.kv_memory import KVMemory
 from quire.ops.attention.states import StatesInBlocks
-from quire.ops.attention.weigh import Weighing, weigh
+from quire.ops.attention.weigh import Weighing, weigh, weigh_part
+from quire.ops.precision import accumulation_dtype
 from quire.ops.registry import op
 
 
@@ -91,6 +93,19 @@ class TorchBackend(StatesInBlocks):
             _attend(batch, q_TNH, k_KRCH, v_KRCH, Weighing(scale, soft_cap, sinks_N), out_TNH)
         return out_TNH
 
+    def run_part(
+        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
+    ) -> Part:
+        """See AttentionBackend."""
+        out_TNH = q_TNH.new_empty(q_TNH.shape, dtype=accumulation_dtype(q_TNH.dtype))
+        part = Part(out_TNH, out_TNH.new_empty(out_TNH.shape[:2]))
+        g, index = self._place_of_layer[layer]
+        kv = self._kv[g][:, index]
+        for batch in self._batches[g]:
+            k_KRCH, v_KRCH = self._gather(kv, batch)
+            _attend_part(batch, q_TNH, k_KRCH, v_KRCH, Weighing(scale, soft_cap), part)
+        return part
+
     def _gather(self, kv: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of a batch, [K, R, C, H] each, in memory that the next batch
         reuses.
@@ -117,18 +132,32 @@ def _attend(
     out_TNH: torch.Tensor,
 ) -> None:
     """Write the attention of the batch's tokens to `out`."""
+    spans = [weigh(*given, weighing) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
+    out_RQKGH = spans[0] if len(spans) == 1 else torch.cat(spans, dim=1)
+    out_TNH[batch.tokens] = out_RQKGH.reshape(-1, *q_TNH.shape[1:])
+
+
+def _attend_part(
+    batch: Batch,
+    q_TNH: torch.Tensor,
+    k_KRCH: torch.Tensor,
+    v_KRCH: torch.Tensor,
+    weighing: Weighing,
+    part: Part,
+) -> None:
+    """Write what the batch's tokens take to their places of a part."""
+    found = [weigh_part(*given, weighing) for given in _spans(batch, q_TNH, k_KRCH, v_KRCH)]
+    for to, spans in zip(part, zip(*found, strict=True), strict=True):
+        to[batch.tokens] = torch.cat(spans, dim=1).reshape(-1, *to.shape[1:])
+
+
+def _spans(
+    batch: Batch, q_TNH: torch.Tensor, k_KRCH: torch.Tensor, v_KRCH: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return what is multiplied at once: queries, keys, values, and the bias of their scores."""
     heads, size = k_KRCH.shape[0], k_KRCH.shape[-1]
     shape = (batch.num_rows, batch.num_queries, heads, -1, size)
     q_RQKGH = q_TNH[batch.tokens].view(shape)
-    spans = [
-        weigh(
-            q_RQKGH[:, span.first : span.end],
-            k_KRCH[:, :, : span.context],
-            v_KRCH[:, :, : span.context],
-            span.bias,
-            weighing,
-        )
-        for span in batch.spans
-    ]
-    out_RQKGH = spans[0] if len(spans) == 1 else torch.cat(spans, dim=1)
-    out_TNH[batch.tokens] = out_RQKGH.reshape(-1, *q_TNH.shape[1:])
+    for span in batch.spans:
+        k, v = k_KRCH[:, :, : span.context], v_KRCH[:, :, : span.context]
+        yield q_RQKGH[:, span.first : span.end], k, v, span.bias

@@ -20,6 +20,7 @@ interpreter the backend serves CPUs too, slowly and for tests.
 """
 
 import importlib.util
+import math
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ import torch
 
 from quire.base.cache_group import STATE
 from quire.base.errors import ConfigError
-from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout
+from quire.ops.attention.base import AttentionStep, DeltaHeads, KVLayout, Part
 from quire.ops.attention.kv_memory import KVMemory, MovesBlocks
 from quire.ops.attention.states import left_table
 from quire.ops.registry import op
@@ -182,12 +183,24 @@ class TritonBackend(MovesBlocks):
         """Attend for all rows, [T, N, H]."""
         if len(q_TNH) == 0:
             return torch.empty_like(q_TNH)
-        kv = self._layers[layer]
-        num_heads, size = q_TNH.shape[1:]
-        work = self._work_of(self._place[layer][0], num_heads, num_heads // kv.num_heads, size)
+        kv, work = self._layers[layer], self._work_for(layer, q_TNH)
         return self._attention.attention(
             q_TNH, kv, work, scale, self._machine, soft_cap, sinks_N, out_TNH
         )
+
+    def run_part(
+        self, layer: int, q_TNH: torch.Tensor, scale: float, *, soft_cap: float | None = None
+    ) -> Part:
+        """See AttentionBackend."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=torch.float32, device=q_TNH.device)
+        kept_TN2 = out_TNH.new_zeros(*q_TNH.shape[:2], 2)
+        if len(q_TNH):
+            kv, work = self._layers[layer], self._work_for(layer, q_TNH)
+            self._attention.attention(
+                q_TNH, kv, work, scale, self._machine, soft_cap, None, out_TNH, kept_TN2
+            )
+        largest_TN, sums_TN = kept_TN2.unbind(-1)
+        return Part(out_TNH, (largest_TN + sums_TN.log2()) * math.log(2))
 
     @op("convolve")
     def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
@@ -231,6 +244,11 @@ class TritonBackend(MovesBlocks):
             self._tables[g] = tables, left_table(step, tables)
         size = self._layout.block_size
         return states_BZ, self._states.StateStep(starts, contexts, *self._tables[g], size)
+
+    def _work_for(self, layer: int, q_TNH: torch.Tensor) -> "Work":
+        num_heads, size = q_TNH.shape[1:]
+        group_size = num_heads // self._layers[layer].num_heads
+        return self._work_of(self._place[layer][0], num_heads, group_size, size)
 
     def _work_of(self, group: int, num_heads: int, group_size: int, size: int) -> "Work":
         """Return the prepared step's work for the layers of a group; cut once."""

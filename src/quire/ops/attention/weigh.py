@@ -41,6 +41,47 @@ def weigh(
     return _by_products(q_RQKGH, k_KRCH, v_KRCH, bias_R1QC, weighing)
 
 
+def weigh_part(
+    q_RQKGH: torch.Tensor,
+    k_KRCH: torch.Tensor,
+    v_KRCH: torch.Tensor,
+    bias_R1QC: torch.Tensor,
+    weighing: Weighing,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the same without sinks, and the logarithms [R, Q, K, G] of the sums of e^score, both
+    in the type that sums are made in."""
+    rows, queries, heads, group, size = q_RQKGH.shape
+    scores_BJC = _scores(q_RQKGH, k_KRCH, bias_R1QC, weighing)
+    scores_BJC = scores_BJC.to(accumulation_dtype(scores_BJC.dtype))
+    log_sums_BJ1 = scores_BJC.logsumexp(-1, keepdim=True)
+    weights_BJC = (scores_BJC - log_sums_BJ1).exp()
+    out_BJH = torch.bmm(weights_BJC, v_KRCH.flatten(0, 1).to(weights_BJC.dtype))
+    out_RQKGH, log_sums_RQKG1 = (
+        x_BJX.view(heads, rows, group, queries, -1).permute(1, 3, 0, 2, 4)
+        for x_BJX in (out_BJH, log_sums_BJ1)
+    )
+    return out_RQKGH, log_sums_RQKG1[..., 0]
+
+
+def _scores(
+    q_RQKGH: torch.Tensor, k_KRCH: torch.Tensor, bias_R1QC: torch.Tensor, weighing: Weighing
+) -> torch.Tensor:
+    """Return the scores [B, J, C], rounded to the dtype if there is no soft cap."""
+    rows, queries, heads, group, size = q_RQKGH.shape
+    q_BJH = q_RQKGH.permute(2, 0, 3, 1, 4).reshape(heads * rows, group * queries, size)
+    k_BHC = k_KRCH.flatten(0, 1).transpose(1, 2)
+    # One row's bias is broadcast over the heads by the product itself.
+    bias_BJC = bias_R1QC.expand(heads if rows > 1 else 1, rows, group, queries, -1)
+    bias_BJC = bias_BJC.reshape(-1, group * queries, k_BHC.shape[2])
+    cap = weighing.soft_cap
+    beta = 1 if cap is None else 0
+    scores_BJC = torch.baddbmm(bias_BJC, q_BJH, k_BHC, beta=beta, alpha=weighing.scale)
+    if cap is not None:
+        dtype = accumulation_dtype(q_BJH.dtype)
+        scores_BJC = torch.tanh(scores_BJC.to(dtype) / cap) * cap + bias_BJC
+    return scores_BJC
+
+
 def _by_products(
     q_RQKGH: torch.Tensor,
     k_KRCH: torch.Tensor,
@@ -51,16 +92,8 @@ def _by_products(
     """Compute it by products: scores and weights are rounded to the dtype at least once, the sums
     within each operation are not."""
     rows, queries, heads, group, size = q_RQKGH.shape
-    q_BJH = q_RQKGH.permute(2, 0, 3, 1, 4).reshape(heads * rows, group * queries, size)
-    k_BHC, v_BCH = k_KRCH.flatten(0, 1).transpose(1, 2), v_KRCH.flatten(0, 1)
-    # One row's bias is broadcast over the heads by the product itself.
-    bias_BJC = bias_R1QC.expand(heads if rows > 1 else 1, rows, group, queries, -1)
-    bias_BJC = bias_BJC.reshape(-1, group * queries, k_BHC.shape[2])
-    cap, dtype = weighing.soft_cap, accumulation_dtype(q_BJH.dtype)
-    beta = 1 if cap is None else 0
-    scores_BJC = torch.baddbmm(bias_BJC, q_BJH, k_BHC, beta=beta, alpha=weighing.scale)
-    if cap is not None:
-        scores_BJC = torch.tanh(scores_BJC.to(dtype) / cap) * cap + bias_BJC
+    scores_BJC = _scores(q_RQKGH, k_KRCH, bias_R1QC, weighing)
+    v_BCH, dtype = v_KRCH.flatten(0, 1), accumulation_dtype(q_RQKGH.dtype)
     if weighing.sinks_N is None:
         weights_BJC = scores_BJC.softmax(-1)
     else:

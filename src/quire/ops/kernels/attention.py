@@ -68,12 +68,14 @@ def attention(
     soft_cap: float | None = None,
     sinks_N: torch.Tensor | None = None,
     out_TNH: torch.Tensor | None = None,
+    kept_TN2: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the step that `work` was cut from, [T, N, H] in q's dtype; tokens of no row have
     no defined result.
 
     soft_cap: scores become cap * tanh(score / cap). sinks: float32 logits, one more key of each
-    head, without a value. out: where the result goes, contiguous.
+    head, without a value. out: where the result goes, contiguous. kept: where the largest score of
+    each query goes, times log2(e), and the sum of its weights relative to that; float32.
     """
     num_tokens, num_heads, size = q_TNH.shape
     assert q_TNH.stride()[1:] == (size, 1), f"heads must follow, got {q_TNH.stride()}"
@@ -86,7 +88,6 @@ def attention(
     shape_DN = (work.most.slots, num_heads)
     parts_DNH = torch.empty((*shape_DN, size), dtype=torch.float32, device=q_TNH.device)
     sums_DN2 = torch.empty((*shape_DN, 2), dtype=torch.float32, device=q_TNH.device)
-    capped = soft_cap is not None
     factor = scale * kv.k_scale
     _attention_kernel[(min(work.most.items * kv.num_heads, machine.num_programs),)](
         q_TNH,
@@ -101,6 +102,7 @@ def attention(
         work.items,
         work.table_SL,
         out_TNH if sinks_N is None else sinks_N,
+        out_TNH if kept_TN2 is None else kept_TN2,
         q_TNH.stride(0),
         work.table_SL.stride(0),
         kv.head_stride,
@@ -108,17 +110,17 @@ def attention(
         (soft_cap or 0.0) * LOG2_E,
         kv.v_scale,
         **_constants(work.cut, q_TNH.dtype, kv.num_heads, size, kv.block_size, kv.kv_format),
-        HAS_CAP=capped,
+        HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks_N is not None,
+        KEEPS=kept_TN2 is not None,
         HAS_LONG=work.has_long,
         num_warps=_num_warps(work.cut, size, kv.kv_format),
         num_stages=machine.num_stages if q_TNH.dtype.itemsize < 4 else 2,
         enable_fp_fusion=not work.cut.is_fixed,
     )
     if work.most.merges:
-        sinks = sinks_N if work.cut.is_fixed else None
-        programs = machine.num_programs
-        merge(out_TNH, parts_DNH, sums_DN2, work, kv.v_scale, programs, sinks)
+        sinks, given = sinks_N if work.cut.is_fixed else None, (out_TNH, parts_DNH, sums_DN2)
+        merge(*given, work, kv.v_scale, machine.num_programs, sinks, kept_TN2)
     return out_TNH
 
 
@@ -177,6 +179,7 @@ def _attention_kernel(
     items_ptr,
     tables_ptr,
     sinks_ptr,
+    kept_ptr,
     q_stride,
     table_stride,
     head_stride,
@@ -193,6 +196,7 @@ def _attention_kernel(
     FORMAT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
     HAS_LONG: tl.constexpr,
     SHORT_ROWS: tl.constexpr,
     LONG_ROWS: tl.constexpr,
@@ -211,34 +215,34 @@ def _attention_kernel(
             _attend_fixed(
                 q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
                 v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
-                WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, SHORT_ROWS,
-                SHORT_TILE, CHUNK, DOT,
+                sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                SHORT_ROWS, SHORT_TILE, CHUNK, DOT,
             )  # fmt: skip
         elif HAS_LONG:
             if tl.load(item_ptr + 2) * GROUP > SHORT_ROWS:
                 _attend(
                     q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
                     v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                    sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
-                    WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, LONG_ROWS,
-                    LONG_TILE, DOT,
+                    sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                    LONG_ROWS, LONG_TILE, DOT,
                 )  # fmt: skip
             else:
                 _attend(
                     q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
                     v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                    sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
-                    WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, SHORT_ROWS,
-                    SHORT_TILE, DOT,
+                    sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
+                    HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                    SHORT_ROWS, SHORT_TILE, DOT,
                 )  # fmt: skip
         else:
             _attend(
                 q_ptr, k_ptr + kv_at, v_ptr + kv_at, k_scales_ptr + kv_at // 4,
                 v_scales_ptr + kv_at // 4, out_ptr, parts_ptr, sums_ptr, item_ptr, table_ptr,
-                sinks_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP, HEAD_DIM,
-                WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, SHORT_ROWS,
-                SHORT_TILE, DOT,
+                sinks_ptr, kept_ptr, head, q_stride, factor, cap, v_scale, NUM_KV_HEADS, GROUP,
+                HEAD_DIM, WIDTH, ROW, BLOCK_SIZE, WINDOW, FORMAT, HAS_CAP, HAS_SINKS, KEEPS,
+                SHORT_ROWS, SHORT_TILE, DOT,
             )  # fmt: skip
 
 
@@ -255,6 +259,7 @@ def _attend(
     item_ptr,
     table_ptr,
     sinks_ptr,
+    kept_ptr,
     head,
     q_stride,
     factor,
@@ -270,6 +275,7 @@ def _attend(
     FORMAT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     DOT: tl.constexpr,
@@ -314,8 +320,8 @@ def _attend(
         TILE, DOT, True,
     )  # fmt: skip
     store_item(
-        values, maximum, total, out_ptr, parts_ptr, sums_ptr, item_ptr, token, offset, query_head,
-        used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, False,
+        values, maximum, total, out_ptr, parts_ptr, sums_ptr, kept_ptr, item_ptr, token, offset,
+        query_head, used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, KEEPS, False,
     )  # fmt: skip
 
 
@@ -358,6 +364,7 @@ def _attend_fixed(
     item_ptr,
     table_ptr,
     sinks_ptr,
+    kept_ptr,
     head,
     q_stride,
     factor,
@@ -373,6 +380,7 @@ def _attend_fixed(
     FORMAT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    KEEPS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -406,8 +414,8 @@ def _attend_fixed(
             maximum, total, values, chunk_maximum, chunk_total, chunk_values
         )
     store_item(
-        values, maximum, total, out_ptr, parts_ptr, sums_ptr, item_ptr, token, offset, query_head,
-        used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, True,
+        values, maximum, total, out_ptr, parts_ptr, sums_ptr, kept_ptr, item_ptr, token, offset,
+        query_head, used, v_scale, NUM_KV_HEADS * GROUP, HEAD_DIM, WIDTH, KEEPS, True,
     )  # fmt: skip
 
 
@@ -540,6 +548,7 @@ def _config(
     window: int = 0,
     has_cap: bool = False,
     has_sinks: bool = False,
+    keeps: bool = False,
     is_fixed: bool = False,
 ) -> Config:
     stored = "*bf16" if kv_format == "auto" else "*u8"
@@ -548,6 +557,7 @@ def _config(
         "q_ptr": "*bf16", "k_ptr": stored, "v_ptr": stored, "k_scales_ptr": scales,
         "v_scales_ptr": scales, "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32",
         "counts_ptr": "*i32", "items_ptr": "*i32", "tables_ptr": "*i32", "sinks_ptr": "*fp32",
+        "kept_ptr": "*fp32",
         "q_stride": "i32", "table_stride": "i32", "head_stride": "i64", "factor": "fp32",
         "cap": "fp32", "v_scale": "fp32",
     }  # fmt: skip
@@ -555,7 +565,7 @@ def _config(
     constants = _constants(cut, torch.bfloat16, 8, size, 16, kv_format)
     # Compiled ahead, whether this process interprets or not.
     constants |= {"DOT": DTYPES[torch.bfloat16]}
-    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks}
+    constants |= {"HAS_CAP": has_cap, "HAS_SINKS": has_sinks, "KEEPS": keeps}
     constants |= {"HAS_LONG": has_long and not is_fixed}
     return Config(
         _attention_kernel,
@@ -571,6 +581,7 @@ def _config(
 CONFIGS = [
     _config(128),
     _config(128, has_long=False),
+    _config(128, has_long=False, keeps=True),
     _config(64, window=128, has_cap=True, has_sinks=True),
     _config(80, 1),
     _config(256, 2),

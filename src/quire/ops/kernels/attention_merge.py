@@ -63,6 +63,7 @@ def store_item(
     out_ptr,
     parts_ptr,
     sums_ptr,
+    kept_ptr,
     item_ptr,
     token,
     offset,
@@ -72,6 +73,7 @@ def store_item(
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEEPS: tl.constexpr,
     FIXED: tl.constexpr,
 ):
     """The result of a tile whose keys are all in one item; else its part, to be merged."""
@@ -85,6 +87,10 @@ def store_item(
         else:
             out = values * (v_scale / tl.where(used, total, 1.0))[:, None]
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=columns)
+        if KEEPS:
+            kept_at = kept_ptr + (token * NUM_HEADS + query_head) * 2
+            tl.store(kept_at, maximum, mask=used)
+            tl.store(kept_at + 1, total, mask=used)
     elif tl.load(item_ptr + 4) < tl.load(item_ptr + 5):
         slot = first_slot.to(tl.int64) + offset * tl.load(item_ptr + 7)
         part = slot * NUM_HEADS + query_head
@@ -101,15 +107,19 @@ def merge(
     v_scale: float,
     num_programs: int,
     sinks_N: torch.Tensor | None = None,
+    kept_TN2: torch.Tensor | None = None,
 ) -> None:
     """Write the results of the tokens whose parts `work` names. sinks: of a fixed cut alone; with
-    others they are in a part."""
+    others they are in a part. kept: as `attention` has it."""
     _, num_heads, size = out_TNH.shape
     tensors = (out_TNH, parts_DNH, sums_DN2, work.counts, work.merges)
     shared = {"NUM_HEADS": num_heads, "HEAD_DIM": size, "WIDTH": next_power_of_2(size)}
+    shared["KEEPS"] = kept_TN2 is not None
+    kept = out_TNH if kept_TN2 is None else kept_TN2
     if not work.cut.is_fixed:
         _merge_kernel[(min(work.most.merges * num_heads, 8 * num_programs),)](
             *tensors,
+            kept,
             v_scale,
             **shared,
             SPLITS=next_power_of_2(work.cut.max_splits),
@@ -119,6 +129,7 @@ def merge(
     units = work.most.merges * triton.cdiv(num_heads, ORDERED_HEADS)
     _ordered_kernel[(min(units, 8 * num_programs),)](
         *tensors,
+        kept,
         out_TNH if sinks_N is None else sinks_N,
         v_scale,
         **shared,
@@ -137,10 +148,12 @@ def _merge_kernel(
     sums_ptr,
     counts_ptr,
     merges_ptr,
+    kept_ptr,
     v_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEEPS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """The parts of a token and a head become its result."""
@@ -156,11 +169,17 @@ def _merge_kernel(
         part = (slot + split) * NUM_HEADS + head
         maximum = tl.load(sums_ptr + part * 2, mask=inside, other=float("-inf"))
         total = tl.load(sums_ptr + part * 2 + 1, mask=inside, other=0.0)
-        weights = tl.exp2(maximum - tl.max(maximum, 0))
+        largest = tl.max(maximum, 0)
+        weights = tl.exp2(maximum - largest)
         at = (part * HEAD_DIM)[:, None] + h[None, :]
         mask = inside[:, None] & (h < HEAD_DIM)[None, :]
         values = tl.load(parts_ptr + at, mask=mask, other=0.0)
-        value = tl.sum(values * weights[:, None], 0) / tl.sum(total * weights, 0) * v_scale
+        total = tl.sum(total * weights, 0)
+        value = tl.sum(values * weights[:, None], 0) / total * v_scale
+        if KEEPS:
+            kept_at = kept_ptr + (token * NUM_HEADS + head) * 2
+            tl.store(kept_at, largest)
+            tl.store(kept_at + 1, total)
         out_at = (token * NUM_HEADS + head) * HEAD_DIM + h
         tl.store(out_ptr + out_at, value.to(out_ptr.dtype.element_ty), mask=h < HEAD_DIM)
 
@@ -172,11 +191,13 @@ def _ordered_kernel(
     sums_ptr,
     counts_ptr,
     merges_ptr,
+    kept_ptr,
     sinks_ptr,
     v_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    KEEPS: tl.constexpr,
     HEADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -207,6 +228,10 @@ def _ordered_kernel(
                 maximum, total, values = merge_chunk(
                     maximum, total, values, part_maximum, part_total, part_values
                 )
+        if KEEPS:
+            kept_at = kept_ptr + (token * NUM_HEADS + head) * 2
+            tl.store(kept_at, maximum, mask=used)
+            tl.store(kept_at + 1, total, mask=used)
         values *= finished(total, v_scale, used)[:, None]
         out_at = ((token * NUM_HEADS + head) * HEAD_DIM)[:, None] + h[None, :]
         mask = used[:, None] & (h < HEAD_DIM)[None, :]
@@ -215,12 +240,12 @@ def _ordered_kernel(
 
 _SIGNATURE = {
     "out_ptr": "*bf16", "parts_ptr": "*fp32", "sums_ptr": "*fp32", "counts_ptr": "*i32",
-    "merges_ptr": "*i32", "v_scale": "fp32",
+    "merges_ptr": "*i32", "kept_ptr": "*fp32", "v_scale": "fp32",
 }  # fmt: skip
 
 
 def _configs(size: int) -> list[Config]:
-    shared = {"NUM_HEADS": 32, "HEAD_DIM": size, "WIDTH": size}
+    shared = {"NUM_HEADS": 32, "HEAD_DIM": size, "WIDTH": size, "KEEPS": size == 128}
     ordered = shared | {"HEADS": ORDERED_HEADS, "AT_ONCE": AT_ONCE, "HAS_SINKS": size == 64}
     return [
         Config(_merge_kernel, _SIGNATURE, shared | {"SPLITS": 32}, num_warps=MERGE_WARPS),

@@ -1,0 +1,306 @@
+"""Attention over sequences whose tokens are dealt out among ranks (decode context parallelism).
+
+C ranks have the same heads of keys and values. Of each block of C * P tokens, as the scheduler
+counts them, every rank keeps P in a block of its own with the same number:
+
+    tokens   0 .. P - 1   P .. 2 P - 1   |   2 P .. 3 P - 1   3 P .. 4 P - 1   |
+    of       rank 0       rank 1         |   rank 0           rank 1           |   ...    (C = 2)
+    in       block table[0] of each      |   block table[1] of each            |
+
+In each layer a rank gets the queries of all C ranks' heads, attends with them over its own tokens,
+and sends the others their heads' parts, which are merged as parts of any attention are. How many of
+a rank's tokens a query sees does not grow by one from query to query, so each of a step's tokens
+is a row of its own for the backend that does the work: made for decoding, slower for long prompts.
+
+Layers that do not need all tokens of a sequence (windows, states) are not divided: each rank keeps
+what they hold, which is bounded, in a backend of its own.
+
+Shape legend as in `base.py`, and: P tokens of a rank's block, C ranks, G = N / K query heads of a
+KV head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from quire.base.cache_group import FULL, CacheGroup
+from quire.base.errors import ConfigError
+from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32, KVLayout
+from quire.ops.attention.host_blocks import HostBlocks
+from quire.ops.collective import RankGroup, all_gather, all_to_all
+from quire.ops.registry import op
+
+MakeBackend = Callable[[KVLayout], AttentionBackend]
+
+
+def share_context(layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> AttentionBackend:
+    """Make a backend for one of several ranks, which deal out the tokens of a sequence among each
+    other; the usual one where that changes nothing. layout: with the scheduler's blocks. Raises
+    ConfigError for blocks that cannot be divided."""
+    if ranks.size == 1 or not any(is_divided(group) for group in layout.groups):
+        return make(layout)
+    check_block_size(layout.block_size, ranks.size)
+    return ContextShared(layout, make, ranks)
+
+
+def is_divided(group: CacheGroup) -> bool:
+    """Tell whether ranks deal out what a group's layers keep of a sequence."""
+    return group.keeps_all and len(group.layers) > 0
+
+
+def check_block_size(block_size: int, num_ranks: int) -> None:
+    """Raise ConfigError for blocks of which not every rank can have as many tokens."""
+    if block_size % num_ranks:
+        raise ConfigError(
+            f"decode_context_parallel_size={num_ranks} does not divide block_size={block_size}:"
+            " each rank has as many tokens of a block; take a block_size that is a multiple of it."
+        )
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How tokens are dealt out: `rank` of `num` has `size` tokens of each block of num x size."""
+
+    rank: int
+    num: int
+    size: int
+
+    def before(self, positions: torch.Tensor) -> torch.Tensor:
+        """Count the rank's tokens that stand before each position; of integers of any shape."""
+        block = self.num * self.size
+        rest = positions % block - self.rank * self.size
+        return positions // block * self.size + rest.clamp(0, self.size)
+
+    def slots(self, slots_T: torch.Tensor) -> torch.Tensor:
+        """Return where the rank keeps what the scheduler put there; -1 for tokens of others."""
+        block = self.num * self.size
+        offsets_T = slots_T % block - self.rank * self.size
+        own_T = (slots_T >= 0) & (offsets_T >= 0) & (offsets_T < self.size)
+        return (slots_T // block * self.size + offsets_T).masked_fill(~own_T, -1)
+
+
+class ContextShared(AttentionBackend):
+    """One rank's. make: the backends that do the work; they must have `run_part`."""
+
+    def __init__(self, layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._dealing = Dealing(ranks.rank, ranks.size, layout.block_size // ranks.size)
+        self._is_divided = [is_divided(group) for group in layout.groups]
+        divided = [
+            group if is_own else CacheGroup(FULL, ())
+            for group, is_own in zip(layout.groups, self._is_divided, strict=True)
+        ]
+        self._divided = make(replace(layout, groups=tuple(divided), block_size=self._dealing.size))
+        whole = [
+            replace(group, layers=()) if is_own else group
+            for group, is_own in zip(layout.groups, self._is_divided, strict=True)
+        ]
+        has_whole = any(group.layers for group in whole)
+        self._whole = make(replace(layout, groups=tuple(whole))) if has_whole else None
+        self._group_of_layer = {
+            layer: g for g, group in enumerate(divided) for layer in group.layers
+        }
+        self._num_kv_heads = [group.num_kv_heads for group in divided]
+        self.name = self._divided.name
+        self._takes_nowhere = self._divided.can_be_recorded  # slot -1 is nowhere
+        self._own: dict[int, torch.Tensor] = {}  # the step's tokens that it keeps, by group
+        self._sees_none_T = torch.empty(0, dtype=torch.bool)
+
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """See AttentionBackend."""
+        return self._divided.host_blocks if self._whole is None else None
+
+    def prepare(self, step: AttentionStep) -> None:
+        """Take the step, each of its tokens as a row."""
+        self._divided.prepare(self._own_step(step))
+        if self._whole is not None:
+            self._whole.prepare(step)
+
+    def prepare_states(self, step: AttentionStep) -> None:
+        """See AttentionBackend."""
+        self._of_states().prepare_states(step)
+
+    @op("kv_write")
+    def write(self, layer: int, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        """Store those of the step's keys and values that this rank keeps."""
+        group = self._group_of_layer.get(layer)
+        if group is None:
+            self._of_whole().write(layer, k_TKH, v_TKH)
+        elif self._takes_nowhere:
+            self._divided.write(layer, k_TKH, v_TKH)
+        elif len(own := self._own[group]):
+            self._divided.write(layer, k_TKH[own], v_TKH[own])
+
+    def rotary_write(
+        self,
+        layer: int,
+        qkv_TMH: torch.Tensor,
+        num_kv_heads: int,
+        rotary_rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        given = layer, qkv_TMH, num_kv_heads, rotary_rows, weight, eps
+        if layer not in self._group_of_layer:
+            return self._of_whole().rotary_write(*given)
+        if self._takes_nowhere:
+            return self._divided.rotary_write(*given)
+        return super().rotary_write(*given)
+
+    @op("attention")
+    def run(
+        self,
+        layer: int,
+        q_TNH: torch.Tensor,
+        scale: float,
+        *,
+        out_TNH: torch.Tensor | None = None,
+        soft_cap: float | None = None,
+        sinks_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend together with the other ranks, [T, N, H]."""
+        group = self._group_of_layer.get(layer)
+        if group is None:
+            return self._of_whole().run(
+                layer, q_TNH, scale, out_TNH=out_TNH, soft_cap=soft_cap, sinks_N=sinks_N
+            )
+        num_kv_heads = self._num_kv_heads[group]
+        all_TNH = _side_by_side(all_gather(q_TNH, self._ranks), num_kv_heads)
+        part = self._divided.run_part(layer, all_TNH, scale, soft_cap=soft_cap)
+        out, log_sums = part.out_TNH, part.log_sums_TN
+        out = out.masked_fill(self._sees_none_T[:, None, None], 0.0)
+        log_sums = log_sums.masked_fill(self._sees_none_T[:, None], -torch.inf)
+        both = torch.cat([out, log_sums[..., None]], dim=-1)
+        parts_CTNX = all_to_all(_by_rank(both, num_kv_heads, self._ranks.size), self._ranks)
+        merged_TNH = merge_parts(parts_CTNX[..., :-1], parts_CTNX[..., -1], sinks_N)
+        if out_TNH is None:
+            return merged_TNH.to(q_TNH.dtype)
+        return out_TNH.copy_(merged_TNH)
+
+    def convolve(self, layer: int, x_TC: torch.Tensor, weight_CW: torch.Tensor) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self._of_states().convolve(layer, x_TC, weight_CW)
+
+    def delta_rule(
+        self,
+        layer: int,
+        qkv_TC: torch.Tensor,
+        gates_TG: torch.Tensor,
+        rate_N: torch.Tensor,
+        shift_N: torch.Tensor,
+        heads: DeltaHeads,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        return self._of_states().delta_rule(layer, qkv_TC, gates_TG, rate_N, shift_N, heads)
+
+    def copy_blocks(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy this rank's part of whole blocks."""
+        self._of_group(group).copy_blocks(group, source, destination)
+
+    def swap_out(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy this rank's part of blocks to host memory."""
+        self._of_group(group).swap_out(group, source, destination)
+
+    def load(self, group: int, source: Int32, destination: Int32) -> None:
+        """Copy it back."""
+        self._of_group(group).load(group, source, destination)
+
+    def _of_group(self, group: int) -> AttentionBackend:
+        return self._divided if self._is_divided[group] else self._of_whole()
+
+    def _of_whole(self) -> AttentionBackend:
+        assert self._whole is not None, "all layers are divided"
+        return self._whole
+
+    def _of_states(self) -> AttentionBackend:
+        return self._divided if self._whole is None else self._whole
+
+    def _own_step(self, step: AttentionStep) -> AttentionStep:
+        """Return the step as this rank's tokens see it. A query that sees none of them is given the
+        first, which is forgotten again: no backend needs to know of rows that see nothing."""
+        num_tokens, starts_S1 = len(step.positions_T), step.query_starts_S1
+        tokens_T1 = torch.arange(num_tokens + 1, dtype=torch.int32, device=starts_S1.device)
+        tokens_T = tokens_T1[:-1]
+        # Behind the last row there may be tokens that belong to none, at any position.
+        seen_T = self._dealing.before(step.positions_T + 1) * (tokens_T < starts_S1[-1])
+        self._sees_none_T = seen_T == 0
+        seen_T = seen_T.clamp(min=1)
+        return replace(
+            step,
+            positions_T=seen_T - 1,
+            query_starts_S1=tokens_T1,
+            context_lens_S=seen_T.int(),
+            slots_T=self._own_slots(step),
+            block_tables_SL=self._tables(step, tokens_T),
+            query_lens_host=np.ones(num_tokens, np.int32),
+            context_lens_host=self._seen_at_most(step),
+            guessing_S=None,
+        )
+
+    def _own_slots(self, step: AttentionStep) -> tuple[torch.Tensor, ...]:
+        """Return where what this rank keeps goes, of groups that are divided."""
+        slots = list(step.slots_T)
+        for group in np.flatnonzero(self._is_divided).tolist():
+            slots[group] = self._dealing.slots(slots[group])
+            if not self._takes_nowhere:
+                self._own[group] = own_T = (slots[group] >= 0).nonzero()[:, 0]
+                slots[group] = slots[group][own_T]
+        return tuple(slots)
+
+    def _tables(self, step: AttentionStep, tokens_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return each token's block table, of groups that are divided."""
+        num_tokens, num_rows = len(step.positions_T), len(step.context_lens_S)
+        if num_tokens == num_rows and np.all(step.query_lens_host == 1):
+            return step.block_tables_SL
+        ends_S = step.query_starts_S1[1:].contiguous()
+        rows_T = torch.searchsorted(ends_S, tokens_T, right=True).clamp(max=num_rows - 1)
+        return tuple(
+            table_SL[rows_T] if is_own else table_SL
+            for table_SL, is_own in zip(step.block_tables_SL, self._is_divided, strict=True)
+        )
+
+    def _seen_at_most(self, step: AttentionStep) -> Int32:
+        """Count the tokens that each query sees here, by the host's bounds."""
+        lens = step.query_lens_host.astype(np.int64)
+        first = step.context_lens_host - lens
+        within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+        ends = torch.from_numpy(np.repeat(first, lens) + within + 1)
+        return self._dealing.before(ends).clamp(min=1).int().numpy()
+
+
+def _side_by_side(q_CTNH: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """Put the ranks' heads of each KV head beside each other, [T, C N, H]."""
+    q_CTKGH = q_CTNH.unflatten(2, (num_kv_heads, -1))
+    all_TNH: torch.Tensor = q_CTKGH.permute(1, 2, 0, 3, 4).flatten(1, 3)
+    return all_TNH.contiguous()
+
+
+def _by_rank(x_TNX: torch.Tensor, num_kv_heads: int, num_ranks: int) -> torch.Tensor:
+    """Take them apart again, [C, T, N, X]."""
+    x_TKCGX = x_TNX.unflatten(1, (num_kv_heads, num_ranks, -1))
+    x_CTNX: torch.Tensor = x_TKCGX.permute(2, 0, 1, 3, 4).flatten(2, 3)
+    return x_CTNX.contiguous()
+
+
+@op("merge_parts")
+def merge_parts(
+    out_CTNH: torch.Tensor, log_sums_CTN: torch.Tensor, sinks_N: torch.Tensor | None
+) -> torch.Tensor:
+    """Compute attention over all keys [T, N, H] of C parts, one after the other. A part whose sum's
+    logarithm is -inf has no keys, and zeros for results. sinks: as `AttentionBackend.run` has them.
+    """
+    largest_TN = log_sums_CTN.amax(0)
+    if sinks_N is not None:
+        largest_TN = torch.maximum(largest_TN, sinks_N.to(largest_TN.dtype))
+    weights_CTN = (log_sums_CTN - largest_TN).exp()
+    total_TN, values_TNH = weights_CTN[0], out_CTNH[0] * weights_CTN[0, ..., None]
+    for out_TNH, weights_TN in zip(out_CTNH[1:], weights_CTN[1:], strict=True):
+        total_TN = total_TN + weights_TN
+        values_TNH = values_TNH + out_TNH * weights_TN[..., None]
+    if sinks_N is not None:
+        total_TN = total_TN + (sinks_N.to(largest_TN.dtype) - largest_TN).exp()
+    return values_TNH / total_TN[..., None]

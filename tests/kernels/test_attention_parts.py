@@ -1,0 +1,100 @@
+"""What the kernels of attention tell of a part of a sequence, and ranks that share sequences."""
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.ops.attention.base import Part
+from quire.ops.attention.context_shared import share_context
+from quire.ops.attention.triton_gpu import TritonBackend
+from quire.ops.collective import RankGroup
+from quire.ops.collectives.thread_group import run_ranks
+from quire.ops.kernels.attention_plan import Cut
+from quire.ops.kernels.launch import INTERPRETED
+from tests.kernels.test_attention import COARSE, FINE, Case, make_contents, write_before
+from tests.models.paged import RowPart, make_step
+
+CASES = {
+    "cut": (Case(((160, 1), (33, 1), (3, 9))), False),
+    "uncut": (Case(((160, 1), (33, 1)), cut=Cut()), False),
+    "long": (Case(((40, 70),), group_size=4, cut=COARSE, soft_cap=3.0), False),
+    "window": (Case(((100, 9), (30, 1)), window=20), False),
+    "int8": (Case(((70, 1), (5, 7)), kv_format="int8"), False),
+    "fixed": (Case(((160, 1), (33, 1)), cut=replace(FINE, is_fixed=True)), True),
+}
+
+
+@pytest.mark.parametrize(("case", "is_fixed"), CASES.values(), ids=CASES.keys())
+def test_a_part_with_its_sum_is_the_whole(case: Case, is_fixed: bool, device: torch.device) -> None:
+    """A sink with the logarithm of the sum's size halves the result."""
+    contents, tables = make_contents(case), case.tables()
+    layout = case.layout(torch.float32, device)
+    backend = TritonBackend(layout, cut=case.cut, deterministic=is_fixed)
+    write_before(backend, case, contents, tables)
+    parts = [RowPart(b, b + new, (t,)) for (b, new), t in zip(case.rows, tables, strict=True)]
+    backend.prepare(make_step(parts, case.block_size, device))
+    q, k, v = (
+        torch.cat([x[b:] for x, (b, _) in zip(values, case.rows, strict=True)]).to(device)
+        for values in (contents.q, contents.k, contents.v)
+    )
+    backend.write(1, k, v)
+    wanted = backend.run(1, q, case.scale, soft_cap=case.soft_cap)
+    part = backend.run_part(1, q, case.scale, soft_cap=case.soft_cap)
+    assert torch.equal(part.out_TNH, wanted)
+    for token in range(0, len(q), 5):
+        sinks = part.log_sums_TN[token].contiguous()
+        half = backend.run(1, q, case.scale, soft_cap=case.soft_cap, sinks_N=sinks)[token]
+        torch.testing.assert_close(2 * half, wanted[token], rtol=1e-4, atol=1e-5)
+
+
+class OneAtATime(TritonBackend):
+    """The interpreter's state is one for all threads."""
+
+    lock = threading.Lock()
+
+    def write(self, *given: Any) -> None:
+        with self.lock:
+            super().write(*given)
+
+    def run(self, *given: Any, **named: Any) -> torch.Tensor:
+        with self.lock:
+            return super().run(*given, **named)
+
+    def run_part(self, *given: Any, **named: Any) -> Part:
+        with self.lock:
+            return super().run_part(*given, **named)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="threads of one device share its streams")
+@pytest.mark.parametrize("num", [2, 4])
+def test_ranks_deal_out_tokens(num: int, device: torch.device) -> None:
+    """Beside one rank with all of them."""
+    case = Case(((0, 9), (30, 1), (5, 7)), group_size=4, block_size=8, sinks=True)
+    contents, tables = make_contents(case), case.tables()
+    layout = case.layout(torch.float32, device)
+
+    def attend(backend: TritonBackend, heads: slice) -> torch.Tensor:
+        for begins in (True, False):
+            rows = [(0, b) if begins else (b, b + new) for b, new in case.rows]
+            kept = [(row, *ends) for row, ends in enumerate(rows) if ends[0] < ends[1]]
+            parts = [RowPart(begin, end, (tables[row],)) for row, begin, end in kept]
+            backend.prepare(make_step(parts, case.block_size, device))
+            q, k, v = (
+                torch.cat([values[row][begin:end] for row, begin, end in kept]).to(device)
+                for values in (contents.q, contents.k, contents.v)
+            )
+            backend.write(1, k, v)
+        sinks = contents.sinks[heads].to(device)
+        return backend.run(1, q[:, heads], case.scale, sinks_N=sinks)
+
+    def work(group: RankGroup) -> torch.Tensor:
+        backend = share_context(layout, OneAtATime, group)
+        each = 4 // group.size
+        return attend(backend, slice(group.rank * each, (group.rank + 1) * each))
+
+    wanted = attend(TritonBackend(layout), slice(None))
+    got = torch.cat(run_ranks(num, work), dim=1)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
