@@ -72,8 +72,15 @@ def test_prompts_are_told_apart_by_what_names_their_blocks(other: dict[str, obje
     choice = CoreChoice(2, SIZE)
     choice.choose(request(prompt(1)), {1: 0})
     assert choice.choose(request(prompt(1), tenant="other"), IDLE) == 1
-    assert choice.choose(request(prompt(1), **other), IDLE) == 0
-    assert choice.choose(request(prompt(1)[:3]), IDLE) == 0  # not one block
+    assert choice.choose(request(prompt(1), **other), {0: 0, 1: 399}) == 0
+    assert choice.choose(request(prompt(1)), {0: 0, 1: 399}) == 1
+    assert choice.choose(request(prompt(1)[:3]), {0: 0, 1: 1}) == 0  # not one block
+
+
+def test_who_is_idle_has_a_turn() -> None:
+    choice = CoreChoice(3, SIZE)
+    idle = dict.fromkeys(range(3), 0)
+    assert [choice.choose(request(prompt(n)), idle) for n in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_a_core_that_was_started_anew_knows_nothing() -> None:
@@ -82,7 +89,7 @@ def test_a_core_that_was_started_anew_knows_nothing() -> None:
     choice.forget(0)
     assert choice.choose(request(prompt(1)), IDLE) == 1
     choice.forget_all()
-    assert choice.choose(request(prompt(1)), IDLE) == 0
+    assert choice.choose(request(prompt(1)), {0: 0, 1: 1}) == 0
 
 
 def test_without_a_prefix_cache_the_least_loaded_gets_it() -> None:
@@ -97,7 +104,7 @@ def test_the_first_blocks_are_remembered_longest() -> None:
     assert len(choice) == 50
     assert choice.choose(request(prompt(1, 40)), IDLE) == 1
     choice.choose(request(prompt(2)), {0: 0})
-    assert choice.choose(request(prompt(1, 40)), IDLE) == 0
+    assert choice.choose(request(prompt(1, 40)), {0: 0, 1: 1}) == 0
 
 
 def test_long_prompts_have_few_marks_whose_places_are_the_same_for_all() -> None:
@@ -114,7 +121,7 @@ def test_an_unknown_core_is_refused_with_the_numbers() -> None:
     with pytest.raises(RequestError, match=r"data_parallel_rank=2: there are 2 cores, 0 to 1") as e:
         check_core(2, 2)
     assert e.value.field == "data_parallel_rank"
-    with pytest.raises(RequestError, match="there is one, 0"):
+    with pytest.raises(RequestError, match="there is one engine, 0"):
         check_core(-1, 1)
 
 

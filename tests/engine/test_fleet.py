@@ -149,7 +149,7 @@ def test_a_core_may_be_asked_for(cores: list[Served]) -> None:
         with pytest.raises(RequestError, match="there are 2 cores, 0 to 1"):
             await token_ids(client.generate(msgspec.structs.replace(request("x"), core_id=2)))
         one = RemoteClient(cores[0].path, None)
-        with pytest.raises(RequestError, match="there is one, 0"):
+        with pytest.raises(RequestError, match="there is one engine, 0"):
             one.check(msgspec.structs.replace(request("x"), core_id=1))
 
     with_client(cores, test)

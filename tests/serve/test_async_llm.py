@@ -71,8 +71,8 @@ def llm() -> Iterator[AsyncLLM]:
 
 
 def core_of(engine: AsyncLLM) -> int:
-    assert engine._core._process is not None
-    return engine._core._process.process.pid
+    assert engine._cores._cores[0]._process is not None
+    return engine._cores._cores[0]._process.process.pid
 
 
 def run(program: Callable[[], Awaitable[None]]) -> None:
@@ -430,7 +430,7 @@ PROGRAM = """
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         async for output in engine.generate("Hi", params):
             pass
-        print(len(output.outputs[0].token_ids), engine._core._process.process.pid, flush=True)
+        print(len(output.outputs[0].token_ids), engine._cores._cores[0]._process.process.pid, flush=True)
         {end}
 
     asyncio.run(program())

@@ -249,7 +249,7 @@ def test_time_limits_hold_for_an_engine_of_ones_own_whose_core_hangs() -> None:
 
     async def run() -> None:
         async with await AsyncLLM.create("demo", disable_log_stats=True) as llm:
-            process = llm._core._process
+            process = llm._cores._cores[0]._process
             assert process is not None
             pid = process.process.pid
             await llm.check_health()

@@ -22,6 +22,8 @@ from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.plugins import CONNECTORS
 from quire.engine.heartbeat import FIELDS
 from quire.serve.children import Child
+from quire.serve.core_child import CoreChild
+from quire.serve.cores import ALONE
 from tests.base.test_plugins import Site
 from tests.serve.processes import WAIT_S, Server
 
@@ -128,7 +130,8 @@ def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
         monkeypatch.setattr(module, "END_S", 0.2)
     settings = config_from_flat(model="demo", kv_disk_dir="/nowhere")
     with socket.socket() as tcp, contextlib.closing(launch.CoreSocket()) as unix:
-        watcher = supervisor.Supervisor(settings, ServerConfig(), "info", tcp, unix)
+        cores = [(ALONE, unix)]
+        watcher = supervisor.Supervisor(settings, ServerConfig(), "info", tcp, cores)
         unix.heartbeat.write_bytes(FIELDS.pack(time.monotonic() + 0.7, 1))
         api, core = (
             subprocess.Popen(
@@ -140,7 +143,8 @@ def test_an_api_process_that_does_not_end_costs_the_core_none_of_its_time(
             for process in (api, core):
                 assert process.stdout is not None and process.stdout.readline() == b"ready\n"
             watcher._apis = [Child("the API process", lambda: api, may_restart=True)]
-            watcher._core = Child("the core", lambda: core, may_restart=True)
+            child = Child("the core", lambda: core, may_restart=True)
+            watcher._cores = [CoreChild(child, unix.path, unix.heartbeat)]
             watcher._start_due()
             watcher._end(0, 0.0)
             while any(child.is_running for child in watcher._children):

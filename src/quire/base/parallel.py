@@ -17,7 +17,6 @@ BACKENDS = "auto", "uni", "mp", "ray"
 NOT_YET = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
-    "data_parallel_size",
     "decode_context_parallel_size",
     "nnodes",
 )

@@ -88,6 +88,12 @@ def build_engine(
     config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None
 ) -> Engine:
     """Resolve, load, plan memory, connect. Raises ModelError, ConfigError, OutOfMemory."""
+    num_cores = config.parallel.data_parallel_size
+    if num_cores > 1:
+        raise ConfigError(
+            f"data_parallel_size={num_cores}, but an engine in this process has one core; leave it"
+            " out, or take quire serve, LLM or AsyncLLM."
+        )
     clock = clock or MonotonicClock()
     ranks = start_ranks(config)
     with ended_if_raised(ranks):

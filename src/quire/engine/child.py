@@ -31,12 +31,13 @@ def main() -> None:
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
-def begin_child(log_level: str) -> None:
+def begin_child(log_level: str, name: str = "") -> None:
     """Set up the process; called first by the module. Ctrl-C in the terminal is for the parent
-    alone."""
+    alone. name: what its lines in the log begin with."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable()  # SIGABRT shows where a stuck process is
-    logging.basicConfig(level=log_level.upper(), format="%(message)s", stream=sys.stderr)
+    form = f"{name}: %(message)s" if name else "%(message)s"
+    logging.basicConfig(level=log_level.upper(), format=form, stream=sys.stderr)
     logging.getLogger("quire").setLevel(log_level.upper())
     if log_level != "debug":
         logging.getLogger().setLevel(logging.WARNING)  # other libraries

@@ -7,8 +7,9 @@ A core's load is counted in tokens of its open requests. With a request there it
 
 and of the cores that were sent most of the prompt, the least loaded gets it, unless this is more
 than MUCH_MORE times the least; then the least loaded of all. So unrelated prompts spread evenly, a
-conversation stays where it began, and what everybody begins with becomes known everywhere. Pure: it
-knows what it has been told.
+conversation stays where it began, and what everybody begins with becomes known everywhere. Cores
+with as much to do have their turns, so that all of them fill their caches. Pure: it knows what it
+has been told.
 """
 
 import hashlib
@@ -37,7 +38,9 @@ def weight(request: Request) -> int:
 def check_core(core_id: int | None, num_cores: int) -> None:
     """Raise RequestError for a core that there is none of. None is any."""
     if core_id is not None and not 0 <= core_id < num_cores:
-        there_are = f"are {num_cores} cores, 0 to {num_cores - 1}" if num_cores > 1 else "is one, 0"
+        there_are = (
+            f"are {num_cores} cores, 0 to {num_cores - 1}" if num_cores > 1 else "is one engine, 0"
+        )
         raise RequestError(
             f"data_parallel_rank={core_id}: there {there_are}; name one of these, or none.",
             "data_parallel_rank",
@@ -69,6 +72,7 @@ class CoreChoice:
         self._block_size = block_size
         self._most_marks = most_marks
         self._known: OrderedDict[bytes, int] = OrderedDict()  # digest -> cores, a bit for each
+        self._turns = list(range(num_cores))  # first, who was chosen longest ago
 
     def __len__(self) -> int:
         """Return how many marks are remembered."""
@@ -80,9 +84,12 @@ class CoreChoice:
         marks = list(self._marks(request))
         known = self._known_tokens(marks)
         costs = {core: load + weight(request) - known[core] for core, load in loads.items()}
-        least = min(costs, key=lambda core: (costs[core], core))
-        best = min(costs, key=lambda core: (-known[core], costs[core], core))
+        in_turn = [core for core in self._turns if core in costs]
+        least = min(in_turn, key=lambda core: costs[core])
+        best = min(in_turn, key=lambda core: (-known[core], costs[core]))
         core = least if costs[best] > MUCH_MORE * costs[least] else best
+        self._turns.remove(core)
+        self._turns.append(core)
         self._remember(marks, 1 << core)
         return core
 

@@ -4,15 +4,17 @@ On a CPU the workspace is computed from the model's shape; on a GPU a worst-case
 No torch: `quire fit` computes the same plan before anything is loaded.
 """
 
+import os
 from pathlib import Path
 
 from quire.base.config import AUTO_LENGTH, EngineConfig
-from quire.base.errors import OutOfMemory
+from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.base.speculation import most_guesses, parse_speculation, speculation_of
 from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, num_states, size_pools
 
 CPU_POOL_SHARE = 0.25
+MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # what a process may count on, of a machine that it shares
 CGROUP = Path("/sys/fs/cgroup")
 GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass to the host and back
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
@@ -20,12 +22,20 @@ GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does an
 
 def available_cpu_bytes() -> int:
     """Return memory that this process may still take: the system's, or its control group's if
-    less."""
+    less, or its share of it (MEMORY_VARIABLE) if that is less."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             system = int(line.split()[1]) * 1024
-            return min([system, *_cgroup_left()])
+            return min([system, *_cgroup_left(), *_share()])
     raise OutOfMemory("/proc/meminfo does not say how much memory is available.")
+
+
+def _share() -> list[int]:
+    """Return what the environment leaves this process, if it says so."""
+    text = os.environ.get(MEMORY_VARIABLE, "").strip()
+    if text and not text.isdigit():
+        raise ConfigError(f"{MEMORY_VARIABLE} must be a number of bytes, got {text!r}.")
+    return [int(text)] if text else []
 
 
 def _cgroup_left() -> list[int]:

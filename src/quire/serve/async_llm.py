@@ -1,6 +1,7 @@
 """`AsyncLLM`: an engine for asyncio programs, in a process of its own; vLLM's interface for them.
 
-Text is made in this process, on the event loop; the core's process does the rest.
+Text is made in this process, on the event loop; the core's process, or those of several cores, do
+the rest.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ from quire.base.messages import PinnedPrefix, Request
 from quire.base.outputs import RequestOutput
 from quire.base.sampling_params import SamplingParams
 from quire.base.validation import check_open
-from quire.engine.remote import RemoteClient, pin
+from quire.engine.core_choice import check_core
+from quire.engine.fleet import CoreClient, client_of
+from quire.engine.remote import pin
 from quire.engine.text import TextSide, build_text_side
 from quire.models.source import resolve_model
 from quire.render.chat_template import ChatOptions
@@ -27,7 +30,7 @@ from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversat
 from quire.render.tokenizer import Tokenizer
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
-from quire.serve.managed_core import ManagedCore
+from quire.serve.managed_core import ManagedCores
 from quire.serve.piece_reader import Piece, PieceReader
 from quire.serve.vllm_compat import drop_vllm_settings
 
@@ -93,21 +96,21 @@ class AsyncLLM:
     def _prepare(self, model: str, settings: dict[str, Any]) -> None:
         drop_vllm_settings(settings)
         self._config: EngineConfig = config_from_flat(model=model, **settings)
-        self._core = ManagedCore(self._config, "warning")
+        self._cores = ManagedCores(self._config, "warning")
         # Also when the program ends.
-        self._end = weakref.finalize(self, ManagedCore.stop, self._core)
+        self._end = weakref.finalize(self, ManagedCores.stop, self._cores)
         self._loaded: TextSide | None = None
         self._lanes = Lanes(inf, inf)  # prompts are the program's own: they wait
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._link: RemoteClient | None = None  # of that loop
+        self._link: CoreClient | None = None  # of that loop
         self._closing: asyncio.Task[None] | None = None
 
     def _load(self) -> None:
         """Load the model; the text side is read while the core does."""
         source = resolve_model(self._config.model.model, self._config.model.revision)
-        self._core.start()
+        self._cores.start()
         self._loaded = build_text_side(self._config.model, source)
-        self._core.wait_until_ready()
+        self._cores.wait_until_ready()
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -142,7 +145,8 @@ class AsyncLLM:
         prompt: as `LLM.generate` and `LLM.chat` take one. sampling_params: the model's defaults if
         absent. request_id: unique among open ones; a running number if absent. timeout_s: seconds
         after which the request ends with finish_reason `timeout`. tenant: tenants share the engine
-        evenly. trace_headers are ignored.
+        evenly. data_parallel_rank: of several cores, the one that it must
+        go to; the one that suits it best if absent. trace_headers are ignored.
 
         Raises RequestError for a request that cannot be served, EngineBusy beyond
         max_num_queued_reqs, EngineDead if the core has ended or ends.
@@ -150,17 +154,16 @@ class AsyncLLM:
         if lora_request is not None:
             message = "lora_request: adapters are not supported yet; leave it out."
             raise RequestError(message, "lora_request")
-        if data_parallel_rank:
-            message = f"data_parallel_rank={data_parallel_rank}: there is one engine, 0."
-            raise RequestError(message, "data_parallel_rank")
+        check_core(data_parallel_rank, self._config.parallel.data_parallel_size)
         text = self._text
         params = sampling_params or self.get_default_sampling_params()
 
         async def make(rendered: RenderedPrompt, salt: str, is_chat: bool) -> Request:
             grammar = await self._grammar(params, rendered, is_chat)
-            return text.requests.make(
+            request = text.requests.make(
                 rendered, params, request_id, salt, priority, tenant, timeout_s, grammar
             )
+            return structs.replace(request, core_id=data_parallel_rank)
 
         if isinstance(prompt, AsyncIterable):
             check_open(params)
@@ -183,7 +186,7 @@ class AsyncLLM:
                 async for output in outputs:
                     yield output
         except EngineDead as error:
-            raise self._core.dead() from error
+            raise self._cores.dead() from error
 
     async def _from_pieces(
         self, pieces: AsyncIterable[Piece], make: MakeRequest
@@ -202,7 +205,7 @@ class AsyncLLM:
             except EngineDead as error:
                 if error is reader.error:  # of an engine that the iterator asks
                     raise
-                raise self._core.dead() from error
+                raise self._cores.dead() from error
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one request or several: who reads them gets what there is, with finish_reason
@@ -260,7 +263,7 @@ class AsyncLLM:
                 await client.unpin(request.request_id)
             raise
         except EngineDead as error:
-            raise self._core.dead() from error
+            raise self._cores.dead() from error
 
     async def unpin_prefix(self, prefix_id: str) -> bool:
         """Keep a prefix no longer; False if there is none of that id."""
@@ -278,11 +281,11 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raise EngineDead if the core has ended, or makes no progress."""
-        self._core.check()
+        self._cores.check()
 
     @property
     def is_running(self) -> bool:
-        return self._core.is_alive and not self._core.is_stopped
+        return self._cores.is_alive and not self._cores.is_stopped
 
     @property
     def is_stopped(self) -> bool:
@@ -291,12 +294,12 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether the core has ended without being told to."""
-        return self.is_stopped and not self._core.is_stopped
+        return self.is_stopped and not self._cores.is_stopped
 
     @property
     def dead_error(self) -> EngineDead:
         """What requests get when the core has gone."""
-        return self._core.dead()
+        return self._cores.dead()
 
     def shutdown(self) -> None:
         """End the core and free its memory; open requests end with EngineDead. It waits until the
@@ -330,23 +333,23 @@ class AsyncLLM:
     @property
     def _text(self) -> TextSide:
         if self._loaded is None or not self.is_running:
-            raise self._core.dead()
+            raise self._cores.dead()
         return self._loaded
 
-    async def _connected(self) -> RemoteClient:
+    async def _connected(self) -> CoreClient:
         """Return the client of the running event loop, once it has heard of the core."""
         client = self._client()
         while not client.is_alive:
-            self._core.check()
+            self._cores.check_some()
             try:
                 await asyncio.wait_for(client.wait_until_ready(), CONNECT_S)
             except TimeoutError:
                 continue
             except EngineDead as error:
-                raise self._core.dead() from error
+                raise self._cores.dead() from error
         return client
 
-    def _client(self) -> RemoteClient:
+    def _client(self) -> CoreClient:
         loop = asyncio.get_running_loop()
         if self._link is not None and self._loop is loop:
             return self._link
@@ -355,7 +358,7 @@ class AsyncLLM:
                 "this AsyncLLM serves another event loop, which still runs; use it from there, or"
                 " make another one."
             )
-        self._link = RemoteClient(self._core.path, self._text.tokenizer)
+        self._link = client_of(self._cores.paths, self._text.tokenizer)
         self._loop = loop
         self._link.start()
         return self._link
@@ -364,7 +367,7 @@ class AsyncLLM:
         """Let nobody wait any longer; on the event loop."""
         link, self._link = self._link, None
         if link is not None:
-            link.fail_all(self._core.dead())
+            link.fail_all(self._cores.dead())
             self._closing = asyncio.ensure_future(link.close())
 
 
@@ -373,7 +376,7 @@ class AsyncLLMEngine(AsyncLLM):
 
 
 def _sent(
-    client: RemoteClient, request: Request, text: str | None
+    client: CoreClient, request: Request, text: str | None
 ) -> AsyncGenerator[RequestOutput, None]:
     """Return the outputs of a request, which is sent when the first of them is asked for."""
     return cast(AsyncGenerator[RequestOutput, None], client.generate(request, text))

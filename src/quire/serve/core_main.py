@@ -40,12 +40,12 @@ CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
 def main() -> int:
     """Load, serve, end."""
     options = _arguments()
-    begin_child(options.log_level)
+    begin_child(options.log_level, f"core {options.core}" if options.num_cores > 1 else "")
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         ranks = start_ranks(config)
         clock = MonotonicClock()
-        with LoadBar(enabled=True) as bar, ended_if_raised(ranks):
+        with LoadBar(enabled=options.core == 0) as bar, ended_if_raised(ranks):
             source = resolve_model(config.model.model, config.model.revision, progress=False)
             built = build_core(config, source, clock, bar.update, ranks)
         if config.cache.pin_prefix is not None:  # otherwise this process needs no text
@@ -74,7 +74,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     core, cache = built.core, config.cache
     num_rows = config.scheduler.max_num_seqs or 0
     metrics = EngineMetrics(num_rows, length, cache.enable_prefix_caching)
-    exposition = Exposition(metrics, core.view, name, cache)
+    exposition = Exposition(metrics, core.view, name, cache, options.core)
     built.core.subscribe(metrics)
     timelines = Timelines.of(core.view(), core.requests())
     built.core.subscribe(timelines)
@@ -109,6 +109,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--listener", type=int, required=True, help="descriptor of the socket")
     parser.add_argument("--home", type=Path, required=True, help="the private directory")
     parser.add_argument("--name", help="what metrics call the model; its own name if absent")
+    parser.add_argument("--core", type=int, default=0, help="its number")
+    parser.add_argument("--num-cores", type=int, default=1, help="how many there are")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
 

@@ -22,6 +22,7 @@ import msgspec
 from quire.base.config import EngineConfig
 from quire.base.kv_orders import KEEP_AT_END_S
 from quire.engine.spawn import start_child
+from quire.serve.cores import ALONE, CorePlace
 
 END_S = 10.0  # for a process to end by itself; on a machine with too much to do it takes seconds
 PREFIX, SOCKET, FAILURE = "quire-", "core.sock", "failure"
@@ -60,18 +61,25 @@ class CoreSocket:
         return self.home / "heartbeat"
 
     def start_core(
-        self, engine: EngineConfig, log_level: str, name: str | None = None
+        self,
+        engine: EngineConfig,
+        log_level: str,
+        name: str | None = None,
+        place: CorePlace = ALONE,
     ) -> "subprocess.Popen[bytes]":
-        """Start a core that serves this socket. name: what its metrics call the model."""
+        """Start a core that serves this socket. name: what its metrics call the model; place: which
+        of several it is."""
         fd = self._listener.fileno()
         arguments = ["--listener", str(fd), "--home", str(self.home)]
+        arguments += ["--core", str(place.number), "--num-cores", str(place.num_cores)]
         arguments += [] if name is None else ["--name", name]
-        environment = dict(os.environ)
+        environment = {**os.environ, **place.environment}
         if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
             environment["GOMP_SPINCOUNT"] = SPIN_COUNT
-        return start_child(
-            "quire.serve.core_main", arguments, engine, (fd,), log_level, environment
-        )
+        config, module = place.config(engine), "quire.serve.core_main"
+        process = start_child(module, arguments, config, (fd,), log_level, environment)
+        place.bind(process.pid)
+        return process
 
     def close(self) -> None:
         self._listener.close()
@@ -96,10 +104,12 @@ class CoreProcess:
     """A core that runs as long as the `with` block, or until `close`. path: what
     `RemoteClient.connect` takes. failure: the file in which it says why it could not start."""
 
-    def __init__(self, engine: EngineConfig, log_level: str = "warning") -> None:
+    def __init__(
+        self, engine: EngineConfig, log_level: str = "warning", place: CorePlace = ALONE
+    ) -> None:
         self._end_s = core_end_s(engine)
         self._socket = CoreSocket()
-        self.process = self._socket.start_core(engine, log_level)
+        self.process = self._socket.start_core(engine, log_level, place=place)
         self.path = self._socket.path
         self.heartbeat = self._socket.heartbeat
         self.failure = self._socket.home / FAILURE
@@ -115,9 +125,13 @@ class CoreProcess:
     ) -> None:
         self.close()
 
+    def ask_to_end(self) -> None:
+        """Ask the core to end after its present step."""
+        self.process.send_signal(signal.SIGTERM)
+
     def close(self) -> None:
         """End the core after its present step, or at the latest after `core_end_s`."""
-        self.process.send_signal(signal.SIGTERM)
+        self.ask_to_end()
         try:
             self.process.wait(self._end_s)
         except subprocess.TimeoutExpired:

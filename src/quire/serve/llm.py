@@ -16,6 +16,7 @@ from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
+from quire.serve.core_processes import ProcessEngine, start_engine
 from quire.serve.hooks import TIMEOUT_S, Hooks
 from quire.serve.local_hooks import LocalHooks, LocalRequest
 from quire.serve.progress import LoadBar, RequestBar
@@ -23,7 +24,7 @@ from quire.serve.vllm_compat import drop_vllm_settings
 
 
 class LLM:
-    """An engine in this process.
+    """An engine in this process; with data_parallel_size above 1, in as many processes.
 
         with LLM("demo") as llm:
             for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
@@ -48,7 +49,11 @@ class LLM:
         config = config_from_flat(model=model, **settings)
         self._streams: dict[str, deque[RequestOutput]] = {}  # by request id: what nobody took yet
         with LoadBar(enabled=not config.disable_log_stats) as bar:
-            self._engine: Engine | None = build_engine(config, bar.update)
+            self._engine: Engine | ProcessEngine | None = None
+            if config.parallel.data_parallel_size > 1:
+                self._engine = start_engine(config)
+            else:
+                self._engine = build_engine(config, bar.update)
         self._hooks = None if made is None else LocalHooks(made, self._engine)
 
     def generate(
@@ -227,11 +232,14 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The parts, for tools and tests."""
+        """The parts, for tools and tests. Raises ConfigError if cores are processes."""
+        if not isinstance(self._alive, Engine):
+            num = self._alive.config.parallel.data_parallel_size
+            raise ConfigError(f"data_parallel_size={num}: the cores are not in this process.")
         return self._alive
 
     @property
-    def _alive(self) -> Engine:
+    def _alive(self) -> Engine | ProcessEngine:
         if self._engine is None:
             raise ConfigError("this LLM is closed; make a new one.")
         return self._engine

@@ -13,6 +13,7 @@ from quire.base.step_outputs import Failure
 from quire.engine.build import Engine
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import is_conversation
+from quire.serve.core_processes import ProcessEngine
 from quire.serve.hook_calls import OwnLoop
 from quire.serve.hooks import Hooks, RequestHooks, asked_of
 
@@ -22,7 +23,7 @@ NOBODY = HookContext("", "", "")
 class LocalHooks:
     """hooks: asked on an event loop of their own. engine: whose prompts they see."""
 
-    def __init__(self, hooks: Hooks, engine: Engine) -> None:
+    def __init__(self, hooks: Hooks, engine: Engine | ProcessEngine) -> None:
         self._hooks = hooks
         self._engine = engine
         self._loop = OwnLoop("llm-hooks")

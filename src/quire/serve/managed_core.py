@@ -1,4 +1,4 @@
-"""A core process that belongs to an object of this program, and goes with it.
+"""Core processes that belong to an object of this program, and go with it.
 
 The kernel kills a child when the thread that started it ends (`engine/child.py`), and whoever makes
 an engine may do so in a thread of a pool. So a thread of its own starts the core and stays.
@@ -21,6 +21,7 @@ from quire.base.errors import EngineDead, EngineError, QuireError
 from quire.base.messages import Ready
 from quire.engine.heartbeat import HeartbeatReader
 from quire.engine.wire import Frames, client_codec
+from quire.serve.cores import ALONE, CorePlace, core_places
 from quire.serve.launch import END_S, CoreProcess, StartFailure, remove_abandoned_sockets
 
 READ_BYTES = 1 << 16
@@ -29,9 +30,11 @@ READ_BYTES = 1 << 16
 class ManagedCore:
     """Started by `start`, ended by `stop`, each from any thread."""
 
-    def __init__(self, config: EngineConfig, log_level: str) -> None:
+    def __init__(self, config: EngineConfig, log_level: str, place: CorePlace = ALONE) -> None:
         self._config = config
         self._log_level = log_level
+        self._place = place
+        self._name = "the engine's process" if place is ALONE else f"{place.name} of the engine"
         self._lock = threading.Lock()
         self._is_stopped = False
         self._end = threading.Event()
@@ -95,6 +98,11 @@ class ManagedCore:
         finally:
             os.close(pidfd)
 
+    def ask_to_stop(self) -> None:
+        """Ask the process to end, without waiting for it; `stop` follows."""
+        if os.getpid() == self._owner_pid and self._process is not None:
+            self._process.ask_to_end()
+
     def stop(self) -> None:
         """End the process, and wait until it has. A second call does nothing."""
         if os.getpid() != self._owner_pid:
@@ -111,7 +119,7 @@ class ManagedCore:
         if self._is_stopped or not self.is_alive:
             raise self.dead()
         if self._heartbeat is not None and self._heartbeat.is_stuck(MonotonicClock().now()):
-            raise EngineDead("the engine's process makes no progress; shut it down.")
+            raise EngineDead(f"{self._name} makes no progress; shut it down.")
 
     def dead(self) -> EngineDead:
         """Return the error for those who wait for what will not come."""
@@ -121,13 +129,13 @@ class ManagedCore:
         how = ""
         if status is not None:
             how = f" (signal {-status})" if status < 0 else f" (exit status {status})"
-        return EngineDead(f"the engine's process has ended{how}; make a new one.")
+        return EngineDead(f"{self._name} has ended{how}; make a new one.")
 
     def _keep(self) -> None:
         """Run the thread to which the process is tied."""
         try:
             remove_abandoned_sockets()
-            self._process = CoreProcess(self._config, self._log_level)
+            self._process = CoreProcess(self._config, self._log_level, self._place)
         except BaseException as error:
             self._error = error
         finally:
@@ -147,3 +155,59 @@ class ManagedCore:
         kind = getattr(errors, failure.kind, EngineError)
         known = isinstance(kind, type) and issubclass(kind, QuireError)
         return kind(failure.message) if known else EngineError(failure.message)
+
+
+class ManagedCores:
+    """As many as the configuration's data_parallel_size; a call is for all of them. Raises
+    ConfigError if there are too few GPUs."""
+
+    def __init__(self, config: EngineConfig, log_level: str) -> None:
+        self._cores = [ManagedCore(config, log_level, place) for place in core_places(config)]
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._cores[0].is_stopped
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether some process was started and has not ended."""
+        return any(core.is_alive for core in self._cores)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The sockets for clients. Raises EngineDead if there is none."""
+        return [core.path for core in self._cores]
+
+    def start(self) -> None:
+        """Start the processes, which then load the model. Raises EngineDead after a `stop`."""
+        for core in self._cores:
+            core.start()
+
+    def wait_until_ready(self) -> None:
+        """Wait until all have loaded. Raise what kept one from starting."""
+        for core in self._cores:
+            core.wait_until_ready()
+
+    def stop(self) -> None:
+        """End the processes, and wait until they have. A second call does nothing."""
+        for core in self._cores:
+            core.ask_to_stop()
+        for core in self._cores:
+            core.stop()
+
+    def check(self) -> None:
+        """Raise EngineDead if a process has ended or makes no progress."""
+        for core in self._cores:
+            core.check()
+
+    def check_some(self) -> None:
+        """Raise EngineDead if that is so of all of them."""
+        for core in self._cores:
+            with contextlib.suppress(EngineDead):
+                return core.check()
+        raise self.dead()
+
+    def dead(self) -> EngineDead:
+        """Return the error for those who wait for what will not come."""
+        gone = (core for core in self._cores if not core.is_alive)
+        return next(gone, self._cores[0]).dead()

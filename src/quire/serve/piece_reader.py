@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from quire.base.errors import RequestError
-from quire.engine.remote import RemoteClient
+from quire.engine.fleet import CoreClient
 from quire.render.open_text import OpenText
 from quire.render.renderer import RenderedPrompt, Renderer
 from quire.serve.lanes import Lanes
@@ -39,7 +39,7 @@ class PieceReader:
         self._texts: list[str] | None = []  # None: of some piece only token ids are known
         self._token_ids: list[int] = []  # until the request is made of them
         self._changed = asyncio.Event()
-        self._client: RemoteClient | None = None
+        self._client: CoreClient | None = None
         self._request_id = ""
 
     async def __aenter__(self) -> "PieceReader":
@@ -63,7 +63,7 @@ class PieceReader:
             raise self.error
         return RenderedPrompt(self._token_ids, self.text)
 
-    def follow(self, client: RemoteClient, request_id: str) -> None:
+    def follow(self, client: CoreClient, request_id: str) -> None:
         """Append from now on to this request, which is sent before the reader's task runs again. An
         error ends it."""
         self._client, self._request_id = client, request_id

@@ -1,15 +1,16 @@
-"""`quire serve`: one core process, some API processes, and this one, which starts and watches them.
+"""`quire serve`: core processes, API processes, and this one, which starts and watches them.
 
-It holds both sockets from the beginning: the TCP socket, bound before anything is loaded, so that a
-port in use is an error at once, and the core's Unix socket, in a private directory, so that clients
-of a core that is started anew only wait. It imports neither torch nor FastAPI, and sleeps.
+It holds all sockets from the beginning: the TCP socket, bound before anything is loaded, so that a
+port in use is an error at once, and each core's Unix socket, in a private directory, so that
+clients of a core that is started anew only wait. It imports neither torch nor FastAPI, and sleeps.
 
-    SIGTERM, -INT, -HUP  API processes drain, then the core keeps what is cached in its stores, if
-                         it has any, and ends; exit status 0, or 1 if one of them did not end well
+    SIGTERM, -INT, -HUP  API processes drain, then cores keep what is cached in their stores, if
+                         there are any, and end; exit status 0, or 1 if one did not end well
     a second one         everything ends now; exit status 1
     an API process dies  it is started anew, and the others go on
-    the core dies        the others end, exit status 1; with --restart-engine it is started anew
-    the core is stuck    it is killed, which is the case above
+    a core dies          the others end, exit status 1; with --restart-engine it is started anew,
+                         and other cores go on
+    a core is stuck      it is killed, which is the case above
     dies too often       (serve/children.py) the others end; exit status 1
     could not start      the others end; exit status 3
     kill -9 of this one  the kernel kills the children (engine/child.py)
@@ -23,15 +24,17 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 
 from quire.base.config import EngineConfig, ServerConfig
 from quire.base.durations import bounded_wait_s
 from quire.base.errors import ConfigError
 from quire.engine.child import NO_START
-from quire.engine.heartbeat import HeartbeatReader, StuckWatch
 from quire.engine.spawn import start_child
 from quire.models.source import resolve_model
 from quire.serve.children import READY, Child, Process
+from quire.serve.core_child import NEVER, CoreChild
+from quire.serve.cores import CorePlace, core_places
 from quire.serve.launch import (
     END_S,
     CoreSocket,
@@ -41,18 +44,19 @@ from quire.serve.launch import (
 
 logger = logging.getLogger("quire")
 
-DUMP_S = 2.0  # for a stuck core to show where it is
 MAX_OPEN_FILES = 1 << 16
-NEVER = float("inf")
 
 
 def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -> int:
     """Serve until a signal or a death; returns the exit status."""
     raise_open_files_limit()
     remove_abandoned_sockets()
-    with bind(server.host, server.port) as tcp, contextlib.closing(CoreSocket()) as unix:
+    places = core_places(engine)
+    with bind(server.host, server.port) as tcp, contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
         resolve_model(engine.model.model, engine.model.revision)  # downloads, and fails, only once
-        return Supervisor(engine, server, log_level, tcp, unix).run()
+        cores = list(zip(places, sockets, strict=True))
+        return Supervisor(engine, server, log_level, tcp, cores).run()
 
 
 def raise_open_files_limit() -> None:
@@ -89,22 +93,19 @@ class Supervisor:
         server: ServerConfig,
         log_level: str,
         tcp: socket.socket,
-        unix: CoreSocket,
+        cores: Sequence[tuple[CorePlace, CoreSocket]],
     ) -> None:
         self._engine = engine
         self._server = server
         self._log_level = log_level
         self._tcp = tcp
-        self._unix = unix
-        self._watch_core = StuckWatch(HeartbeatReader(unix.heartbeat))
-        self._core = Child("the engine", self._start_core, server.restart_engine)
+        self._cores = [self._core(place, unix) for place, unix in cores]
         self._apis = [self._api(index) for index in range(server.api_server_count)]
         self._ready_in, self._ready_out = os.pipe()
         self._never_ready = set(range(server.api_server_count))  # API processes, by index
         self._num_signals = 0
         self._status: int | None = None  # of this process, once it is to end
         self._deadline_s = NEVER  # for those that are still there
-        self._stuck_until_s = NEVER  # for a stuck core to show where it is, then to be gone
         self._signals_in, self._signals_out = socket.socketpair()
 
     def run(self) -> int:
@@ -128,18 +129,25 @@ class Supervisor:
 
     @property
     def _children(self) -> list[Child]:
-        return [self._core, *self._apis]
+        return [*(core.child for core in self._cores), *self._apis]
 
     # ---- starting ----------------------------------------------------------------------------
 
-    def _start_core(self) -> Process:
-        names = self._server.served_model_name
-        return self._unix.start_core(self._engine, self._log_level, names[0] if names else None)
+    def _core(self, place: CorePlace, unix: CoreSocket) -> CoreChild:
+        def start() -> Process:
+            names = self._server.served_model_name
+            name = names[0] if names else None
+            return unix.start_core(self._engine, self._log_level, name, place)
+
+        child = Child(place.name, start, self._server.restart_engine)
+        return CoreChild(child, unix.path, unix.heartbeat)
 
     def _api(self, index: int) -> Child:
         def start() -> Process:
             arguments = ["--socket", str(self._tcp.fileno()), "--ready", str(self._ready_out)]
-            arguments += ["--core", str(self._unix.path), "--index", str(index)]
+            arguments += ["--index", str(index)]
+            for core in self._cores:
+                arguments += ["--core", str(core.path)]
             config = {"model": self._engine.model, "server": self._server}
             fds = (self._tcp.fileno(), self._ready_out)
             return start_child(
@@ -174,10 +182,10 @@ class Supervisor:
             if child.pidfd in readable:
                 self._bury(child)
         now = time.monotonic()
-        if self._core.is_running and not self._core.was_told and self._watch_core.is_stuck(now):
-            self._show_stuck_core(now)
-        if now > self._stuck_until_s:
-            self._kill_stuck(now)
+        for core in self._cores:
+            core.look(now, is_ending=self._status is not None)
+            if core.is_lost and self._status is None:
+                self._end(1, 0.0)
         if now > self._deadline_s:
             self._kill_late(now)
         self._start_due()
@@ -186,7 +194,8 @@ class Supervisor:
         """Return the seconds until the next deadline or start, and never for long: the heartbeat is
         looked at."""
         dues = (child.due_s for child in self._children if child.due_s is not None)
-        next_s = min(self._deadline_s, self._stuck_until_s, *dues)
+        untils = (core.until_s for core in self._cores)
+        next_s = min(self._deadline_s, *untils, *dues)
         return bounded_wait_s(next_s - time.monotonic())
 
     def _take_signals(self) -> None:
@@ -213,15 +222,15 @@ class Supervisor:
         """See to a child that has ended: as told, or it is started anew, or the server ends with
         it."""
         status = child.bury()
-        if child is self._core:
-            self._watch_core.forget()
-            self._stuck_until_s = NEVER
+        for core in self._cores:
+            if core.child is child:
+                core.forget()
         if self._status is not None:
             if not child.was_told or status not in (0, -signal.SIGTERM):
                 logger.error("%s did not end well (%s)", child.name, _describe(status))
                 self._status = self._status or 1
-            if child is not self._core and not self._running_apis():
-                self._end_core()  # nobody is left to serve
+            if child in self._apis and not self._running_apis():
+                self._end_cores()  # nobody is left to serve
             return
         if status == NO_START:  # it has said itself why it could not start
             self._end(NO_START, 0.0)
@@ -240,19 +249,24 @@ class Supervisor:
     # ---- ending ------------------------------------------------------------------------------
 
     def _end(self, status: int, drain_s: float) -> None:
-        """Ask the API processes to end; the core follows when they have."""
+        """Ask the API processes to end; the cores follow when they have."""
         self._status = status
         self._deadline_s = time.monotonic() + drain_s + END_S
-        self._core.due_s = None
+        for core in self._cores:
+            core.child.due_s = None
         for child in self._apis:
             child.end()
         if not self._running_apis():
-            self._end_core()
+            self._end_cores()
 
-    def _end_core(self) -> None:
-        if self._core.is_running and not self._core.was_told:
-            self._deadline_s = time.monotonic() + core_end_s(self._engine)
-            self._core.end()
+    def _end_cores(self) -> None:
+        for core in self._running_cores():
+            if not core.was_told:
+                self._deadline_s = time.monotonic() + core_end_s(self._engine)
+                core.end()
+
+    def _running_cores(self) -> list[Child]:
+        return [core.child for core in self._cores if core.child.is_running]
 
     def _running_apis(self) -> list[Child]:
         return [child for child in self._apis if child.is_running]
@@ -261,7 +275,7 @@ class Supervisor:
         """Kill who had to end by now; who is there even so is left behind."""
         self._deadline_s = now + END_S
         self._status = self._status or 1
-        for child in self._running_apis() or [self._core]:  # the core follows them
+        for child in self._running_apis() or self._running_cores():  # cores follow them
             if child.was_killed:
                 logger.error("%s cannot be killed, and is left behind", child.name)
                 child.leave()
@@ -269,25 +283,7 @@ class Supervisor:
                 logger.error("%s does not end; it is killed", child.name)
                 child.kill()
         if not self._running_apis():
-            self._end_core()
-
-    def _show_stuck_core(self, now: float) -> None:
-        """Let it show where it is stuck (faulthandler); then it is killed, if it is still there."""
-        logger.error("the engine makes no progress; this is where it is stuck:")
-        self._watch_core.forget()
-        self._stuck_until_s = now + DUMP_S
-        self._core.signal(signal.SIGABRT)
-
-    def _kill_stuck(self, now: float) -> None:
-        """`_bury` does the rest, unless even that is of no use: a device driver may hold it."""
-        self._stuck_until_s = NEVER
-        if not self._core.was_killed:
-            self._stuck_until_s = now + END_S
-            self._core.signal(signal.SIGKILL)
-            self._core.was_killed = True
-        elif self._status is None:
-            logger.error("the engine cannot be killed; the server ends without it")
-            self._end(1, 0.0)
+            self._end_cores()
 
 
 def _describe(status: int) -> str:

@@ -22,7 +22,7 @@ import uvicorn
 from quire.base.config import ModelConfig, ServerConfig
 from quire.base.errors import EngineDead, QuireError
 from quire.engine.child import NO_START, begin_child, collecting_rarely
-from quire.engine.remote import RemoteClient
+from quire.engine.fleet import CoreClient, client_of
 from quire.engine.text import build_text_side
 from quire.models.source import ModelSource, resolve_model
 from quire.serve.api.app import create_app
@@ -78,7 +78,7 @@ async def _serve(config: ApiConfig, source: ModelSource, options: argparse.Names
     loop.set_exception_handler(report)
     text = build_text_side(config.model, source, options.index)
     text.renderer.prepare()
-    client = RemoteClient(options.core, text.tokenizer)
+    client = client_of(options.core, text.tokenizer)
     client.start()
     names = config.server.served_model_name or (source.name,)
     context = ApiContext(
@@ -105,7 +105,7 @@ async def _serve_until(
     options: argparse.Namespace,
     ending: "asyncio.Task[bool]",
     context: ApiContext,
-    client: RemoteClient,
+    client: CoreClient,
 ) -> None:
     """Answer requests; then let open ones finish."""
     serving = asyncio.create_task(server.serve([Listener(fileno=options.socket)]))
@@ -120,7 +120,7 @@ async def _serve_until(
     await client.close()
 
 
-async def _drain(context: ApiContext, client: RemoteClient) -> None:
+async def _drain(context: ApiContext, client: CoreClient) -> None:
     """Let open requests finish, then end those that are left with an error."""
     context.draining = True
     end_s = time.monotonic() + context.config.shutdown_timeout
@@ -167,7 +167,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the bound socket")
     parser.add_argument("--ready", type=int, required=True, help="descriptor to say `ready` on")
-    parser.add_argument("--core", type=Path, required=True, help="the core's Unix socket")
+    add = parser.add_argument
+    add("--core", type=Path, action="append", required=True, help="each core's Unix socket")
     parser.add_argument("--index", type=int, required=True, help="which of the API processes")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()

@@ -14,6 +14,7 @@ from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.grammars import Checked
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, UsageCounter
+from quire.serve.api.asked_core import asked_core
 from quire.serve.api.asked_tools import asked_tools, shown_tools
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.chat_choice import ChatChoice
@@ -58,7 +59,8 @@ async def create_chat_completion(
     params.shown_special_token_ids = list(asked.format.shown_special_token_ids) or None
     tenant = tenant_asking(request.scope, api.config, body)
     grammar = await _checked_grammar(api, body, asked)
-    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text)
+    core = asked_core(request.scope)
+    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, core)
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
     choices = _choices(api, body, job, asked)

@@ -11,6 +11,7 @@ from quire.base.errors import EngineBusy, RequestError
 from quire.base.outputs import CompletionOutput, RequestOutput
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.answers import Answer, Json, UsageCounter
+from quire.serve.api.asked_core import asked_core
 from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import bad_request
@@ -53,8 +54,9 @@ async def create_completion(
     given, hooks = await admitted_prompts(api, body, request.scope, answer_id, given)
     prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)
+    core = asked_core(request.scope)
     jobs = [
-        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text)
+        _job(api, body, prompt, f"{answer_id}-{index}", tenant, grammar.text, core)
         for index, prompt in enumerate(prompts)
     ]
     names = TokenNames(api.renderer.tokenizer, bool(body.return_tokens_as_token_ids))
@@ -221,10 +223,11 @@ def _job(
     job_id: str,
     tenant: str,
     grammar: str,
+    core_id: int | None,
 ) -> PromptJob:
     room = room_beside(prompt, api.client.ready.max_model_len, "prompt")
     params = completion_params(body, api.requests.defaults, room)
-    return make_job(api, body, prompt, params, job_id, tenant, grammar)
+    return make_job(api, body, prompt, params, job_id, tenant, grammar, core_id)
 
 
 async def _choices(

@@ -9,6 +9,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import cast
 
+import msgspec
+
 from quire.base.errors import REQUEST_FAILED, STEP_FAILED, TIMED_OUT, StepFailed
 from quire.base.messages import Request
 from quire.base.outputs import RequestOutput
@@ -44,9 +46,10 @@ def make_job(
     request_id: str,
     tenant: str,
     grammar: str = "",
+    core_id: int | None = None,
 ) -> PromptJob:
     """Make the job of a prompt. Raise RequestError for what the engine can never serve. grammar:
-    what its answer must be, checked; empty: anything."""
+    what its answer must be, checked; empty: anything. core_id: the core that it must go to."""
     request = api.requests.make(
         prompt,
         params,
@@ -57,6 +60,7 @@ def make_job(
         body.timeout_s or 0.0,
         grammar,
     )
+    request = msgspec.structs.replace(request, core_id=core_id)
     api.client.check(request)
     return PromptJob(prompt, request)
 

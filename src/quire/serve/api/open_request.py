@@ -44,8 +44,11 @@ class OpenRequest:
     """model: the name to show. is_complete: the last piece is there. answer: None before there are
     tokens; it is to be read from then on."""
 
-    def __init__(self, api: ApiContext, fields: Json, request_id: str) -> None:
-        """fields: those of a completion. Raises ApiError or RequestError for what is wrong."""
+    def __init__(
+        self, api: ApiContext, fields: Json, request_id: str, core_id: int | None = None
+    ) -> None:
+        """fields: those of a completion; core_id: the core that it must go to. Raises ApiError or
+        RequestError for what is wrong."""
         body = _body(fields)
         self.model = check_model(api, body.model)
         check_neutral(body)
@@ -58,6 +61,7 @@ class OpenRequest:
         self.answer: Answer | None = None
         self._api = api
         self._id = request_id
+        self._core_id = core_id
         self._max_model_len = api.client.ready.max_model_len
         self._params = self._make_params()
         self._usage = UsageCounter(0)
@@ -124,8 +128,9 @@ class OpenRequest:
         api, prompt = self._api, RenderedPrompt(token_ids)
         room_beside(prompt, self._max_model_len, "prompt")
         job = make_job(
-            api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or ""
-        )
+            api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or "",
+            self._core_id,
+        )  # fmt: skip
         if not is_last:
             opened = msgspec.structs.replace(job.request, is_open=True)
             job = dataclasses.replace(job, request=opened)

@@ -1,0 +1,79 @@
+"""What each of several cores gets of a machine."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.errors import ConfigError
+from quire.ops.threads import usable_cores
+from quire.runner.memory_plan import MEMORY_VARIABLE, available_cpu_bytes
+from quire.serve.cores import ALONE, CUDA_VARIABLE, CorePlace, core_places, gpu_shares
+
+
+def settings(num: int = 2, **more: object) -> EngineConfig:
+    return config_from_flat(model="demo", data_parallel_size=num, **more)
+
+
+def test_one_core_is_told_nothing() -> None:
+    assert core_places(settings(1)) == [ALONE]
+    assert not ALONE.cpus and not ALONE.environment and ALONE.name == "the engine"
+    alone = settings(1, record="there")
+    assert ALONE.config(alone) is alone
+
+
+def test_cores_share_memory_and_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_NUM_THREADS", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    places = core_places(settings(2, device="cpu"))
+    assert [place.name for place in places] == ["core 0", "core 1"]
+    given = [int(place.environment[MEMORY_VARIABLE]) for place in places]
+    assert given[0] == given[1] and 0.4 < given[0] / available_cpu_bytes() < 0.6
+    threads = [int(place.environment["QUIRE_NUM_THREADS"]) for place in places]
+    assert threads == [max(1, usable_cores() // 2)] * 2
+    all_cpus = os.sched_getaffinity(0)
+    assert places[0].cpus | places[1].cpus == all_cpus
+    monkeypatch.setenv("QUIRE_NUM_THREADS", "3")
+    assert "QUIRE_NUM_THREADS" not in core_places(settings(2))[0].environment
+
+
+def test_a_share_of_memory_bounds_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_VARIABLE, "1000")
+    assert available_cpu_bytes() == 1000
+    monkeypatch.setenv(MEMORY_VARIABLE, "much")
+    with pytest.raises(ConfigError, match="number of bytes, got 'much'"):
+        available_cpu_bytes()
+
+
+def test_each_core_keeps_a_record_of_its_own() -> None:
+    place = CorePlace(1, 2)
+    assert place.config(settings(2, record="there")).record == "there/core-1"
+    assert place.config(settings(2)).record is None
+
+
+def test_a_process_runs_where_it_is_bound() -> None:
+    cpu = min(os.sched_getaffinity(0))
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    CorePlace(0, 2, frozenset([cpu])).bind(process.pid)
+    assert os.sched_getaffinity(process.pid) == {cpu}
+    process.communicate(b"\n")
+    CorePlace(0, 2, frozenset([cpu])).bind(process.pid)  # too late, and no error
+
+
+def test_gpus_are_dealt_out_by_ranks(tmp_path: Path) -> None:
+    def shares(config: EngineConfig, **environment: str) -> list[str]:
+        found = gpu_shares(config, environment, tmp_path)
+        return [each.get(CUDA_VARIABLE, "-") for each in found]
+
+    assert shares(settings(2)) == ["-", "-"], "there are none"
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert shares(settings(2)) == ["0", "1"]
+    assert shares(settings(2, device="cpu")) == ["-", "-"]
+    assert shares(settings(2), CUDA_VISIBLE_DEVICES="5, GPU-7") == ["5", "GPU-7"]
+    assert shares(settings(2), CUDA_VISIBLE_DEVICES="-1") == ["-", "-"]
+    with pytest.raises(ConfigError, match="data_parallel_size=4 .* needs 4 GPUs, but 3 can be"):
+        shares(settings(4))
