@@ -430,7 +430,8 @@ PROGRAM = """
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         async for output in engine.generate("Hi", params):
             pass
-        print(len(output.outputs[0].token_ids), engine._cores._cores[0]._process.process.pid, flush=True)
+        core = engine._cores._cores[0]._process.process
+        print(len(output.outputs[0].token_ids), core.pid, flush=True)
         {end}
 
     asyncio.run(program())
