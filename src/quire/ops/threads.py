@@ -6,7 +6,6 @@ QUIRE_NUM_THREADS or OMP_NUM_THREADS set another number; `set_num_threads` one f
 import math
 import os
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 from quire.base.errors import ConfigError
@@ -41,22 +40,6 @@ def usable_cores() -> int:
     cores = {_siblings(cpu) for cpu in allowed}
     quota = cpu_quota(CGROUP)
     return max(1, len(cores) if quota is None else min(len(cores), math.ceil(quota)))
-
-
-def cpu_shares(num: int) -> list[set[int]]:
-    """Deal out the logical CPUs that this process may use: so many shares of neighbouring cores,
-    with all their threads, which do not cross sockets where they need not. Everybody gets all if
-    there are fewer cores than shares."""
-    cores: dict[tuple[int, int], set[int]] = {}
-    first: dict[str, int] = {}
-    for cpu in sorted(_affinity()):
-        name = _siblings(cpu)
-        cores.setdefault((_package(cpu), first.setdefault(name, cpu)), set()).add(cpu)
-    each = [cores[key] for key in sorted(cores)]
-    if len(each) < num:
-        return [set().union(*each) for _ in range(num)]
-    bounds = [i * len(each) // num for i in range(num + 1)]
-    return [set().union(*each[a:b]) for a, b in pairwise(bounds)]
 
 
 def is_number_given() -> bool:
@@ -95,12 +78,6 @@ def _affinity() -> set[int]:
 def _siblings(cpu: int) -> str:
     """A name for the core that this logical CPU is a thread of."""
     return _read(TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-
-
-def _package(cpu: int) -> int:
-    """Return the socket that a logical CPU is in."""
-    text = _read(TOPOLOGY / f"cpu{cpu}/topology/physical_package_id") or "0"
-    return int(text) if text.strip().isdigit() else 0
 
 
 def _read(path: Path) -> str | None:

@@ -54,16 +54,18 @@ def core_places(engine: EngineConfig) -> list[CorePlace]:
     num = engine.parallel.data_parallel_size
     if num == 1:
         return [ALONE]
-    from quire.ops.threads import cpu_shares, is_number_given, usable_cores
+    from quire.ops.cores import share_cores
+    from quire.ops.threads import is_number_given, usable_cores
     from quire.runner.memory_plan import MEMORY_VARIABLE, available_cpu_bytes
 
     shared = {MEMORY_VARIABLE: str(available_cpu_bytes() // num)}
     if not is_number_given():
-        shared["QUIRE_NUM_THREADS"] = str(max(1, usable_cores() // num))
+        num_computing = num * engine.parallel.num_ranks
+        shared["QUIRE_NUM_THREADS"] = str(max(1, usable_cores() // num_computing))
     gpus = gpu_shares(engine, os.environ, DEVICES)
     return [
-        CorePlace(number, num, frozenset(cpus), shared | gpus[number])
-        for number, cpus in enumerate(cpu_shares(num))
+        CorePlace(number, num, cpus, shared | gpus[number])
+        for number, cpus in enumerate(share_cores(num))
     ]
 
 
