@@ -1,7 +1,7 @@
 """In the place of who guesses for an engine."""
 
 from quire.base.messages import Draft
-from quire.base.plan import Plan
+from quire.base.plan import Plan, StepResult
 from quire.engine.drafting import Int64
 from quire.scheduler.sequence import RowTable, Sequence
 
@@ -9,7 +9,7 @@ from quire.scheduler.sequence import RowTable, Sequence
 class StandIn:
     """Guesses nothing. num_tried: guesses that plans have tried."""
 
-    is_idle = holds_back = False
+    is_idle = holds_back = is_ahead = looks_ahead = False
     num_tried = 0
 
     def worth(self, table: RowTable, rows: Int64) -> Int64:
@@ -27,5 +27,5 @@ class StandIn:
     def planned(self, plan: Plan) -> None:
         self.num_tried += int(plan.num_drafts.sum())
 
-    def observe(self, plan: Plan) -> None:
+    def observe(self, plan: Plan, result: StepResult) -> None:
         pass

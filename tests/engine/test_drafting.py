@@ -7,7 +7,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.events import Event, Planned, Stepped
 from quire.base.messages import Draft
-from quire.base.plan import Plan
+from quire.base.plan import Plan, StepResult
 from quire.engine import drafting
 from quire.engine.drafting import Drafting
 from quire.engine.guess_pace import StepTimes
@@ -124,12 +124,19 @@ def test_who_cannot_be_guessed_for_rests() -> None:
     assert sum(asked) <= 16
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_plans_follow_each_other_until_there_is_something_to_guess(depth: int) -> None:
-    """Guesses are tried at any depth, and no plan is behind one that tries them."""
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("depth", "method"), [(1, SETTINGS), (1, SUFFIX), (2, SUFFIX), (3, SUFFIX)]
+)
+def test_plans_follow_each_other_until_there_is_something_to_guess(
+    depth: int, method: dict[str, object]
+) -> None:
+    """The host's guesses are tried at any depth, and no plan is behind one that tries them."""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     again = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, allowed_token_ids=[40])
-    with engine(pipeline_depth=depth) as llm:
+    with engine(pipeline_depth=depth, speculative_config=method) as llm:
         core, in_flight = llm.engine.client.core, list[tuple[int, bool]]()
 
         def note(event: Event) -> None:
@@ -153,9 +160,9 @@ def test_a_steps_time_is_its_own_also_behind_a_rest(monkeypatch: pytest.MonkeyPa
     now_s, seen = [0.0], list[float]()
     carried_out = Drafting.observe
 
-    def observe(guesses: Drafting, plan: Plan) -> None:
+    def observe(guesses: Drafting, plan: Plan, result: StepResult) -> None:
         now_s[0] += 1.0
-        carried_out(guesses, plan)
+        carried_out(guesses, plan, result)
 
     monkeypatch.setattr(Drafting, "observe", observe)
     monkeypatch.setattr(StepTimes, "observe", lambda _times, _num, seconds: seen.append(seconds))

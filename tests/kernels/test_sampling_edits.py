@@ -45,8 +45,8 @@ def test_edits(length: int, prompt_len: int, dtype: torch.dtype, device: torch.d
         expected = raw[n].float().clone()
         if edits is not None:
             row_tokens = tokens[int(buffers[n])]
-            own = make_edit_table([edits], torch.device("cpu"))
-            apply_edits(expected, own, own.spans[0].numpy(), row_tokens, length, prompt_len)
+            own, num_tokens = make_edit_table([edits], torch.device("cpu")), torch.tensor(length)
+            apply_edits(expected, own, own.spans[0].numpy(), row_tokens, num_tokens, prompt_len)
         assert torch.equal(found[n].cpu(), expected), f"row {n}"
 
 

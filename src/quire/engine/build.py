@@ -12,8 +12,15 @@ from quire.base.config import EngineConfig, flat_settings
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError
 from quire.base.model_spec import ModelSpec
-from quire.base.speculation import DRAFT_MODEL, Speculation, parse_speculation, speculation_of
+from quire.base.speculation import (
+    DRAFT_MODEL,
+    NGRAM,
+    Speculation,
+    parse_speculation,
+    speculation_of,
+)
 from quire.base.validation import RequestLimits
+from quire.engine.ahead import AheadDrafting
 from quire.engine.client import InProcessClient
 from quire.engine.connectors.connect import connect_stores
 from quire.engine.core import EngineCore
@@ -173,9 +180,12 @@ def _make_drafting(
     draft: Draft,
 ) -> Drafting | ModelDrafting:
     """Make what guesses. draft: carries out what a model is to guess."""
-    drafter = built.spec.drafter
+    drafter, num_rows = built.spec.drafter, built.config.scheduler.max_num_seqs or 0
     if built.drafts_ahead is None or drafter is None:
-        return Drafting(speculation, grammars, built.config.scheduler.max_num_seqs or 0)
+        scheduler, is_ngram = core.scheduler, speculation.method == NGRAM
+        is_sure = scheduler.depth == 1 or scheduler.has_stages or scheduler.memory.kv.has_states
+        kind = AheadDrafting if is_ngram and not is_sure else Drafting
+        return kind(speculation, grammars, num_rows)
     traits = DrafterTraits(
         speculation.num_tokens,
         built.config.scheduler.max_num_batched_tokens or 0,

@@ -364,16 +364,22 @@ class EngineCore:
             return
         if len(self._submitted) >= self.scheduler.depth:
             return
+        is_ahead = self._drafting.is_ahead
         if self._submitted:
             self._drafting.follow()
-            return
-        candidates = self.scheduler.drafts.candidates(self._drafting.worth)
+            if not is_ahead:
+                return
+        num_pending = None if is_ahead else 0
+        candidates = self.scheduler.drafts.candidates(self._drafting.worth, num_pending)
         if drafts := self._drafting.guess(candidates, self.scheduler.num_running):
-            self.control(Drafted([self.limits.known_part(draft) for draft in drafts]))
+            known = drafts if is_ahead else [self.limits.known_part(draft) for draft in drafts]
+            self.control(Drafted(known, on_device=is_ahead))
 
     def _look_ahead(self) -> None:
         """Find out whether the next plan should wait until none is in flight."""
-        if self._drafting is None or self._drafting.is_idle or not self._submitted:
+        if self._drafting is None or not self._drafting.looks_ahead:
+            return
+        if self._drafting.is_idle or not self._submitted:
             return
         num = len(self._submitted)
         found = self.scheduler.drafts.candidates(self._drafting.worth, num)
@@ -392,7 +398,7 @@ class EngineCore:
             return self._recover(step, result.error)
         self._measure(carried_out, result)
         if self._drafting is not None:
-            self._drafting.observe(carried_out)
+            self._drafting.observe(carried_out, result)
         if carried_out is not step.plan:
             result = combine(step.plan, [(carried_out, result)])
         outputs = self._update(result, self._submitted)

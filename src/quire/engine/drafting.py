@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.messages import Draft
-from quire.base.plan import Plan
+from quire.base.plan import Plan, StepResult
 from quire.base.speculation import FORCED, NGRAM, SUFFIX, Speculation
 from quire.engine.grammars import Grammars
 from quire.engine.guess_pace import KEPT_OF_ALL, Chance, StepTimes, Tried, lengths, tries_of
@@ -31,7 +31,9 @@ Int64 = npt.NDArray[np.int64]
 
 class Guesses(Protocol):
     """Who guesses, for the core. is_idle: whether there is nobody to guess for. holds_back: whether
-    the next plan is to wait until none is in flight."""
+    the next plan is to wait until none is in flight. is_ahead: whether the device makes the next
+    guesses, also if plans are in flight. looks_ahead: whether `look_ahead` may have something to
+    say."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -39,17 +41,23 @@ class Guesses(Protocol):
     @property
     def holds_back(self) -> bool: ...
 
+    @property
+    def is_ahead(self) -> bool: ...
+
+    @property
+    def looks_ahead(self) -> bool: ...
+
     def worth(self, table: RowTable, rows: Int64) -> Int64:
         """Return those of the rows for which there may be something to guess."""
         ...
 
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         """Guess for those of the sequences for which it is worth its time, before each plan beside
-        which no other is in flight. num_running: rows that run, with them."""
+        which no other is in flight, or before each plan. num_running: rows that run, with them."""
         ...
 
     def follow(self) -> None:
-        """Take that a plan is to follow one that is in flight, so nothing is guessed."""
+        """Take that a plan is to follow one that is in flight, so the host guesses nothing."""
         ...
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
@@ -61,8 +69,8 @@ class Guesses(Protocol):
         """Note which guesses a plan tries."""
         ...
 
-    def observe(self, plan: Plan) -> None:
-        """Take that a plan has been carried out."""
+    def observe(self, plan: Plan, result: StepResult) -> None:
+        """Take what a plan gave that has been carried out."""
         ...
 
 
@@ -139,12 +147,23 @@ class Drafting:
         self.holds_back = False
         self._is_alone = True  # no other plan is in flight beside the last one
         self._began_s = self._taken_s = 0.0
-        self._flowing = StepTimes()  # from one result to the next, of plans that are not alone
+        # From one result to the next, of plans that are not alone: without guesses, and with some.
+        self._flowing, self._flowing_tried = StepTimes(), StepTimes()
         self._of: dict[Sequence, Guesser] = {}
         self._has_new = False  # since it was looked for those that have ended
         self._in_row: dict[int, Guesser] = {}  # those of the last guesses
         self._times, self._tried = StepTimes(), StepTimes()  # without guesses, and with some
         self._of_all = Chance(kept=KEPT_OF_ALL)  # where a new sequence begins
+
+    @property
+    def is_ahead(self) -> bool:
+        """See Guesses."""
+        return False
+
+    @property
+    def looks_ahead(self) -> bool:
+        """See Guesses."""
+        return True
 
     @property
     def is_idle(self) -> bool:
@@ -172,9 +191,13 @@ class Drafting:
             self._forget_ended()
         drafts = self._guess(sequences, num_running)
         self.holds_back = bool(drafts)
-        self._num_misses = 0 if drafts else self._num_misses + 1
-        self._rests = self._num_steps + rest_after(self._num_misses)
+        self._rest_all(is_worth=self.holds_back)
         return drafts
+
+    def _rest_all(self, is_worth: bool) -> None:
+        """Let all rest some steps, the more often it was not worth its time to look at them."""
+        self._num_misses = 0 if is_worth else self._num_misses + 1
+        self._rests = self._num_steps + rest_after(self._num_misses)
 
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """See Guesses. What guesses should bring is held against what plans bring that follow each
@@ -276,7 +299,7 @@ class Drafting:
             if (guesser := self._in_row.get(row)) is not None:
                 guesser.tried = tried
 
-    def observe(self, plan: Plan) -> None:
+    def observe(self, plan: Plan, result: StepResult) -> None:
         """Take that a plan has been carried out: what it took counts from when its guesses were
         looked for, or from the result before it."""
         began_s, now_s = max(self._began_s, self._taken_s), time.perf_counter()
@@ -286,8 +309,8 @@ class Drafting:
         num_guesses = sum(len(draft.token_ids) for draft in plan.drafts)
         num_tokens, num_rows = plan.num_scheduled_tokens, len(plan.rows)
         if num_rows and num_tokens - num_guesses == num_rows:
-            kinds = self._times, self._tried, self._flowing
-            kind = 2 if not self._is_alone else int(num_guesses > 0)
+            kinds = self._times, self._tried, self._flowing, self._flowing_tried
+            kind = 2 * (not self._is_alone) + (num_guesses > 0)
             for number, times in enumerate(kinds):
                 if number == kind:
                     times.observe(num_tokens, now_s - began_s)

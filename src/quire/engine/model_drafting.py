@@ -19,7 +19,7 @@ import numpy as np
 
 from quire.base.draft_order import DraftAnswer, DraftOrder, Int32
 from quire.base.messages import Draft
-from quire.base.plan import Plan
+from quire.base.plan import Plan, StepResult
 from quire.base.speculation import MOST_TOKENS
 from quire.engine.drafting import Int64
 from quire.engine.grammars import Grammars
@@ -85,6 +85,7 @@ class ModelDrafting:
 
     is_idle = False
     holds_back = True  # the last token must be known, and there is always something to guess
+    is_ahead = looks_ahead = False
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class ModelDrafting:
     def look_ahead(self, sequences: list[Sequence], num_pending: int, num_running: int) -> None:
         """Do nothing: no other plan is in flight when a result comes."""
 
-    def observe(self, plan: Plan) -> None:
+    def observe(self, plan: Plan, result: StepResult) -> None:
         """Take that a plan has been carried out: what it took counts from when guesses were
         there."""
         self._last = plan

@@ -78,11 +78,11 @@ def apply_edits(
     table: EditTable,
     span: npt.NDArray[np.int32],
     tokens_M: torch.Tensor,
-    num_tokens: int,
+    num_tokens: torch.Tensor,
     num_prompt_tokens: int,
 ) -> None:
-    """Change a row's logits in place. span: the row's, on the host. num_tokens: known tokens of the
-    sequence, the prompt included."""
+    """Change a row's logits in place. span: the row's, on the host. num_tokens: the sequence's
+    tokens, the prompt included, one number on the device."""
 
     def ids(column: int) -> torch.Tensor:
         return table.entries[span[column] : span[column] + span[column + 1]].long()
@@ -92,26 +92,28 @@ def apply_edits(
         allowed_V[allowed] = logits_V[allowed]
         logits_V.copy_(allowed_V)
     if span[WORDS + 1]:
-        output = tokens_M[num_prompt_tokens:num_tokens]
-        _mask_bad_words(logits_V, table, span, output)
-    if span[STOPS + 1] and num_tokens - num_prompt_tokens < span[MIN_TOKENS]:
-        logits_V[ids(STOPS)] = -torch.inf
+        places = num_tokens + torch.arange(1 - int(span[LONGEST]), 0, device=logits_V.device)
+        is_output = places >= num_prompt_tokens
+        tail_P = torch.where(is_output, tokens_M[places.clamp(min=0)], -1)
+        _mask_bad_words(logits_V, table, span, tail_P)
+    if span[STOPS + 1]:
+        stops = ids(STOPS)
+        is_short = num_tokens - num_prompt_tokens < int(span[MIN_TOKENS])
+        logits_V[stops] = torch.where(is_short, -torch.inf, logits_V[stops])
     if span[BIASES + 1]:
         first = span[BIASES]
         logits_V[ids(BIASES)] += table.values[first : first + span[BIASES + 1]]
 
 
 def _mask_bad_words(
-    logits_V: torch.Tensor, table: EditTable, span: npt.NDArray[np.int32], output: torch.Tensor
+    logits_V: torch.Tensor, table: EditTable, span: npt.NDArray[np.int32], tail_P: torch.Tensor
 ) -> None:
-    """Mask the last token of each word whose other tokens are the output's last ones."""
+    """Mask the last token of each word whose other tokens are the output's last ones. tail: as many
+    of these as the longest word needs, -1 where there are none."""
     first, num_words, num_places = span[WORDS], int(span[WORDS + 1]), int(span[LONGEST]) - 1
     words = table.entries[first : first + num_words * (2 + num_places)]
     last_W, prefix_lens_W = words[:num_words].long(), words[num_words : 2 * num_words]
     prefix_WP = words[2 * num_words :].view(num_words, num_places)
-    num_here = min(num_places, len(output))
-    tail_P = torch.full_like(prefix_WP[0], -1)
-    tail_P[num_places - num_here :] = output[len(output) - num_here :]
     # Places before a word's beginning count as equal.
     is_padding_WP = (
         torch.arange(num_places, device=logits_V.device) < (num_places - prefix_lens_W)[:, None]

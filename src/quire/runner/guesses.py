@@ -6,12 +6,17 @@ by what it would have known there. What it has chosen counts up to the first tha
 those are the tokens that it would have chosen without guesses, whatever it asks for. What wrong
 guesses have left in the cache is written again.
 
+Guesses of the host follow known tokens, and the host judges them and moves the counters: such a
+step is waited for (`GuessedStep`). Where the device makes them it judges them, too, by what its
+rows hold, and the next step may be launched behind this one (`GuessingStep`).
+
 Shape legend: T tokens of the step, S scheduled rows, N sampling rows, K most guesses of a row, P
 places: the sampling rows' own, then those of all guesses.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,9 +25,12 @@ import torch
 
 from quire.base.masks import MaskPromise
 from quire.base.plan import Candidates, Plan, StepResult
+from quire.ops.device_guesses import NO_GUESS, NO_TOKEN, Tries, accept_guesses
 from quire.ops.host_memory import to_device
+from quire.ops.row_state import advance
 from quire.ops.select_rows import select_rows
 from quire.ops.step_inputs import SampleInputs
+from quire.runner.device import Arrival
 from quire.runner.launched import read_candidates, read_scores, reasons_of, unservable
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
@@ -31,8 +39,6 @@ from quire.runner.step_ops import NO_UPDATE, Asked, Needs, Sampling, prepared_ma
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-NO_TOKEN = -1
-NO_GUESS = -2
 
 
 class Parts(Protocol):
@@ -104,6 +110,7 @@ class GuessedStep:
         parts.start_and_release(plan)
         self._parts, self._plan, self._masks = parts, plan, masks
         self._places = places = places_of(plan)
+        self._prompt_lens = np.empty(0, np.int64)  # of the places' rows
         sampler = parts.sampler
         self._asked: Asked = sampler.asked(places.rows, plan.masked_rows)
         self._needs: Needs = sampler.needs(self._asked)
@@ -115,30 +122,34 @@ class GuessedStep:
 
     def run(self) -> StepResult:
         """Carry it out; the rows' counters move last of all."""
+        arrivals = self._give()
+        arrived = arrivals[-1].wait()
+        tokens_NK1, counts_N = accept(self._plan, self._places, arrived[0].numpy())
+        seconds = self._settle(tokens_NK1, counts_N)
+        result = self._result(arrived[1:], tokens_NK1, counts_N)
+        seconds += sum(arrival.duration_s() for arrival in arrivals)
+        return dataclasses.replace(result, duration_s=seconds)
+
+    def _give(self) -> list[Arrival]:
+        """Give it to the device, in two halves if the host has something to do between them."""
         plan, rows = self._plan, self._parts.rows
         updates = rows.changes(plan, self._parts.sampler.flags.has_edits)
+        self._prompt_lens = rows.prompt_lens[self._places.rows]
         self._scores = self._parts.scores.of(plan.without_drafts, rows.prompt_lens)
         change, extras = rows.ops.prepare(updates, None), self._asked.extras
         if not self._needs.has_masks and (extras is None or not extras.hosted):
-            arrival = rows.run_with(change, lambda: [*self._begin(), *self._end()])
-            arrived, seconds = arrival.wait(), 0.0
-        else:
-            first = rows.run_with(change, self._begin)
-            seen = first.wait()
-            if extras is not None and extras.hosted:
-                extras.take(seen, self._places.lengths, rows.prompt_lens[self._places.rows])
-                self._told |= extras.errors
-            then = NO_UPDATE
-            if self._needs.has_masks:
-                depths = self._places.depths
-                then, wrong = prepared_masks(rows.ops, self._asked, self._masks, depths)
-                self._told |= wrong
-            arrival = rows.run_with(then, self._end)
-            arrived, seconds = arrival.wait(), first.duration_s()
-        tokens_NK1, counts_N = accept(plan, self._places, arrived[0].numpy())
-        seconds += self._settle(tokens_NK1, counts_N)
-        result = self._result(arrived[1:], tokens_NK1, counts_N)
-        return dataclasses.replace(result, duration_s=seconds + arrival.duration_s())
+            return [rows.run_with(change, lambda: [*self._begin(), *self._end()])]
+        first = rows.run_with(change, self._begin)
+        seen = first.wait()
+        if extras is not None and extras.hosted:
+            extras.take(seen, self._places.lengths, self._prompt_lens)
+            self._told |= extras.errors
+        then = NO_UPDATE
+        if self._needs.has_masks:
+            depths = self._places.depths
+            then, wrong = prepared_masks(rows.ops, self._asked, self._masks, depths)
+            self._told |= wrong
+        return [first, rows.run_with(then, self._end)]
 
     def _begin(self) -> list[torch.Tensor]:
         """Compute logits and scores; returns what the host looks at before the other half."""
@@ -157,12 +168,15 @@ class GuessedStep:
 
     def _end(self) -> list[torch.Tensor]:
         """Choose at all places: returns the tokens, log-probabilities, scores."""
+        return self._choose(to_device(self._places.lengths, self._parts.rows.state.device))
+
+    def _choose(self, lengths_P: torch.Tensor) -> list[torch.Tensor]:
         rows, places, logits_PV = self._parts.rows, self._places, self._logits
         assert logits_PV is not None, "the first half comes first"
-        device, prompt_lens = rows.state.device, rows.prompt_lens[places.rows]
-        numbers = places.rows.astype(np.int64), places.last, places.lengths, prompt_lens
-        samples = SampleInputs(*(to_device(each, device) for each in numbers))
-        rows.ops.serve(Sampling(self._asked, places.lengths, prompt_lens))
+        numbers = places.rows.astype(np.int64), places.last, self._prompt_lens
+        rows_P, last_P, prompt_lens_P = (to_device(each, lengths_P.device) for each in numbers)
+        samples = SampleInputs(rows_P, last_P, lengths_P, prompt_lens_P)
+        rows.ops.serve(Sampling(self._asked, places.lengths, self._prompt_lens))
         ids_P, is_valid_P, found = self._parts.sampler.sample(
             logits_PV, samples, self._needs, self._wanted, self._asked.extras
         )
@@ -206,6 +220,60 @@ class GuessedStep:
             unservable_rows=unservable(reasons),
             more_candidates=more,
         )
+
+
+class GuessingStep(GuessedStep):
+    """A plan whose guesses the device makes. What the host has of its rows are bounds; where they
+    go on is read, and moved, on the device."""
+
+    def launch(self) -> "Guessing":
+        """Give it to the device; nothing is waited for but what plain steps wait for."""
+        return Guessing(self, self._give())
+
+    def _end(self) -> list[torch.Tensor]:
+        """Choose at all places and move the counters; returns the tokens that count, how many
+        these are, log-probabilities, scores."""
+        plan, places, state = self._plan, self._places, self._parts.rows.state
+        num_known = (plan.num_tokens - plan.num_drafts).astype(np.int64)
+        rows, at = plan.rows.astype(np.int64), plan.sample_places
+        rows_S, known_S = to_device(rows, state.device), to_device(num_known, state.device)
+        at_N = to_device(at, state.device)
+        contexts_S = state.computed_R[rows_S] + known_S
+        lengths_N = contexts_S[at_N]
+        which_P, depths_P = (
+            to_device(each, state.device) for each in (places.sampling, places.depths)
+        )
+        chosen_P, *found = self._choose(lengths_N[which_P] + depths_P)
+        sampling_N = to_device(plan.sample_rows.astype(np.int64), state.device)
+        tries = Tries(places.sampling, places.depths)
+        tokens_NK1, counts_N = accept_guesses(state, sampling_N, lengths_N, chosen_P, tries)
+        more_N = counts_N.long() - 1
+        last_N = tokens_NK1.gather(1, more_N[:, None])[:, 0].clamp(min=0)
+        # Who samples from another row's logits guesses nothing, and neither does that row.
+        contexts_S = contexts_S.index_add(0, at_N, more_N)
+        advance(state, rows_S, contexts_S, sampling_N, lengths_N + more_N, last_N)
+        return [tokens_NK1, counts_N, *found]
+
+    def result(self, arrivals: Sequence[Arrival]) -> StepResult:
+        """Wait for it. Raises what the device has met with."""
+        tokens_NK1, counts_N, *found = arrivals[-1].wait()
+        result = self._result(found, tokens_NK1.numpy(), counts_N.numpy())
+        seconds = sum(arrival.duration_s() for arrival in arrivals)
+        return dataclasses.replace(result, duration_s=seconds)
+
+
+@dataclass(frozen=True)
+class Guessing:
+    """Such a step on its way."""
+
+    step: GuessingStep
+    arrivals: list[Arrival]
+
+    def is_done(self) -> bool:
+        return self.arrivals[-1].is_done()
+
+    def result(self) -> StepResult:
+        return self.step.result(self.arrivals)
 
 
 def accept(plan: Plan, places: Places, chosen_P: npt.NDArray[np.integer]) -> tuple[Int32, Int32]:

@@ -29,6 +29,7 @@ from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
 from quire.ops.attention.base import AttentionBackend, AttentionStep
 from quire.ops.attention.kept_inputs import KeptInputs
+from quire.ops.device_guesses import Runs
 from quire.ops.logprobs import token_logprobs
 from quire.ops.row_state import write_tokens
 from quire.ops.select_rows import select_rows
@@ -38,7 +39,7 @@ from quire.runner.extras import StepExtras
 from quire.runner.gpu.graphs import Graphs, Recorded, Size
 from quire.runner.gpu.used_sizes import UsedSizes
 from quire.runner.graph_sizes import all_graphs_bytes, most_mixed_tokens
-from quire.runner.guesses import GuessedStep
+from quire.runner.guesses import GuessedStep, Guessing, GuessingStep
 from quire.runner.launched import Launched, Settled
 from quire.runner.plan_parts import Moves, PromptScores, Scored
 from quire.runner.rows import DeviceRows
@@ -64,7 +65,8 @@ class DecoderModel(Protocol):
 
 class ModelRunner:
     """Rows, model, attention backend and sampler of one device. Whatever `run` or `launch` raises,
-    the rows' counters have not moved, and the plan can be carried out again."""
+    the rows' counters have not moved, and the plan can be carried out again. runs: how the device
+    makes guesses that plans leave to it; None: no plan does."""
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class ModelRunner:
         self.rows = rows
         self.sampler = sampler
         self.device = device
+        self.runs: Runs | None = None
         self._graphs: Graphs | None = None
         self.moves = Moves(backend)
         self.scores = PromptScores(sampler.vocab_size)
@@ -125,9 +128,11 @@ class ModelRunner:
         return self.launch(plan, masks).result()
 
     @torch.inference_mode()
-    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Launched | Settled:
-        """Put a plan's work behind all before it; one with guesses is waited for. masks: which
-        tokens its masked rows may choose."""
+    def launch(self, plan: Plan, masks: MaskPromise | None = None) -> Launched | Guessing | Settled:
+        """Put a plan's work behind all before it; one with guesses of the host's is waited for.
+        masks: which tokens its masked rows may choose."""
+        if plan.is_guessing:
+            return GuessingStep(self, plan, masks).launch()
         if plan.drafts:
             return Settled(GuessedStep(self, plan, masks).run())
         self.start_and_release(plan)
@@ -221,16 +226,23 @@ class ModelRunner:
 
     def forward(self, plan: Plan) -> torch.Tensor:
         """Compute the hidden states of a plan with guesses, [T, D] (guesses.py)."""
-        state, ends = self.rows.state, plan.computed_bound + plan.num_tokens
-        end_of = dict(zip(plan.rows.tolist(), ends.tolist(), strict=True))
-        for draft in plan.drafts:
-            begin = end_of[draft.row] - len(draft.token_ids)
-            write_tokens(state, draft.row, begin, draft.token_ids)
-        shape = shape_of(plan)
-        longest = -(-int(shape.context_lens.max()) // state.block_size)
-        inputs = gather_step(state, plan.rows, plan.num_tokens, longest)
-        self._kept = KeptInputs(self.backend, plan.num_drafts > 0)
-        return self._hidden(inputs, shape, self._kept)
+        state, shape = self.rows.state, shape_of(plan)
+        longest = int(shape.context_lens.max())
+        backend: AttentionBackend = self.backend
+        if plan.is_guessing:
+            assert self.runs is not None, "nobody has said how the device guesses"
+            rows = np.array([draft.row for draft in plan.drafts], np.int32)
+            nums = np.array([len(draft.token_ids) for draft in plan.drafts], np.int32)
+            self.rows.ops.guess(rows, nums, longest, self.runs)
+        else:
+            end_of = dict(zip(plan.rows.tolist(), shape.context_lens.tolist(), strict=True))
+            for draft in plan.drafts:
+                begin = end_of[draft.row] - len(draft.token_ids)
+                write_tokens(state, draft.row, begin, draft.token_ids)
+            self._kept = backend = KeptInputs(self.backend, plan.num_drafts > 0)
+        num_blocks = -(-longest // state.block_size)
+        inputs = gather_step(state, plan.rows, plan.num_tokens, num_blocks)
+        return self._hidden(inputs, shape, backend)
 
     def settle_states(self, plan: Plan, contexts_S: npt.NDArray[np.int64]) -> float:
         """Leave the states of rows that guess behind so many tokens (guesses.py)."""

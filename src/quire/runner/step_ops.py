@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from quire.base.masks import MaskPromise
+from quire.ops.device_guesses import Runs
 from quire.ops.logit_edits import EditTable
 from quire.ops.step_inputs import SampleInputs, StepInputs
 from quire.runner.device import Arrival
@@ -172,6 +173,11 @@ class StepOps(Protocol):
     def serve(self, sampling: Sampling) -> None:
         """Let `edit` and `choose` serve these, a row as often as it is among them, instead of those
         of the step whose lists were taken last."""
+        ...
+
+    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
+        """Write so many guesses behind the last token of each of these rows
+        (`quire.ops.device_guesses.guess_runs`)."""
         ...
 
     def edit(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from quire.ops import row_state
+from quire.ops.device_guesses import Runs, guess_runs
 from quire.ops.host_memory import to_device
 from quire.ops.logit_edits import EditTable, apply_edits
 from quire.ops.mask import RowMasks, apply_masks
@@ -92,6 +93,10 @@ class TorchOps:
         """Take who they are."""
         self._sampling = sampling
 
+    def guess(self, rows: Int32, nums: Int32, longest: int, runs: Runs) -> None:
+        """Look at all places of all rows at once."""
+        guess_runs(self._state, rows, nums, longest, runs)
+
     def edit(
         self, logits_NV: torch.Tensor, samples: SampleInputs, needs: Needs, table: EditTable
     ) -> torch.Tensor:
@@ -110,9 +115,8 @@ class TorchOps:
         sampling, tokens_RM = self._served, self._state.tokens_RM
         asked, lengths = sampling.asked, sampling.lengths
         for n, span in asked.spans.items():
-            tokens_M = tokens_RM[asked.rows[n]]
-            num_tokens, num_prompt_tokens = int(lengths[n]), int(sampling.prompt_lens[n])
-            apply_edits(logits_NV[n], table, span, tokens_M, num_tokens, num_prompt_tokens)
+            tokens_M, num_prompt_tokens = tokens_RM[asked.rows[n]], int(sampling.prompt_lens[n])
+            apply_edits(logits_NV[n], table, span, tokens_M, samples.lengths[n], num_prompt_tokens)
         penalised = np.flatnonzero(asked.flags.has_penalties)
         if len(penalised) > 0:
             which_P = self._index(penalised)

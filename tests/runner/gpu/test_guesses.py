@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.events import Stepped
+from quire.base.events import Planned, Stepped
 from quire.base.sampling_params import StructuredOutputsParams
 from quire.engine.guess_pace import StepTimes
-from tests.runner.gpu.test_kernel_ops import devices  # noqa: F401 (a fixture)
+from tests.runner.gpu.test_kernel_ops import devices, told  # noqa: F401 (a fixture)
 from tests.serve.checkpoints import text_checkpoint
 
 
@@ -41,3 +41,64 @@ def test_masks_and_penalties_at_each_guess(depth: int, monkeypatch: pytest.Monke
     found, num_right = answers(speculative_config=ngram, **triton)
     assert found == answers(speculative_config={"method": "none"}, **triton)[0]
     assert num_right > 10
+
+
+PARAMS = [
+    SamplingParams(temperature=1.0, seed=1, max_tokens=14, allowed_token_ids=[40, 41], logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=2, max_tokens=14, n=2, logit_bias={50: 9.0, 51: 9.0},
+                   repetition_penalty=1.1),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=13, min_tokens=6, top_k=3,
+                   bad_words=["fox"], stop_token_ids=[40], allowed_token_ids=[40, 42, 43]),
+]  # fmt: skip
+
+
+class Flown:
+    """How many plans had the device guess, and how many of these were behind another."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.num_guessing = self.num_behind = self.num_right = 0
+        self._core = llm.engine.client.core
+        self._core.subscribe(self.note)
+
+    def note(self, event: Any) -> None:
+        if isinstance(event, Stepped):
+            self.num_right += event.num_accepted
+        if isinstance(event, Planned) and event.plan is not None and event.plan.is_guessing:
+            self.num_guessing += 1
+            self.num_behind += any(step.plan.is_guessing for step in self._core._submitted)
+
+
+def kernels_say(**settings: Any) -> tuple[list[Any], Flown]:
+    with LLM(
+        str(text_checkpoint()), dtype="float32", max_model_len=64, block_size=4, max_num_seqs=6,
+        disable_log_stats=True, attention_backend="triton", **settings,
+    ) as llm:  # fmt: skip
+        flown = Flown(llm)
+        prompts = ["one two one two", "a", "the fox the fox", "one one one"]
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        return [told(output) for output in outputs], flown
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pipeline_depth": 2, "kv_cache_memory_bytes": 1 << 20},
+        pytest.param(
+            {"pipeline_depth": 3, "kv_cache_memory_bytes": 1 << 16, "enforce_eager": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["recorded", "few blocks"],
+)
+def test_the_device_guesses_and_nothing_is_waited_for(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans are launched behind each other that the device has guessed in, and recorded plain steps
+    between them; tokens and log-probabilities are those of steps without guesses."""
+    monkeypatch.setattr(StepTimes, "observe", lambda *_: None)
+    ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+    found, flown = kernels_say(speculative_config=ngram, **settings)
+    assert flown.num_behind >= 3 and flown.num_right > 10
+    assert found == kernels_say(speculative_config={"method": "none"}, **settings)[0]

@@ -28,6 +28,8 @@ GPU_BATCH_BYTES = 256 << 20
 SHORT_QUERY = 8
 # The longest context of a batch relative to its shortest: bounds what is padded.
 LENGTH_RATIO = 1.5
+# Rows with more new tokens than one and at most so many may have guesses among them.
+MOST_UNSURE = 1 + 32
 # Query tokens of a chunk that are multiplied at once: bounds the scores' memory, and the tokens
 # after the span are not multiplied at all.
 SPAN = 64
@@ -88,15 +90,21 @@ class BatchBuilder:
         """Return int64 ids of the blocks that this step begins and does not fill; None if there are
         none.
 
-        Only the last block of a row can be one.
+        Only the last block of a row can be one. A row with guesses may be shorter than the host
+        knows: any block that it seems to begin may be its last one, now or later.
         """
-        lens = step.context_lens_host
-        last = (lens - 1) // self._block_size
-        begun = last * self._block_size >= lens - step.query_lens_host
-        (rows,) = np.nonzero(begun & (lens % self._block_size != 0))
-        if rows.size == 0:
+        lens, queries, size = step.context_lens_host, step.query_lens_host, self._block_size
+        last, starts = (lens - 1) // size, lens - queries
+        may_guess = (queries > 1) & (queries <= MOST_UNSURE)
+        first = np.where(may_guess, -(-starts // size), last)
+        (rows,) = np.nonzero((first * size >= starts) & (may_guess | (lens % size != 0)))
+        counts = (last - first)[rows] + 1
+        if counts.sum() == 0:
             return None
-        return table_SL[self._index(rows), self._index(last[rows])].to(torch.int64)
+        within = np.arange(counts.sum()) - (np.cumsum(counts) - counts).repeat(counts)
+        rows = rows.repeat(counts)
+        places = self._index(first[rows] + within)
+        return table_SL[self._index(rows), places].to(torch.int64)
 
     def _num_blocks(self, context_lens: Ints, query_lens: Ints, ends: Ints) -> Ints:
         """Count the blocks, from the first one on, that the queries before `ends` can see."""

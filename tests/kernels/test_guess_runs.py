@@ -1,0 +1,88 @@
+"""Guesses made on a device, by the kernel and by torch's operations, against the host's own."""
+
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.ngrams import repeated
+from quire.ops import device_guesses
+from quire.ops.device_guesses import NO_TOKEN, Runs, Tries, accept_guesses
+from quire.ops.find_runs import find_runs_reference
+from quire.ops.kernels import guess_runs as kernels
+from quire.ops.row_state import RowTensors
+
+ROWS, LENGTH = 6, 2600
+
+
+def state_of(tokens_RM: np.ndarray, lengths: np.ndarray, device: torch.device) -> RowTensors:
+    """Rows of which the host knows nothing but a bound; each has computed all but its last
+    token."""
+    nothing = torch.zeros((1, len(lengths)), dtype=torch.int32, device=device)
+    computed = torch.from_numpy(lengths - 1).to(device)
+    return RowTensors(
+        torch.from_numpy(tokens_RM.copy()).to(device), computed, nothing[None], nothing,
+        nothing.long(), block_size=16,
+    )  # fmt: skip
+
+
+def expected(tokens_RM: np.ndarray, lengths: np.ndarray, rows, nums, runs: Runs) -> np.ndarray:
+    found = tokens_RM.copy()
+    places = find_runs_reference(tokens_RM, rows.astype(np.int64), lengths[rows], *runs)
+    for row, num, place in zip(rows.tolist(), nums.tolist(), places.tolist(), strict=True):
+        length = int(lengths[row])
+        guesses = repeated(tokens_RM[row, :length], place, num) if place >= 0 else [0] * num
+        found[row, length : length + num] = guesses
+    return found
+
+
+def guess(state: RowTensors, rows, nums, longest: int, runs: Runs, by_kernel: bool) -> None:
+    if by_kernel:
+        on_device = (torch.from_numpy(each).to(state.device) for each in (rows, nums))
+        kernels.guess_runs(state, *on_device, int(nums.max()), runs)
+    else:
+        device_guesses.guess_runs(state, rows, nums, longest, runs)
+
+
+@pytest.mark.parametrize("by_kernel", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_guesses_are_the_hosts(seed: int, by_kernel: bool, device: torch.device) -> None:
+    """Texts of few words, so that there are runs of all lengths, and some of many."""
+    random = np.random.default_rng(seed)
+    words = int(random.choice([2, 3, 9, 5000]))
+    tokens_RM = random.integers(0, words, (ROWS, LENGTH)).astype(np.int32)
+    tokens_RM[1] = np.tile(tokens_RM[1, :7], LENGTH)[:LENGTH]  # repeats itself
+    tokens_RM[2, 2000:2300] = tokens_RM[2, 100:400]  # far back, in another block of the search
+    lengths = random.integers(1, LENGTH - 9, ROWS)
+    lengths[2], lengths[3] = 2250, random.integers(1, 5)
+    fewest = int(random.integers(1, 4))
+    searched = int(random.choice([3, 700, 5000]))
+    runs = Runs(fewest, fewest + int(random.integers(0, 4)), searched)
+    rows = random.permutation(ROWS)[:4].astype(np.int32)
+    nums = random.integers(1, 9, 4).astype(np.int32)
+    state = state_of(tokens_RM, lengths, device)
+    longest = int(lengths[rows].max()) + int(random.integers(0, 9))
+    guess(state, rows, nums, longest, runs, by_kernel)
+    found = state.tokens_RM.cpu().numpy()
+    assert (found == expected(tokens_RM, lengths, rows, nums, runs)).all()
+
+
+def test_a_row_holds_its_guesses_to_the_last_place(device: torch.device) -> None:
+    tokens_RM = np.tile(np.array([5, 6], np.int32), (2, 4))
+    tokens_RM[:, 6:] = 9
+    state = state_of(tokens_RM, np.array([6, 6]), device)
+    nums, rows = np.array([2, 1], np.int32), np.arange(2, dtype=np.int32)
+    device_guesses.guess_runs(state, rows, nums, 6, Runs(2, 2, 100))
+    assert state.tokens_RM[:, 6:].tolist() == [[5, 6], [5, 9]]
+
+
+def test_what_counts_ends_with_the_first_wrong_guess(device: torch.device) -> None:
+    """Rows of three, no, and two guesses; the second and the last place have nothing to choose."""
+    tokens_RM = np.zeros((4, 9), np.int32)
+    tokens_RM[3, 4:7], tokens_RM[0, 2:4] = [11, 12, 13], [21, 22]
+    state = state_of(tokens_RM, np.array([2, 1, 1, 4]), device)
+    tries = Tries(np.array([0, 1, 2, 0, 0, 0, 2, 2]), np.array([0, 0, 0, 1, 2, 3, 1, 2]))
+    chosen = torch.tensor([11, NO_TOKEN, 21, 12, 7, 8, 22, NO_TOKEN], device=device)
+    rows, lengths = torch.tensor([3, 1, 0], device=device), torch.tensor([4, 1, 2], device=device)
+    tokens, counts = accept_guesses(state, rows, lengths, chosen, tries)
+    assert counts.tolist() == [3, 1, 2]
+    assert tokens.tolist() == [[11, 12, 7, 8], [-1, -1, -1, -1], [21, 22, -1, -1]]
