@@ -9,10 +9,8 @@ step are searched in one call.
 import numpy as np
 import numpy.typing as npt
 
-from quire.ops.find_runs import find_runs
+from quire.ops.find_runs import SEARCHED, find_runs
 from quire.scheduler.sequence import RowTable
-
-SEARCHED = 32_768  # tokens before a sequence's end: some 20 us
 
 
 class NGrams:

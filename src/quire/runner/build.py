@@ -12,7 +12,7 @@ from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import ModelSpec
-from quire.base.speculation import parse_speculation
+from quire.base.speculation import NGRAM, parse_speculation
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
 from quire.models.draft_model import join, with_drafter
@@ -26,6 +26,8 @@ from quire.models.source import ModelSource, load_format_of
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.device_guesses import Runs
+from quire.ops.find_runs import SEARCHED
 from quire.ops.threads import num_threads
 from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config
@@ -265,4 +267,8 @@ def _assemble(
     )
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
     native = native_or_same(model, backend)
-    return assemble(config, native, backend, sizes, spec.vocab_size, device)
+    runner = assemble(config, native, backend, sizes, spec.vocab_size, device)
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is not None and speculation.method == NGRAM:
+        runner.runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)
+    return runner
