@@ -8,16 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quire.base import parallel
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.model_spec import load_spec
 from quire.kv.sizing import MIB
 from quire.models import experts
-from quire.models.formats import weight_formats
+from quire.models.formats import IN_THE_DTYPE, weight_formats
+from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes, planned_bytes
+from quire.models.rank_place import RankPlace
 from quire.models.registry import make_model
 from quire.models.source import ModelSource, resolve_model
 from quire.ops import formats, gpu, packed
+from quire.ops.collectives.thread_group import thread_groups
 from quire.ops.native import core
 from quire.runner import build, derive
 from quire.runner.build import BuiltRunner, build_runner
@@ -27,6 +31,8 @@ from quire.tools.devices import GPUS, Device, find_gpu
 from quire.tools.fit import Alternative, Fit, fit
 from tests.models.checkpoints import VARIANTS, write_checkpoint
 from tests.models.gguf_writer import Q4_0, Q8_0, convert
+from tests.models.paged import CPU
+from tests.models.quantised_writers import gptq, write
 
 GIB = 1 << 30
 SOME_BYTES = 6 * MIB  # free memory of which tiny models leave a pool, too small for all rows
@@ -166,6 +172,54 @@ def test_weights_are_what_the_model_takes(folders: dict[str, Path]) -> None:
             source.directory, spec, torch.bfloat16, torch.device("cpu"), options
         )
         assert fitted(source, SOME_BYTES, **settings).memory.weights_bytes == model_bytes(model)
+
+
+@needs_core
+@pytest.mark.parametrize("variant", ["llama_multi_query", "qwen3_next", "gpt2", "qwen3_moe_some"])
+@pytest.mark.parametrize("name", ["as it is", "int8", "float64"])
+def test_what_each_of_several_ranks_takes(
+    name: str, variant: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "NOT_YET", ())
+    folder = folders[variant]
+    settings = FORMATS[name] | {"tensor_parallel_size": 2}
+    found = fitted(resolve_model(str(folder)), 12 * MIB, **settings)
+    one = fitted(resolve_model(str(folder)), 6 * MIB, **FORMATS[name])
+    own = LoadOptions(
+        formats=weight_formats(found.config.model), place=RankPlace(thread_groups(2)[0])
+    )
+    spec, dtype = load_spec(folder), getattr(torch, found.config.model.dtype)
+    assert found.memory.weights_bytes == model_bytes(load_model(folder, spec, dtype, CPU, own))
+    assert found.memory.weights_bytes < one.memory.weights_bytes
+    assert found.memory.num_slots >= one.memory.num_slots
+    kv = [sum(group.token_bytes for group in each.groups) for each in (found, one)]
+    assert kv[0] == (kv[1] if variant == "llama_multi_query" else kv[1] // 2)
+    assert not found.warnings
+
+
+@needs_core
+def test_ranks_of_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "NOT_YET", ())
+    asked = {"dtype": "float32", "tensor_parallel_size": 2}
+    for number, form in enumerate((gptq(4, 32), gptq(4, 32, desc_act=True))):
+        path, _ = write(tmp_path / str(number), form, intermediate_size=128)
+        found = fitted(resolve_model(str(path)), 12 * MIB, **asked)
+        own = LoadOptions(place=RankPlace(thread_groups(2)[0]))
+        model = load_model(path, load_spec(path), torch.float32, CPU, own)
+        orders = 2 * 2 * 64 * 4 * number  # of inputs that were sorted; no config foretells them
+        assert found.memory.weights_bytes + orders == model_bytes(model)
+        file = convert(
+            write_checkpoint(tmp_path / f"plain{number}", "gpt2").directory,
+            tmp_path / f"{number}.gguf",
+            (Q8_0, Q4_0)[number],
+        )
+        found = fitted(resolve_model(str(file)), 12 * MIB, **asked, quantization="none")
+        own = LoadOptions(formats=IN_THE_DTYPE, place=RankPlace(thread_groups(2)[0]))
+        model = load_model(file, load_spec(file), torch.float32, CPU, own)
+        assert found.memory.weights_bytes == model_bytes(model)
+    path, _ = write(tmp_path / "odd", gptq(4, 32), intermediate_size=96)
+    with pytest.raises(ConfigError, match="96 inputs each of 2 ranks has 48"):
+        fitted(resolve_model(str(path)), 12 * MIB, **asked)
 
 
 def test_alternatives_are_what_those_settings_give(folders: dict[str, Path]) -> None:

@@ -23,7 +23,7 @@ SETTINGS = (
     "model", "model_impl", "revision", "dtype", "max_model_len", "load_format", "quantization",
     "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
-    "speculative_config",
+    "speculative_config", "tensor_parallel_size",
 )  # fmt: skip
 CONFIG = "config.json"
 MIB = 1 << 20
@@ -99,6 +99,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
     return {
         "model": {"name": found.model, "type": found.spec.model_type, "dtype": config.model.dtype},
         "device": asdict(found.device),
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "settings": {
             "max_model_len": memory.max_model_len,
             "max_num_seqs": config.scheduler.max_num_seqs,
@@ -142,7 +143,7 @@ def _lines(found: "Fit") -> Iterator[str]:
     yield from _section(
         "model",
         ("name", f"{found.model} ({found.spec.model_type}, {config.model.dtype})"),
-        ("device", f"{device.name}: {_size(device.memory_bytes)}{available}{share}"),
+        ("device", f"{device.name}: {_size(device.memory_bytes)}{available}{share}{_ranks(found)}"),
     )
     yield from _section(
         "memory",
@@ -164,6 +165,12 @@ def _lines(found: "Fit") -> Iterator[str]:
     if found.warnings:
         yield "warnings"
         yield from (f"  ! {each}" for each in found.warnings)
+
+
+def _ranks(found: "Fit") -> str:
+    """Say that there are several of it."""
+    num_ranks = found.config.parallel.tensor_parallel_size
+    return f"; {num_ranks} such ranks share the model, of each:" if num_ranks > 1 else ""
 
 
 def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:

@@ -177,9 +177,10 @@ def _contents(files: list[Path], model: Model) -> Contents:
     return Contents(files, model)
 
 
-def check_files(files: Iterable[Path], spec: ModelSpec) -> None:
-    """Raise ModelError if a checkpoint's tensors are not those that the config asks for."""
-    model = empty_model(spec, torch.bfloat16, torch.device("cpu"))
+def check_files(files: Iterable[Path], spec: ModelSpec, place: RankPlace = WHOLE) -> None:
+    """Raise ModelError if a checkpoint's tensors are not those that the config asks for, and
+    ConfigError if a rank cannot have a part of them."""
+    model = empty_model(spec, torch.bfloat16, torch.device("cpu"), place)
     contents, config = _contents(list(files), model), spec.quantization
     stored: Stored = {}
     if config is not None:

@@ -9,11 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from quire.base.cuts import Cut
 from quire.base.model_spec import ModelSpec
 from quire.models.assembly import empty_model
 from quire.models.formats import StoredFormat, WeightFormats
 from quire.models.layers import Embedding, Layer, Linear, LMHead
 from quire.models.model import Model
+from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.sources import Source
 from quire.ops.formats import SIZES, Packing, Quantization
 
 PLAIN, LINEAR, ROUTER, HEAD = "plain", "linear", "router", "head"
@@ -27,7 +30,8 @@ class Part:
     kind: LINEAR, ROUTER and HEAD are packed, with shape [outputs, inputs], routers never quantised;
     PLAIN stays as it is. tensors: those of a checkpoint that fill it, with their shapes there.
     num_bytes: as it is, not packed. is_tied: the embedding's table is the same parameter, and its
-    tensor fills it.
+    tensor fills it. outputs: how many each of the tensors fills here. columns: the inputs that a
+    rank has, if not all.
     """
 
     kind: str
@@ -35,6 +39,8 @@ class Part:
     tensors: Mapping[str, Shape] = field(hash=False)
     num_bytes: int
     is_tied: bool = False
+    outputs: Mapping[str, int] = field(default_factory=dict, hash=False)
+    columns: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,15 @@ Stored = Mapping[int, StoredFormat]
 
 
 def outline(
-    spec: ModelSpec, dtype: str = "bfloat16", stored_names: Collection[str] = ()
+    spec: ModelSpec,
+    dtype: str = "bfloat16",
+    stored_names: Collection[str] = (),
+    place: RankPlace = WHOLE,
 ) -> Outline:
-    """Make a model's outline. dtype: its weights'. stored_names: tensors of the weight files, if
-    they are known. Raises ModelError for an unknown model_type."""
-    model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"))
+    """Make a model's outline, or that of a rank's part. dtype: its weights'. stored_names: tensors
+    of the weight files, if they are known. Raises ModelError for an unknown model_type, and
+    ConfigError for what ranks cannot share."""
+    model = empty_model(spec, getattr(torch, dtype), torch.device("cpu"), place)
     if stored_names:
         model.adopt(stored_names)
     return Outline(tuple(_parts(model)), model.names_of, model.ignores)
@@ -78,13 +88,12 @@ def _parts(model: Model) -> Iterator[Part]:
             continue
         sources = layer.sources()
         if is_tied and isinstance(layer, Embedding) and layer.weight is head:
-            tensors = {source.name: source.checkpoint_shape for source in sources}
-            yield _part(HEAD, layer.weight, tensors, is_tied=True)
+            yield _part(HEAD, layer.weight, sources, is_tied=True)
             continue
         for name, parameter in layer.named_parameters(recurse=False):
             if is_tied and layer is model.head:
                 continue
-            own = {s.name: s.checkpoint_shape for s in sources if _fills(s.destination, parameter)}
+            own = [source for source in sources if _fills(source.destination, parameter)]
             yield _part(_kind(layer, name), parameter, own)
 
 
@@ -102,9 +111,13 @@ def _kind(layer: Layer, name: str) -> str:
 
 
 def _part(
-    kind: str, parameter: torch.Tensor, tensors: Mapping[str, Shape], is_tied: bool = False
+    kind: str, parameter: torch.Tensor, sources: Sequence[Source], is_tied: bool = False
 ) -> Part:
-    return Part(kind, tuple(parameter.shape), tensors, parameter.nbytes, is_tied)
+    tensors = {source.name: source.checkpoint_shape for source in sources}
+    outputs = {source.name: len(source.destination) for source in sources}
+    columns = next((source.columns for source in sources), None)
+    shape, num_bytes = tuple(parameter.shape), parameter.nbytes
+    return Part(kind, shape, tensors, num_bytes, is_tied, outputs, columns)
 
 
 def planned_weights(

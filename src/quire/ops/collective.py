@@ -67,6 +67,13 @@ class Alone:
 ALONE = Alone()
 
 
+class FirstOf(Alone):
+    """The first of so many ranks, where a model is only planned and nothing computes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 @op("all_reduce")
 def all_reduce(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     """Sum over all ranks; x may be overwritten."""

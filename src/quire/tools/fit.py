@@ -31,8 +31,10 @@ from quire.models.outline import (
     planned_weights,
 )
 from quire.models.quantised.parts import quantised_parts
+from quire.models.rank_place import RankPlace
 from quire.models.registry import model_spec
 from quire.models.source import CONFIG_ONLY, ModelSource
+from quire.ops.collective import FirstOf
 from quire.ops.formats import Packing, core_packing
 from quire.runner.derive import cpu_flags, derive_config
 from quire.runner.graph_sizes import estimated_graph_bytes
@@ -118,15 +120,17 @@ class _StoredTensors:
 
 @dataclass(frozen=True)
 class _Question:
-    """A model on a device. file: the GGUF file that holds the model, if one does. drafter: the
-    model that guesses what it says."""
+    """A model on a device. own: the numbers of a rank, of which the device holds a part. file: the
+    GGUF file that holds the model, if one does. drafter: the model that guesses what it says."""
 
     name: str
     spec: ModelSpec
+    own: ModelSpec
     device: Device
     outline: Outline
     file: GGUFFile | None
     tensors: _StoredTensors
+    place: RankPlace
     drafter: "_Question | None" = None
 
     def weights(self, config: EngineConfig) -> list[FormatBytes]:
@@ -154,21 +158,21 @@ class _Question:
         """Divide the memory. Raises OutOfMemory."""
         total = self.device.memory_bytes
         if self.device.kind == CPU:
-            return plan_cpu_memory(config, self.spec, weights_bytes, total)
+            return plan_cpu_memory(config, self.own, weights_bytes, total)
         budget = max(0, self.budget(config, weights_bytes))
-        workspace = workspace_of(config, self.spec)
-        plan = make_plan(config, self.spec, weights_bytes, workspace, budget, total)
-        return dataclasses.replace(plan, graph_bytes=estimated_graph_bytes(config, self.spec))
+        workspace = workspace_of(config, self.own)
+        plan = make_plan(config, self.own, weights_bytes, workspace, budget, total)
+        return dataclasses.replace(plan, graph_bytes=estimated_graph_bytes(config, self.own))
 
     def budget(self, config: EngineConfig, weights_bytes: int) -> int:
         """Return the bytes for the pool, before kv_cache_memory_bytes; below zero if there are
         none."""
-        total, workspace = self.device.memory_bytes, workspace_of(config, self.spec)
+        total, workspace = self.device.memory_bytes, workspace_of(config, self.own)
         if self.device.kind == CPU:
             return cpu_pool_budget(total, weights_bytes, workspace)
         used = weights_bytes + GPU_CONTEXT_BYTES
         share, taken = config.cache.gpu_memory_utilization, workspace
-        taken += estimated_graph_bytes(config, self.spec)
+        taken += estimated_graph_bytes(config, self.own)
         return gpu_pool_budget(total, share, used, total - used, taken)
 
     def least_pool(self, config: EngineConfig) -> int:
@@ -177,8 +181,8 @@ class _Question:
         length, scheduler = config.model.max_model_len, config.scheduler
         assert length and scheduler.max_num_seqs and scheduler.max_num_batched_tokens
         return least_pool_bytes(
-            self.spec.cache_groups,
-            block_bytes_of(config, self.spec),
+            self.own.cache_groups,
+            block_bytes_of(config, self.own),
             config.cache.block_size,
             SHORTEST if length == AUTO_LENGTH else length,
             scheduler.max_num_seqs,
@@ -197,12 +201,16 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     )
     speculation = parse_speculation(config.speculative_config)
     spec, draft_source = with_drafter(spec, speculation, CONFIG_ONLY)
+    num_ranks = config.parallel.tensor_parallel_size
+    own, place = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
+    if device.kind == CPU:  # ranks share its memory
+        device = dataclasses.replace(device, memory_bytes=device.memory_bytes // num_ranks)
     config = derive_config(config, spec, device.kind)
     if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)
-    question = _question(config, source, spec, device)
+    question = _question(config, source, spec, device, place)
     if draft_source is not None and spec.drafter is not None:
-        drafter = _question(config, draft_source, spec.drafter, device)
+        drafter = _question(config, draft_source, spec.drafter, device, place)
         question = dataclasses.replace(question, drafter=drafter)
     weights = question.weights(config)
     total = sum(each.num_bytes for each in weights)
@@ -218,20 +226,21 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
         config=config,
         weights=tuple(weights),
         memory=memory,
-        groups=_groups(config, spec, memory),
-        requests=_requests(config, spec, memory),
+        groups=_groups(config, own, memory),
+        requests=_requests(config, own, memory),
         alternatives=tuple(_alternatives(question, config)),
         warnings=(*_warnings(question, config, total), *_differences(question, source)),
     )
 
 
 def _question(
-    config: EngineConfig, source: ModelSource, spec: ModelSpec, device: Device
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, device: Device, place: RankPlace
 ) -> _Question:
     file = GGUFFile(source.directory) if is_gguf(source.directory) else None
     tensors = _stored_tensors(spec, config, source, file)
-    made = outline(spec, config.model.dtype, tensors.shapes)
-    return _Question(source.name, spec, device, made, file, tensors)
+    made = outline(spec, config.model.dtype, tensors.shapes, place)
+    own = spec.of_ranks(place.tensor.size)
+    return _Question(source.name, spec, own, device, made, file, tensors, place)
 
 
 def _packing(device: Device, config: EngineConfig) -> Packing:
@@ -327,7 +336,10 @@ def _alternative(
         )
     name = "as in the file" if quantization is None else quantization
     name = config.model.dtype if quantization == "none" else name
-    total = question.weights_bytes(other)
+    try:
+        total = question.weights_bytes(other)
+    except ConfigError:
+        return Alternative(name, kv, 0, 0, 0, 0, "so many ranks cannot share these")
     return _row(question, other, (name, kv), total, note)
 
 
@@ -344,7 +356,7 @@ def _row(
     except OutOfMemory:
         note = "; ".join(each for each in (note, "does not fit") if each)
         return Alternative(weights, kv, weights_bytes, 0, 0, 0, note)
-    found = _requests_of(memory.max_model_len, config, question.spec, memory)
+    found = _requests_of(memory.max_model_len, config, question.own, memory)
     return Alternative(
         weights, kv, weights_bytes, memory.pool_bytes, memory.num_slots, found.at_once, note
     )
@@ -356,9 +368,9 @@ def _row(
 def _why_not(question: _Question, config: EngineConfig, weights_bytes: int) -> str:
     """Say by how much a model does not fit, and which settings would make it."""
     device, length = question.device, config.model.max_model_len
-    workspace = workspace_of(config, question.spec)
+    workspace = workspace_of(config, question.own)
     lacking = _lacking(question, config, weights_bytes)
-    graph_bytes = 0 if device.kind == CPU else estimated_graph_bytes(config, question.spec)
+    graph_bytes = 0 if device.kind == CPU else estimated_graph_bytes(config, question.own)
     graphs = f", graphs ({graph_bytes / MIB:,.0f} MiB)" if graph_bytes else ""
     is_share = device.kind == CPU and config.cache.kv_cache_memory_bytes is None
     share = ", at most a quarter of that memory," if is_share else ""
@@ -412,7 +424,7 @@ def _smaller(
         yield from _smaller_on_gpu(config)
         return
     needed = question.least_pool(config)
-    left = question.device.memory_bytes - weights_bytes - workspace_of(config, question.spec)
+    left = question.device.memory_bytes - weights_bytes - workspace_of(config, question.own)
     if needed <= left:
         pool = {"kv_cache_memory_bytes": needed}
         yield f"--kv-cache-memory-bytes {needed}", _replaced(config, **pool)
@@ -466,7 +478,7 @@ def _warnings(question: _Question, config: EngineConfig, weights_bytes: int) -> 
     """List what the engine would not do, or only with luck."""
     pool, left = config.cache.kv_cache_memory_bytes, question.budget(config, weights_bytes)
     if question.device.kind == CPU:
-        workspace = workspace_of(config, question.spec)
+        workspace = workspace_of(config, question.own)
         left = question.device.memory_bytes - weights_bytes - workspace
         if config.cache.kv_cache_dtype == "int8" and not _has_int8(question.device, config):
             yield "keys and values in int8 need the C++ core and a dtype that it has"
@@ -483,7 +495,7 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
     if not found:
         return [question.tensors.problem] if question.tensors.problem else []
     if question.spec.quantization is not None:
-        return _first_difference(question.spec, source)
+        return _first_difference(question, source)
     wanted = {name: shape for part in made.parts for name, shape in part.tensors.items()}
     known = {own: shape for name, shape in found.items() for own in made.names_of(name)}
     known |= found
@@ -499,13 +511,13 @@ def _differences(question: _Question, source: ModelSource) -> list[str]:
         ],
     }
     told = [f"the weight files {what} {listed(names)}" for what, names in problems.items() if names]
-    return told if told or question.file is not None else _first_difference(question.spec, source)
+    return told if told or question.file is not None else _first_difference(question, source)
 
 
-def _first_difference(spec: ModelSpec, source: ModelSource) -> list[str]:
+def _first_difference(question: _Question, source: ModelSource) -> list[str]:
     """List what loading would refuse the weight files for, if it would."""
     try:
-        check_files(weight_files(source.directory), spec)
+        check_files(weight_files(source.directory), question.spec, question.place)
     except ModelError as error:
         return [str(error)]
     return []

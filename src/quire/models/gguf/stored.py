@@ -1,6 +1,5 @@
 """How layers that are quantised in a GGUF file are packed. No torch."""
 
-import math
 from collections.abc import Iterable, Mapping
 
 from quire.base.gguf import GGUFFile, TensorKind
@@ -9,6 +8,7 @@ from quire.models.formats import StoredFormat
 from quire.models.gguf.names import our_names
 from quire.models.gguf.value_heads import kept_kind
 from quire.models.outline import PLAIN, Part
+from quire.models.quantised.sizes import check_inputs
 from quire.ops.formats import SIZES, Quantization
 
 FORMATS = {"Q8_0": Quantization("int8_f16", 32), "Q4_0": Quantization("int4_f16", 32)} | {
@@ -26,12 +26,12 @@ def stored_formats_of_parts(
     for index, part in enumerate(parts):
         format = None
         if part.kind != PLAIN:
-            sizes = {
-                name: math.prod(shape) // part.shape[1] for name, shape in part.tensors.items()
-            }
-            format = stored_format(sizes, kinds)
+            format = stored_format(part.outputs, kinds)
         if format is not None:
             found[index] = format
+            for name in part.tensors:
+                if part.columns is not None:
+                    check_inputs(name, part.columns, kinds[name].block_size)
     return found
 
 

@@ -27,7 +27,7 @@ from quire.models.gguf.names import IN_LAYER, our_names
 from quire.models.gguf.stored import kinds_by_name, stored_format
 from quire.models.gguf.value_heads import column_order, row_order
 from quire.models.layers import Embedding, Linear, LMHead
-from quire.models.quantised.cutting import check_inputs
+from quire.models.quantised.sizes import check_inputs
 from quire.models.sources import Part, Source
 
 PERMUTED = ("llama", "granite", "smollm3")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 import torch
 
 from quire.base.cuts import Cut
-from quire.base.errors import ConfigError
 from quire.models.quantised.tensors import INPUTS, OUTPUTS, Shape, Wanted
 
 Tensors = Mapping[str, torch.Tensor]
@@ -30,17 +29,6 @@ def step_of(
         if own == axis
     ]
     return math.lcm(*(unit for unit in units if unit))
-
-
-def check_inputs(module: str, columns: Cut, step: int) -> None:
-    """Raise ConfigError where a rank's inputs are no whole groups."""
-    if columns.first % step or (columns.count % step and columns.count < columns.whole):
-        raise ConfigError(
-            f"{module} is stored in groups of {step} inputs, and of its {columns.whole} inputs each"
-            f" of {columns.whole // columns.count} ranks has {columns.count}, which is no whole"
-            " number of groups. Take another tensor_parallel_size, or --quantization none, which"
-            " computes the weights in the dtype."
-        )
 
 
 def take_outputs(

@@ -18,8 +18,8 @@ from quire.base.quantization_config import QuantizationConfig, StoredWeight
 from quire.models.checkpoint import TensorHeader, listed
 from quire.models.layers import Linear, LMHead
 from quire.models.quantised import awq, float4, float8, gptq, integers, packed
-from quire.models.quantised.cutting import check_inputs, step_of, take_inputs, take_outputs
-from quire.models.quantised.sizes import quantization_of
+from quire.models.quantised.cutting import step_of, take_inputs, take_outputs
+from quire.models.quantised.sizes import check_inputs, quantization_of
 from quire.models.quantised.tensors import INPUTS, Shape, Wanted
 from quire.models.sources import Source
 from quire.ops.formats import Quantization

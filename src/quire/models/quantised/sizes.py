@@ -1,5 +1,7 @@
 """What weights that stay quantised are packed as, foretold from how they are stored."""
 
+from quire.base.cuts import Cut
+from quire.base.errors import ConfigError
 from quire.base.quantization_config import FLOAT4, FLOAT4_BLOCKS, FLOAT8, StoredWeight
 from quire.ops.formats import Quantization
 from quire.ops.packed import stored_group
@@ -25,3 +27,14 @@ def quantization_of(
         return Quantization(f"int{how.bits}", group)
     name = f"int{how.bits}{KINDS.get(scales, '')}{'_zeros' if how.has_zeros else ''}"
     return Quantization(name, stored_group(group or num_inputs, num_inputs))
+
+
+def check_inputs(module: str, columns: Cut, step: int) -> None:
+    """Raise ConfigError where a rank's inputs are no whole groups."""
+    if columns.first % step or (columns.count % step and columns.count < columns.whole):
+        raise ConfigError(
+            f"{module} is stored in groups of {step} inputs, and of its {columns.whole} inputs each"
+            f" of {columns.whole // columns.count} ranks has {columns.count}, which is no whole"
+            " number of groups. Take another tensor_parallel_size, or --quantization none, which"
+            " computes the weights in the dtype."
+        )
