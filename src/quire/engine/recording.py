@@ -148,7 +148,9 @@ def read_recording(path: Path) -> Iterator[Segment]:
                     yield _followed(before, segment)
                 before = segment
         if before is None:
-            raise ConfigError(f"there is no recording in {path}; give what --record was given.")
+            cores = sorted(each.name for each in path.glob("core-*"))
+            which = f"one of its {', '.join(cores)}" if cores else "what --record was given"
+            raise ConfigError(f"there is no recording in {path}; give {which}.")
         yield _followed(before, None)
     except OSError as error:
         reason = error.strerror or error

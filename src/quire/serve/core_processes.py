@@ -97,7 +97,7 @@ class CoreProcesses:
             try:
                 return self._news.get(timeout=bounded_wait_s(1.0))
             except Empty:
-                self._cores.check()
+                self._cores.check_progress()
 
     # ---- the thread --------------------------------------------------------------------------
 

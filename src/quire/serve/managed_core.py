@@ -118,6 +118,12 @@ class ManagedCore:
         """Raise EngineDead if the process has ended or makes no progress."""
         if self._is_stopped or not self.is_alive:
             raise self.dead()
+        self.check_progress()
+
+    def check_progress(self) -> None:
+        """Raise EngineDead if the process runs, but makes no progress."""
+        if not self.is_alive:
+            return
         if self._heartbeat is not None and self._heartbeat.is_stuck(MonotonicClock().now()):
             raise EngineDead(f"{self._name} makes no progress; shut it down.")
 
@@ -200,8 +206,15 @@ class ManagedCores:
         for core in self._cores:
             core.check()
 
+    def check_progress(self) -> None:
+        """Raise EngineDead if a process runs, but makes no progress, or if all have ended."""
+        for core in self._cores:
+            core.check_progress()
+        if not self.is_alive:
+            raise self.dead()
+
     def check_some(self) -> None:
-        """Raise EngineDead if that is so of all of them."""
+        """Raise EngineDead if all of them have ended or make no progress."""
         for core in self._cores:
             with contextlib.suppress(EngineDead):
                 return core.check()
