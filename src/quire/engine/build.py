@@ -290,6 +290,7 @@ def make_scheduler(built: LoadedModel, source: ModelSource) -> Scheduler:
         config.model.max_model_len or 0,
         make_policy(config.scheduler.scheduling_policy),
         num_stores=len(config.cache.stores) if built.host_limits else 0,
+        num_stages=config.parallel.pipeline_parallel_size,
     )
 
 

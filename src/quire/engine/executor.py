@@ -79,9 +79,10 @@ class InProcessExecutor:
         if self._results and self._results[-1].error is not None:
             # Built on a plan that failed: the rows are not as this one takes them to be.
             self._results.append(failed_step(plan, "a step before it failed"))
+            self._built.skip(plan)
             return
         try:
-            self._results.append(self._built.runner.run(plan, masks))
+            self._results.append(self._built.run(plan, masks))
         except BaseException as error:
             message = f"{type(error).__name__}: {error}"
             self._results.append(failed_step(plan, message))

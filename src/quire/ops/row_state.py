@@ -74,6 +74,12 @@ def write_tokens(state: RowTensors, row: int, position: int, token_ids: Int32) -
     state.tokens_RM[row, position:end] = to_device(token_ids, state.device)
 
 
+def write_single_tokens(state: RowTensors, tokens_N3: npt.NDArray[np.int64]) -> None:
+    """Write a token each: row, position, token; of two for one place they must be the same."""
+    rows, positions, token_ids = (to_device(each, state.device) for each in tokens_N3.T.copy())
+    state.tokens_RM[rows, positions] = token_ids.int()
+
+
 def copy_rows(state: RowTensors, pairs_F2: Int32) -> None:
     """Make children equal to their parents: tokens, counters, block tables, columns. pairs:
     (parent, child); no child may be another fork's parent or child."""

@@ -11,7 +11,9 @@ import torch
 from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import ConfigError, OutOfMemory
+from quire.base.masks import MaskPromise
 from quire.base.model_spec import ModelSpec
+from quire.base.plan import Plan, StepResult
 from quire.base.speculation import NGRAM, parse_speculation
 from quire.kv.sizing import MemoryPlan, host_tier_blocks
 from quire.models.determinism import make_deterministic
@@ -37,6 +39,7 @@ from quire.runner.memory_plan import available_cpu_bytes, block_bytes_of, plan_c
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
+from quire.runner.stage import NO_LINKS, StageLinks, StageModel, run_stage, skip_stage
 
 MEASURED_BLOCKS = 32
 PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
@@ -60,6 +63,18 @@ class BuiltRunner:
     draft: DraftPasses | None = None  # of a model that guesses
     draft_source: ModelSource | None = None
     kv_scales: Scales = field(default_factory=dict)  # of keys and values in fp8, by layer
+    stage: StageModel | None = None  # of a model in stages
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult:
+        """Carry out a plan and wait for it."""
+        if self.stage is None:
+            return self.runner.run(plan, masks)
+        return run_stage(self.runner, self.stage, plan, masks)
+
+    def skip(self, plan: Plan) -> None:
+        """Take note of a plan that is not carried out, because one before it failed."""
+        if self.stage is not None:
+            skip_stage(self.stage, plan)
 
     @property
     def device_type(self) -> str:
@@ -109,28 +124,32 @@ def build_runner(
     progress: Progress | None = None,
     place: RankPlace = WHOLE,
     share: MachineShare = WHOLE_MACHINE,
+    links: StageLinks = NO_LINKS,
 ) -> BuiltRunner:
-    """Load the model, or a rank's part of it, and make its KV pool. Raises ModelError, ConfigError,
-    OutOfMemory."""
+    """Load the model, or a rank's part of it, and make its KV pool. links: of its stage with
+    others. Raises ModelError, ConfigError, OutOfMemory."""
     spec = model_spec(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
     device = choose_device(config.device)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     config = derive_config(config, spec, device.type)
-    spec = spec.served_up_to(config.model.max_model_len)
+    whole = spec.served_up_to(config.model.max_model_len)
+    spec = whole.of_stage(place.stage, place.num_stages)
     dtype = torch_dtype(config.model.dtype)
     free = (
         share.cpu_bytes(available_cpu_bytes()) if device.type == "cpu" else free_gpu_bytes(device)
     )
     most = free if device.type == "cpu" else None
-    model = _load(config, source, spec, device, progress, most)
+    model = _load(config, source, whole, device, progress, most, place)
     weights, drafter = model_bytes(model), None
     if draft_source is not None and spec.drafter is not None:
         left = None if most is None else most - weights
         drafter = _load(config, draft_source, spec.drafter, device, progress, left)
         join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
         weights += model_bytes(drafter)
+    if place.num_stages > 1:
+        model = StageModel(model, dtype, links)
     is_fp8 = config.cache.kv_cache_dtype == "fp8" and load_format_of(config, source) != "dummy"
     scales = kv_scales(source.directory, spec) if is_fp8 else {}
     if device.type == "cpu":
@@ -155,7 +174,19 @@ def build_runner(
     name = runner.backend.name
     draft = make_draft_passes(config, spec, drafter, runner, memory.num_blocks)
     return BuiltRunner(
-        runner, config, spec, memory, dtype, device, name, rate, host, draft, draft_source, scales
+        runner,
+        config,
+        spec,
+        memory,
+        dtype,
+        device,
+        name,
+        rate,
+        host,
+        draft,
+        draft_source,
+        scales,
+        runner.model if isinstance(runner.model, StageModel) else None,
     )
 
 
@@ -166,6 +197,7 @@ def _load(
     device: torch.device,
     progress: Progress | None,
     most_bytes: int | None,
+    place: RankPlace = WHOLE,
 ) -> Any:
     """Load the model into memory of the device. most_bytes: for weights, where that is known
     before."""
@@ -174,7 +206,7 @@ def _load(
     cache = weight_cache(config.model.weight_cache)
     load_format, seed = load_format_of(config, source), config.model.seed
     try:
-        options = LoadOptions(load_format, seed, formats, cache, most_bytes)
+        options = LoadOptions(load_format, seed, formats, cache, most_bytes, place)
         model = load_model(source.directory, spec, dtype, device, options, progress)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
@@ -266,7 +298,11 @@ def _assemble(
         config.attention_backend, layout, scales, deterministic=config.deterministic
     )
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
-    native = native_or_same(model, backend)
+    native: DecoderModel
+    if isinstance(model, StageModel):
+        native = model.native(backend)
+    else:
+        native = native_or_same(model, backend)
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device)
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:

@@ -45,8 +45,10 @@ def default_depth(device: str) -> int:
 
 
 def depth_of(config: EngineConfig, device: str) -> int:
-    """Return how many plans are in flight."""
-    return config.scheduler.pipeline_depth or default_depth(device)
+    """Return how many plans are in flight: with several stages, one for each and one on its way."""
+    stages = config.parallel.pipeline_parallel_size
+    default = default_depth(device) if stages == 1 else stages + 1
+    return config.scheduler.pipeline_depth or default
 
 
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:

@@ -30,10 +30,21 @@ class RowUpdates:
                 end = host.position + len(host.token_ids)
                 deltas = wide_deltas(host.row, "num_prompt_tokens", end)
                 self.deltas.append(np.array(deltas, np.int32))
+        if len(plan.last_ids):
+            self._add_places(plan)
         writes = plan.block_writes
         if len(writes.row):
             columns = (writes.group, writes.row, writes.index, writes.block_id)
             self.deltas.append(np.stack(columns, axis=1))
+
+    def _add_places(self, plan: Plan) -> None:
+        """Add where rows of a model in stages are, and the last token that each computes."""
+        deltas = np.zeros((len(plan.rows), 4), np.int32)
+        deltas[:, 0], deltas[:, 1], deltas[:, 3] = COMPUTED, plan.rows, plan.computed_bound
+        self.deltas.append(deltas)
+        rows, positions = plan.rows.tolist(), plan.last_positions.tolist()
+        tokens = np.split(plan.last_ids, len(rows))
+        self.runs += zip(rows, positions, tokens, strict=True)
 
     def merged_deltas(self) -> Int32:
         """Merge all deltas: of several for one place the last."""

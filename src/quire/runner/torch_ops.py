@@ -52,11 +52,14 @@ class TorchOps:
 
     def prepare(self, updates: RowUpdates, lists: StepLists | None) -> Update:
         """Merge the changes."""
-        deltas, runs = updates.merged_deltas(), updates.runs
+        deltas, runs = updates.merged_deltas(), [run for run in updates.runs if len(run[2]) > 1]
+        single = [(row, at, int(ids[0])) for row, at, ids in updates.runs if len(ids) == 1]
 
         def take() -> None:
             for row, position, token_ids in runs:
                 row_state.write_tokens(self._state, row, position, token_ids)
+            if single:
+                row_state.write_single_tokens(self._state, np.array(single, np.int64))
             if len(deltas):
                 row_state.write_deltas(self._state, deltas)
             if lists is not None:

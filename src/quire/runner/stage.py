@@ -1,0 +1,173 @@
+"""A stage of a model at work: rows come from the stage before, and go to the next.
+
+    first stage    plan -> embed, layers --rows-->                              (counters)
+    last stage     plan                             layers, norm, head, sample -> result
+
+All stages carry out all plans, each with its own layers' memory; blocks have the same numbers
+everywhere. Only the last one samples: the others choose token 0 for all rows, which the next plan
+puts right (`Plan.last_ids`), so that rows are started, forked, advanced and released as they are
+there. Wrong guesses are taken back by the next plan, too, which says where each row is.
+
+Of each plan with rows one message goes from each stage to the next, also where it fails or is not
+carried out: then the stages behind it fail as well. What stages before have done counts for
+nothing; the plans behind it, which they may have begun, neither (`EngineCore._recover`).
+
+Shape legend: T tokens, R rows, D model dim, E numbers of a token that cross.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from quire.base.masks import MaskPromise
+from quire.base.plan import HostTokens, Plan, StepResult
+from quire.base.sampling_params import SamplingParams
+from quire.ops.attention.base import AttentionBackend
+from quire.runner.native_model import native_or_same
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class StageFailed(Exception):
+    """Another stage has failed on a plan."""
+
+
+class StageLink(Protocol):
+    """What connects a stage with the next one. Both calls raise RankLost where that is gone."""
+
+    def send(self, rows_TE: torch.Tensor | None) -> None:
+        """Hand over the rows of a plan; None where there are none, because it failed."""
+        ...
+
+    def receive(self) -> torch.Tensor | None:
+        """Wait for the rows of the next plan."""
+        ...
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """What connects a stage with others: with the one before it and the next one, None at the ends
+    of the model."""
+
+    before: StageLink | None = None
+    behind: StageLink | None = None
+
+
+NO_LINKS = StageLinks()
+
+
+class StageModel:
+    """Has what the runner needs of a model, native or not. dtype: of what it takes."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, links: StageLinks) -> None:
+        self._model, self._dtype = model, dtype
+        self._before, self._behind = links.before, links.behind
+        self._is_owed = self._owes = False  # by the stage before; to the next one
+
+    @property
+    def is_last(self) -> bool:
+        return self._behind is None
+
+    def native(self, backend: AttentionBackend) -> "StageModel":
+        """Return the same with the model in its native form, where there is one."""
+        links = StageLinks(self._before, self._behind)
+        return StageModel(native_or_same(self._model, backend), self._dtype, links)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it the model runs once; or the stages behind hear that it did not."""
+        self._is_owed, self._owes = self._before is not None, self._behind is not None
+        try:
+            yield
+        finally:
+            if self._is_owed:
+                self._receive()
+            if self._owes:
+                self._send(None)
+
+    def __call__(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend
+    ) -> torch.Tensor:
+        given = {}
+        if self._before is not None:
+            rows_TE = self._receive()
+            if rows_TE is None:
+                raise StageFailed("a stage before this one failed")
+            assert len(rows_TE) == len(input_ids_T), "stages carry out the same plans"
+            given = {"intermediate_TE": rows_TE.to(self._dtype)}
+        out_TD: torch.Tensor = self._model(input_ids_T, positions_T, attention, **given)
+        if self._behind is not None:
+            self._send(out_TD)
+        return out_TD
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Compute logits [R, V]; before the last stage those of one token, [R, 1]."""
+        if not self.is_last:
+            return hidden_RD.new_zeros(len(hidden_RD), 1, dtype=torch.float32)
+        logits_RV: torch.Tensor = self._model.logits(hidden_RD)
+        return logits_RV
+
+    def _receive(self) -> torch.Tensor | None:
+        assert self._before is not None
+        self._is_owed = False
+        return self._before.receive()
+
+    def _send(self, rows_TE: torch.Tensor | None) -> None:
+        assert self._behind is not None
+        self._owes = False
+        self._behind.send(rows_TE)
+
+
+class Runs(Protocol):
+    """What carries out plans."""
+
+    def run(self, plan: Plan, masks: MaskPromise | None = None) -> StepResult: ...
+
+
+def run_stage(
+    runner: Runs, model: StageModel, plan: Plan, masks: MaskPromise | None = None
+) -> StepResult:
+    """Carry out a plan by the runner of a stage and wait for it. Raises StageFailed where a stage
+    before could not."""
+    if not model.is_last:
+        plan, masks = plan_of_earlier_stage(plan), None
+    if len(plan.rows) == 0:
+        return runner.run(plan, masks)
+    with model.step():
+        return runner.run(plan, masks)
+
+
+def skip_stage(model: StageModel, plan: Plan) -> None:
+    """Let the stages behind know of a plan that is not carried out, because one before failed."""
+    if len(plan.rows):
+        with model.step():
+            pass
+
+
+def plan_of_earlier_stage(plan: Plan) -> Plan:
+    """Return what stages before the last one do: all but to choose. Guesses are tokens like any
+    others there."""
+    started = tuple(
+        replace(start, params=GREEDY, stop_token_ids=(), bad_words_token_ids=())
+        for start in plan.started
+    )
+    last_ids, told = plan.last_ids.copy(), list[HostTokens]()
+    place = {row: i for i, row in enumerate(plan.rows.tolist())} if plan.drafts else {}
+    for draft in plan.drafts:
+        at = place[draft.row]
+        tokens = np.concatenate([last_ids[at : at + 1], draft.token_ids])
+        told.append(HostTokens(draft.row, int(plan.last_positions[at]), tokens))
+        last_ids[at] = tokens[-1]
+    return replace(
+        plan,
+        started=started,
+        last_ids=last_ids,
+        drafts=(),
+        host_tokens=(*plan.host_tokens, *told),
+        masked_rows=plan.masked_rows[:0],
+        num_candidates=np.full_like(plan.num_candidates, -1),
+    )
