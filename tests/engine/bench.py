@@ -19,7 +19,7 @@ from quire.engine.build import make_scheduler
 from quire.engine.core import EngineCore
 from quire.engine.executor import InProcessExecutor
 from quire.models.source import resolve_model
-from quire.runner.build import build_runner
+from tests.engine.stages import StagesExecutor, build_stages, with_runner
 from tests.serve.checkpoints import reference_tokens
 from tests.updates import read, reason_of
 
@@ -79,7 +79,10 @@ class Troubled:
 
 
 class Bench:
-    """A core over a tiny llama, and what its requests have got so far."""
+    """A core over a tiny llama, and what its requests have got so far. num_stages: that it is cut
+    into; which one is troubled."""
+
+    num_stages, troubled_stage = 1, 0
 
     def __init__(
         self,
@@ -92,13 +95,18 @@ class Bench:
         defaults["scheduling_policy"] = "fifo"  # a test knows who comes first
         config = config_from_flat(**({"model": str(folder), "block_size": 4} | defaults | settings))
         source = resolve_model(str(folder))
-        built = build_runner(config, source)
+        stages = build_stages(config, source, self.num_stages)
+        troubled = self.troubled_stage
+        self.runner = Troubled(stages[troubled].runner, when)
+        stages = with_runner(stages, troubled, self.runner)
+        built = stages[-1]
         self.config = built.config
-        self.runner = Troubled(built.runner, when)
-        built = dataclasses.replace(built, runner=self.runner)  # type: ignore[arg-type]
+        scheduler = make_scheduler(built, source)
+        scheduler.rows.num_stages = self.num_stages
+        is_whole = self.num_stages == 1
         self.core = EngineCore(
-            make_scheduler(built, source),
-            InProcessExecutor(built, check_device),
+            scheduler,
+            InProcessExecutor(built, check_device) if is_whole else StagesExecutor(stages),
             FakeClock(),
             RequestLimits(VOCAB, MAX_LEN, 20, 1 << 20),
         )

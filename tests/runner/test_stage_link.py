@@ -1,0 +1,35 @@
+"""Rows that cross from a stage to the next through a socket."""
+
+import socket
+import threading
+
+import pytest
+import torch
+
+from quire.base.errors import RankLost
+from quire.runner.stage_link import SocketLink
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_is_sent_is_received(dtype: torch.dtype) -> None:
+    """More than a socket holds, nothing, and plans that failed, in their order."""
+    one, other = socket.socketpair()
+    sender, receiver = SocketLink(one, 96, dtype), SocketLink(other, 96, dtype)
+    rows = [torch.randn(num, 192, dtype=torch.float64).to(dtype)[:, ::2] for num in (5000, 1, 7)]
+    thread = threading.Thread(target=lambda: [sender.send(each) for each in (*rows, None)])
+    thread.start()
+    for each in rows:
+        found = receiver.receive()
+        assert found is not None and torch.equal(found.to(dtype), each)
+    assert receiver.receive() is None
+    thread.join()
+
+
+def test_a_stage_that_is_gone() -> None:
+    one, other = socket.socketpair()
+    link, other_link = (SocketLink(each, 8, torch.float32) for each in (one, other))
+    one.close()
+    with pytest.raises(RankLost, match="before is gone"):
+        other_link.receive()
+    with pytest.raises(RankLost, match="next stage is gone"):
+        other_link.send(torch.zeros(2, 8))
