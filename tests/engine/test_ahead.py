@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.base.events import Event, Planned
+from quire.base.events import Event, Planned, Stepped
 from quire.base.sampling_params import StructuredOutputsParams
 from quire.engine.ahead import AheadDrafting
 from quire.engine.guess_pace import StepTimes
@@ -56,16 +56,19 @@ class Plans:
 
     def __init__(self, llm: LLM) -> None:
         self.num_guessing = self.num_behind = self.num = 0
-        self._core = llm.engine.client.core
-        self._core.subscribe(self.note)
+        self._flown: dict[int, set[int]] = {}  # rows that try guesses, of plans in flight
+        llm.engine.client.core.subscribe(self.note)
 
     def note(self, event: Event) -> None:
-        if isinstance(event, Planned) and event.plan is not None:
+        """Doors tell in the order in which they were called."""
+        if isinstance(event, Stepped):
+            self._flown.pop(event.step_id)
+        elif isinstance(event, Planned) and event.plan is not None:
             self.num += 1
             self.num_guessing += event.plan.is_guessing
-            flown = [step.plan for step in self._core._submitted]
-            tried = {draft.row for plan in flown for draft in plan.drafts}
-            self.num_behind += not tried.isdisjoint(event.plan.rows.tolist())
+            rows = set(event.plan.rows.tolist())
+            self.num_behind += any(not rows.isdisjoint(tried) for tried in self._flown.values())
+            self._flown[event.step_id] = {draft.row for draft in event.plan.drafts}
 
 
 def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:

@@ -58,15 +58,17 @@ class Flown:
 
     def __init__(self, llm: LLM) -> None:
         self.num_guessing = self.num_behind = self.num_right = 0
-        self._core = llm.engine.client.core
-        self._core.subscribe(self.note)
+        self._flown: set[int] = set()
+        llm.engine.client.core.subscribe(self.note)
 
     def note(self, event: Any) -> None:
         if isinstance(event, Stepped):
             self.num_right += event.num_accepted
+            self._flown.discard(event.step_id)
         if isinstance(event, Planned) and event.plan is not None and event.plan.is_guessing:
             self.num_guessing += 1
-            self.num_behind += any(step.plan.is_guessing for step in self._core._submitted)
+            self.num_behind += len(self._flown) > 0
+            self._flown.add(event.step_id)
 
 
 def kernels_say(**settings: Any) -> tuple[list[Any], Flown]:
