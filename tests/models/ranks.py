@@ -1,6 +1,7 @@
 """Models of ranks that share layers: their logits put together."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,11 +41,16 @@ def logits_of(
     dtype: torch.dtype = torch.float64,
     *,
     is_dummy: bool = False,
+    sharing: int = 1,
+    **paging: Any,
 ) -> list[torch.Tensor]:
-    """Logits by one of the ranks. is_dummy: with random weights."""
+    """Logits by one of the ranks. is_dummy: with random weights. sharing: so many neighbours deal
+    out sequences' tokens."""
     load_format = "dummy" if is_dummy else "auto"
-    options = LoadOptions(load_format, place=RankPlace(group))
+    place = RankPlace(group, sharing=sharing)
+    options = LoadOptions(load_format, place=place)
     model = load_model(directory, spec, dtype, CPU, options)
     own = spec.of_ranks(group.size)
     gathering = Gathering(model, group, spec.vocab_size)
-    return run_paged(gathering, own, SEQUENCES, CHUNKS, backend="reference", dtype=dtype)
+    paging = {"backend": "reference", "dtype": dtype, "context": place.context} | paging
+    return run_paged(gathering, own, SEQUENCES, CHUNKS, **paging)

@@ -8,6 +8,7 @@ import torch
 
 from quire.base.errors import RankLost
 from quire.ops.collective import RankGroup
+from quire.ops.collectives.neighbours import neighbours
 from quire.ops.collectives.thread_group import run_ranks, thread_groups
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64]
@@ -48,6 +49,17 @@ def exchange_all(
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_threads_exchange(size: int, dtype: torch.dtype) -> None:
     run_ranks(size, lambda group: exchange_all(group, dtype))
+
+
+def test_neighbours_exchange_among_each_other() -> None:
+    def work(group: RankGroup) -> list[float]:
+        pair = neighbours(group, 2)
+        exchange_all(pair, torch.float64, sizes=(7,))
+        return pair.all_gather(torch.tensor(10.0 * group.rank)).tolist()
+
+    assert run_ranks(4, work) == [[0.0, 10.0]] * 2 + [[20.0, 30.0]] * 2
+    whole = thread_groups(2)[0]
+    assert neighbours(whole, 2) is whole and neighbours(whole, 1).size == 1
 
 
 def test_what_a_rank_gets_is_its_own() -> None:

@@ -62,3 +62,14 @@ def cut_vocabulary(size: int, rank: int, num_ranks: int) -> Cut:
             f" {each} for each, nothing is left for rank {rank}; take fewer."
         )
     return Cut(size, rank * each, count)
+
+
+def cut_block(block_size: int, num_ranks: int) -> int:
+    """Return how many tokens of a block each of the ranks has that deal out sequences. Raises
+    ConfigError where they cannot have as many."""
+    if block_size % num_ranks:
+        raise ConfigError(
+            f"decode_context_parallel_size={num_ranks} does not divide block_size={block_size}:"
+            " each rank has as many tokens of a block; take a block_size that is a multiple of it."
+        )
+    return block_size // num_ranks

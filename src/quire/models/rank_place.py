@@ -5,19 +5,27 @@ from dataclasses import dataclass
 from quire.base.cuts import Cut, cut_evenly, cut_or_repeat, cut_vocabulary
 from quire.base.stages import layers_of_stage
 from quire.ops.collective import ALONE, RankGroup
+from quire.ops.collectives.neighbours import neighbours
 
 
 @dataclass(frozen=True)
 class RankPlace:
     """tensor: the ranks that share each layer. stage: which of num_stages, each some of the layers,
     from 0. has_whole_experts: whether each rank has some of a mixture's experts, whole, instead of
-    a part of each.
+    a part of each. sharing: how many neighbours of `tensor`, with the same heads of keys and
+    values, deal out the tokens of a sequence among each other.
     """
 
     tensor: RankGroup = ALONE
     stage: int = 0
     num_stages: int = 1
     has_whole_experts: bool = False
+    sharing: int = 1
+
+    @property
+    def context(self) -> RankGroup:
+        """Return those neighbours."""
+        return neighbours(self.tensor, self.sharing)
 
     @property
     def numbers(self) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from quire.base.config import EngineConfig
+from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.ops.native import core
@@ -51,6 +52,31 @@ def depth_of(config: EngineConfig, device: str) -> int:
     return config.scheduler.pipeline_depth or default
 
 
+def check_context(config: EngineConfig, spec: ModelSpec) -> None:
+    """Check that as many ranks as are to deal out a sequence's tokens have the same heads of keys
+    and values, and that there is something to deal out. Raises ConfigError."""
+    parallel = config.parallel
+    num_ranks, sharing = parallel.tensor_parallel_size, parallel.decode_context_parallel_size
+    if sharing == 1:
+        return
+    name = f"decode_context_parallel_size={sharing}"
+    cut_block(config.cache.block_size, sharing)
+    for each in (spec, *([] if spec.drafter is None else [spec.drafter])):
+        whole = each.num_kv_heads if each.num_ranks == 1 else 1
+        most = max(1, num_ranks // whole)
+        if most % sharing:
+            raise ConfigError(
+                f"{name} does not divide the {most} of tensor_parallel_size={num_ranks} ranks that"
+                f" have the same of {whole} heads of keys and values (num_key_value_heads); take a"
+                " size that does, or more ranks."
+            )
+    if not any(group.keeps_all for group in spec.cache_groups):
+        raise ConfigError(
+            f"{name} deals out what layers keep of all tokens, but those of this model keep only"
+            " windows or states, which each device keeps whole; leave it out."
+        )
+
+
 def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineConfig:
     """Fill in what was left to be derived, but for a max_model_len that is to be what fits: the
     memory plan finds that. device: its type, cpu or cuda. Raises ConfigError for what the model
@@ -67,6 +93,7 @@ def derive_config(config: EngineConfig, spec: ModelSpec, device: str) -> EngineC
             "deterministic is for GPUs, whose kernels have a fixed order of sums; leave it out on a"
             " CPU."
         )
+    check_context(config, spec)
     dtype = choose_dtype(config.model.dtype, spec, device)
     budget = MOST_TOKENS if on_cpu else GPU_TOKENS
     scheduler = dataclasses.replace(

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 from quire.base.config import AUTO_LENGTH, EngineConfig
+from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.base.speculation import most_guesses, parse_speculation, speculation_of
@@ -146,10 +147,14 @@ def spare_blocks(config: EngineConfig) -> int:
 
 
 def block_bytes_of(config: EngineConfig, spec: ModelSpec) -> list[int]:
-    """Return bytes of one block of each cache group."""
+    """Return bytes of one block of each cache group, of a rank's part of it where ranks deal out a
+    sequence's tokens."""
     cache, size = config.cache, DTYPE_BYTES[config.model.dtype]
+    own = cut_block(cache.block_size, config.parallel.decode_context_parallel_size)
     return [
-        group.stored_block_bytes(cache.block_size, size, cache.kv_cache_dtype)
+        group.stored_block_bytes(
+            own if group.keeps_all else cache.block_size, size, cache.kv_cache_dtype
+        )
         for group in spec.cache_groups
     ]
 

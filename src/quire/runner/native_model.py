@@ -252,9 +252,11 @@ class OperationsBesideCore:
 def native_or_same(model: Any, backend: AttentionBackend) -> Any:
     """Return the model in its native form where there is one, else itself, or with what keeps
     torch's threads out of the core's way."""
-    if not isinstance(backend, CpuBackend):
+    if backend.name != CpuBackend.name:
         return model
     try:
+        if not isinstance(backend, CpuBackend):
+            raise Untraceable("ranks attend together (decode_context_parallel_size)")
         return NativeModel(model, backend)
     except Untraceable as reason:
         logger.warning("The model runs operation by operation: %s.", reason)

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from quire.base.cache_group import FULL, CacheGroup
-from quire.base.errors import ConfigError
+from quire.base.cuts import cut_block
 from quire.ops.attention.base import AttentionBackend, AttentionStep, DeltaHeads, Int32, KVLayout
 from quire.ops.attention.host_blocks import HostBlocks
 from quire.ops.collective import RankGroup, all_gather, all_to_all
@@ -39,24 +39,13 @@ def share_context(layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> Atte
     """Make a backend for one of several ranks, which deal out the tokens of a sequence among each
     other; the usual one where that changes nothing. layout: with the scheduler's blocks. Raises
     ConfigError for blocks that cannot be divided."""
-    if ranks.size == 1 or not any(is_divided(group) for group in layout.groups):
+    if ranks.size == 1 or not any(map(_is_divided, layout.groups)):
         return make(layout)
-    check_block_size(layout.block_size, ranks.size)
     return ContextShared(layout, make, ranks)
 
 
-def is_divided(group: CacheGroup) -> bool:
-    """Tell whether ranks deal out what a group's layers keep of a sequence."""
+def _is_divided(group: CacheGroup) -> bool:
     return group.keeps_all and len(group.layers) > 0
-
-
-def check_block_size(block_size: int, num_ranks: int) -> None:
-    """Raise ConfigError for blocks of which not every rank can have as many tokens."""
-    if block_size % num_ranks:
-        raise ConfigError(
-            f"decode_context_parallel_size={num_ranks} does not divide block_size={block_size}:"
-            " each rank has as many tokens of a block; take a block_size that is a multiple of it."
-        )
 
 
 @dataclass(frozen=True)
@@ -86,13 +75,14 @@ class ContextShared(AttentionBackend):
 
     def __init__(self, layout: KVLayout, make: MakeBackend, ranks: RankGroup) -> None:
         self._ranks = ranks
-        self._dealing = Dealing(ranks.rank, ranks.size, layout.block_size // ranks.size)
-        self._is_divided = [is_divided(group) for group in layout.groups]
+        size = cut_block(layout.block_size, ranks.size)
+        self._dealing = Dealing(ranks.rank, ranks.size, size)
+        self._is_divided = [_is_divided(group) for group in layout.groups]
         divided = [
             group if is_own else CacheGroup(FULL, ())
             for group, is_own in zip(layout.groups, self._is_divided, strict=True)
         ]
-        self._divided = make(replace(layout, groups=tuple(divided), block_size=self._dealing.size))
+        self._divided = make(replace(layout, groups=tuple(divided), block_size=size))
         whole = [
             replace(group, layers=()) if is_own else group
             for group, is_own in zip(layout.groups, self._is_divided, strict=True)

@@ -8,6 +8,7 @@ tried by itself.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch
 from quire.base.cache_group import STATE, CacheGroup
 from quire.base.model_spec import ModelSpec
 from quire.ops.attention.base import AttentionBackend, AttentionStep, KVLayout
+from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.cpu import CpuBackend
 from quire.ops.attention.select import make_backend
+from quire.ops.collective import ALONE, RankGroup
 from quire.runner.native_model import NativeModel
 
 CPU = torch.device("cpu")
@@ -39,7 +42,7 @@ class Paging:
     """The memory that sequences run over, and what computes attention over it.
 
     dtype: the model's. native: by the core's program of the model, in one call. seed: of where in
-    the pool the blocks stand.
+    the pool the blocks stand. context: ranks that deal out a sequence's tokens among each other.
     """
 
     block_size: int = 4
@@ -49,6 +52,7 @@ class Paging:
     kv_format: str = "auto"
     native: bool = False
     seed: int = 0
+    context: RankGroup = ALONE
 
 
 def make_step(
@@ -103,7 +107,8 @@ class PagedRun:
         size = paging.block_size
         counts = [-(-len(tokens) // size) for tokens in sequences]
         num_blocks = sum(counts) + SPARE_BLOCKS
-        self._attention = make_backend(paging.backend, make_layout(spec, num_blocks, paging))
+        layout, make = make_layout(spec, num_blocks, paging), partial(make_backend, paging.backend)
+        self._attention = share_context(layout, make, paging.context)
         self._model, self._paging, self._sequences = model, paging, sequences
         if paging.native:
             assert isinstance(self._attention, CpuBackend)

@@ -1,0 +1,51 @@
+"""Some ranks of a group as a group of their own, by exchanges of all of them.
+
+Shape legend: G ranks of the whole group, C of a part.
+"""
+
+import torch
+
+from quire.ops.collective import ALONE, RankGroup
+from quire.ops.collectives.order import sum_in_order
+
+
+class Neighbours:
+    """The rank itself and those beside it: of the whole group C from a multiple of C on. All parts
+    exchange at the same time, so each call moves G / C times what a group of C ranks would."""
+
+    def __init__(self, whole: RankGroup, size: int) -> None:
+        assert whole.size % size == 0, "parts are equally large"
+        self.rank, self.size = whole.rank % size, size
+        self._whole, self._first = whole, whole.rank - self.rank
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankGroup; in the order of ranks."""
+        return sum_in_order(self.all_gather(x).unbind())
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        return self._own(self._whole.all_gather(x))
+
+    def reduce_scatter(self, x_C: torch.Tensor) -> torch.Tensor:
+        """See RankGroup; in the order of ranks."""
+        return sum_in_order(self.all_to_all(x_C).unbind())
+
+    def all_to_all(self, x_C: torch.Tensor) -> torch.Tensor:
+        """See RankGroup."""
+        x_G = x_C.new_zeros(self._whole.size, *x_C.shape[1:])
+        self._own(x_G).copy_(x_C)
+        return self._own(self._whole.all_to_all(x_G))
+
+    def abort(self) -> None:
+        """See RankGroup; all of the whole group's."""
+        self._whole.abort()
+
+    def _own(self, x_G: torch.Tensor) -> torch.Tensor:
+        return x_G[self._first : self._first + self.size]
+
+
+def neighbours(whole: RankGroup, size: int) -> RankGroup:
+    """Return the group of so many neighbours that a rank is one of."""
+    if size == 1:
+        return ALONE
+    return whole if size == whole.size else Neighbours(whole, size)

@@ -1,0 +1,59 @@
+"""Models of ranks that deal out sequences' tokens among each other, against the same on one rank.
+
+Covers `ops/attention/context_shared.py`.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.ops.collectives.thread_group import run_ranks
+from quire.ops.native import core
+from tests.models.checkpoints import write_checkpoint
+from tests.models.ranks import logits_of
+
+# (how many ranks, how many of them share): all but the last has two heads of keys and values.
+VARIANTS = [
+    ("llama", 4, 2),
+    ("qwen2_windows", 4, 2),
+    ("gpt_oss", 4, 2),
+    ("gemma2", 4, 2),
+    ("mixtral", 4, 2),
+    ("qwen3_next", 4, 2),
+    ("mistral_window", 4, 2),
+    ("llama_multi_query", 4, 2),
+    ("llama_multi_query", 4, 4),
+    ("llama_multi_query", 2, 2),
+]
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(("variant", "size", "sharing"), VARIANTS)
+def test_ranks_compute_what_one_does(
+    variant: str, size: int, sharing: int, backend: str, tmp_path: Path
+) -> None:
+    spec = write_checkpoint(tmp_path, variant).spec
+    (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
+    work = partial(logits_of, tmp_path, spec, sharing=sharing, backend=backend)
+    for found in run_ranks(size, work):
+        for one_TV, other_TV in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(core() is None, reason="the C++ core was not built")
+@pytest.mark.parametrize("paging", [{}, {"kv_format": "int8"}, {"block_size": 16}])
+@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_next", "llama_multi_query"])
+def test_by_the_core(variant: str, paging: dict[str, Any], tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path, variant).spec
+    given = {"backend": "cpu", **paging}
+    wanted, *_ = run_ranks(
+        4, lambda group: logits_of(tmp_path, spec, group, torch.float32, **given)
+    )
+    found, *_ = run_ranks(
+        4, lambda group: logits_of(tmp_path, spec, group, torch.float32, sharing=2, **given)
+    )
+    for one_TV, other_TV in zip(wanted, found, strict=True):
+        torch.testing.assert_close(other_TV, one_TV, rtol=1e-4, atol=1e-5)
