@@ -328,7 +328,8 @@ def test_vllms_ways_to_make_one() -> None:
     with pytest.raises(ConfigError, match="stat_loggers"):
         AsyncLLM.from_engine_args(args, stat_loggers=[])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        AsyncLLM.from_engine_args(AsyncEngineArgs("demo", tensor_parallel_size=2))
+        args = AsyncEngineArgs("demo", tensor_parallel_size=2, distributed_executor_backend="uni")
+        AsyncLLM.from_engine_args(args)
 
 
 def test_what_keeps_it_from_starting_is_raised_here(homes: Path) -> None:

@@ -28,6 +28,7 @@ from quire.models.source import ModelSource, load_format_of
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.collective import RankGroup
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
 from quire.ops.threads import num_threads
@@ -135,17 +136,18 @@ def build_runner(
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     config = derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
-    spec = whole.of_stage(place.stage, place.num_stages)
+    spec = whole.of_stage(place.stage, place.num_stages).of_ranks(place.tensor.size)
     dtype = torch_dtype(config.model.dtype)
     free = (
         share.cpu_bytes(available_cpu_bytes()) if device.type == "cpu" else free_gpu_bytes(device)
     )
     most = free if device.type == "cpu" else None
-    model = _load(config, source, whole, device, progress, most, place)
+    model = _load(config, source, whole, device, place, progress, most)
     weights, drafter = model_bytes(model), None
-    if draft_source is not None and spec.drafter is not None:
+    if draft_source is not None and whole.drafter is not None:
         left = None if most is None else most - weights
-        drafter = _load(config, draft_source, spec.drafter, device, progress, left)
+        on_all = RankPlace(place.tensor)
+        drafter = _load(config, draft_source, whole.drafter, device, on_all, progress, left)
         join(drafter, model, spec.num_layers, config.scheduler.max_num_batched_tokens or 0)
         weights += model_bytes(drafter)
     if place.num_stages > 1:
@@ -159,7 +161,7 @@ def build_runner(
         def make(
             config: EngineConfig, num_blocks: tuple[int, ...]
         ) -> tuple[ModelRunner, DraftPasses | None]:
-            runner = _assemble(config, spec, dtype, device, model, num_blocks)
+            runner = _assemble(config, spec, device, model, place.tensor, num_blocks)
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
@@ -168,7 +170,7 @@ def build_runner(
     config = with_length(config, memory.max_model_len)
     host = _host_tier(config, spec, device, memory, share)
     host = share.agree_on_limits(host, len(spec.cache_groups))
-    runner = _assemble(config, spec, dtype, device, model, memory.num_blocks, host, scales)
+    runner = _assemble(config, spec, device, model, place.tensor, memory.num_blocks, host, scales)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     name = runner.backend.name
@@ -195,9 +197,9 @@ def _load(
     source: ModelSource,
     spec: ModelSpec,
     device: torch.device,
+    place: RankPlace,
     progress: Progress | None,
     most_bytes: int | None,
-    place: RankPlace = WHOLE,
 ) -> Any:
     """Load the model into memory of the device. most_bytes: for weights, where that is known
     before."""
@@ -279,14 +281,14 @@ def copy_rate(
 def _assemble(
     config: EngineConfig,
     spec: ModelSpec,
-    dtype: torch.dtype,
     device: torch.device,
     model: DecoderModel,
+    group: RankGroup,
     num_blocks: tuple[int, ...],
     host_limits: tuple[int, ...] | None = None,
     scales: Scales | None = None,
 ) -> ModelRunner:
-    cache = config.cache
+    cache, dtype = config.cache, torch_dtype(config.model.dtype)
     limits = host_limits or (0,) * len(num_blocks)
     host_blocks = tuple(max(pair) for pair in zip(num_blocks, limits, strict=True))
     size, kv_format = cache.block_size, cache.kv_cache_dtype
@@ -303,7 +305,7 @@ def _assemble(
         native = model.native(backend)
     else:
         native = native_or_same(model, backend)
-    runner = assemble(config, native, backend, sizes, spec.vocab_size, device)
+    runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group)
     speculation = parse_speculation(config.speculative_config)
     if speculation is not None and speculation.method == NGRAM:
         runner.runs = Runs(speculation.shortest_run, speculation.longest_run, SEARCHED)

@@ -45,7 +45,7 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "disable_fastapi_docs": _ignored("there are no pages of documentation", is_switch=True),
     "enable_auto_tool_choice": _ignored("tool calls are always read", is_switch=True),
     "use_v2_block_manager": _ignored("there is one way to manage blocks", is_switch=True),
-    "disable_custom_all_reduce": _ignored("there is one device", is_switch=True),
+    "disable_custom_all_reduce": _ignored("there is one way to add", is_switch=True),
     "uvicorn_log_level": _ignored("--log-level is for everything"),
     "disable_uvicorn_access_log": _ignored("there is no access log", is_switch=True),
     "compilation_config": _ignored("--compilation says how steps are recorded"),

@@ -12,6 +12,7 @@ from tests.engine.ranks.scenarios import Answers, alone, answers_of
 from tests.serve.checkpoints import text_checkpoint
 
 MP = {"distributed_executor_backend": "mp"}
+TWO = {"tensor_parallel_size": 2}
 
 
 def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **settings: Any) -> Answers:
@@ -22,7 +23,7 @@ def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **setting
     return found
 
 
-@pytest.mark.parametrize("ranks", [MP])
+@pytest.mark.parametrize("ranks", [MP, TWO])
 def test_chunks_hits_groups_beams_masks_and_logprobs(ranks: dict[str, Any]) -> None:
     found = compare(ranks, "llama", 120)
     assert found.num_masked > 5

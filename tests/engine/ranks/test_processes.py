@@ -13,7 +13,14 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.config import EngineConfig, config_from_flat
-from quire.base.errors import EngineError, ModelError, OutOfMemory, RankLost, RequestError
+from quire.base.errors import (
+    ConfigError,
+    EngineError,
+    ModelError,
+    OutOfMemory,
+    RankLost,
+    RequestError,
+)
 from quire.engine.ranks.launch import Ranks
 from quire.models.source import resolve_model
 from tests.engine.ranks.scenarios import COMMON, WORDS
@@ -23,8 +30,9 @@ from tests.serve.processes import children_of, is_running, kill, wait_until
 SOON_S = 2.0
 LONG = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-SIZES = [{"distributed_executor_backend": "mp"}]
-ENDS = [(signal.SIGKILL, "signal 9"), (signal.SIGSTOP, "SIGSTOP")]
+ONE: dict[str, Any] = {"distributed_executor_backend": "mp"}
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+HOW = {signal.SIGKILL: "signal 9", signal.SIGSTOP: "SIGSTOP"}
 
 
 def config(**settings: Any) -> EngineConfig:
@@ -44,26 +52,33 @@ def nobody_stays() -> Iterator[None]:
     wait_until(lambda: not ranks_of(), "all ranks have gone")
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("number", "how"), ENDS)
-def test_while_loading(sizes: dict[str, Any], number: int, how: str) -> None:
-    made = config(**sizes)
+@pytest.mark.parametrize(("rank", "number"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_while_loading(rank: int, number: int) -> None:
+    made = config(**TWO)
     ranks = Ranks(made)
-    pid = ranks_of()[-1]
+    pid = ranks_of()[rank]
     kill(pid, number)
     began = time.monotonic()
-    with pytest.raises(RankLost, match=how) as raised:
+    with pytest.raises(RankLost, match=HOW[number]) as raised:
         ranks.load(made, resolve_model(made.model.model), None)
     assert time.monotonic() - began < SOON_S
-    assert f"process {pid}" in str(raised.value)
+    assert f"rank {rank} of 2 (process {pid})" in str(raised.value)
     assert not ranks_of()
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize(("number", "how"), ENDS)
-@pytest.mark.parametrize("is_idle", [True, False])
-def test_at_rest_and_in_a_step(is_idle: bool, sizes: dict[str, Any], number: int, how: str) -> None:
-    with LLM(str(checkpoint("llama")), **(COMMON | sizes)) as llm:
+@pytest.mark.parametrize(
+    ("is_idle", "rank", "number"),
+    [
+        (True, 1, signal.SIGKILL),
+        (True, 0, signal.SIGSTOP),
+        (False, 0, signal.SIGKILL),
+        (False, 1, signal.SIGKILL),
+        (False, 0, signal.SIGSTOP),
+        (False, 1, signal.SIGSTOP),
+    ],
+)
+def test_at_rest_and_in_a_step(is_idle: bool, rank: int, number: int) -> None:
+    with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
         stream = llm.stream(WORDS, LONG)
         next(stream)
         core = llm.engine.client.core
@@ -71,20 +86,20 @@ def test_at_rest_and_in_a_step(is_idle: bool, sizes: dict[str, Any], number: int
             core.plan()
             assert core.num_in_flight == 1
         pids = ranks_of()
-        kill(pids[-1], number)
+        kill(pids[rank], number)
         began = time.monotonic()
-        with pytest.raises(EngineError, match=how):
+        with pytest.raises(EngineError, match=HOW[number]):
             for _ in stream:
                 pass
         assert time.monotonic() - began < SOON_S
-        assert f"rank {len(pids) - 1} of {len(pids)} (process {pids[-1]})" in str(core._death)
+        assert f"rank {rank} of 2 (process {pids[rank]})" in str(core._death)
         with pytest.raises(EngineError, match="the engine has stopped"):
             llm.generate(WORDS, GREEDY, use_tqdm=False)
     assert not any(map(is_running, pids))
 
 
 def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions() -> None:
-    with LLM(str(checkpoint("llama")), **COMMON, **SIZES[0]) as llm:
+    with LLM(str(checkpoint("llama")), **COMMON, **ONE) as llm:
         [pid] = ranks_of()
         kill(pid, signal.SIGSTOP)
         kill(pid, signal.SIGCONT)
@@ -95,14 +110,16 @@ def test_whoever_is_stopped_only_for_a_moment_goes_on_and_takes_no_functions() -
 
 
 def test_an_engine_that_nobody_holds_takes_its_ranks_along() -> None:
-    llm = LLM(str(checkpoint("llama")), **COMMON, **SIZES[0])
+    llm = LLM(str(checkpoint("llama")), **COMMON, **ONE)
     assert ranks_of()
     del llm
 
 
 def test_what_keeps_a_rank_from_loading_is_raised_here(tmp_path: Any) -> None:
     with pytest.raises(OutOfMemory, match="less than one sequence"):
-        LLM(str(checkpoint("llama")), **COMMON, **SIZES[0], kv_cache_memory_bytes=1000)
+        LLM(str(checkpoint("llama")), **COMMON, **ONE, kv_cache_memory_bytes=1000)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match="no model_type"):
-        LLM(str(tmp_path), **COMMON, **SIZES[0])
+        LLM(str(tmp_path), **COMMON, **ONE)
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3 does not divide num_attention"):
+        LLM(str(checkpoint("llama")), **COMMON, tensor_parallel_size=3)

@@ -6,6 +6,7 @@ They are started first of all: while they import what they need, the core resolv
 import ctypes
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -52,6 +53,7 @@ class Ranks:
         """Start them. Raises ConfigError for more than there are devices."""
         self._num = config.parallel.num_ranks
         self._heard = _Heard()
+        self._ahead = [deque[FromRank]() for _ in range(self._num)]  # heard, and not asked for yet
         self._group_fds = [
             os.memfd_create(f"quire-stage-{stage}")
             for stage in range(config.parallel.pipeline_parallel_size)
@@ -110,9 +112,10 @@ class Ranks:
     def _from_each(
         self, kinds: type | tuple[type, ...], progress: Progress | None
     ) -> list[FromRank]:
-        """Wait for a message of these kinds from each rank. Raises what one of them has raised."""
-        found: dict[int, FromRank] = {}
-        while len(found) < self._num:
+        """Wait for the next message, of these kinds, of each rank. Raises what one of them has
+        raised."""
+        ahead = self._ahead
+        while not all(ahead):
             rank, message = self._heard.messages.get()
             if isinstance(message, RankLost):
                 raise message
@@ -122,9 +125,10 @@ class Ranks:
                 if rank == 0 and progress is not None:
                     progress(message.done, message.total)
                 continue
-            assert isinstance(message, kinds), f"rank {rank} sent {message}"
-            found[rank] = message
-        return [found[rank] for rank in range(self._num)]
+            ahead[rank].append(message)
+        found = [messages.popleft() for messages in ahead]
+        assert all(isinstance(message, kinds) for message in found), found
+        return found
 
     def _failure(self, rank: int, failed: Failed) -> QuireError:
         """Return the error that a rank has met with, as it was there."""

@@ -50,7 +50,8 @@ from quire.engine.ranks.messages import (
 )
 from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.source import resolve_model
-from quire.runner.build import build_runner
+from quire.ops.collectives.shared_group import SharedGroup
+from quire.runner.build import build_runner, choose_device
 from quire.runner.machine_share import MachineShare
 
 logger = logging.getLogger("quire")
@@ -270,7 +271,16 @@ def _serve(link: Link, own: EngineConfig | None, group_fd: int) -> None:
 
 def _place(config: EngineConfig, rank: int, group_fd: int) -> RankPlace:
     """Return which part of the model a rank has, and join those that share its layers."""
-    return WHOLE
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        return WHOLE
+    path, here, device = f"/proc/self/fd/{group_fd}", rank % size, choose_device(config.device)
+    if device.type == "cpu":
+        return RankPlace(SharedGroup(path, here, size))
+    from quire.ops.collectives.torch_group import file_store, nccl_group
+
+    store = file_store(path, size)
+    return RankPlace(nccl_group(store, here, size, device, in_order=config.deterministic))
 
 
 def _least(link: Link, values: Sequence[int]) -> tuple[int, ...]:
