@@ -34,7 +34,7 @@ of these tokens costs what it adds to a step. A first token comes after one step
 Both costs are measured before and after the engines; the lower ones count.
 `nothing cached` is the same formula with whole prompts, to be compared with the first engine.
 
---virtual: the same without scaling, in virtual time (tools/simulate.py): OPT-13B on an A100 and a
+--virtual: the same without scaling, in virtual time (tools/simulate): OPT-13B on an A100 and a
 pool of 15,700 tokens, as P has it; there is no directory.
 """
 
@@ -49,7 +49,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.virtual.dry_run import VOCAB_SIZE
-from benchmarks.virtual.simulate import OPT_13B, OTHER, STOP, Arrival, simulate, simulated_request
+from benchmarks.virtual.step_times import OPT_13B
 from quire import LLM
 from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
@@ -61,6 +61,8 @@ from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.bench.throughput import StepTimes, greedy, run_once
 from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
+from quire.tools.simulate.run import simulate
 from quire.tools.workloads import SHAREGPT, random_prompts
 
 LIMIT = 1024  # tokens of a prompt, and of an answer

@@ -2,7 +2,7 @@
 
     python -m benchmarks.hybrid_hits
 
-A scheduler without a model, in virtual time (virtual/simulate.py), over pools of --gb as the engine
+A scheduler without a model, in virtual time (tools/simulate), over pools of --gb as the engine
 would cut them (kv/sizing.py) for a hybrid model of the 0.6B kind: 6 layers of full attention, 0.2
 MB for 16 tokens, and 18 with states, 20 MB for each. `full` has the 6 layers only and all of the
 memory for them: what can be found at all in it. Shares are of all prompt tokens.
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.virtual.dry_run import VOCAB_SIZE
-from benchmarks.virtual.simulate import LLAMA_8B, OTHER, STOP, Arrival, simulate, simulated_request
+from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.cache_group import CacheGroup
 from quire.base.config import SchedulerConfig
 from quire.kv.manager import KVManager
@@ -32,6 +32,8 @@ from quire.kv.sizing import size_pools
 from quire.scheduler.memory import Memory
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
+from quire.tools.simulate.run import simulate
 from quire.tools.workloads import SHAREGPT
 
 BLOCK_SIZE, MAX_LEN, CHUNK = 16, 32768, 2048

@@ -3,7 +3,7 @@
     python -m benchmarks.policies
 
 Virtual time: a scheduler without a model, and steps that take what a formula says for Llama-3.1-8B
-on an H200 (tools/simulate.py). `wait`: from arrival to the first token. `hits`: share of the prompt
+on an H200 (tools/simulate). `wait`: from arrival to the first token. `hits`: share of the prompt
 tokens that were found in the index.
 
 `long and short`: prompts of 100 tokens and a few of 100,000 (T 4.5.1), at three loads; the load is
@@ -24,19 +24,14 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from benchmarks.virtual.dry_run import VOCAB_SIZE, dry_run
-from benchmarks.virtual.simulate import (
-    LLAMA_8B,
-    OTHER,
-    Arrival,
-    Run,
-    Served,
-    simulate,
-    simulated_request,
-)
+from benchmarks.virtual.step_times import LLAMA_8B
 from quire.base.config import SchedulerConfig
 from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head, write_report
+from quire.tools.simulate.arrivals import OTHER, Arrival, simulated_request
+from quire.tools.simulate.run import Run, simulate
+from quire.tools.simulate.served import Served
 
 POLICIES = ("fifo", "srtf", "two-level")
 BLOCK_SIZE, MAX_LEN, BUDGET = 16, 131_072, 8192

@@ -5,20 +5,22 @@ import pytest
 
 from benchmarks.virtual.branching import BranchingExecutor, group_request
 from benchmarks.virtual.dry_run import dry_run
-from benchmarks.virtual.simulate import OTHER, STOP, Arrival, StepTime, simulate, simulated_request
 from quire.base.config import SchedulerConfig
 from quire.base.events import Preempted
 from quire.base.messages import Abort
 from quire.base.plan import Plan, StepResult
 from quire.scheduler import admission, memory
 from quire.scheduler.scheduler import Scheduler
+from quire.tools.simulate.arrivals import OTHER, STOP, Arrival, simulated_request
+from quire.tools.simulate.run import simulate
+from quire.tools.simulate.step_times import Roofline
 from quire.tools.workloads import Lengths, Workload
 from tests.scheduler.device import make_request
 from tests.scheduler.listening import listen
 
 BLOCK = 4
 SHORT = Workload("short", Lengths(9, 0.8, 1, 30), Lengths(20, 0.9, 1, 60))
-A_SECOND = StepTime(1.0, 0.0, 0.0)
+A_SECOND = Roofline(1.0, 0.0)
 
 
 def scheduler_of(num_blocks: int, num_rows: int = 64, **settings: object) -> Scheduler:

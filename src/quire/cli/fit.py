@@ -7,16 +7,13 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError
-from quire.cli import machine
+from quire.cli.asked import DEVICE_HELP, find_config, find_device
 from quire.cli.settings import add_some_settings, given_settings
 
 if TYPE_CHECKING:
-    from quire.tools.devices import Device
     from quire.tools.fit import Alternative, Fit
 
 SETTINGS = (
@@ -25,7 +22,6 @@ SETTINGS = (
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "speculative_config", "tensor_parallel_size",
 )  # fmt: skip
-CONFIG = "config.json"
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -43,27 +39,22 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
-        "--device", metavar="NAME", default=argparse.SUPPRESS,
-        help="cpu (this machine), cuda (its GPU), a GPU's name such as H100, or a size such as"
-        " 24GB; this machine's GPU or else its CPU if absent",
-    )  # fmt: skip
+        "--device",
+        metavar="NAME",
+        default=argparse.SUPPRESS,
+        help=DEVICE_HELP,
+    )
     add_some_settings(parser, SETTINGS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns the exit status."""
-    from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model
     from quire.tools.fit import fit
 
     settings = given_settings(arguments)
-    device = _device(settings.pop("device", "auto"))
+    device = find_device(settings.pop("device", "auto"))
     config = config_from_flat(**settings)
-    model = config.model
-    if Path(model.model).name == CONFIG and Path(model.model).is_file():
-        folder = Path(model.model).resolve().parent
-        source = ModelSource(folder, "dummy", folder.name)
-    else:
-        source = resolve_model(model.model, model.revision, progress=False, files=CONFIG_ONLY)
+    source = find_config(config.model)
     found = fit(config, source, device)
     if arguments.json:
         print(json.dumps(as_data(found), indent=2))
@@ -71,26 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
         for line in _lines(found):
             print(line)
     return 0
-
-
-def _device(name: str) -> "Device":
-    """Describe this machine, or any other. Raises ConfigError for one that is not known."""
-    from quire.runner.memory_plan import available_cpu_bytes
-    from quire.tools.devices import CPU, GPU, Device, find_gpu
-
-    plain = name.strip().lower()
-    gpus = machine.gpus() if plain in ("auto", GPU) else []
-    if gpus:
-        size = int(gpus[0]["memory.total"].removesuffix("MiB")) * MIB
-        return Device(f"this machine's {gpus[0]['name']}", GPU, size)
-    if plain == GPU:
-        raise ConfigError(
-            "device is cuda, but nvidia-smi shows no GPU here; give one by its name, such as H100,"
-            " or use --device cpu."
-        )
-    if plain in ("auto", CPU):
-        return Device("this machine's CPU", CPU, available_cpu_bytes())
-    return find_gpu(name)
 
 
 def as_data(found: "Fit") -> dict[str, Any]:

@@ -23,6 +23,7 @@ from quire.cli import (
     port,
     replay,
     serve,
+    simulate,
     trace,
     verify,
 )
@@ -30,7 +31,9 @@ from quire.cli.config_file import describe, resolve
 
 logger = logging.getLogger("quire")
 
-COMMANDS = (serve, chat, generate, bench, doctor, fit, verify, port, replay, explain, trace)
+COMMANDS = (
+    serve, chat, generate, bench, simulate, doctor, fit, verify, port, replay, explain, trace,
+)  # fmt: skip
 LONG_FLAG = re.compile(r"--[A-Za-z][\w-]*(?==|$)")
 
 

@@ -15,7 +15,7 @@ from quire.base.masks import MaskPromise
 from quire.base.model_spec import ModelSpec
 from quire.base.plan import Plan, StepResult
 from quire.base.speculation import NGRAM, parse_speculation
-from quire.kv.sizing import MemoryPlan, host_tier_blocks
+from quire.kv.sizing import MemoryPlan
 from quire.models.determinism import make_deterministic
 from quire.models.draft_model import join, with_drafter
 from quire.models.formats import weight_formats
@@ -36,14 +36,18 @@ from quire.runner.assemble import assemble, record_graphs
 from quire.runner.derive import derive_config
 from quire.runner.drafting import DraftPasses, make_draft_passes, with_spare_blocks
 from quire.runner.machine_share import WHOLE_MACHINE, MachineShare
-from quire.runner.memory_plan import available_cpu_bytes, block_bytes_of, plan_cpu_memory
+from quire.runner.memory_plan import (
+    available_cpu_bytes,
+    block_bytes_of,
+    host_tier_limits,
+    plan_cpu_memory,
+)
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
 from quire.runner.stage import NO_LINKS, StageLinks, StageModel, run_stage, skip_stage
 
 MEASURED_BLOCKS = 32
-PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 
 Progress = Callable[[int, int], None]
 
@@ -168,7 +172,7 @@ def build_runner(
     block_bytes = block_bytes_of(config, spec)
     memory = share.agree(memory, block_bytes)
     config = with_length(config, memory.max_model_len)
-    host = _host_tier(config, spec, device, memory, share)
+    host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
     runner = _assemble(config, spec, device, model, place.tensor, memory.num_blocks, host, scales)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
@@ -219,44 +223,6 @@ def _load(
     if config.deterministic:
         make_deterministic(model)
     return model
-
-
-def _host_tier(
-    config: EngineConfig,
-    spec: ModelSpec,
-    device: torch.device,
-    memory: MemoryPlan,
-    share: MachineShare,
-) -> tuple[int, ...] | None:
-    """Count blocks of host memory for what the pool has no room for, by cache group; None: no tier.
-
-    If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
-    and stores pass through a little. Raises ConfigError for more than there is.
-    """
-    cache = config.cache
-    has_stores = bool(cache.stores)
-    if not cache.enable_prefix_caching or (cache.kv_host_gb == 0 and not has_stores):
-        return None
-    if cache.kv_host_gb is None and device.type == "cpu" and not has_stores:
-        return None
-    free = available_cpu_bytes() // share.num_ranks
-    num_bytes = min(memory.pool_bytes, free // 4)
-    if has_stores and (device.type == "cpu" or cache.kv_host_gb == 0):
-        num_bytes = min(max(memory.pool_bytes, PASSING_BYTES[0]), PASSING_BYTES[1], free // 4)
-    if cache.kv_host_gb:
-        num_bytes = int(cache.kv_host_gb * 1e9) // share.num_ranks
-    if num_bytes > free:
-        raise ConfigError(
-            f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory"
-            f" ({free * share.num_ranks / 1e9:.1f} GB)."
-        )
-    sizes = block_bytes_of(config, spec)
-    limits = host_tier_blocks(spec.cache_groups, sizes, memory.num_blocks, num_bytes)
-    if cache.kv_host_gb and not all(limits):
-        raise ConfigError(
-            f"kv_host_gb={cache.kv_host_gb:g} holds no block; one takes {sum(sizes) / 1e6:.1f} MB."
-        )
-    return limits if all(limits) else None
 
 
 def copy_rate(

@@ -12,12 +12,20 @@ from quire.base.cuts import cut_block
 from quire.base.errors import ConfigError, OutOfMemory
 from quire.base.model_spec import DTYPE_BYTES, ModelSpec
 from quire.base.speculation import most_guesses, parse_speculation, speculation_of
-from quire.kv.sizing import MIB, MemoryPlan, longest_sequence, num_states, size_pools
+from quire.kv.sizing import (
+    MIB,
+    MemoryPlan,
+    host_tier_blocks,
+    longest_sequence,
+    num_states,
+    size_pools,
+)
 
 CPU_POOL_SHARE = 0.25
 MEMORY_VARIABLE = "QUIRE_MEMORY_BYTES"  # what a process may count on, of a machine that it shares
 CGROUP = Path("/sys/fs/cgroup")
 GPU_RESERVE_BYTES = 384 * MIB  # fragmentation, libraries, and blocks that pass to the host and back
+PASSING_BYTES = 64 << 20, 1 << 30  # of host memory for blocks between the pool and a store
 GPU_CONTEXT_BYTES = 512 * MIB  # of a process that uses a GPU, before it does anything
 
 
@@ -205,3 +213,38 @@ def make_plan(
         max_model_len=length,
         num_states=num_states(spec.cache_groups, num_blocks),
     )
+
+
+def host_tier_limits(
+    config: EngineConfig, spec: ModelSpec, memory: MemoryPlan, free_bytes: int, num_ranks: int = 1
+) -> tuple[int, ...] | None:
+    """Count blocks of host memory for what the pool has no room for, by cache group; None: no tier.
+
+    If nothing was asked for, a GPU gets as many as its pool has, in a quarter of the free memory,
+    and stores pass through a little. config: with all derived values filled in. num_ranks: that
+    share the host's memory. Raises ConfigError for more than there is.
+    """
+    cache = config.cache
+    has_stores, on_cpu = bool(cache.stores), config.device == "cpu"
+    if not cache.enable_prefix_caching or (cache.kv_host_gb == 0 and not has_stores):
+        return None
+    if cache.kv_host_gb is None and on_cpu and not has_stores:
+        return None
+    free = free_bytes // num_ranks
+    num_bytes = min(memory.pool_bytes, free // 4)
+    if has_stores and (on_cpu or cache.kv_host_gb == 0):
+        num_bytes = min(max(memory.pool_bytes, PASSING_BYTES[0]), PASSING_BYTES[1], free // 4)
+    if cache.kv_host_gb:
+        num_bytes = int(cache.kv_host_gb * 1e9) // num_ranks
+    if num_bytes > free:
+        raise ConfigError(
+            f"kv_host_gb={cache.kv_host_gb:g} is more than the free memory"
+            f" ({free_bytes / 1e9:.1f} GB)."
+        )
+    sizes = block_bytes_of(config, spec)
+    limits = host_tier_blocks(spec.cache_groups, sizes, memory.num_blocks, num_bytes)
+    if cache.kv_host_gb and not all(limits):
+        raise ConfigError(
+            f"kv_host_gb={cache.kv_host_gb:g} holds no block; one takes {sum(sizes) / 1e6:.1f} MB."
+        )
+    return limits if all(limits) else None

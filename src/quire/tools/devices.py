@@ -1,4 +1,4 @@
-"""The memory of devices that people ask about: `quire fit --device H100`. No torch."""
+"""Memory and speed of devices that people ask about: `quire fit --device H100`. No torch."""
 
 import re
 from dataclasses import dataclass
@@ -30,6 +30,47 @@ GPUS = {
     "RTX-3090": 24_576,
     "RTX-A6000": 49_140,
     "MI300X": 196_592,
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What the makers' data sheets promise: operations per second of dense products in 16 bits and
+    in 8, bytes per second of the memory, of the link to the host, and of those to other devices of
+    its kind, each in one direction. No step reaches any of them."""
+
+    flops_16: float
+    flops_8: float
+    memory: float
+    host: float
+    peers: float
+
+
+def _speed(flops_16: float, flops_8: float, memory: float, host: float, peers: float) -> Speed:
+    """Make it of TFLOP/s and GB/s."""
+    return Speed(flops_16 * 1e12, flops_8 * 1e12, memory * 1e9, host * 1e9, peers * 1e9)
+
+
+SPEEDS = {
+    "B200": _speed(2250, 4500, 8000, 64, 900),
+    "H200": _speed(989, 1979, 4800, 64, 450),
+    "H100": _speed(989, 1979, 3350, 64, 450),
+    "H100-NVL": _speed(835, 1671, 3938, 64, 300),
+    "A100-80": _speed(312, 624, 2039, 32, 300),
+    "A100-40": _speed(312, 624, 1555, 32, 300),
+    "L40S": _speed(362, 733, 864, 32, 32),
+    "L4": _speed(121, 242, 300, 32, 32),
+    "A40": _speed(150, 299, 696, 32, 56),
+    "A10": _speed(125, 250, 600, 32, 32),
+    "A10G": _speed(70, 140, 600, 32, 32),
+    "T4": _speed(65, 130, 320, 16, 16),
+    "V100-32": _speed(125, 125, 900, 16, 150),
+    "V100-16": _speed(125, 125, 900, 16, 150),
+    "RTX-5090": _speed(210, 419, 1792, 64, 64),
+    "RTX-4090": _speed(165, 330, 1008, 32, 32),
+    "RTX-3090": _speed(71, 142, 936, 32, 56),
+    "RTX-A6000": _speed(155, 310, 768, 32, 56),
+    "MI300X": _speed(1307, 2615, 5300, 64, 448),
 }
 ALIASES = {"H100-SXM": "H100", "H100-PCIe": "H100", "H100-80": "H100"}
 MAKERS = re.compile(r"nvidia|geforce|tesla|amd|instinct")

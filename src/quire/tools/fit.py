@@ -190,8 +190,11 @@ class _Question:
         )
 
 
-def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
-    """Compute the figures of a model on a device. config: its device is not looked at.
+def fit(
+    config: EngineConfig, source: ModelSource, device: Device, num_ranks: int | None = None
+) -> Fit:
+    """Compute the figures of a model on a device. config: its device is not looked at. num_ranks:
+    devices that share each layer, if not as many as the config says.
 
     Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
     fit: it says by how much, and which settings would help.
@@ -201,7 +204,7 @@ def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
     )
     speculation = parse_speculation(config.speculative_config)
     spec, draft_source = with_drafter(spec, speculation, CONFIG_ONLY)
-    num_ranks = config.parallel.tensor_parallel_size
+    num_ranks = num_ranks or config.parallel.tensor_parallel_size
     own, place = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
     if device.kind == CPU:  # ranks share its memory
         device = dataclasses.replace(device, memory_bytes=device.memory_bytes // num_ranks)

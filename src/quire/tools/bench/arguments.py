@@ -27,7 +27,7 @@ SAMPLERS: dict[str, tuple[type, str]] = {
 
 
 def add_dataset_arguments(
-    parser: argparse.ArgumentParser, num_prompts: int, input_len: int, output_len: int
+    parser: argparse.ArgumentParser, num_prompts: int | None, input_len: int, output_len: int
 ) -> None:
     """Add what is asked. The numbers are the defaults of a benchmark."""
     group = parser.add_argument_group("requests")
@@ -40,9 +40,9 @@ def add_dataset_arguments(
         "--dataset-path", type=Path, metavar="FILE",
         help='sharegpt: JSON of conversations; custom: one {"prompt": ...} per line',
     )  # fmt: skip
-    _add_count(group, ("--num-prompts",), num_prompts, "requests")
-    _add_count(group, ("--random-input-len", "--input-len"), input_len, "random: own prompt tokens")
-    _add_count(
+    add_count(group, ("--num-prompts",), num_prompts, "requests")
+    add_count(group, ("--random-input-len", "--input-len"), input_len, "random: own prompt tokens")
+    add_count(
         group, ("--random-output-len", "--output-len"), None,
         f"random: output tokens (default: {output_len}); sharegpt, prefix_repetition and custom:"
         " instead of theirs",
@@ -52,22 +52,22 @@ def add_dataset_arguments(
         "--random-range-ratio", type=_ratio, default=0.0, metavar="SHARE",
         help="random: lengths vary by up to this share, evenly (default: %(default)s)",
     )  # fmt: skip
-    _add_count(
+    add_count(
         group, ("--random-prefix-len", "--prefix-len"), 0,
         "random: tokens before all prompts that they share", least=0,
     )  # fmt: skip
-    _add_count(
+    add_count(
         group, ("--sharegpt-output-len",), None,
         "sharegpt: output tokens (default: as long as the answer in the file)",
     )  # fmt: skip
-    _add_count(group, ("--custom-output-len",), 256, "custom: output tokens")
+    add_count(group, ("--custom-output-len",), 256, "custom: output tokens")
     for name, value, text in (
         ("prefix-len", 256, "tokens of each prefix"),
         ("suffix-len", 256, "own tokens after the prefix"),
         ("num-prefixes", 10, "different prefixes"),
         ("output-len", 128, "output tokens"),
     ):
-        _add_count(
+        add_count(
             group, (f"--prefix-repetition-{name}",), value, f"prefix_repetition: {text}"
         )  # fmt: skip
 
@@ -77,8 +77,8 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     --model and --seed)."""
     add_dataset_arguments(parser, num_prompts=16, input_len=128, output_len=64)
     group = parser.add_argument_group("measurement")
-    _add_count(group, ("--num-warmups",), 1, "short runs that do not count", least=0)
-    _add_count(group, ("--rounds",), 1, "runs; the median one is shown")
+    add_count(group, ("--num-warmups",), 1, "short runs that do not count", least=0)
+    add_count(group, ("--rounds",), 1, "runs; the median one is shown")
     _add_output(group)
 
 
@@ -88,6 +88,17 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset_arguments(parser, num_prompts=1000, input_len=1024, output_len=128)
     _add_load(parser)
     _add_sampling(parser)
+    group = add_result_arguments(parser)
+    group.add_argument("--save-result", action="store_true", help="write results under their date")
+    group.add_argument("--result-dir", type=Path, metavar="DIR", help="where (default: here)")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="write every request's times and text too"
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def add_result_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add which results are wanted; returns the group."""
     group = parser.add_argument_group("results")
     group.add_argument(
         "--percentile-metrics", default="ttft,tpot,itl", metavar="LIST",
@@ -102,12 +113,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         help="count requests that meet all limits, such as ttft:500 tpot:50 e2el:10000",
     )  # fmt: skip
     _add_output(group)
-    group.add_argument("--save-result", action="store_true", help="write results under their date")
-    group.add_argument("--result-dir", type=Path, metavar="DIR", help="where (default: here)")
-    group.add_argument(
-        "--save-detailed", action="store_true", help="write every request's times and text too"
-    )
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    return group
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
@@ -137,18 +143,24 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_load(parser: argparse.ArgumentParser) -> None:
+def add_rate_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add when requests come; returns the group."""
     group = parser.add_argument_group("load")
     group.add_argument(
-        "--request-rate", type=_positive, default=math.inf, metavar="PER_SECOND",
+        "--request-rate", type=positive, default=math.inf, metavar="PER_SECOND",
         help="requests sent per second; inf sends all at once (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--burstiness", type=_positive, default=1.0, metavar="SHAPE",
+        "--burstiness", type=positive, default=1.0, metavar="SHAPE",
         help="1 is a Poisson process, less is burstier, more is evener (default: %(default)s)",
     )  # fmt: skip
-    _add_count(group, ("--max-concurrency",), None, "most requests that are open at once")
-    _add_count(group, ("--num-warmups",), 0, "requests before the measurement", least=0)
+    return group
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    group = add_rate_arguments(parser)
+    add_count(group, ("--max-concurrency",), None, "most requests that are open at once")
+    add_count(group, ("--num-warmups",), 0, "requests before the measurement", least=0)
     group.add_argument(
         "--seed", type=int, default=0,
         help="of prompts, lengths and arrivals; a second run with the same seed meets the server's"
@@ -170,7 +182,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output-json", type=Path, metavar="FILE", help="write the results there")
 
 
-def _add_count(
+def add_count(
     group: argparse._ArgumentGroup,
     flags: tuple[str, ...],
     default: int | None,
@@ -190,10 +202,17 @@ def _add_count(
     group.add_argument(*flags, type=count, default=default, metavar="INT", help=text + shown)
 
 
-def _positive(given: str) -> float:
+def positive(given: str) -> float:
     value = float(given)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{given} is not above 0")
+    return value
+
+
+def at_least_zero(given: str) -> float:
+    value = float(given)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{given} is not a number from 0")
     return value
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 HEADERS = {
     "ttft": "Time to First Token",
@@ -57,8 +58,10 @@ class Summary:
     percentiles: tuple[tuple[float, float], ...]
 
     @classmethod
-    def of(cls, times_s: list[float], percentiles: tuple[float, ...]) -> "Summary":
-        times_ms = np.asarray(times_s or [0.0]) * 1e3
+    def of(
+        cls, times_s: Sequence[float] | npt.NDArray[np.float64], percentiles: tuple[float, ...]
+    ) -> "Summary":
+        times_ms = np.asarray(times_s if len(times_s) else [0.0]) * 1e3
         return cls(
             float(times_ms.mean()),
             float(np.median(times_ms)),

@@ -23,14 +23,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quire.base.errors import ConfigError
-from quire.tools.bench.arguments import METRICS
 from quire.tools.bench.asking import Asker, as_texts, make_asker
+from quire.tools.bench.bar import Bar
 from quire.tools.bench.datasets import BenchRequest, Tokens, make_requests
 from quire.tools.bench.guesses import Guesses, block_lines, read_guesses
 from quire.tools.bench.guesses import json_keys as guesses_json
+from quire.tools.bench.load import Load
 from quire.tools.bench.metrics import (
     RequestResult,
     ServingMetrics,
@@ -40,58 +39,12 @@ from quire.tools.bench.metrics import (
     measure,
 )
 from quire.tools.bench.tokens import LocalTokens, ServerTokens
+from quire.tools.bench.wanted import Wanted
 from quire.tools.http_client import HttpClient, HttpError, first_model
 from quire.tools.report import plain_facts, write_report
 
 READY_POLL_S = 0.25
 ERRORS_SHOWN = 3
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which results: read from the options before anything runs."""
-
-    shown: tuple[str, ...]
-    percentiles: tuple[float, ...]
-    limits_ms: dict[str, float]
-
-    @classmethod
-    def from_options(cls, options: argparse.Namespace) -> "Wanted":
-        """Read what is wanted from the options. Raises ConfigError."""
-        shown = tuple(name for name in options.percentile_metrics.split(",") if name)
-        for name in shown:
-            _check_metric(name, "--percentile-metrics", METRICS)
-        percentiles = tuple(
-            _number(p, "--metric-percentiles", 100.0) for p in options.metric_percentiles.split(",")
-        )
-        limits: dict[str, float] = {}
-        for pair in options.goodput:
-            name, _, limit = pair.partition(":")
-            _check_metric(name, "--goodput", GOODPUT_METRICS)
-            limits[name] = _number(limit, "--goodput", math.inf)
-        return cls(shown, percentiles, limits)
-
-
-@dataclass(frozen=True)
-class Load:
-    """How requests arrive."""
-
-    rate_per_s: float
-    burstiness: float
-    max_concurrency: int | None
-    seed: int
-
-    def arrivals_s(self, num: int) -> list[float]:
-        """Draw when each request is sent. Stretched so that the last one comes at num / rate: the
-        rate of the run is the one asked for, also where the run is short."""
-        if self.rate_per_s == math.inf:
-            return [0.0] * num
-        rng = np.random.default_rng([self.seed, 2])
-        scale = 1.0 / (self.rate_per_s * self.burstiness)
-        times = np.cumsum(rng.gamma(self.burstiness, scale, num))
-        stretched: list[float] = (times * (num / self.rate_per_s / times[-1])).tolist()
-        return stretched
 
 
 @dataclass(frozen=True)
@@ -152,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
             requests = as_texts(requests, tokens)
         runner.run(_warm_up(asker, requests[0], options.num_warmups))
         before = runner.run(read_guesses(client))
-        with _Bar(len(requests), enabled=not options.disable_tqdm) as bar:
+        with Bar(len(requests), enabled=not options.disable_tqdm) as bar:
             outcome = runner.run(send_all(asker.ask, requests, load, bar.advance))
         guesses = runner.run(read_guesses(client)).since(before)
         runner.run(client.close())
@@ -212,21 +165,6 @@ def _headers(options: argparse.Namespace) -> dict[str, str]:
     return headers
 
 
-def _check_metric(name: str, flag: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ConfigError(f"{flag} knows {', '.join(known)}, not {name!r}.")
-
-
-def _number(text: str, flag: str, most: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= most:
-        raise ConfigError(f"{flag}: {text!r} is no number from 0 to {most:g}.")
-    return value
-
-
 def _show_errors(results: list[RequestResult]) -> None:
     """Print the first different ones."""
     errors = list(dict.fromkeys(result.error for result in results if not result.is_ok))
@@ -266,32 +204,3 @@ def _save(
         name = f"{options.backend}-{rate}qps{limit}-{Path(model).name}-{date}.json"
         path = (options.result_dir or Path()) / name
         write_report(path, found, plain_facts)
-
-
-class _Bar:
-    """Requests done, on standard error, if that is a terminal."""
-
-    def __init__(self, num: int, enabled: bool) -> None:
-        self._progress: Any = None
-        if enabled and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._progress = Progress(
-                *columns, console=Console(stderr=True), refresh_per_second=2, transient=True
-            )
-            self._task = self._progress.add_task("", total=num)
-
-    def __enter__(self) -> "_Bar":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def advance(self) -> None:
-        if self._progress is not None:
-            self._progress.advance(self._task)

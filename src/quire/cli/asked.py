@@ -1,0 +1,50 @@
+"""Which model and which device a command asks about, without loading either."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.base.config import ModelConfig
+from quire.base.errors import ConfigError
+from quire.cli import machine
+
+if TYPE_CHECKING:
+    from quire.models.source import ModelSource
+    from quire.tools.devices import Device
+
+CONFIG = "config.json"
+MIB = 1 << 20
+DEVICE_HELP = (
+    "cpu (this machine), cuda (its GPU), a GPU's name such as H100, or a size such as 24GB; this"
+    " machine's GPU or else its CPU if absent"
+)
+
+
+def find_config(model: ModelConfig) -> "ModelSource":
+    """Find a model's config, which may also be given as a file. Raises ModelNotFound."""
+    from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model
+
+    path = Path(model.model)
+    if path.name == CONFIG and path.is_file():
+        folder = path.resolve().parent
+        return ModelSource(folder, "dummy", folder.name)
+    return resolve_model(model.model, model.revision, progress=False, files=CONFIG_ONLY)
+
+
+def find_device(name: str) -> "Device":
+    """Describe this machine, or any other. Raises ConfigError for one that is not known."""
+    from quire.runner.memory_plan import available_cpu_bytes
+    from quire.tools.devices import CPU, GPU, Device, find_gpu
+
+    plain = name.strip().lower()
+    gpus = machine.gpus() if plain in ("auto", GPU) else []
+    if gpus:
+        size = int(gpus[0]["memory.total"].removesuffix("MiB")) * MIB
+        return Device(f"this machine's {gpus[0]['name']}", GPU, size)
+    if plain == GPU:
+        raise ConfigError(
+            "device is cuda, but nvidia-smi shows no GPU here; give one by its name, such as H100,"
+            " or use --device cpu."
+        )
+    if plain in ("auto", CPU):
+        return Device("this machine's CPU", CPU, available_cpu_bytes())
+    return find_gpu(name)

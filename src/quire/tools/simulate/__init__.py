@@ -1,0 +1,1 @@
+"""The production scheduler on a device that only a formula knows, in virtual time."""

@@ -1,0 +1,119 @@
+"""From a model, a device and settings to simulated cores: the engine's own memory plan, sizes and
+scheduler, with step times in the place of a model."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.clock import FakeClock
+from quire.base.config import EngineConfig, flat_settings
+from quire.base.errors import ConfigError
+from quire.base.model_spec import ModelSpec
+from quire.base.speculation import parse_speculation
+from quire.engine.record import Recorder
+from quire.engine.step_budget import StepBudget
+from quire.kv.manager import KVManager
+from quire.ops.threads import num_threads
+from quire.runner.memory_plan import block_bytes_of, host_tier_limits
+from quire.runner.step_size import first_budget
+from quire.scheduler.memory import Memory
+from quire.scheduler.policies import POLICIES, make_policy
+from quire.scheduler.scheduler import Scheduler
+from quire.tools.devices import CPU
+from quire.tools.fit import Fit
+from quire.tools.simulate.replica import Replica
+from quire.tools.simulate.run import Run
+from quire.tools.simulate.step_times import StepTimes
+
+AMPLE_BYTES = 1 << 50  # of host memory beside a GPU: as much as is asked for
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What is simulated. config: with all derived values. spec: of one rank. follows_time: whether
+    a step's tokens follow how long steps take, as on a CPU where nothing else is asked for."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    num_blocks: tuple[int, ...]
+    host_limits: tuple[int, ...] | None
+    follows_time: bool
+
+    @classmethod
+    def of(cls, found: Fit, asked: EngineConfig, num_ranks: int = 1) -> "Engines":
+        """Take what fits the device. asked: the settings as they were given. num_ranks: devices
+        that share each layer. Raises ConfigError for a setting that has no meaning here."""
+        check_settings(asked)
+        own = found.spec.of_ranks(num_ranks)
+        limits = host_tier_limits(found.config, own, found.memory, AMPLE_BYTES, num_ranks)
+        is_open = asked.scheduler.max_num_batched_tokens is None
+        return cls(
+            found.config,
+            own,
+            found.memory.num_blocks,
+            limits,
+            found.device.kind == CPU and is_open,
+        )
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block that may be found in the cache; 0 if none are kept."""
+        cache = self.config.cache
+        return cache.block_size if cache.enable_prefix_caching else 0
+
+    def replicas(self, num: int, times: StepTimes, clock: FakeClock, run: Run) -> list[Replica]:
+        """Make so many cores of one run."""
+        made = []
+        for number in range(num):
+            budget = None
+            if self.follows_time:
+                budget = StepBudget(first_budget(self.config, self.spec, num_threads()))
+            replica = Replica(
+                self._scheduler(), times, clock, number, run.by_id, self.spec.vocab_size, budget
+            )
+            replica.core.max_num_queued = self.config.scheduler.max_num_queued_reqs
+            self._record(replica, number if num > 1 else None)
+            made.append(replica)
+        return made
+
+    def _scheduler(self) -> Scheduler:
+        config, cache = self.config, self.config.cache
+        kv = KVManager(
+            self.spec.cache_groups,
+            self.num_blocks,
+            cache.block_size,
+            cache.enable_prefix_caching,
+            block_bytes=block_bytes_of(config, self.spec),
+            host_limits=self.host_limits,
+        )
+        most_tokens = config.scheduler.max_num_batched_tokens or 0
+        policy = make_policy(config.scheduler.scheduling_policy)
+        memory = Memory(kv, most_tokens, cache.watermark)
+        return Scheduler(memory, config.scheduler, config.model.max_model_len or 0, policy)
+
+    def _record(self, replica: Replica, number: int | None) -> None:
+        """Record the run as an engine would, so that it can be explained."""
+        config = self.config
+        if config.record is None:
+            return
+        path = Path(config.record) if number is None else Path(config.record) / str(number)
+        core, most = replica.core, config.record_max_mb * 1_000_000
+        core.record(
+            Recorder(core.scheduler, path, most, config.record_tokens, flat_settings(config), 0.0)
+        )
+
+
+def check_settings(asked: EngineConfig) -> None:
+    """Raise ConfigError for a setting that a simulation cannot do justice to."""
+    if asked.cache.stores:
+        raise ConfigError("kv_disk_dir and kv_store are not simulated; leave them out.")
+    speculation = parse_speculation(asked.speculative_config)
+    if speculation is not None and speculation.num_tokens:
+        raise ConfigError(
+            "speculative_config is not simulated: how many guesses are right, only a real run"
+            " tells. Leave it out."
+        )
+    policy = asked.scheduler.scheduling_policy
+    if asked.record is not None and policy not in POLICIES:
+        raise ConfigError(
+            f"record={asked.record!r} cannot keep the scheduling policy {policy!r}; leave it out."
+        )

@@ -1,0 +1,142 @@
+"""What `quire simulate` does: device, step times, workload, run, report."""
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from quire.base.clock import FakeClock
+from quire.base.config import EngineConfig
+from quire.models.source import ModelSource
+from quire.tools.bench.bar import Bar
+from quire.tools.bench.load import Load
+from quire.tools.bench.wanted import Wanted
+from quire.tools.devices import Device
+from quire.tools.fit import Fit, fit
+from quire.tools.report import plain_facts, write_report
+from quire.tools.simulate.build import Engines
+from quire.tools.simulate.results import Results, as_data, results_of, text_of
+from quire.tools.simulate.roofline import roofline_of
+from quire.tools.simulate.run import Run, run_all
+from quire.tools.simulate.step_times import StepTimes
+from quire.tools.simulate.traces import read_trace
+from quire.tools.simulate.workload import Traced, Work, synthetic
+
+ERRORS_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is simulated. num_ranks: devices that share each layer of a replica."""
+
+    config: EngineConfig
+    source: ModelSource
+    device: Device
+    num_ranks: int
+    num_replicas: int
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A run, with all that it was made of. wall_s: that it took."""
+
+    found: Fit
+    times: StepTimes
+    run: Run
+    results: Results
+    wall_s: float
+
+
+def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
+    """Simulate and report. Returns the exit status: 1 if no request was answered."""
+    wanted = Wanted.from_options(options)
+    found = fit(asked.config, asked.source, asked.device, asked.num_ranks)
+    engines = Engines.of(found, asked.config, asked.num_ranks)
+    times = step_times(options, found, asked.num_ranks)
+    work = _work(options, asked, found.spec.vocab_size)
+    _tell_head(asked, found, work)
+    with Bar(work.num, enabled=not options.disable_tqdm) as bar:
+        done = simulate_work(engines, times, work, asked.num_replicas, bar)
+    results = results_of(done.run, wanted)
+    simulated = Simulated(found, times, done.run, results, done.wall_s)
+    print(text_of(results, wanted, work.rate_per_s), flush=True)
+    _tell_end(simulated)
+    write_report(options.output_json, _as_json(asked, simulated, work), plain_facts)
+    return 0 if results.serving.completed else 1
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run and the seconds that it took."""
+
+    run: Run
+    wall_s: float
+
+
+def simulate_work(
+    engines: Engines, times: StepTimes, work: Work, num_replicas: int, bar: Bar
+) -> Done:
+    """Serve a workload by so many replicas."""
+    clock, run = FakeClock(), Run()
+    cores = engines.replicas(num_replicas, times, clock, run)
+    began = time.perf_counter()
+    run_all(cores, work.arrivals(), clock, run, work.then, bar.advance, engines.block_size)
+    wall_s = time.perf_counter() - began
+    for each in cores:
+        each.core.close()
+    return Done(run, wall_s)
+
+
+def step_times(options: argparse.Namespace, found: Fit, num_ranks: int) -> StepTimes:
+    """Return the step times that the options ask for. Raises ConfigError."""
+    host_s = 0.0 if options.host_ms is None else options.host_ms / 1e3
+    return replace(roofline_of(found, num_ranks), host_s=host_s)
+
+
+def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
+    rate = options.request_rate
+    if options.trace is None:
+        load = Load(
+            math.inf if rate is None else rate, options.burstiness, None, asked.config.model.seed
+        )
+        return synthetic(options, asked.config.model, load)
+    most = options.num_prompts
+    return Traced(read_trace(options.trace, options.trace_piece, most), vocab_size, rate)
+
+
+def _tell_head(asked: Asked, found: Fit, work: Work) -> None:
+    ranks = f", {asked.num_ranks} devices share each layer" if asked.num_ranks > 1 else ""
+    copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
+    print(f"# {found.model} on {found.device.name}{ranks}{copies}; simulated: {work.name}")
+    print(f"# {found.memory.describe()}", flush=True)
+
+
+def _tell_end(simulated: Simulated) -> None:
+    run, wall_s = simulated.run, max(simulated.wall_s, 1e-9)
+    print(
+        f"# {run.duration_s:,.1f} s were simulated in {wall_s:.1f} s:"
+        f" {run.num_sequence_steps / wall_s:,.0f} sequence-steps per second"
+    )
+    errors = list(dict.fromkeys(simulated.results.errors))
+    for error in errors[:ERRORS_SHOWN]:
+        print(f"failed: {error}", file=sys.stderr)
+    if len(errors) > ERRORS_SHOWN:
+        print(f"... and {len(errors) - ERRORS_SHOWN} other errors", file=sys.stderr)
+
+
+def _as_json(asked: Asked, simulated: Simulated, work: Work) -> dict[str, Any]:
+    rate: float | str = work.rate_per_s
+    return {
+        "model_id": simulated.found.model,
+        "device": asdict(asked.device),
+        "tensor_parallel_size": asked.num_ranks,
+        "replicas": asked.num_replicas,
+        "workload": work.name,
+        "num_prompts": work.num,
+        "request_rate": "inf" if rate == float("inf") else rate,
+        "pool_tokens": simulated.found.memory.num_slots,
+        "wall_s": simulated.wall_s,
+        **as_data(simulated.results),
+    }

@@ -1,0 +1,111 @@
+"""One engine core on a virtual device: core, scheduler and memory of production, virtual time.
+
+The seam for other engines: what the run needs of one is `SimulatedCore`. A baseline with batching
+or memory of its own is another class of that form, beside the same workloads, step times and
+measures.
+"""
+
+import math
+from typing import Protocol
+
+from quire.base.clock import FakeClock
+from quire.base.errors import RequestError
+from quire.base.messages import Control, Request
+from quire.base.validation import RequestLimits
+from quire.engine.core import EngineCore
+from quire.engine.step_budget import StepBudget
+from quire.scheduler.scheduler import Scheduler
+from quire.tools.simulate.executor import VirtualExecutor
+from quire.tools.simulate.served import Listener, Served
+from quire.tools.simulate.step_times import StepTimes
+
+ANY_LOGPROBS = -1
+
+
+class SimulatedCore(Protocol):
+    """What a run asks of an engine. Nothing of it waits."""
+
+    @property
+    def listener(self) -> Listener:
+        """Who is told what becomes of its requests."""
+        ...
+
+    def add(self, request: Request, num_output: int, served: Served) -> None:
+        """Take a request, which ends after so many tokens. Raises RequestError."""
+        ...
+
+    def control(self, message: Control) -> None: ...
+
+    def turn(self) -> None:
+        """Do what is to be done at this moment of the clock."""
+        ...
+
+    def next_s(self) -> float | None:
+        """Return when there is something to do by itself; None: not before a message comes."""
+        ...
+
+
+class Replica:
+    """A core of ours. clock: of the whole run."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        times: StepTimes,
+        clock: FakeClock,
+        number: int,
+        by_id: dict[str, Served],
+        vocab_size: int,
+        step_budget: StepBudget | None = None,
+    ) -> None:
+        self._outputs: dict[str, int] = {}
+        self._clock, self._times, self._scheduler = clock, times, scheduler
+        self._executor = VirtualExecutor(scheduler, times, clock, self._outputs)
+        limits = RequestLimits(
+            vocab_size, scheduler.max_model_len, ANY_LOGPROBS, scheduler.rows.table.num_rows
+        )
+        self.core = EngineCore(scheduler, self._executor, clock, limits, step_budget)
+        self.listener = Listener(scheduler, number, by_id)
+        self.core.subscribe(self.listener)
+        self._plans_s: float | None = None  # when the host has made the next plan
+
+    def add(self, request: Request, num_output: int, served: Served) -> None:
+        self._outputs[request.request_id] = num_output
+        self.listener.begin(request.request_id, served)
+        try:
+            self.core.add(request)
+        except RequestError as error:
+            del self._outputs[request.request_id], self.listener.open[request.request_id]
+            served.error = str(error)
+            raise
+        self._wake()
+
+    def control(self, message: Control) -> None:
+        self.core.control(message)
+        self._wake()
+
+    def turn(self) -> None:
+        if self._plans_s is not None and self._clock.now() < self._plans_s:
+            return
+        self._plans_s = None
+        self.core.advance()
+        for request_id in self.listener.ended:
+            self._outputs.pop(request_id, None)
+        self._wake()
+
+    def _wake(self) -> None:
+        """The host begins to plan, unless it does already or has nothing to plan."""
+        if self._plans_s is None and not self.core.num_in_flight and self.core.rest_s() == 0.0:
+            step_id = self._scheduler.planner.next_step_id
+            self._plans_s = self._times.plans_s(step_id, self._clock.now())
+
+    def next_s(self) -> float | None:
+        if self._plans_s is not None:
+            return self._plans_s
+        rest_s, now = self.core.rest_s(), self._clock.now()
+        times = []
+        if rest_s is not None:  # a time that rounding took away would never come
+            times = [max(now + rest_s, math.nextafter(now, math.inf)) if rest_s else now]
+        if self._executor.next_s is not None:
+            times.append(max(now, self._executor.next_s))
+        return min(times, default=None)

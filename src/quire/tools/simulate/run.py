@@ -1,0 +1,212 @@
+"""The run itself: a clock that jumps from one thing that happens to the next.
+
+The schedulers are the engine's own, so a run shows what they would decide; how long the steps take
+is the formula's claim. Of several replicas a request goes where `quire serve` would send it.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.base.clock import FakeClock
+from quire.base.errors import EngineError, RequestError
+from quire.engine.core_choice import CoreChoice, OpenLoad
+from quire.scheduler.scheduler import Scheduler
+from quire.tools.simulate.arrivals import Arrival, Message
+from quire.tools.simulate.replica import Replica, SimulatedCore
+from quire.tools.simulate.served import REASONS, Float64, Listener, Served
+from quire.tools.simulate.step_times import StepTimes
+
+ANY_VOCABULARY = 1 << 31
+NextArrival = Callable[[str, float], Arrival | None]
+Coming = Arrival | Message
+
+
+@dataclass
+class Run:
+    """by_id: all requests; listeners: one of each replica."""
+
+    by_id: dict[str, Served] = field(default_factory=dict)
+    listeners: list[Listener] = field(default_factory=list)
+    duration_s: float = 0.0
+
+    @property
+    def num_steps(self) -> int:
+        return sum(len(each.series.at_s) for each in self.listeners)
+
+    @property
+    def num_sequence_steps(self) -> int:
+        """Rows of all steps."""
+        return sum(sum(each.series.num_rows) for each in self.listeners)
+
+    @property
+    def num_output(self) -> int:
+        return sum(served.num_output for served in self.by_id.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_output / self.duration_s
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(served.num_preemptions for served in self.by_id.values())
+
+    @property
+    def num_lost_tokens(self) -> int:
+        return sum(each.num_lost_tokens for each in self.listeners)
+
+    @property
+    def used(self) -> float:
+        """Mean share of the pools in use, over steps."""
+        shares = [share for each in self.listeners for share in each.series.used]
+        return sum(shares) / max(1, len(shares))
+
+    @property
+    def most_used(self) -> int:
+        return max(each.most_used for each in self.listeners)
+
+    @property
+    def gaps_s(self) -> Float64:
+        """All times between two tokens of a sequence."""
+        return np.concatenate(
+            [np.empty(0), *(gaps for each in self.listeners for gaps in each.gaps)]
+        )
+
+    @property
+    def waits(self) -> dict[str, float]:
+        """Requests x seconds that were waited before the first admission or a return, by reason."""
+        return {name: sum(each.waits[name] for each in self.listeners) for name in REASONS}
+
+
+def simulate(
+    scheduler: Scheduler,
+    arrivals: Iterable[Coming],
+    times: StepTimes,
+    then: NextArrival = lambda request_id, now: None,
+) -> Run:
+    """Serve arrivals, in the order of their times, by one scheduler; `run_all` says more."""
+    clock, run = FakeClock(), Run()
+    replica = Replica(scheduler, times, clock, 0, run.by_id, ANY_VOCABULARY)
+    in_order = sorted(arrivals, key=lambda coming: coming.at_s)
+    return run_all([replica], in_order, clock, run, then)
+
+
+def run_all(
+    cores: Sequence[SimulatedCore],
+    arrivals: Iterable[Coming],
+    clock: FakeClock,
+    run: Run,
+    then: NextArrival = lambda request_id, now: None,
+    progress: Callable[[int], None] = lambda num_ended: None,
+    block_size: int = 0,
+) -> Run:
+    """Serve the arrivals, in the order of their times, until all of them have ended.
+
+    clock and run: those that the cores were made with. then: what comes because a request has
+    ended, such as the next turn of a conversation. block_size: of prefixes that a replica may know;
+    0 is none.
+    """
+    run.listeners = [core.listener for core in cores]
+    return _World(cores, arrivals, clock, run, CoreChoice(len(cores), block_size)).run(
+        then, progress
+    )
+
+
+class _World:
+    def __init__(
+        self,
+        cores: Sequence[SimulatedCore],
+        arrivals: Iterable[Coming],
+        clock: FakeClock,
+        run: Run,
+        choice: CoreChoice,
+    ) -> None:
+        self._cores, self._clock, self._run, self._choice = cores, clock, run, choice
+        self._arrivals = iter(arrivals)
+        self._next = next(self._arrivals, None)
+        self._more: list[tuple[float, int, Arrival]] = []  # that came of others' end
+        self._loads = [OpenLoad() for _ in cores]
+        self._wake_s: list[float | None] = [None] * len(cores)
+        self._num_more = 0
+
+    def run(self, then: NextArrival, progress: Callable[[int], None]) -> Run:
+        while (now := self._due_s()) is not None:
+            if now > self._clock.now_s:
+                self._clock.now_s = now
+            self._take_arrivals(now)
+            for number, core in enumerate(self._cores):
+                wake_s = self._wake_s[number]
+                if wake_s is None or wake_s > now:
+                    continue
+                core.turn()
+                if core.listener.ended:
+                    self._end(number, core.listener.take_ended(), now, then, progress)
+                self._wake_s[number] = core.next_s()
+        self._check()
+        self._run.duration_s = self._clock.now_s
+        return self._run
+
+    def _due_s(self) -> float | None:
+        """When something happens next."""
+        due_s = None if self._next is None else self._next.at_s
+        if self._more and (due_s is None or self._more[0][0] < due_s):
+            due_s = self._more[0][0]
+        for wake_s in self._wake_s:
+            if wake_s is not None and (due_s is None or wake_s < due_s):
+                due_s = wake_s
+        return due_s
+
+    def _take_arrivals(self, now: float) -> None:
+        while True:
+            coming: Coming | None = self._next
+            if self._more and (coming is None or self._more[0][0] < coming.at_s):
+                if self._more[0][0] > now:
+                    return
+                self._add(heapq.heappop(self._more)[2])
+                continue
+            if coming is None or coming.at_s > now:
+                return
+            self._next = next(self._arrivals, None)
+            if isinstance(coming, Arrival):
+                self._add(coming)
+                continue
+            for number, core in enumerate(self._cores):
+                core.control(coming.control)
+                self._wake_s[number] = core.next_s()
+
+    def _add(self, arrival: Arrival) -> None:
+        request, number = arrival.request, 0
+        served = Served(arrival.at_s, num_prompt=len(request.prompt_token_ids))
+        if len(self._cores) > 1:
+            loads = {core: load.total for core, load in enumerate(self._loads)}
+            number = self._choice.choose(request, loads)
+            self._loads[number].add(request)
+        core = self._cores[number]
+        try:
+            core.add(request, arrival.num_output, served)
+        except RequestError:
+            self._loads[number].remove(request.request_id)
+        self._wake_s[number] = core.next_s()
+
+    def _end(
+        self,
+        number: int,
+        ended: list[str],
+        now: float,
+        then: NextArrival,
+        progress: Callable[[int], None],
+    ) -> None:
+        for request_id in ended:
+            self._loads[number].remove(request_id)
+            if (arrival := then(request_id, now)) is not None:
+                heapq.heappush(self._more, (arrival.at_s, self._num_more, arrival))
+                self._num_more += 1
+        progress(len(ended))
+
+    def _check(self) -> None:
+        """Raise EngineError if somebody was left waiting: a mistake of the scheduler's or ours."""
+        left = [name for core in self._cores for name in core.listener.open]
+        if left:
+            raise EngineError(f"{len(left)} requests were never served, {left[0]!r} among them.")

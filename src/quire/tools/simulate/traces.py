@@ -1,0 +1,222 @@
+"""Traces of requests that people publish, told apart by their content.
+
+    Azure, 2023 and 2024 (CSV)   TIMESTAMP, ContextTokens, GeneratedTokens
+    BurstGPT (CSV)               Timestamp, Request tokens, Response tokens
+    Mooncake (JSONL)             timestamp [ms], input_length, output_length, hash_ids
+
+Of the first two only lengths are known: no prompt begins like another. Mooncake's hash_ids name
+pieces of 512 tokens: here equal ids become equal tokens, so that prompts share what they shared.
+Lines with a session_id and a delay [ms] come so long after the line before them in their session
+was answered. Recordings of our own are read by `recorded.py`.
+"""
+
+import csv
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ConfigError
+
+PIECE_TOKENS = 512  # that a hash id of Mooncake's names
+OWN = 1 << 47  # names of tokens that nobody shares are above this
+AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURST = ("Timestamp", "Request tokens", "Response tokens")
+MOONCAKE = ("timestamp", "input_length", "output_length")
+FORMATS = (
+    f"Azure's CSV ({', '.join(AZURE)}), BurstGPT's CSV ({', '.join(BURST)}), Mooncake's JSONL"
+    f" ({', '.join(MOONCAKE)} and, if prompts share something, hash_ids), and recordings"
+    " (`quire serve --record DIR`)"
+)
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """A line of a trace. at_s: since the first; after an earlier one's end, if follows names it.
+    prompt: names of parts and their numbers of tokens (`arrivals.token_ids_of`)."""
+
+    at_s: float
+    prompt: tuple[tuple[int, int], ...]
+    num_output: int
+    tenant: str = ""
+    follows: int | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return sum(count for _, count in self.prompt)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """num_left_out: lines without an answer, which say nothing of how long one takes."""
+
+    requests: list[TraceRequest]
+    format: str
+    num_left_out: int = 0
+
+
+def read_trace(path: Path, piece_tokens: int = PIECE_TOKENS, most: int | None = None) -> Trace:
+    """Read a trace, or the first `most` requests of it, in the order of their times. Raises
+    ConfigError, which says what is needed."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            first = next((line for line in file if line.strip()), "")
+            lines = itertools.chain([first], file)
+            if first.lstrip().startswith("{"):
+                trace = Trace(_mooncake(path, lines, piece_tokens, most), "Mooncake")
+            else:
+                trace = _table(path, lines, most)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the trace {path} cannot be read ({error}).") from error
+    if not trace.requests:
+        raise ConfigError(f"the trace {path} holds no request.")
+    return _from_zero(trace)
+
+
+def _from_zero(trace: Trace) -> Trace:
+    """Order requests by time, and let the first one come at 0."""
+    came = [each for each in trace.requests if each.follows is None]
+    if any(each.follows is not None for each in trace.requests):
+        order = trace.requests  # whose places `follows` names
+    else:
+        order = sorted(came, key=lambda each: each.at_s)
+    begin_s = min(each.at_s for each in came)
+    moved = [
+        each if each.follows is not None else _moved(each, each.at_s - begin_s) for each in order
+    ]
+    return Trace(moved, trace.format, trace.num_left_out)
+
+
+def _moved(each: TraceRequest, at_s: float) -> TraceRequest:
+    return TraceRequest(at_s, each.prompt, each.num_output, each.tenant, each.follows)
+
+
+# ---- tables ----------------------------------------------------------------------------------
+
+
+def _table(path: Path, lines: Iterable[str], most: int | None) -> Trace:
+    rows = csv.DictReader(lines, skipinitialspace=True)
+    names = {(name or "").strip().lower(): name for name in rows.fieldnames or ()}
+    for columns, kind in ((AZURE, "Azure"), (BURST, "BurstGPT")):
+        if all(column.lower() in names for column in columns):
+            found = [names[column.lower()] for column in columns]
+            return _lengths(path, rows, (found[0], found[1], found[2]), kind, most)
+    shown = ", ".join(name or "" for name in rows.fieldnames or ())[:120]
+    raise ConfigError(
+        f"{path} is no trace that is known; its first line is {shown!r}. Known are {FORMATS}."
+    )
+
+
+def _lengths(
+    path: Path,
+    rows: Iterable[dict[str, str]],
+    columns: tuple[str, str, str],
+    kind: str,
+    most: int | None,
+) -> Trace:
+    found: list[TraceRequest] = []
+    num_left_out = 0
+    for number, row in enumerate(rows, 2):
+        if most is not None and len(found) == most:
+            break
+        time, num_prompt, num_output = (row.get(column) for column in columns)
+        try:
+            at_s = _seconds(time or "")
+            lengths = int(float(num_prompt or "")), int(float(num_output or ""))
+        except (ValueError, OverflowError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: {columns[0]}={time!r}, {columns[1]}={num_prompt!r} and"
+                f" {columns[2]}={num_output!r} must be a time and two whole numbers."
+            ) from error
+        if min(lengths) < 1:
+            num_left_out += 1
+            continue
+        found.append(TraceRequest(at_s, ((OWN + number, lengths[0]),), lengths[1]))
+    return Trace(found, kind, num_left_out)
+
+
+def _seconds(text: str) -> float:
+    """Read seconds, or a date and time with any number of digits behind the second."""
+    try:
+        return float(text)
+    except ValueError:
+        head, point, rest = text.strip().partition(".")
+        digits = len(rest) - len(rest.lstrip("0123456789"))
+        moment = datetime.fromisoformat(head + point + rest[: min(digits, 6)] + rest[digits:])
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp()
+
+
+# ---- Mooncake --------------------------------------------------------------------------------
+
+
+def _mooncake(
+    path: Path, lines: Iterable[str], piece_tokens: int, most: int | None
+) -> list[TraceRequest]:
+    found: list[TraceRequest] = []
+    last_of: dict[str, int] = {}  # session -> the place of its last line
+    for number, item in _objects(path, lines):
+        if most is not None and len(found) == most:
+            break
+        request = _of_object(path, number, item, piece_tokens)
+        session = item.get("session_id")
+        follows = None
+        if session is not None:
+            if item.get("delay") is not None or item.get("timestamp") is None:
+                follows = last_of.get(str(session))
+            last_of[str(session)] = len(found)
+        at_s = _number(path, number, item, "timestamp") / 1e3 if follows is None else 0.0
+        if follows is not None and item.get("delay") is not None:
+            at_s = _number(path, number, item, "delay") / 1e3
+        found.append(TraceRequest(at_s, request.prompt, request.num_output, "", follows))
+    if any(each.follows is not None for each in found):
+        return found
+    return sorted(found, key=lambda each: each.at_s)
+
+
+def _objects(path: Path, lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}, is not valid JSON ({error}).") from error
+        if not isinstance(item, dict):
+            raise ConfigError(f"{path}, line {number}, is no object with {', '.join(MOONCAKE)}.")
+        yield number, item
+
+
+def _of_object(path: Path, number: int, item: dict[str, Any], piece_tokens: int) -> TraceRequest:
+    num_prompt = int(_number(path, number, item, "input_length", "input_tokens"))
+    num_output = int(_number(path, number, item, "output_length", "output_tokens"))
+    ids = item.get("hash_ids") or []
+    if not isinstance(ids, list) or not all(isinstance(each, int) and each >= 0 for each in ids):
+        raise ConfigError(f"{path}, line {number}: hash_ids must be a list of whole numbers.")
+    if min(num_prompt, num_output) < 1:
+        raise ConfigError(f"{path}, line {number}: input_length and output_length must be above 0.")
+    parts, left = [], num_prompt
+    for each in ids:
+        if left <= 0:
+            break
+        parts.append((each % OWN, min(piece_tokens, left)))
+        left -= piece_tokens
+    if left > 0:
+        parts.append((OWN + number, left))
+    return TraceRequest(0.0, tuple(parts), num_output)
+
+
+def _number(path: Path, number: int, item: dict[str, Any], *names: str) -> float:
+    """Return the first of these fields that is there."""
+    for name in names:
+        value = item.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    raise ConfigError(
+        f"{path}, line {number}: {names[0]} must be a number, got {item.get(names[0])!r}; a line"
+        f" needs {', '.join(MOONCAKE)}."
+    )

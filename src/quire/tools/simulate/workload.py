@@ -1,0 +1,112 @@
+"""What a simulated engine is asked: a trace, or requests drawn from one seed; and when.
+
+Requests are made when they come, so that prompts of a long trace do not fill the memory.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from quire.base.config import ModelConfig
+from quire.tools.bench.datasets import BenchRequest, make_requests
+from quire.tools.bench.load import Load
+from quire.tools.bench.tokens import LocalTokens
+from quire.tools.simulate.arrivals import Arrival, simulated_request, token_ids_of
+from quire.tools.simulate.run import Coming
+from quire.tools.simulate.traces import Trace, TraceRequest
+
+
+class Work(Protocol):
+    """What is asked. num: requests, of all; rate_per_s: of them; name: for people."""
+
+    name: str
+    num: int
+    rate_per_s: float
+
+    def arrivals(self) -> Iterator[Coming]:
+        """Yield what comes by itself, in the order of time."""
+        ...
+
+    def then(self, request_id: str, now: float) -> Arrival | None:
+        """Return what comes because a request has ended."""
+        ...
+
+
+@dataclass
+class Synthetic:
+    """Requests of the benchmarks' datasets, arriving as `load` says."""
+
+    name: str
+    requests: list[BenchRequest]
+    load: Load
+    num_tenants: int = 1
+
+    def __post_init__(self) -> None:
+        self.num = len(self.requests)
+        self.rate_per_s = self.load.rate_per_s
+
+    def arrivals(self) -> Iterator[Coming]:
+        rng = np.random.default_rng([self.load.seed, 3])
+        tenants = rng.integers(0, self.num_tenants, self.num).tolist()
+        times = self.load.arrivals_s(self.num)
+        for i, (at_s, each) in enumerate(zip(times, self.requests, strict=True)):
+            assert isinstance(each.prompt, list), "prompts are token ids here"
+            tenant = f"tenant {tenants[i] + 1}" if self.num_tenants > 1 else ""
+            request = simulated_request(str(i), each.prompt, None, tenant)
+            yield Arrival(at_s, request, each.output_len)
+
+    def then(self, request_id: str, now: float) -> Arrival | None:
+        return None
+
+
+class Traced:
+    """Requests of a trace. rate_per_s: stretches or squeezes its times to this mean rate; None
+    leaves them."""
+
+    def __init__(self, trace: Trace, vocab_size: int, rate_per_s: float | None = None) -> None:
+        came = [each for each in trace.requests if each.follows is None]
+        span_s = max(each.at_s for each in came)
+        own_rate = len(came) / span_s if span_s else math.inf
+        self.name = f"{trace.format}'s trace"
+        self.num = len(trace.requests)
+        self.rate_per_s = own_rate if rate_per_s is None else rate_per_s
+        scale = 1.0 if rate_per_s is None or math.isinf(own_rate) else own_rate / rate_per_s
+        self._vocab_size = vocab_size
+        self._requests = [
+            each if each.follows is not None else replace(each, at_s=each.at_s * scale)
+            for each in trace.requests
+        ]
+        self._next = {
+            str(each.follows): i
+            for i, each in enumerate(self._requests)
+            if each.follows is not None
+        }
+
+    def arrivals(self) -> Iterator[Coming]:
+        came = [i for i, each in enumerate(self._requests) if each.follows is None]
+        for i in sorted(came, key=lambda i: self._requests[i].at_s):
+            yield self._arrival(i, self._requests[i].at_s)
+
+    def then(self, request_id: str, now: float) -> Arrival | None:
+        i = self._next.get(request_id)
+        return None if i is None else self._arrival(i, now + self._requests[i].at_s)
+
+    def _arrival(self, i: int, at_s: float) -> Arrival:
+        each: TraceRequest = self._requests[i]
+        prompt = token_ids_of(each.prompt, self._vocab_size)
+        return Arrival(at_s, simulated_request(str(i), prompt, None, each.tenant), each.num_output)
+
+
+def synthetic(options: argparse.Namespace, model: ModelConfig, load: Load) -> Synthetic:
+    """Draw the requests that the options describe. Raises ConfigError."""
+    tokens = LocalTokens(model.model, model.tokenizer, model.revision)
+    drawn = make_requests(options, tokens, load.seed)
+    requests = [
+        replace(each, prompt=tokens.encode(each.prompt)) if isinstance(each.prompt, str) else each
+        for each in drawn
+    ]
+    return Synthetic(options.dataset_name, requests, load, options.tenants)

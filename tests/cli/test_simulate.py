@@ -1,0 +1,67 @@
+"""`quire simulate` from its command line: `tools/simulate/command.py`, `tools/simulate/build.py`
+and `tools/simulate/results.py`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
+
+LLAMA = ["simulate", "shape:llama-3.1-8b", "--device", "H100"]
+
+
+def run(*words: str, folder: Path) -> dict[str, object]:
+    path = folder / "out.json"
+    assert main([*LLAMA, *words, "--output-json", str(path)]) == 0
+    found: dict[str, object] = json.loads(path.read_text())
+    return found
+
+
+def test_a_workload_of_shared_prefixes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--num-prompts", "24", "--dataset-name", "prefix_repetition"]
+    limits = ["--request-rate", "50", "--goodput", "ttft:200", "tpot:50"]
+    more = ["--prefix-repetition-num-prefixes", "2", "--prefix-repetition-output-len", "9"]
+    found = run(*words, *more, *limits, "--replicas", "2", folder=tmp_path)
+    engine = found["engine"]
+    assert isinstance(engine, dict)
+    assert (found["completed"], found["total_output_tokens"]) == (24, 24 * 9)
+    assert found["request_goodput"] == found["request_throughput"]
+    assert sum(engine["per_replica"]) == 24 and engine["cached"] > 0.3
+    told = capsys.readouterr().out
+    assert "Mean TTFT (ms):" in told and "Waited for memory (ms):" in told
+
+
+def test_devices_that_share_layers_are_faster(tmp_path: Path) -> None:
+    words = ["--num-prompts", "6", "--input-len", "300", "--output-len", "5"]
+    alone = run(*words, folder=tmp_path)
+    four = run(*words, "-tp", "4", folder=tmp_path)
+    assert float(str(four["duration"])) < 0.6 * float(str(alone["duration"]))
+    assert float(str(four["pool_tokens"])) > 4 * float(str(alone["pool_tokens"]))
+
+
+def test_a_trace_at_another_rate(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    lines = [f"2023-11-16 18:17:{i:02}.0000000,{100 + i},{5 + i}" for i in range(10)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    found = run("--trace", str(path), "--request-rate", "20", folder=tmp_path)
+    assert (found["completed"], found["total_input_tokens"]) == (10, 1045)
+    assert found["request_rate"] == 20 and 0.4 < float(str(found["duration"])) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--device", "24GB", "--max-model-len", "auto"], "name a device of B200"),
+        (["--trace", "missing.csv"], "cannot be read"),
+        (["--kv-disk-dir", "x"], "not simulated"),
+        (["--speculative-config", '{"method": "ngram"}'], "not simulated"),
+        (["--goodput", "speed:1"], "--goodput knows"),
+        (["--plot", "x.png"], "--plot draws SVG"),
+    ],
+)
+def test_what_is_wrong_is_told(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*LLAMA, "--num-prompts", "2", *words]) == 1
+    assert told in capsys.readouterr().err
