@@ -4,6 +4,7 @@ The whole engine on a CPU, by torch's operations and by the C++ core. `tests/run
 kernels.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from quire.base.events import Event, Planned, Stepped
 from quire.base.sampling_params import StructuredOutputsParams
 from quire.engine.ahead import AheadDrafting
 from quire.engine.guess_pace import StepTimes
+from quire.engine.recording import read_recording
+from quire.tools.replay import replay_all
+from quire.tools.replay_model import replay_with_model
 
 NGRAM = {
     "method": "ngram",
@@ -138,7 +142,23 @@ def test_a_grammar_is_still_the_hosts_matter() -> None:
             )
         )
         assert answers(llm, params) == plain
-    assert plans.num_guessing > 5 and not all(kinds)
+    assert plans.num_guessing > 5 and not all(kinds) and kinds[-1]
+
+
+@pytest.mark.parametrize("keeps_tokens", [False, True])
+def test_a_replay_needs_nobody_who_guesses(tmp_path: Path, keeps_tokens: bool) -> None:
+    """The recording says where the device guessed, and what came of it; a model guesses anew."""
+    settings = {"record": str(tmp_path), "record_tokens": keeps_tokens, "max_num_seqs": 5}
+    with engine(3, kv_cache_memory_bytes=1 << 20, **settings) as llm:
+        plans = Plans(llm)
+        answers(llm)
+    assert plans.num_behind >= 10
+    outcome = replay_all(read_recording(tmp_path))
+    assert outcome.difference is None and outcome.num_steps == plans.num
+    if keeps_tokens:
+        outcome = replay_with_model(read_recording(tmp_path), {})
+        assert outcome.difference is None
+        assert "sampled tokens are identical" in outcome.notes[-1]
 
 
 def test_what_the_device_guesses_in_vain_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

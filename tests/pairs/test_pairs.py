@@ -84,6 +84,11 @@ def short() -> Iterator[LLM]:
 
 GUESSES: dict[str, dict[str, Any]] = {
     "ngram": {"num_speculative_tokens": 3, "prompt_lookup_max": 1},
+    "ngram, by the device": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 1,
+    },
     "suffix": {"num_speculative_tokens": 5},
     "eagle3": {"num_speculative_tokens": 3},
     "draft_model": {"num_speculative_tokens": 3},
@@ -97,6 +102,7 @@ def guessing(
     """Short of memory, and it tries what followed the last tokens before: often it is wrong. How
     long steps take is not looked at, so that it guesses on any machine."""
     settings = {"method": request.param, **GUESSES[request.param]}
+    depth = 2 if request.param == "ngram, by the device" else 1
     if request.param == "eagle3":
         settings["model"] = str(tmp_path_factory.mktemp("head"))
         write_demo_head(Path(settings["model"]))
@@ -105,7 +111,7 @@ def guessing(
         settings["model"], num_blocks = str(shallow("demo", 4)), 14
     with pytest.MonkeyPatch.context() as patch, engine(
         max_num_seqs=8, kv_cache_memory_bytes=num_blocks * block_bytes(), max_num_batched_tokens=16,
-        speculative_config=settings,
+        speculative_config=settings, pipeline_depth=depth,
     ) as made:  # fmt: skip
         patch.setattr(StepTimes, "observe", lambda *_: None)
         yield made

@@ -43,15 +43,17 @@ class AheadDrafting(Drafting):
     def guess(self, sequences: list[Sequence], num_running: int) -> list[Draft]:
         """See Guesses. Those of the device are as many ids that stand for nothing."""
         follows, self._follows = self._follows, False
+        found = [sequence for sequence in sequences if _is_plain(sequence)]
+        self._has_others = len(found) < len(sequences)
         if not self.is_ahead:
-            return super().guess(sequences, num_running)
+            drafts = super().guess(sequences, num_running)
+            self.holds_back &= self._has_others
+            return drafts
         if not follows:
             self._began_s = time.perf_counter()
         self._is_alone = False  # these steps' times are those of steps that follow each other
         if self._has_new:
             self._forget_ended()
-        found = [sequence for sequence in sequences if _is_plain(sequence)]
-        self._has_others = len(found) < len(sequences)
         drafts = self._choose(found, num_running)
         self._rest_all(is_worth=bool(drafts) or self._has_others)
         return drafts
