@@ -14,7 +14,7 @@ from quire.runner.stage_link import SocketLink
 def test_what_is_sent_is_received(dtype: torch.dtype) -> None:
     """More than a socket holds, nothing, and plans that failed, in their order."""
     one, other = socket.socketpair()
-    sender, receiver = SocketLink(one, 96, dtype), SocketLink(other, 96, dtype)
+    sender, receiver = SocketLink(one), SocketLink(other)
     rows = [torch.randn(num, 192, dtype=torch.float64).to(dtype)[:, ::2] for num in (5000, 1, 7)]
     thread = threading.Thread(target=lambda: [sender.send(each) for each in (*rows, None)])
     thread.start()
@@ -27,7 +27,7 @@ def test_what_is_sent_is_received(dtype: torch.dtype) -> None:
 
 def test_a_stage_that_is_gone() -> None:
     one, other = socket.socketpair()
-    link, other_link = (SocketLink(each, 8, torch.float32) for each in (one, other))
+    other_link = SocketLink(other)
     one.close()
     with pytest.raises(RankLost, match="before is gone"):
         other_link.receive()

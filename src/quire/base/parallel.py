@@ -15,7 +15,6 @@ from quire.base.settings import setting
 BACKENDS = "auto", "uni", "mp", "ray"
 # What is not built yet; each part takes its own away.
 NOT_YET = (
-    "pipeline_parallel_size",
     "decode_context_parallel_size",
     "nnodes",
 )

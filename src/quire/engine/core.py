@@ -120,7 +120,7 @@ class EngineCore:
         self._recorder: Recorder | None = None
         self._subscribers: list[Subscriber] = []
         self._submitted: deque[Submitted] = deque()  # the plans in flight
-        self._pacing = Pacing()
+        self._pacing = Pacing(scheduler.rows.num_stages)
         self._has_nothing_to_plan = False  # before something comes in
         self._carried_over: Plan | None = None  # of a plan that was not carried out: for the next
         self._death: str | None = None

@@ -13,10 +13,12 @@ class Pacing:
     """Expects a step to take what the last one took, or less if it has fewer tokens.
 
     So it is seldom expected to take longer than it does, and where it is, nothing but one plan's
-    making is lost: a result that comes early makes the core plan at once.
+    making is lost: a result that comes early makes the core plan at once. num_stages: plans that
+    are carried out at the same time, one on each; until there are so many, the next one is due.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int = 1) -> None:
+        self._num_stages = num_stages
         self._num_tokens = 1
         self._duration_s = 0.0
         self._began_s = 0.0
@@ -33,6 +35,8 @@ class Pacing:
 
     def due_s(self, in_flight: Collection[Plan]) -> float:
         """Return when to plan the next step behind those in flight."""
+        if len(in_flight) < self._num_stages:
+            return self._began_s
         if SHARE * self._duration_s * len(in_flight) <= LEAD_S:
             return self._began_s
         per_token_s = self._duration_s / self._num_tokens

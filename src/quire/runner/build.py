@@ -28,7 +28,7 @@ from quire.models.source import ModelSource, load_format_of
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
-from quire.ops.collective import RankGroup
+from quire.ops.collective import ALONE, RankGroup
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
 from quire.ops.threads import num_threads
@@ -45,7 +45,14 @@ from quire.runner.memory_plan import (
 from quire.runner.model_runner import DecoderModel, ModelRunner
 from quire.runner.native_model import native_or_same
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
-from quire.runner.stage import NO_LINKS, StageLinks, StageModel, run_stage, skip_stage
+from quire.runner.stage import (
+    NO_LINKS,
+    StageLinks,
+    StageModel,
+    check_stages,
+    run_stage,
+    skip_stage,
+)
 
 MEASURED_BLOCKS = 32
 
@@ -137,6 +144,8 @@ def build_runner(
         source.directory, config.model.model_impl, is_compiled=config.model.torch_compile
     )
     device = choose_device(config.device)
+    if place.num_stages > 1:
+        check_stages(config, spec, device.type)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     config = derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
@@ -269,6 +278,7 @@ def _assemble(
     native: DecoderModel
     if isinstance(model, StageModel):
         native = model.native(backend)
+        group = group if model.is_last else ALONE  # nobody samples there
     else:
         native = native_or_same(model, backend)
     runner = assemble(config, native, backend, sizes, spec.vocab_size, device, group)

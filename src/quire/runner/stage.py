@@ -23,9 +23,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError
 from quire.base.masks import MaskPromise
+from quire.base.model_spec import ModelSpec
 from quire.base.plan import HostTokens, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
+from quire.base.speculation import parse_speculation
 from quire.ops.attention.base import AttentionBackend
 from quire.runner.native_model import native_or_same
 
@@ -120,6 +124,29 @@ class StageModel:
         assert self._behind is not None
         self._owes = False
         self._behind.send(rows_TE)
+
+
+def check_stages(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError for what a model in stages cannot do, before it is loaded. device: its
+    type."""
+    what = f"pipeline_parallel_size={config.parallel.pipeline_parallel_size}"
+    speculation = parse_speculation(config.speculative_config)
+    if speculation is not None and speculation.model is not None:
+        raise ConfigError(
+            f"{what} and speculative_config with the method {speculation.method}: a model that"
+            " guesses reads what no stage has of the others. Guess by ngram or suffix, or use"
+            " tensor_parallel_size."
+        )
+    if speculation is not None and spec.linear_layers:
+        raise ConfigError(
+            f"{what} and speculative_config for {spec.model_type}, whose layers remember a state:"
+            " which guesses were right is known on the last stage alone. Leave one of them out, or"
+            " use tensor_parallel_size."
+        )
+    if device != "cpu":
+        raise ConfigError(
+            f"{what} is for CPUs so far; on several GPUs of one machine use tensor_parallel_size."
+        )
 
 
 class Runs(Protocol):

@@ -1,8 +1,8 @@
 """Rows that go from a stage to the next, through a socket between two processes.
 
-A message is the number of rows, -1 for a plan that failed, and their float32 or float64 as they
-stand. It goes one way only, so a stage that is ahead waits while the socket is full, and nobody
-waits in a circle.
+A message is the number of rows, -1 for a plan that failed, how many numbers each has, their bytes,
+4 or 8, and the rows as they stand. It goes one way only, so a stage that is ahead waits while the
+socket is full, and nobody waits in a circle.
 
 Shape legend: T tokens, E numbers of a token that cross.
 """
@@ -15,35 +15,34 @@ import torch
 from quire.base.errors import RankLost
 from quire.ops.precision import accumulation_dtype
 
-NUM_ROWS = struct.Struct("<i")
-NONE = -1
+HEAD = struct.Struct("<iii")
+NONE = HEAD.pack(-1, 0, 0)
+DTYPES = {4: torch.float32, 8: torch.float64}
 
 
 class SocketLink:
-    """One end. width: E. dtype: the model's; rows cross in the one that its sums are made in."""
+    """One end. Rows cross in the dtype that their sums are made in."""
 
-    def __init__(self, sock: socket.socket, width: int, dtype: torch.dtype) -> None:
-        self._socket, self._width = sock, width
-        self._dtype = accumulation_dtype(dtype)
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
 
     def send(self, rows_TE: torch.Tensor | None) -> None:
         """See StageLink."""
         if rows_TE is None:
-            self._send(memoryview(NUM_ROWS.pack(NONE)))
+            self._send(memoryview(NONE))
             return
-        rows_TE = rows_TE.to("cpu", self._dtype).contiguous()
-        assert rows_TE.shape[1] == self._width, "stages are of one model"
-        self._send(memoryview(NUM_ROWS.pack(len(rows_TE))))
+        rows_TE = rows_TE.to("cpu", accumulation_dtype(rows_TE.dtype)).contiguous()
+        self._send(memoryview(HEAD.pack(*rows_TE.shape, rows_TE.itemsize)))
         self._send(rows_TE.view(torch.uint8).numpy().reshape(-1).data)
 
     def receive(self) -> torch.Tensor | None:
         """See StageLink."""
-        head = bytearray(NUM_ROWS.size)
+        head = bytearray(HEAD.size)
         self._fill(memoryview(head))
-        (num_rows,) = NUM_ROWS.unpack(head)
-        if num_rows == NONE:
+        if head == NONE:
             return None
-        rows_TE = torch.empty(num_rows, self._width, dtype=self._dtype)
+        num_rows, width, itemsize = HEAD.unpack(head)
+        rows_TE = torch.empty(num_rows, width, dtype=DTYPES[itemsize])
         self._fill(rows_TE.view(torch.uint8).numpy().reshape(-1).data)
         return rows_TE
 

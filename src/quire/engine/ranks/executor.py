@@ -7,6 +7,9 @@
 A step counts when all ranks have done it, and has failed when it failed on all: then no row has
 moved anywhere, and it may be repeated in parts. Where it failed on some, their rows are no longer
 equal, and the engine ends.
+
+Of several stages those behind one that failed fail as well, and those before it may not: the step
+has failed then (runner/stage.py). Within a stage, all do or none.
 """
 
 import threading
@@ -55,8 +58,8 @@ class _Open:
 
 
 class RankExecutor:
-    """num_ranks: of which `answering` gives the results. idles: they have something to do in idle
-    moments."""
+    """num_ranks: of num_stages; the first of the last stage gives the results. idles: they have
+    something to do in idle moments."""
 
     def __init__(
         self,
@@ -64,10 +67,10 @@ class RankExecutor:
         num_ranks: int,
         copy_bytes_per_s: float,
         *,
-        answering: int = 0,
+        num_stages: int = 1,
         idles: bool = False,
     ) -> None:
-        self.steps = RankSteps(processes.link, num_ranks, answering, idles=idles)
+        self.steps = RankSteps(processes.link, num_ranks, num_stages, idles=idles)
         self._processes = processes
         self._copy_bytes_per_s = copy_bytes_per_s
         self._num_submitted = self._num_unanswered = 0
@@ -122,13 +125,14 @@ class RankSteps:
     """The side of the thread that hears the ranks: it must not hold the executor, whose end is
     theirs."""
 
-    def __init__(self, link: RankLink, num_ranks: int, answering: int, *, idles: bool) -> None:
+    def __init__(self, link: RankLink, num_ranks: int, num_stages: int, *, idles: bool) -> None:
         self.link = link
         self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
         self.guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
         self.on_result: Callable[[], None] = lambda: None
         self.times = [RankTimes() for _ in range(num_ranks)]
-        self._answering = answering
+        self._of_stage = num_ranks // num_stages
+        self._answering = num_ranks - self._of_stage
         self._open: dict[int, _Open] = {}  # by number
         self._lock = threading.Lock()
         self._loss: RankLost | None = None
@@ -169,7 +173,11 @@ class RankSteps:
         use an idle moment."""
         late_s = time.monotonic() - DISAGREE_S
         with self._lock:
-            steps = [step for step in self._open.values() if 0 < step.failed_s < late_s]
+            steps = [
+                step
+                for step in self._open.values()
+                if 0 < step.failed_s < late_s and self._is_torn(step, is_complete=False)
+            ]
             is_idle = self._idles and not self._open and self._num_idling == 0
         if steps:
             self._disagree(steps[0])
@@ -194,14 +202,27 @@ class RankSteps:
 
     def _finish(self, step: _Open) -> None:
         """Pass on what all ranks have answered."""
-        if 0 < len(step.failed()) < len(self.times):
+        if self._is_torn(step, is_complete=True):
             self._disagree(step)
             return
         answer = step.answers[self._answering]
         assert isinstance(answer, Result)
         has_lost = any(each.lost_swaps for each in step.answers.values())
-        self.results.put(replace(answer.result, lost_swaps=has_lost))
+        result = replace(answer.result, lost_swaps=has_lost)
+        if failed := step.failed():
+            result = replace(result, error=step.answers[min(failed)].error)
+        self.results.put(result)
         self.on_result()
+
+    def _is_torn(self, step: _Open, *, is_complete: bool) -> bool:
+        """Tell whether ranks of a stage have done a step, or do it still, that failed on others of
+        it, or have done it behind a stage on which it failed. is_complete: all have answered."""
+        failed = step.failed()
+        if not failed:
+            return False
+        first = min(failed) // self._of_stage * self._of_stage
+        end = len(self.times) if is_complete else first + self._of_stage
+        return not set(range(first, end)) <= set(failed)
 
     def _disagree(self, step: _Open) -> None:
         rank, num = step.failed()[0], len(self.times)

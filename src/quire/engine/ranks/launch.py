@@ -6,6 +6,7 @@ They are started first of all: while they import what they need, the core resolv
 import ctypes
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from quire.base import errors
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError, RankLost
+from quire.base.parallel import ParallelConfig
 from quire.engine.loaded import LoadedElsewhere
 from quire.engine.ranks.alike import different, facts_of
 from quire.engine.ranks.executor import RankExecutor
@@ -58,13 +60,16 @@ class Ranks:
             os.memfd_create(f"quire-stage-{stage}")
             for stage in range(config.parallel.pipeline_parallel_size)
         ]
+        links = stage_sockets(config.parallel)
         try:
-            starts = _starts(config, self._group_fds)
+            starts = _starts(config, self._group_fds, links)
             level = logging.getLevelName(logger.getEffectiveLevel()).lower()
             self._processes = RankProcesses(starts, level, self._heard)
         finally:
             for fd in self._group_fds:
                 os.close(fd)
+            for each in links:
+                each.close()
 
     def load(
         self, config: EngineConfig, source: ModelSource, progress: Progress | None
@@ -96,12 +101,18 @@ class Ranks:
         return self._loaded(config, models)
 
     def _loaded(self, config: EngineConfig, models: list[LoadedElsewhere]) -> LoadedRanks:
-        answering = config.parallel.answering_rank
-        rate = min(model.copy_bytes_per_s for model in models)
-        model = replace(models[answering], copy_bytes_per_s=rate)
+        num_stages, answering = (
+            config.parallel.pipeline_parallel_size,
+            config.parallel.answering_rank,
+        )
+        # Each copies its layers' part of a block, all at the same time; who has none tells no rate.
+        rates = [each.copy_bytes_per_s for each in models if each.copy_bytes_per_s > 0]
+        rate = num_stages * min(rates, default=0.0)
+        spec = replace(models[answering].spec, stage=0, num_stages=1)
+        model = replace(models[answering], spec=spec, copy_bytes_per_s=rate)
         processes = self._processes
         executor = RankExecutor(
-            processes, self._num, rate, answering=answering, idles=model.is_async
+            processes, self._num, rate, num_stages=num_stages, idles=model.is_async
         )
         if self._num > 1 and not config.disable_log_stats:
             for rank, each in enumerate(models):
@@ -163,7 +174,48 @@ class _Heard:
         pass
 
 
-def _starts(config: EngineConfig, group_fds: list[int]) -> list[RankStart]:
+@dataclass(frozen=True)
+class StageSockets:
+    """A rank's ends of the sockets through which it hands rows to a rank of the next stage, and is
+    given them by one of the stage before; None at the ends of the model."""
+
+    before: socket.socket | None
+    behind: socket.socket | None
+
+    @property
+    def arguments(self) -> list[str]:
+        """Return how the rank is told."""
+        ends = {"--before": self.before, "--behind": self.behind}
+        return [
+            part
+            for name, end in ends.items()
+            if end is not None
+            for part in (name, str(end.fileno()))
+        ]
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return tuple(end.fileno() for end in (self.before, self.behind) if end is not None)
+
+    def close(self) -> None:
+        for end in (self.before, self.behind):
+            if end is not None:
+                end.close()
+
+
+def stage_sockets(parallel: ParallelConfig) -> list[StageSockets]:
+    """Connect each rank with the one in its place on the next stage."""
+    num, in_stage = parallel.num_ranks, parallel.tensor_parallel_size
+    pairs = [socket.socketpair() for _ in range(num - in_stage)]
+    none: list[socket.socket | None] = [None] * in_stage
+    before = [*none, *(after for _, after in pairs)]
+    behind = [*(first for first, _ in pairs), *none]
+    return [StageSockets(*ends) for ends in zip(before, behind, strict=True)]
+
+
+def _starts(
+    config: EngineConfig, group_fds: list[int], links: list[StageSockets]
+) -> list[RankStart]:
     num, in_group = config.parallel.num_ranks, config.parallel.tensor_parallel_size
     environment = dict(os.environ)
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
@@ -174,8 +226,9 @@ def _starts(config: EngineConfig, group_fds: list[int]) -> list[RankStart]:
     for rank in range(num):
         fd = group_fds[rank // in_group]
         more = {"CUDA_VISIBLE_DEVICES": devices[rank]} if devices else {}
-        arguments = ["--group", str(fd)]
-        starts.append(RankStart(arguments, environment | more, cores[rank], (fd,)))
+        arguments = ["--group", str(fd), *links[rank].arguments]
+        fds = (fd, *links[rank].fds)
+        starts.append(RankStart(arguments, environment | more, cores[rank], fds))
     return starts
 
 

@@ -48,11 +48,14 @@ from quire.engine.ranks.messages import (
     ToRank,
     rank_codec,
 )
-from quire.models.rank_place import WHOLE, RankPlace
+from quire.models.rank_place import RankPlace
 from quire.models.source import resolve_model
+from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.runner.build import build_runner, choose_device
 from quire.runner.machine_share import MachineShare
+from quire.runner.stage import StageLinks
+from quire.runner.stage_link import SocketLink
 
 logger = logging.getLogger("quire")
 
@@ -173,6 +176,7 @@ class RankLoop:
         if step.is_first:
             self._has_failed = False
         if self._has_failed and not self._numbers:
+            self._local.built.skip(step.plan)
             self._send(step.number, failed_step(step.plan, "a step before it failed"))
             return
         self._numbers.append(step.number)
@@ -232,7 +236,7 @@ def main() -> int:
     link = Link(socket.socket(fileno=options.socket))
     try:
         with contextlib.suppress(CoreGone):
-            _serve(link, own, options.group)
+            _serve(link, own, options)
         return 0
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, QuireError) else "EngineError"
@@ -246,7 +250,7 @@ def main() -> int:
         return NO_START
 
 
-def _serve(link: Link, own: EngineConfig | None, group_fd: int) -> None:
+def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) -> None:
     begin = link.receive()
     assert isinstance(begin, Begin)
     config, source = begin.config, begin.source
@@ -254,10 +258,10 @@ def _serve(link: Link, own: EngineConfig | None, group_fd: int) -> None:
         config = own
         source = resolve_model(own.model.model, own.model.revision, progress=False)
     link.send(Joined(facts_of(config, source)))
-    place = _place(config, begin.rank, group_fd)
+    place, links = _place(config, begin.rank, options.group), _links(options)
     share = MachineShare(begin.num_local, begin.free_bytes, lambda values: _least(link, values))
     local = build_local(
-        lambda: build_runner(config, source, _progress(link), place, share),
+        lambda: build_runner(config, source, _progress(link), place, share, links),
         config.device,
         is_threaded=False,
         idles=False,
@@ -271,16 +275,35 @@ def _serve(link: Link, own: EngineConfig | None, group_fd: int) -> None:
 
 def _place(config: EngineConfig, rank: int, group_fd: int) -> RankPlace:
     """Return which part of the model a rank has, and join those that share its layers."""
+    parallel = config.parallel
+    return RankPlace(
+        _tensor_group(config, rank, group_fd),
+        rank // parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
+    )
+
+
+def _tensor_group(config: EngineConfig, rank: int, group_fd: int) -> RankGroup:
+    """Join the ranks that share each layer."""
     size = config.parallel.tensor_parallel_size
     if size == 1:
-        return WHOLE
+        return ALONE
     path, here, device = f"/proc/self/fd/{group_fd}", rank % size, choose_device(config.device)
     if device.type == "cpu":
-        return RankPlace(SharedGroup(path, here, size))
+        return SharedGroup(path, here, size)
     from quire.ops.collectives.torch_group import file_store, nccl_group
 
     store = file_store(path, size)
-    return RankPlace(nccl_group(store, here, size, device, in_order=config.deterministic))
+    return nccl_group(store, here, size, device, in_order=config.deterministic)
+
+
+def _links(options: argparse.Namespace) -> StageLinks:
+    """Take the sockets that connect this stage with others."""
+    before, behind = (
+        None if fd < 0 else SocketLink(socket.socket(fileno=fd))
+        for fd in (options.before, options.behind)
+    )
+    return StageLinks(before, behind)
 
 
 def _least(link: Link, values: Sequence[int]) -> tuple[int, ...]:
@@ -310,6 +333,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection")
     parser.add_argument("--group", type=int, required=True, help="memory shared with its stage")
+    parser.add_argument("--before", type=int, default=-1, help="socket to the stage before")
+    parser.add_argument("--behind", type=int, default=-1, help="socket to the next stage")
     parser.add_argument("--log-level", default="warning")
     return parser.parse_args()
 
