@@ -1,0 +1,62 @@
+"""A model in stages, each a process or several: the same answers as in the engine's own process."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.base.errors import ConfigError
+from tests.engine.ranks.scenarios import COMMON, alone, answers_of
+from tests.engine.ranks.test_executor import compare
+from tests.serve.checkpoints import text_checkpoint
+
+STAGES = {"pipeline_parallel_size": 2}
+BOTH = STAGES | {"tensor_parallel_size": 2}
+
+
+def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
+    assert compare(STAGES, "llama", 120).num_masked > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [STAGES, BOTH])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "qwen3_5", "gpt2"])
+def test_mixtures_hybrids_and_stages_of_several_ranks(
+    architecture: str, ranks: dict[str, Any]
+) -> None:
+    compare(ranks, architecture, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_who_gives_way_comes_back(mode: str) -> None:
+    """A stage has half of the layers, and so twice the blocks."""
+    settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
+    found = answers_of(text_checkpoint("llama"), 15, **settings, **STAGES)
+    assert found.answers == alone("llama", 30, tuple(settings.items())).answers
+    assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
+
+
+@pytest.mark.slow
+def test_guesses_of_the_host() -> None:
+    config = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
+    assert compare(STAGES, "llama", 120, **config).num_guessed > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        ("llama", {"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 is more than .* 2 lay"),
+        ("llama", {"speculative_config": {"method": "draft_model", "model": "gpt2"}}, "ngram or"),
+        ("qwen3_5", {"speculative_config": {"method": "ngram"}}, "remember a state"),
+    ],
+)
+def test_what_cannot_be_is_refused(model: str, settings: dict[str, Any], message: str) -> None:
+    if "speculative_config" in settings:
+        asked = dict(settings["speculative_config"])
+        if "model" in asked:
+            asked["model"] = str(text_checkpoint(asked["model"]))
+        settings = {"speculative_config": json.dumps(asked)}
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(text_checkpoint(model)), **(COMMON | STAGES | settings))
