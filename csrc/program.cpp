@@ -166,6 +166,11 @@ void Program::run_row(const Instruction& i, int64_t r) {
         case Kind::kRotaryFactors:
             return rotary_factors(out, step_.positions[r], i.frequencies, i.size, i.scale);
         case Kind::kRmsNorm: return rms_norm_row(out, x, i.weight, i.heads, i.size, i.eps);
+        case Kind::kSquareSum: *out = square_sum_row(x, i.size); return;
+        case Kind::kRmsNormBySum:
+            return rms_norm_row_by_sum(out, x, i.weight,
+                                       *row(i.views[2], r) * static_cast<float>(i.scale), i.size,
+                                       i.eps);
         case Kind::kAddRmsNorm:
             return add_rms_norm_row(out, row(i.views[1], r), row(i.views[2], r),
                                     row(i.views[3], r), i.weight, i.size, i.eps);

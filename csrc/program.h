@@ -48,6 +48,8 @@ enum class Kind : int {
     kGatedNorm,     // out, x, gate; weight: of all heads, heads, size, eps
     kSigmoidMul,    // out, x, gate; size
     kAllReduce,     // out, the same; group: whole rows
+    kSquareSum,     // out: one number, x; size
+    kRmsNormBySum,  // out, x, sum of squares; weight, size, eps, scale: 1 / how many were summed
 };
 
 enum class Input : int { kIds, kPositions };

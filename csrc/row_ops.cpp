@@ -139,6 +139,13 @@ void rms_norm_row(float* out, const float* x, const float* weight, int64_t heads
     }
 }
 
+float square_sum_row(const float* x, int64_t size) { return sum_of_squares(x, size, 0.0f); }
+
+void rms_norm_row_by_sum(float* out, const float* x, const float* weight, float mean, int64_t size,
+                         float eps) {
+    scale_all(out, x, weight, 1.0f / std::sqrt(mean + eps), size);
+}
+
 void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
                       const float* weight, int64_t size, float eps) {
     add_row(total, x, y, size);

@@ -13,6 +13,11 @@ namespace quire {
 void rms_norm_row(float* out, const float* x, const float* weight, int64_t heads, int64_t size,
                   float eps);
 
+// The two halves of that where ranks have parts of x: what they sum, and the norm by the mean of all.
+float square_sum_row(const float* x, int64_t size);
+void rms_norm_row_by_sum(float* out, const float* x, const float* weight, float mean, int64_t size,
+                         float eps);
+
 // total = x + y, then out = rms_norm(total).
 void add_rms_norm_row(float* out, float* total, const float* x, const float* y,
                       const float* weight, int64_t size, float eps);

@@ -1,7 +1,6 @@
 """Models of ranks that share layers: their logits put together."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,21 +16,16 @@ SEQUENCES = random_tokens(11, 5)
 CHUNKS = [[7, 4], [5]]
 
 
-class Gathering:
-    """A model of a rank whose logits are those of all ranks' tokens."""
+def gather_logits(model: Model, group: RankGroup, vocab_size: int) -> None:
+    """Let a rank's model return the logits of all ranks' tokens."""
+    compute = model.logits
 
-    def __init__(self, model: Model, group: RankGroup, vocab_size: int) -> None:
-        self._model, self._group, self._vocab_size = model, group, vocab_size
+    def logits(hidden_RD: torch.Tensor) -> torch.Tensor:
+        own = compute(hidden_RD)
+        assert own.shape[1] == -(-vocab_size // group.size)
+        return group.all_gather(own).transpose(0, 1).flatten(1)[:, :vocab_size]
 
-    def __call__(self, *args: object) -> torch.Tensor:
-        hidden: torch.Tensor = self._model(*args)
-        return hidden
-
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        own = self._model.logits(hidden_RD)
-        assert own.shape[1] == -(-self._vocab_size // self._group.size)
-        all_parts = self._group.all_gather(own).transpose(0, 1).flatten(1)
-        return all_parts[:, : self._vocab_size]
+    model.logits = logits  # type: ignore[method-assign]
 
 
 def logits_of(
@@ -41,16 +35,13 @@ def logits_of(
     dtype: torch.dtype = torch.float64,
     *,
     is_dummy: bool = False,
-    sharing: int = 1,
-    **paging: Any,
+    native: bool = False,
 ) -> list[torch.Tensor]:
-    """Logits by one of the ranks. is_dummy: with random weights. sharing: so many neighbours deal
-    out sequences' tokens."""
+    """Logits by one of the ranks. is_dummy: with random weights. native: by the core's program."""
     load_format = "dummy" if is_dummy else "auto"
-    place = RankPlace(group, sharing=sharing)
-    options = LoadOptions(load_format, place=place)
+    options = LoadOptions(load_format, place=RankPlace(group))
     model = load_model(directory, spec, dtype, CPU, options)
     own = spec.of_ranks(group.size)
-    gathering = Gathering(model, group, spec.vocab_size)
-    paging = {"backend": "reference", "dtype": dtype, "context": place.context} | paging
-    return run_paged(gathering, own, SEQUENCES, CHUNKS, **paging)
+    gather_logits(model, group, spec.vocab_size)
+    how = {"backend": "cpu" if native else "reference", "dtype": dtype, "native": native}
+    return run_paged(model, own, SEQUENCES, CHUNKS, **how)

@@ -12,13 +12,16 @@ from quire.ops.attention.base import AttentionBackend, KVLayout
 from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup, all_reduce
 from quire.ops.collectives.shared_group import SharedGroup
+from quire.ops.collectives.thread_group import run_ranks
 from quire.ops.embedding import embedding
 from quire.ops.linear import linear, pack_weight
 from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.relu import relu
 from quire.runner.native_model import NativeModel, native_or_same, trace
+from tests.models.checkpoints import write_checkpoint
 from tests.models.paged import CPU, RowPart, make_step
+from tests.models.ranks import logits_of
 
 if core() is None:
     pytest.skip("the C++ core is not built", allow_module_level=True)
@@ -84,6 +87,23 @@ def test_sums_of_ranks_are_instructions(tmp_path: Path) -> None:
     alone = SharedGroup(str(tmp_path / "alone"), 0, 1)
     wanted = run_some(SharedLayers(alone), backend_of("reference"), ids)
     torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "variant", ["llama_tied", "olmo2_biases", "qwen3_next", "gpt_oss", "gemma2", "opt_350m"]
+)
+def test_models_of_ranks_are_programs(variant: str, tmp_path: Path) -> None:
+    spec = write_checkpoint(tmp_path, variant).spec
+    (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
+
+    def work(rank: int) -> list[torch.Tensor]:
+        group = SharedGroup(str(tmp_path / "ranks"), rank, RANKS, timeout_s=60)
+        return logits_of(tmp_path, spec, group, torch.float32, native=True)
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        for found in pool.map(work, range(RANKS)):
+            for one_TV, other_TV in zip(wanted, found, strict=True):
+                torch.testing.assert_close(other_TV.double(), one_TV, rtol=1e-4, atol=1e-4)
 
 
 def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ class Kind(IntEnum):
     GATED_NORM = 23
     SIGMOID_MUL = 24
     ALL_REDUCE = 25
+    SQUARE_SUM = 26
+    RMS_NORM_BY_SUM = 27
 
 
 # Kinds whose threads share the work of all rows in a way of their own: a phase each.

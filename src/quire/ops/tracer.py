@@ -39,6 +39,8 @@ class Tracer:
             "rotary_rows": self._rotary_rows,
             "rms_norm": self._rms_norm,
             "add_rms_norm": self._add_rms_norm,
+            "square_sums": self._square_sums,
+            "rms_norm_by_sum": self._rms_norm_by_sum,
             "layer_norm": self._layer_norm,
             "rotary": self._rotary,
             "silu_mul": self._row_wise(Kind.SILU_MUL),
@@ -168,6 +170,27 @@ class Tracer:
         weight = weight.float().expand(heads, size).contiguous()
         kind, views = Kind.RMS_NORM, (self._new(out), self._view(x))
         self._emit(Instruction(kind, views, heads=heads, size=size, weight=weight, eps=eps))
+
+    def _square_sums(self, out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+        place = self._new(out)
+        for i, each in enumerate((x, y)):
+            views = replace(place, offset=place.offset + i), self._view(each)
+            self._emit(Instruction(Kind.SQUARE_SUM, views, size=each.shape[1]))
+
+    def _rms_norm_by_sum(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        sums_T2: torch.Tensor,
+        index: int,
+        count: int,
+        eps: float,
+    ) -> None:
+        sums, size, weight = self._view(sums_T2), x.shape[1], weight.float()
+        views = self._new(out), self._view(x), replace(sums, offset=sums.offset + index)
+        kind, scale = Kind.RMS_NORM_BY_SUM, 1 / count
+        self._emit(Instruction(kind, views, size=size, weight=weight, eps=eps, scale=scale))
 
     def _add_rms_norm(
         self,
