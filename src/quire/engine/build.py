@@ -1,7 +1,7 @@
 """From a configuration to an engine: everything between a model's name and a client."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from quire.engine.loaded import LoadedModel
 from quire.engine.model_drafting import DrafterTraits, ModelDrafting
 from quire.engine.prefix_file import pin_configured
 from quire.engine.ranks.launch import Ranks
+from quire.engine.ranks.times import RankTimes
 from quire.engine.record import Recorder
 from quire.engine.requests import RequestMaker
 from quire.engine.step_budget import StepBudget
@@ -79,16 +80,19 @@ class DeviceSide:
     executor: Executor
     draft: Draft
     host_blocks: "HostBlocks | None" = None
+    rank_times: Sequence[RankTimes] = ()
 
 
 @dataclass(frozen=True)
 class BuiltCore:
-    """A core with its model loaded. config: with all derived values filled in."""
+    """A core with its model loaded. config: with all derived values filled in. rank_times: of the
+    processes that compute it, as they are at any time."""
 
     core: EngineCore
     config: EngineConfig
     spec: ModelSpec
     memory: MemoryPlan
+    rank_times: Sequence[RankTimes] = ()
 
 
 def build_engine(
@@ -169,7 +173,7 @@ def _build_core(
         core.record(
             Recorder(core.scheduler, path, max_bytes, config.record_tokens, settings, clock.now())
         )
-    return BuiltCore(core, config, built.spec, built.memory)
+    return BuiltCore(core, config, built.spec, built.memory, side.rank_times)
 
 
 def _make_drafting(
@@ -236,7 +240,8 @@ def _load(
     """Let the model be loaded, by ranks or here."""
     if ranks is not None:
         loaded = ranks.load(config, source, progress)
-        return DeviceSide(loaded.model, loaded.executor, loaded.executor.draft)
+        executor = loaded.executor
+        return DeviceSide(loaded.model, executor, executor.draft, rank_times=executor.times)
     from quire.engine.local import build_local  # torch, which a core with ranks does without
     from quire.runner.build import build_runner
 

@@ -239,6 +239,8 @@ class EngineCore:
     def rest_s(self) -> float | None:
         """Return for how long nothing is to be done; None: until a message comes or the bell rings.
         A request may become late while nothing can be planned, if its prompt is still open."""
+        if self._has_lost_executor:
+            return 0.0
         if not self.has_work:
             return None if self._due_s is None else max(0.0, self._due_s - self._clock.now())
         helpers = self._stores, self._grammars
@@ -251,6 +253,12 @@ class EngineCore:
         if not self._submitted:
             return 0.0
         return None if self._holds_back else max(0.0, self._step_due_s - self._clock.now())
+
+    @property
+    def _has_lost_executor(self) -> bool:
+        """Tell whether the executor has something to say though nothing was asked of it: that it
+        cannot go on."""
+        return not self._submitted and self.executor.is_ready()
 
     @property
     def _step_due_s(self) -> float:
@@ -277,6 +285,8 @@ class EngineCore:
         if self._death is not None:
             raise EngineError(f"the engine has stopped: {self._death}")
         try:
+            if self._has_lost_executor:
+                self.executor.next_result()  # raises
             self._take_answers()
             while not self._holds_back and (waits or self._is_due()):
                 if self.plan() is None and not self._is_fetching(waits):

@@ -5,7 +5,7 @@ Every series carries `model_name` and `engine`, the core's number. The process's
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from quire.base.config import CacheConfig
 from quire.engine.metrics import HISTOGRAMS, EngineMetrics
+from quire.engine.ranks.times import RankTimes
 from quire.scheduler.decisions import SchedulerView
 
 PREFIX = "quire:"
@@ -35,10 +36,12 @@ class Exposition(Collector):
         model_name: str,
         cache: CacheConfig,
         core_id: int = 0,
+        ranks: Sequence[RankTimes] = (),
     ) -> None:
         self._metrics = metrics
         self._view = view
         self._cache = cache
+        self._ranks = ranks
         self._values = (model_name, str(core_id))
 
     def text(self) -> str:
@@ -56,6 +59,7 @@ class Exposition(Collector):
         yield from self._of_scheduler(self._view())
         yield from self._of_events(self._metrics)
         yield from self._histograms(self._metrics)
+        yield from self._of_ranks()
 
     def _of_scheduler(self, view: SchedulerView) -> Iterator[Metric]:
         """Yield what the scheduler holds."""
@@ -89,6 +93,16 @@ class Exposition(Collector):
         if stores is not None:
             yield counter("kv_blocks_fetched", "Blocks that came from stores.", stores.num_fetched)
             yield counter("kv_blocks_kept", "Blocks that went to stores.", stores.num_kept)
+
+    def _of_ranks(self) -> Iterator[Metric]:
+        """Yield what the processes that compute the model together do."""
+        if not self._ranks:
+            return
+        seconds = {rank: times.seconds for rank, times in enumerate(self._ranks)}
+        steps = {rank: times.num_steps for rank, times in enumerate(self._ranks)}
+        help = "Time that steps took, by rank, with waiting for others."
+        yield self._counters("rank_step_seconds", help, "rank", seconds)
+        yield self._counters("rank_steps", "Steps, by rank.", "rank", steps)
 
     def _cache_info(self, num_blocks: int) -> Metric:
         cache = self._cache

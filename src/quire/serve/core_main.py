@@ -74,7 +74,7 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
     core, cache = built.core, config.cache
     num_rows = config.scheduler.max_num_seqs or 0
     metrics = EngineMetrics(num_rows, length, cache.enable_prefix_caching)
-    exposition = Exposition(metrics, core.view, name, cache, options.core)
+    exposition = Exposition(metrics, core.view, name, cache, options.core, built.rank_times)
     built.core.subscribe(metrics)
     timelines = Timelines.of(core.view(), core.requests())
     built.core.subscribe(timelines)

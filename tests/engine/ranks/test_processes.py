@@ -21,6 +21,7 @@ from quire.base.errors import (
     RankLost,
     RequestError,
 )
+from quire.base.messages import Request
 from quire.engine.ranks.launch import Ranks
 from quire.models.source import resolve_model
 from tests.engine.ranks.scenarios import COMMON, WORDS
@@ -79,18 +80,18 @@ def test_while_loading(rank: int, number: int) -> None:
 )
 def test_at_rest_and_in_a_step(is_idle: bool, rank: int, number: int) -> None:
     with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
-        stream = llm.stream(WORDS, LONG)
-        next(stream)
-        core = llm.engine.client.core
+        core, pids = llm.engine.client.core, ranks_of()
         if not is_idle:
+            next(llm.stream(WORDS, LONG))
+            core.add(Request("r", WORDS, LONG, seed=1))
             core.plan()
             assert core.num_in_flight == 1
-        pids = ranks_of()
         kill(pids[rank], number)
         began = time.monotonic()
+        if is_idle:
+            wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
         with pytest.raises(EngineError, match=HOW[number]):
-            for _ in stream:
-                pass
+            core.step()
         assert time.monotonic() - began < SOON_S
         assert f"rank {rank} of 2 (process {pids[rank]})" in str(core._death)
         with pytest.raises(EngineError, match="the engine has stopped"):

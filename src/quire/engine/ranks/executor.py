@@ -34,16 +34,9 @@ from quire.engine.ranks.messages import (
     Step,
 )
 from quire.engine.ranks.processes import RankLink, RankProcesses
+from quire.engine.ranks.times import RankTimes
 
 DISAGREE_S = 2.0  # how much later than the first one others may fail on a step
-
-
-@dataclass
-class RankTimes:
-    """What one rank's steps took. seconds: all of them."""
-
-    num_steps: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
