@@ -1,16 +1,23 @@
-"""`quire bench throughput|serve`: speed of an engine in this process, or of a server."""
+"""`quire bench throughput|serve|calibrate`: speed of an engine in this process, or of a server."""
 
 import argparse
 from typing import Any
 
 from quire.cli.settings import add_settings, given_settings
-from quire.tools.bench.arguments import add_serve_arguments, add_throughput_arguments
+from quire.tools.bench.arguments import (
+    add_calibrate_arguments,
+    add_serve_arguments,
+    add_throughput_arguments,
+)
 
 THROUGHPUT = """Run requests through an engine in this process, all at once, and show the tokens per
 second beside what the machine's arithmetic and memory allow. Prints and writes what `vllm bench
 throughput` does."""
 SERVE = """Send requests to a running server with OpenAI's API and show how long they take. Prints
 and writes what `vllm bench serve` does; tokens are counted by the server's `usage`."""
+
+CALIBRATE = """Run an engine in this process on steps of all kinds and find how long each part of
+a step takes. `quire simulate --fit` reads what it writes."""
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -22,10 +29,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         allow_abbrev=False,
     )
     kinds = parser.add_subparsers(
-        required=True, prog="quire bench", metavar="KIND (throughput, serve)", title="kinds"
+        required=True,
+        prog="quire bench",
+        metavar="KIND (throughput, serve, calibrate)",
+        title="kinds",
     )
     _add(kinds, "throughput", "an engine in this process", THROUGHPUT, run_throughput)
     _add(kinds, "serve", "a running server", SERVE, run_serve)
+    _add(kinds, "calibrate", "how long steps take, for simulate", CALIBRATE, run_calibrate)
 
 
 def _add(
@@ -46,6 +57,9 @@ def _add(
     if name == "throughput":
         add_throughput_arguments(parser)
         add_settings(parser)
+    elif name == "calibrate":
+        add_calibrate_arguments(parser)
+        add_settings(parser, model_first=True)
     else:
         add_serve_arguments(parser)
 
@@ -55,6 +69,13 @@ def run_throughput(arguments: argparse.Namespace) -> int:
     from quire.tools.bench import throughput
 
     return throughput.run(arguments, given_settings(arguments))
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    from quire.tools.bench import calibrate
+
+    return calibrate.run(arguments, given_settings(arguments))
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

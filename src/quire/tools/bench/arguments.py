@@ -82,6 +82,15 @@ def add_throughput_arguments(parser: argparse.ArgumentParser) -> None:
     _add_output(group)
 
 
+def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench calibrate`, without the settings of the engine."""
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--seconds", type=positive, default=60.0, help="how long to measure (default: %(default)s)"
+    )
+    _add_output(group)
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench serve`."""
     _add_server(parser)

@@ -17,10 +17,12 @@ from quire.tools.devices import Device
 from quire.tools.fit import Fit, fit
 from quire.tools.report import plain_facts, write_report
 from quire.tools.simulate.build import Engines
+from quire.tools.simulate.fitting import Fitted, lines_of, read_fitted
+from quire.tools.simulate.recorded import RecordedWork, is_recording, read_recorded
 from quire.tools.simulate.results import Results, as_data, results_of, text_of
 from quire.tools.simulate.roofline import roofline_of
 from quire.tools.simulate.run import Run, run_all
-from quire.tools.simulate.step_times import StepTimes
+from quire.tools.simulate.step_times import Roofline, StepTimes
 from quire.tools.simulate.traces import read_trace
 from quire.tools.simulate.workload import Traced, Work, synthetic
 
@@ -91,8 +93,17 @@ def simulate_work(
 
 def step_times(options: argparse.Namespace, found: Fit, num_ranks: int) -> StepTimes:
     """Return the step times that the options ask for. Raises ConfigError."""
-    host_s = 0.0 if options.host_ms is None else options.host_ms / 1e3
-    return replace(roofline_of(found, num_ranks), host_s=host_s)
+    times: Roofline | Fitted
+    if options.fit is None:
+        times = roofline_of(found, num_ranks)
+    elif is_recording(options.fit):
+        times = read_recorded(options.fit).fit()
+        print("\n".join([f"# step times of {options.fit}:", *lines_of(times)]))
+    else:
+        times = read_fitted(options.fit)
+    if options.host_ms is not None:
+        times = replace(times, host_s=options.host_ms / 1e3)
+    return times
 
 
 def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
@@ -103,6 +114,11 @@ def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
         )
         return synthetic(options, asked.config.model, load)
     most = options.num_prompts
+    if is_recording(options.trace):
+        recorded = read_recorded(options.trace)
+        for note in recorded.outcome.notes:
+            print(f"note: {note}", file=sys.stderr)
+        return RecordedWork(recorded, vocab_size, rate, most=most)
     return Traced(read_trace(options.trace, options.trace_piece, most), vocab_size, rate)
 
 

@@ -24,8 +24,9 @@ class StepTimes(Protocol):
         """Return when the host has made a plan that it could begin at free_s."""
         ...
 
-    def ends_s(self, plan: Plan, begins_s: float) -> float:
-        """Return when the device is done with a plan that it begins then."""
+    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
+        """Return when the device is done with a plan that it begins then, and how long it says that
+        this took; 0.0 is not known."""
         ...
 
 
@@ -111,5 +112,6 @@ class Roofline:
     def plans_s(self, step_id: int, free_s: float) -> float:
         return free_s + self.host_s
 
-    def ends_s(self, plan: Plan, begins_s: float) -> float:
-        return begins_s + self.seconds(plan)
+    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
+        duration_s = self.seconds(plan)
+        return begins_s + duration_s, duration_s

@@ -1,0 +1,210 @@
+"""Step times from steps that were measured: a regression of their durations on what was in them.
+
+    duration = fixed + tokens, with a steeper slope from some numbers on + context
+               + prompt x context + rows that sample + blocks moved
+
+No part can be negative, so that no step of another kind takes less than nothing. What counts is the
+relative error, and large ones, which somebody else's work on the machine makes, count less.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.base.errors import ConfigError
+from quire.base.plan import Plan
+from quire.tools.report import write_report
+from quire.tools.simulate.step_times import StepLoad
+
+Float64 = npt.NDArray[np.float64]
+BENDS = (16, 64, 256, 1024)  # tokens from which on one more may take longer
+FEATURES = (
+    "fixed", "tokens", *(f"tokens beyond {bend}" for bend in BENDS), "context", "prompt x context",
+    "rows that sample", "blocks moved",
+)  # fmt: skip
+FEWEST_STEPS = 20
+ROUNDS = 5
+SMALL = 0.02  # relative errors below this count alike
+KIND = "quire step times"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step and how long it took. host_s: what passed from one plan to the next beside that, where
+    this is known."""
+
+    plan: Plan
+    duration_s: float
+    host_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """Of the durations, as shares of these. total: of all durations together."""
+
+    num_steps: int
+    median: float
+    p90: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Step times by coefficients in seconds, by FEATURES. host_s, host_row_s: what the host needs
+    between two steps, and of it for each row. model, device: that were measured, for people."""
+
+    step: dict[str, float]
+    host_s: float = 0.0
+    host_row_s: float = 0.0
+    copy_bytes_per_s: float = 0.0
+    model: str = ""
+    device: str = ""
+    residuals: Residuals | None = field(default=None, compare=False)
+
+    def seconds(self, plan: Plan) -> float:
+        """Compute how long the device works on a plan."""
+        values = features(plan)
+        return sum(self.step.get(name, 0.0) * x for name, x in zip(FEATURES, values, strict=True))
+
+    def plans_s(self, step_id: int, free_s: float) -> float:
+        return free_s + self.host_s
+
+    def carry_out(self, plan: Plan, begins_s: float) -> tuple[float, float]:
+        duration_s = self.seconds(plan)
+        return begins_s + duration_s + self.host_row_s * len(plan.rows), duration_s
+
+
+def features(plan: Plan) -> tuple[float, ...]:
+    """Return what of a plan takes time, in the order of FEATURES."""
+    load = StepLoad.of(plan)
+    beyond = (max(0, load.num_tokens - bend) for bend in BENDS)
+    prompts = load.num_pairs - load.num_context
+    return (
+        1, load.num_tokens, *beyond, load.num_context, max(0, prompts), load.num_sampled,
+        load.num_moved,
+    )  # fmt: skip
+
+
+def fit_steps(
+    steps: Sequence[Measured], copy_bytes_per_s: float = 0.0, model: str = "", device: str = ""
+) -> Fitted:
+    """Find the coefficients. Raises ConfigError for too few steps."""
+    known = [each for each in steps if each.duration_s > 0]
+    if len(known) < FEWEST_STEPS:
+        raise ConfigError(
+            f"{len(known)} steps with known durations are too few to learn how long steps take; at"
+            f" least {FEWEST_STEPS} are needed."
+        )
+    inputs = np.array([features(each.plan) for each in known], float)
+    durations = np.array([each.duration_s for each in known])
+    coefficients = _robust(inputs, durations)
+    errors = np.abs(inputs @ coefficients - durations) / durations
+    total = float((inputs @ coefficients).sum() / durations.sum() - 1)
+    quantiles = np.quantile(errors, [0.5, 0.9]).tolist()
+    host_s, host_row_s = _host(known)
+    return Fitted(
+        dict(zip(FEATURES, coefficients.tolist(), strict=True)),
+        host_s,
+        host_row_s,
+        copy_bytes_per_s,
+        model,
+        device,
+        Residuals(len(known), quantiles[0], quantiles[1], total),
+    )
+
+
+def _host(steps: Sequence[Measured]) -> tuple[float, float]:
+    """Return what the host takes between steps, and of it for each row."""
+    known = [(len(each.plan.rows), each.host_s) for each in steps if each.host_s is not None]
+    if len(known) < FEWEST_STEPS:
+        return 0.0, 0.0
+    rows, host_s = np.array(known, float).T
+    inputs = np.stack([np.ones(len(rows)), rows], 1)
+    fixed, per_row = _robust(inputs, np.maximum(host_s, 1e-6)).tolist()
+    return fixed, per_row
+
+
+def _robust(inputs: Float64, targets: Float64) -> Float64:
+    """Fit by relative errors, of which large ones count less from round to round."""
+    weights = np.ones(len(targets))
+    found = np.zeros(inputs.shape[1])
+    for _ in range(ROUNDS):
+        scale = np.sqrt(weights) / targets
+        found = non_negative(inputs * scale[:, None], targets * scale)
+        weights = 1 / np.maximum(np.abs(inputs @ found - targets) / targets, SMALL)
+    return found
+
+
+def non_negative(inputs: Float64, targets: Float64) -> Float64:
+    """Return x >= 0 with the least |inputs x - targets| (Lawson and Hanson's method)."""
+    sizes = np.linalg.norm(inputs, axis=0)
+    matrix = inputs / np.where(sizes > 0, sizes, 1)
+    x = np.zeros(matrix.shape[1])
+    active = np.zeros(len(x), bool)
+    for _ in range(10 * len(x)):
+        gradient = np.where(active, -np.inf, matrix.T @ (targets - matrix @ x))
+        if active.all() or gradient.max() <= 1e-10 * np.linalg.norm(targets):
+            break
+        active[gradient.argmax()] = True
+        while True:
+            trial = np.zeros(len(x))
+            trial[active] = np.linalg.lstsq(matrix[:, active], targets, rcond=None)[0]
+            low = active & (trial <= 0)
+            if not low.any():
+                break
+            steps = x[low] / (x[low] - trial[low])
+            x += steps.min() * (trial - x)
+            active &= x > 1e-15
+        x = trial
+    found: Float64 = x / np.where(sizes > 0, sizes, 1)
+    return found
+
+
+# ---- kept and shown --------------------------------------------------------------------------
+
+
+def lines_of(fitted: Fitted) -> list[str]:
+    """Tell coefficients and residuals."""
+    lines = [f"  {name:<24} {value * 1e6:12.4f} us" for name, value in fitted.step.items() if value]
+    lines.append(f"  {'host, between steps':<24} {fitted.host_s * 1e6:12.4f} us")
+    lines.append(f"  {'host, per row':<24} {fitted.host_row_s * 1e6:12.4f} us")
+    if (found := fitted.residuals) is not None:
+        lines.append(
+            f"  residuals of {found.num_steps:,} steps: median {found.median:.1%}, 90th percentile"
+            f" {found.p90:.1%}; of all time together {found.total:+.1%}"
+        )
+    return lines
+
+
+def write_fitted(path: Path | None, fitted: Fitted) -> None:
+    """Write it as JSON, with the machine's facts, if a path was given. Raises ConfigError."""
+    write_report(path, {"kind": KIND, **asdict(fitted)})
+
+
+def read_fitted(path: Path) -> Fitted:
+    """Read what `write_fitted` wrote. Raises ConfigError."""
+    try:
+        data: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise ConfigError(f"the step times {path} cannot be read ({error}).") from error
+    if not isinstance(data, dict) or data.get("kind") != KIND:
+        raise ConfigError(
+            f"{path} holds no step times; give what `quire bench calibrate --output-json` wrote, or"
+            " a recording (`quire serve --record DIR`)."
+        )
+    numbers = [data.get(name, 0.0) for name in ("host_s", "host_row_s", "copy_bytes_per_s")]
+    step = data.get("step")
+    step = step if isinstance(step, dict) else {"": 0}
+    values = [*numbers, *step.values()]
+    if not step.keys() <= set(FEATURES) or not all(
+        isinstance(v, int | float) and v >= 0 for v in values
+    ):
+        raise ConfigError(f"{path}: `step` must hold numbers from 0 by {', '.join(FEATURES)}.")
+    host_s, host_row_s, copy_bytes_per_s = numbers
+    names = str(data.get("model", "")), str(data.get("device", ""))
+    return Fitted(step, host_s, host_row_s, copy_bytes_per_s, *names)

@@ -1,0 +1,35 @@
+"""`quire bench calibrate`: a real engine's steps, a fit of them, and a simulation by it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.cli.main import main
+from quire.tools.bench.calibrate import MOST_OUTPUT, draw_batch
+
+
+def test_batches_of_all_sizes_that_fit() -> None:
+    rng = np.random.default_rng(0)
+    batches = [draw_batch(rng, 8, 200, 97) for _ in range(60)]
+    assert {len(each) for each in batches} >= {1, 2, 4, 8, 13}
+    lengths = [(request.prompt_len, request.output_len) for each in batches for request in each]
+    assert min(length for length, _ in lengths) <= 3 and max(length for length, _ in lengths) > 150
+    assert all(2 <= num <= MOST_OUTPUT and length + num <= 200 for length, num in lengths)
+
+
+def test_a_fit_of_this_machine_serves_a_simulation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fit.json"
+    small = ["--max-num-seqs", "4", "--max-model-len", "128"]
+    words = ["bench", "calibrate", "demo", "--seconds", "0.1", *small]
+    assert main([*words, "--output-json", str(path)]) == 0
+    told = capsys.readouterr().out
+    assert "residuals of" in told and "host, between steps" in told
+    found = json.loads(path.read_text())
+    assert sum(found["step"].values()) > 0 and found["residuals"]["num_steps"] >= 20
+    more = ["--num-prompts", "5", "--input-len", "20", "--output-len", "9"]
+    assert main(["simulate", "demo", "--device", "cpu", "--fit", str(path), *small, *more]) == 0
+    assert "Successful requests:                     5" in capsys.readouterr().out

@@ -1,0 +1,93 @@
+"""A recording, simulated, plans as it did; and it teaches how long steps take."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.base.plan import Plan
+from quire.cli.main import main
+from quire.engine.calls import plan_fields
+from quire.tools.simulate.recorded import (
+    Recorded,
+    RecordedWork,
+    is_recording,
+    read_recorded,
+    simulate_as_recorded,
+)
+from tests.engine.bench import prompt
+from tests.engine.recordings import Run
+
+TOKENS = ("token_ids", "stop_token_ids", "eos_token_ids")
+
+
+def without_tokens(plan: Plan) -> dict[str, object]:
+    """What a plan says, up to which tokens rows begin with and end by."""
+    fields = plan_fields(plan, None)
+    fields["started"] = [
+        (s.row, len(s.token_ids), s.num_computed_tokens, s.num_prompt_tokens, s.sample_index)
+        for s in plan.started
+    ]
+    return fields
+
+
+@pytest.fixture(params=[True, False], ids=["with tokens", "without tokens"])
+def recorded(tmp_path: Path, request: pytest.FixtureRequest) -> Recorded:
+    """A real engine's run: chunks, preemptions, hits, an abort, a request that comes late."""
+    run = Run(tmp_path, keeps_tokens=request.param)
+    shared = prompt(5, 16)
+    for i in range(7):
+        run.clock.advance(0.0003)
+        run.ask(f"r{i}", [*shared, *prompt(20 + i, 3 + i)], num=4 + 3 * i)
+        run.step()
+    run.step(30)
+    run.clock.advance(0.0003)
+    run.ask("late", [*shared, *prompt(77, 9)], num=6)
+    run.finish()
+    run.recorder.close()
+    return read_recorded(tmp_path)
+
+
+def test_a_simulation_makes_the_plans_of_the_recording(recorded: Recorded) -> None:
+    plans, run = simulate_as_recorded(recorded)
+    wanted = [step.plan for step in recorded.steps]
+    assert len(wanted) > 30
+    assert any(plan.started for plan in wanted[5:]) and any(
+        (p.num_tokens > 1).any() for p in wanted
+    )
+    assert [without_tokens(each) for each in plans] == [without_tokens(each) for each in wanted]
+    assert run.duration_s == pytest.approx(recorded.steps[-1].taken_s - recorded.begins_s)
+    served = run.by_id["late"] if recorded.has_tokens else list(run.by_id.values())[-1]
+    assert served.num_output == 6 and served.num_cached_tokens >= 16
+    assert run.num_preemptions > 0
+
+
+def test_requests_come_as_they_came_or_at_another_rate(recorded: Recorded) -> None:
+    arrivals = list(RecordedWork(recorded, 97).arrivals())
+    came = [each.at_s - recorded.begins_s for each in recorded.requests]
+    assert [each.at_s for each in arrivals] == pytest.approx(came)
+    assert [each.num_output for each in arrivals] == [4 + 3 * i for i in range(7)] + [6]
+    faster = list(RecordedWork(recorded, 97, rate_per_s=1e6, most=3).arrivals())
+    assert len(faster) == 3 and faster[-1].at_s == pytest.approx(3e-6)
+    prompts = [recorded.prompt(i, 97) for i in range(8)]
+    assert all(each[:16] == prompts[0][:16] for each in prompts[::2])  # others have a salt
+    assert prompts[2][16:] != prompts[4][16 : len(prompts[2])]
+
+
+def test_a_recording_on_the_command_line(
+    recorded: Recorded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert is_recording(tmp_path) and is_recording(next(tmp_path.glob("*.rec")))
+    words = ["simulate", "demo", "--device", "H100", "--trace", str(tmp_path)]
+    assert main(words) == 0
+    assert "Successful requests:                     8" in capsys.readouterr().out
+    short = [step.duration_s for step in recorded.steps]
+    assert np.median(short) > 0
+    assert main([*words, "--fit", str(tmp_path), "--host-ms", "1"]) == 0
+    assert "residuals of" in capsys.readouterr().out
+
+
+def test_a_directory_without_a_recording(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no recording"):
+        read_recorded(tmp_path)
