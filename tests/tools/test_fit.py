@@ -198,6 +198,24 @@ def test_what_each_of_several_ranks_takes(
 
 
 @needs_core
+@pytest.mark.parametrize("variant", ["llama_tied", "qwen3_5", "qwen2_windows"])
+def test_the_fullest_stage_is_told(variant: str, folders: dict[str, Path]) -> None:
+    """It has the least blocks, which all have."""
+    source = resolve_model(str(folders[variant]))
+    found = fitted(source, 12 * MIB, dtype="float32", pipeline_parallel_size=2)
+    one = fitted(source, 6 * MIB, dtype="float32")
+    spec = load_spec(folders[variant])
+    places = [RankPlace(stage=stage, num_stages=2) for stage in (0, 1)]
+    weights = [
+        model_bytes(load_model(source.directory, spec, torch.float32, CPU, LoadOptions(place=each)))
+        for each in places
+    ]
+    assert found.memory.weights_bytes in weights
+    assert len(found.groups) == len(one.groups)
+    assert found.memory.num_slots >= one.memory.num_slots and not found.warnings
+
+
+@needs_core
 def test_ranks_of_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "NOT_YET", ())
     asked = {"dtype": "float32", "tensor_parallel_size": 2}

@@ -20,7 +20,7 @@ SETTINGS = (
     "model", "model_impl", "revision", "dtype", "max_model_len", "load_format", "quantization",
     "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
-    "speculative_config", "tensor_parallel_size",
+    "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30
@@ -71,6 +71,7 @@ def as_data(found: "Fit") -> dict[str, Any]:
         "model": {"name": found.model, "type": found.spec.model_type, "dtype": config.model.dtype},
         "device": asdict(found.device),
         "tensor_parallel_size": config.parallel.tensor_parallel_size,
+        "pipeline_parallel_size": config.parallel.pipeline_parallel_size,
         "settings": {
             "max_model_len": memory.max_model_len,
             "max_num_seqs": config.scheduler.max_num_seqs,
@@ -140,8 +141,13 @@ def _lines(found: "Fit") -> Iterator[str]:
 
 def _ranks(found: "Fit") -> str:
     """Say that there are several of it."""
-    num_ranks = found.config.parallel.tensor_parallel_size
-    return f"; {num_ranks} such ranks share the model, of each:" if num_ranks > 1 else ""
+    parallel = found.config.parallel
+    if parallel.num_ranks == 1:
+        return ""
+    num_stages, each = parallel.pipeline_parallel_size, "each"
+    if num_stages > 1:
+        each = f"each of the fullest of {num_stages} stages"
+    return f"; {parallel.num_ranks} such ranks share the model, of {each}:"
 
 
 def _of_groups(found: "Fit") -> Iterator[tuple[str, str]]:

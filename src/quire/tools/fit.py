@@ -47,6 +47,7 @@ from quire.runner.memory_plan import (
     plan_cpu_memory,
     workspace_of,
 )
+from quire.runner.stage import check_stages
 from quire.tools.devices import CPU, Device
 
 LENGTHS = (512, 2048, 8192)
@@ -194,7 +195,8 @@ def fit(
     config: EngineConfig, source: ModelSource, device: Device, num_ranks: int | None = None
 ) -> Fit:
     """Compute the figures of a model on a device. config: its device is not looked at. num_ranks:
-    devices that share each layer, if not as many as the config says.
+    devices that share each layer, if not as many as the config says. Of a model in stages those of
+    the stage whose pool has the least blocks, which all have.
 
     Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
     fit: it says by how much, and which settings would help.
@@ -205,13 +207,31 @@ def fit(
     speculation = parse_speculation(config.speculative_config)
     spec, draft_source = with_drafter(spec, speculation, CONFIG_ONLY)
     num_ranks = num_ranks or config.parallel.tensor_parallel_size
-    own, place = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
+    num_stages = config.parallel.pipeline_parallel_size
+    if num_stages > 1:
+        check_stages(config, spec, device.kind)
     if device.kind == CPU:  # ranks share its memory
-        device = dataclasses.replace(device, memory_bytes=device.memory_bytes // num_ranks)
+        memory_bytes = device.memory_bytes // (num_ranks * num_stages)
+        device = dataclasses.replace(device, memory_bytes=memory_bytes)
+    places = [RankPlace(FirstOf(num_ranks), stage, num_stages) for stage in range(num_stages)]
+    found = [_fit_rank(config, source, device, place, spec, draft_source) for place in places]
+    return min(found, key=lambda each: each.memory.num_slots)
+
+
+def _fit_rank(
+    config: EngineConfig,
+    source: ModelSource,
+    device: Device,
+    place: RankPlace,
+    spec: ModelSpec,
+    draft_source: ModelSource | None,
+) -> Fit:
+    """Compute those of a rank in one place. spec: of the whole model."""
     config = derive_config(config, spec, device.kind)
     if device.kind == CPU or config.model.dtype == "float64":
         weight_formats(config.model).check(config.model.dtype, device.kind)
     question = _question(config, source, spec, device, place)
+    own = question.own
     if draft_source is not None and spec.drafter is not None:
         drafter = _question(config, draft_source, spec.drafter, device, place)
         question = dataclasses.replace(question, drafter=drafter)
@@ -242,7 +262,7 @@ def _question(
     file = GGUFFile(source.directory) if is_gguf(source.directory) else None
     tensors = _stored_tensors(spec, config, source, file)
     made = outline(spec, config.model.dtype, tensors.shapes, place)
-    own = spec.of_ranks(place.tensor.size)
+    own = spec.of_stage(place.stage, place.num_stages).of_ranks(place.tensor.size)
     return _Question(source.name, spec, own, device, made, file, tensors, place)
 
 
