@@ -1,5 +1,6 @@
 """What there is, what a step takes, what is left: dtype, workspace and the plan of the pool."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from quire.runner import derive, memory_plan
 from quire.runner.assemble import assemble
 from quire.runner.build import build_runner, choose_device
 from quire.runner.derive import choose_dtype, derive_config
-from quire.runner.memory_plan import plan_cpu_memory, workspace_bytes
+from quire.runner.memory_plan import block_bytes_of, plan_cpu_memory, workspace_bytes
 from quire.runner.profile import plan_gpu_memory, worst_case_plan
 from tests.serve.checkpoints import checkpoint
 
@@ -326,3 +327,35 @@ def test_a_step_that_does_not_fit_names_what_to_change(monkeypatch: pytest.Monke
     gpu = SharedGPU(monkeypatch, 140 * GIB, 124 * GIB)
     with pytest.raises(OutOfMemory, match=r"8192 tokens.*a GPU.*lower max_num_batched_tokens"):
         gpu.plan(15 * GIB, 2 * GIB, 0)
+
+
+# ---- decode context parallelism ---------------------------------------------------------------
+
+SHARED = {"tensor_parallel_size": 8, "decode_context_parallel_size": 2}
+
+
+def test_ranks_that_deal_out_tokens_hold_twice_as_many() -> None:
+    spec = shape("qwen3-0.6b")  # 8 heads of keys and values
+    spec = dataclasses.replace(spec, num_kv_heads=4)
+    alone = config_for(spec, tensor_parallel_size=8, kv_cache_memory_bytes=GIB)
+    shared = config_for(spec, **SHARED, kv_cache_memory_bytes=GIB)
+    own = spec.of_ranks(8)
+    assert [2 * size for size in block_bytes_of(shared, own)] == block_bytes_of(alone, own)
+    plans = [plan_cpu_memory(config, own, 0, 64 * GIB) for config in (alone, shared)]
+    assert plans[1].num_slots == 2 * plans[0].num_slots
+    assert plans[1].pool_bytes == plans[0].pool_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"tensor_parallel_size": 8, "decode_context_parallel_size": 4}, "does not divide the 2 "),
+        ({"tensor_parallel_size": 4, "decode_context_parallel_size": 2}, "does not divide the 1 "),
+        ({"tensor_parallel_size": 8, "decode_context_parallel_size": 3}, "must divide tensor"),
+        ({**SHARED, "block_size": 3}, "does not divide block_size=3"),
+    ],
+)
+def test_who_cannot_deal_out_tokens(settings: dict[str, Any], words: str) -> None:
+    spec = dataclasses.replace(shape("qwen3-0.6b"), num_kv_heads=4)
+    with pytest.raises(ConfigError, match=words):
+        config_for(spec, **settings)

@@ -140,7 +140,8 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         LLAMA_LIKE | MIXTURE | {"head_dim": 16, "sliding_window": WINDOW, "swiglu_limit": 2.0},
     ),
 }
-CONFIGS |= FAMILIES
+MULTI_QUERY = LLAMA_LIKE | {"num_key_value_heads": 1}
+CONFIGS |= FAMILIES | {"multi_query": (tf.LlamaConfig, tf.LlamaForCausalLM, MULTI_QUERY)}
 
 
 def write_checkpoint(folder: Path, architecture: str, vocab_size: int, seed: int = 0) -> Path:

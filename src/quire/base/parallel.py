@@ -14,10 +14,7 @@ from quire.base.settings import setting
 
 BACKENDS = "auto", "uni", "mp", "ray"
 # What is not built yet; each part takes its own away.
-NOT_YET = (
-    "decode_context_parallel_size",
-    "nnodes",
-)
+NOT_YET = ("nnodes",)
 
 
 @dataclass(frozen=True)

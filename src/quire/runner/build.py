@@ -27,8 +27,9 @@ from quire.models.registry import model_spec
 from quire.models.source import ModelSource, load_format_of
 from quire.models.weight_cache import weight_cache
 from quire.ops.attention.base import KVLayout
+from quire.ops.attention.context_shared import share_context
 from quire.ops.attention.select import make_backend
-from quire.ops.collective import ALONE, RankGroup
+from quire.ops.collective import ALONE
 from quire.ops.device_guesses import Runs
 from quire.ops.find_runs import SEARCHED
 from quire.ops.threads import num_threads
@@ -174,7 +175,7 @@ def build_runner(
         def make(
             config: EngineConfig, num_blocks: tuple[int, ...]
         ) -> tuple[ModelRunner, DraftPasses | None]:
-            runner = _assemble(config, spec, device, model, place.tensor, num_blocks)
+            runner = _assemble(config, spec, device, model, place, num_blocks)
             return runner, make_draft_passes(config, spec, drafter, runner, num_blocks)
 
         memory = plan_gpu_memory(config, spec, device, weights, free, make)
@@ -183,7 +184,7 @@ def build_runner(
     config = with_length(config, memory.max_model_len)
     host = host_tier_limits(config, spec, memory, available_cpu_bytes(), share.num_ranks)
     host = share.agree_on_limits(host, len(spec.cache_groups))
-    runner = _assemble(config, spec, device, model, place.tensor, memory.num_blocks, host, scales)
+    runner = _assemble(config, spec, device, model, place, memory.num_blocks, host, scales)
     record_graphs(runner, config, spec.identity, remembers=share.is_whole)
     rate = copy_rate(runner, device, block_bytes[0], min(memory.num_blocks))
     name = runner.backend.name
@@ -258,7 +259,7 @@ def _assemble(
     spec: ModelSpec,
     device: torch.device,
     model: DecoderModel,
-    group: RankGroup,
+    place: RankPlace,
     num_blocks: tuple[int, ...],
     host_limits: tuple[int, ...] | None = None,
     scales: Scales | None = None,
@@ -271,11 +272,16 @@ def _assemble(
     layout = KVLayout(spec.cache_groups, num_blocks, size, dtype, device, kv_format, host_blocks)
     num_rows, length = config.scheduler.max_num_seqs, config.model.max_model_len
     assert num_rows and length
-    backend = make_backend(
-        config.attention_backend, layout, scales, deterministic=config.deterministic
+    backend = share_context(
+        layout,
+        lambda part: make_backend(
+            config.attention_backend, part, scales, deterministic=config.deterministic
+        ),
+        place.context,
     )
     sizes = num_rows, length, len(spec.cache_groups), config.cache.block_size
     native: DecoderModel
+    group = place.tensor
     if isinstance(model, StageModel):
         native = model.native(backend)
         group = group if model.is_last else ALONE  # nobody samples there

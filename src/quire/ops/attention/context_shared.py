@@ -200,7 +200,8 @@ class ContextShared(AttentionBackend):
         self._of_group(group).load(group, source, destination)
 
     def _of_group(self, group: int) -> AttentionBackend:
-        return self._divided if self._is_divided[group] else self._of_whole()
+        is_whole = self._whole is not None and not self._is_divided[group]
+        return self._of_whole() if is_whole else self._divided
 
     def _of_whole(self) -> AttentionBackend:
         assert self._whole is not None, "all layers are divided"

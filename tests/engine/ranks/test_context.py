@@ -1,0 +1,57 @@
+"""Ranks that deal out sequences' tokens among each other: the same answers as in one process."""
+
+import json
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.base.errors import ConfigError
+from tests.engine.ranks.scenarios import Answers, alone, answers_of
+from tests.serve.checkpoints import text_checkpoint
+
+TWO = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+FOUR = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
+
+
+def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **settings: Any) -> Answers:
+    """Blocks are as many as in one process, although a rank's are smaller."""
+    expected = alone(architecture, num_blocks, tuple(settings.items()))
+    found = answers_of(text_checkpoint(architecture), num_blocks // 2, **settings, **ranks)
+    for mine, theirs in zip(found.answers, expected.answers, strict=True):
+        assert mine == theirs
+    return found
+
+
+def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
+    assert compare(TWO, "multi_query", 120).num_masked > 5
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_who_gives_way_comes_back(mode: str) -> None:
+    settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
+    found = compare(TWO, "multi_query", 30, **settings)
+    assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
+
+
+def test_guesses() -> None:
+    settings = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
+    assert compare(TWO, "multi_query", 120, **settings).num_guessed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2", "qwen3_5_text"])
+def test_other_layers(architecture: str) -> None:
+    """With windows, sinks, soft caps and states; two of four ranks have the same heads."""
+    compare(FOUR, architecture, 240)
+
+
+@pytest.mark.slow
+def test_in_stages() -> None:
+    compare(TWO | {"pipeline_parallel_size": 2}, "multi_query", 120)
+
+
+def test_who_has_not_the_same_heads_is_told_the_numbers() -> None:
+    words = r"decode_context_parallel_size=2 does not divide the 1 of tensor_parallel_size=2 ranks"
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(text_checkpoint("llama")), dtype="float64", **TWO)
