@@ -18,6 +18,7 @@ from quire.tools.fit import Fit, fit
 from quire.tools.report import plain_facts, write_report
 from quire.tools.simulate.build import Engines
 from quire.tools.simulate.fitting import Fitted, lines_of, read_fitted
+from quire.tools.simulate.plot import write_plot
 from quire.tools.simulate.recorded import RecordedWork, is_recording, read_recorded
 from quire.tools.simulate.results import Results, as_data, results_of, text_of
 from quire.tools.simulate.roofline import roofline_of
@@ -66,6 +67,8 @@ def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
     print(text_of(results, wanted, work.rate_per_s), flush=True)
     _tell_end(simulated)
     write_report(options.output_json, _as_json(asked, simulated, work), plain_facts)
+    title, facts = f"{_what(asked, found)}: {work.name}", _facts(simulated)
+    write_plot(options.plot, title, facts, done.run, results)
     return 0 if results.serving.completed else 1
 
 
@@ -122,10 +125,26 @@ def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
     return Traced(read_trace(options.trace, options.trace_piece, most), vocab_size, rate)
 
 
-def _tell_head(asked: Asked, found: Fit, work: Work) -> None:
+def _what(asked: Asked, found: Fit) -> str:
+    """Say which model runs on what."""
     ranks = f", {asked.num_ranks} devices share each layer" if asked.num_ranks > 1 else ""
     copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
-    print(f"# {found.model} on {found.device.name}{ranks}{copies}; simulated: {work.name}")
+    return f"{found.model} on {found.device.name}{ranks}{copies}"
+
+
+def _facts(simulated: Simulated) -> list[str]:
+    """Return what stands above the charts."""
+    serving, engine = simulated.results.serving, simulated.results.engine
+    return [
+        f"{serving.completed:,} requests in {serving.duration_s:,.1f} s,"
+        f" {serving.output_throughput:,.0f} output tokens per second; prefix hits"
+        f" {engine.cached:.1%}, preemptions {engine.num_preemptions:,}",
+        simulated.found.memory.describe(),
+    ]
+
+
+def _tell_head(asked: Asked, found: Fit, work: Work) -> None:
+    print(f"# {_what(asked, found)}; simulated: {work.name}")
     print(f"# {found.memory.describe()}", flush=True)
 
 
