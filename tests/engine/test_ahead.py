@@ -89,8 +89,9 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
         {},
         {"dtype": "bfloat16", "quantization": "int8"},
         {"kv_cache_memory_bytes": 1 << 20, "preemption_mode": "swap", "max_num_seqs": 5},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow),
     ],
-    ids=["float32", "int8", "few blocks"],
+    ids=["float32", "int8", "few blocks", "two ranks"],
 )
 @pytest.mark.parametrize("depth", [2, 3])
 def test_no_answer_changes(depth: int, settings: dict[str, Any]) -> None:
