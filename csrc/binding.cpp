@@ -312,8 +312,9 @@ void add_instruction(quire::Program& program, bool begins_phase, int kind,
 void add_experts(quire::Program& program, const std::vector<quire::PackedWeight>& gate_up,
                  const std::vector<quire::PackedWeight>& down,
                  const std::vector<Address>& gate_up_biases, const std::vector<Address>& down_biases,
-                 int64_t num_chosen, bool normalises, double alpha, double limit) {
-    quire::Experts experts{{}, num_chosen, normalises, static_cast<float>(alpha),
+                 int64_t first, int64_t all, int64_t num_chosen, bool normalises, double alpha,
+                 double limit) {
+    quire::Experts experts{{}, first, all, num_chosen, normalises, static_cast<float>(alpha),
                            static_cast<float>(limit)};
     const auto bias = [](const std::vector<Address>& of, size_t expert) {
         return of.empty() ? nullptr : as<ConstFloats>(of.at(expert));
@@ -440,8 +441,9 @@ NB_MODULE(_core, m) {
         .def("add_layer", &quire::Program::add_layer)
         .def("add_state_layer", &quire::Program::add_state_layer)
         .def("add_experts", &add_experts, nb::kw_only(), "gate_up"_a, "down"_a,
-             "gate_up_biases"_a, "down_biases"_a, "num_chosen"_a, "normalises"_a, "alpha"_a,
-             "limit"_a)
+             "gate_up_biases"_a, "down_biases"_a, "first"_a, "all"_a, "num_chosen"_a,
+             "normalises"_a, "alpha"_a, "limit"_a)
+        .def_prop_ro("expert_pairs", &quire::Program::expert_pairs)
         .def("add", &add_instruction, nb::kw_only(), "begins_phase"_a, "kind"_a, "views"_a,
              "heads"_a, "size"_a, "stride"_a, "layer"_a, "first"_a, "count"_a, "input"_a, "element"_a, "table"_a,
              "frequencies"_a, "weight"_a, "bias"_a, "scale"_a, "soft_cap"_a,

@@ -17,36 +17,43 @@ constexpr int64_t kAloneElements = 16 * 1024;
 
 int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Pairs sorted by expert, those of one in the order of their rows.
+// Pairs of the experts that are here, sorted by expert, those of one in the order of their rows.
 struct Order {
     std::vector<int32_t> ids;      // [P], by pair
     std::vector<float> weights;    // [P], by pair
     std::vector<int64_t> begins;   // [E + 1]: of each expert's places
     std::vector<int64_t> pairs;    // [P], by place
-    std::vector<int64_t> places;   // [P], by pair
+    std::vector<int64_t> places;   // [P], by pair; -1: its expert is elsewhere
     std::vector<int32_t> experts;  // [P], by place
+
+    int64_t count() const { return begins.back(); }
 };
 
 Order order_of(const Experts& experts, const Matrix& logits, int num_threads) {
     const auto count = static_cast<int64_t>(experts.experts.size());
-    const int64_t chosen = experts.num_chosen, pairs = logits.rows * chosen;
+    const int64_t chosen = experts.num_chosen, pairs = logits.rows * chosen, all = experts.all;
     const auto size = static_cast<size_t>(pairs);
     Order order{std::vector<int32_t>(size), std::vector<float>(size),
                 std::vector<int64_t>(static_cast<size_t>(count + 1)), std::vector<int64_t>(size),
-                std::vector<int64_t>(size), std::vector<int32_t>(size)};
-    const int threads = logits.rows * count < kAloneElements ? 1 : num_threads;
+                std::vector<int64_t>(size, -1), std::vector<int32_t>(size)};
+    const int threads = logits.rows * all < kAloneElements ? 1 : num_threads;
     parallel_for(logits.rows, threads, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
             const auto* own = static_cast<const float*>(logits.data) + r * logits.stride;
-            choose_experts(&order.ids[r * chosen], &order.weights[r * chosen], own, count, chosen,
+            choose_experts(&order.ids[r * chosen], &order.weights[r * chosen], own, all, chosen,
                            experts.normalises);
         }
     });
-    for (const int32_t id : order.ids) ++order.begins[id + 1];
+    const auto place_of = [&](int32_t id) { return id - experts.first; };
+    const auto is_here = [&](int32_t id) { return place_of(id) >= 0 && place_of(id) < count; };
+    for (const int32_t id : order.ids) {
+        if (is_here(id)) ++order.begins[place_of(id) + 1];
+    }
     for (int64_t e = 0; e < count; ++e) order.begins[e + 1] += order.begins[e];
     std::vector<int64_t> next(order.begins.begin(), order.begins.end() - 1);
     for (int64_t pair = 0; pair < pairs; ++pair) {
-        const int32_t expert = order.ids[pair];
+        if (!is_here(order.ids[pair])) continue;
+        const auto expert = static_cast<int32_t>(place_of(order.ids[pair]));
         const int64_t place = next[expert]++;
         order.pairs[place] = pair;
         order.places[pair] = place;
@@ -189,12 +196,13 @@ void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t n
     for (int64_t i = 0; i < num_chosen; ++i) weights[i] /= divisor;
 }
 
-void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
+int64_t run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
                  const Matrix& logits, ExpertMemory& memory, int num_threads) {
     const int64_t size = x.columns, inner = experts.experts.front().down.inputs;
-    const int64_t chosen = experts.num_chosen, pairs = x.rows * chosen;
-    if (pairs == 0) return;
+    const int64_t chosen = experts.num_chosen;
+    if (x.rows == 0) return 0;
     const Order order = order_of(experts, logits, num_threads);
+    const int64_t pairs = order.count();
     const auto bytes = [](int64_t floats) { return static_cast<int64_t>(sizeof(float)) * floats; };
     Operands first = space_for(experts, &Expert::gate_up, rounded(bytes(size)));
     Operands second = space_for(experts, &Expert::down, rounded(bytes(inner)));
@@ -243,10 +251,12 @@ void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix&
         float* total = static_cast<float*>(out.data) + r * out.stride;
         std::fill(total, total + size, 0.0f);
         for (int64_t pair = r * chosen; pair < (r + 1) * chosen; ++pair) {
+            if (order.places[pair] < 0) continue;
             const float* part = parts + order.places[pair] * out_width;
             add_scaled_row(total, part, order.weights[pair], size);
         }
     });
+    return pairs;
 }
 
 }  // namespace quire

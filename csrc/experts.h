@@ -19,9 +19,12 @@ struct Expert {
     const float* down_bias;
 };
 
+// experts: those from `first` on, of all that rows are sent to; what others make of a row is zero here.
 // limit: of a clamped gate, gate sigmoid(alpha gate) (up + 1), in the place of silu; 0 if there is none.
 struct Experts {
     std::vector<Expert> experts;
+    int64_t first;
+    int64_t all;
     int64_t num_chosen;
     bool normalises;  // whether the weights of the chosen add up to 1
     float alpha;
@@ -44,8 +47,8 @@ void choose_experts(int32_t* ids, float* weights, const float* logits, int64_t n
                     int64_t num_chosen, bool normalises);
 
 // out[T, D] of x[T, D] and the router's logits[T, E]; all float32. A row's sum is made in the order of
-// its ids, so it has the same bits alone and in any batch.
-void run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
+// its ids, so it has the same bits alone and in any batch. Returns how many pairs there were here.
+int64_t run_experts(const MutableMatrix& out, const Experts& experts, const Matrix& x,
                  const Matrix& logits, ExpertMemory& memory, int num_threads);
 
 }  // namespace quire

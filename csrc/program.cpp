@@ -85,9 +85,11 @@ void Program::run_phase(const Phase& phase, int num_threads) {
     if (first.kind == Kind::kExperts) {
         const Experts& experts = experts_[static_cast<size_t>(first.layer)];
         const int64_t size = experts.experts.front().gate_up.inputs;
-        const auto count = static_cast<int64_t>(experts.experts.size());
-        return run_experts(matrix(first.views[0], size), experts, matrix(first.views[1], size),
-                           matrix(first.views[2], count), expert_memory_, num_threads);
+        expert_pairs_ += run_experts(matrix(first.views[0], size), experts,
+                                     matrix(first.views[1], size),
+                                     matrix(first.views[2], experts.all), expert_memory_,
+                                     num_threads);
+        return;
     }
     if (first.kind == Kind::kAttend) {
         const LayerCache& cache = layers_[static_cast<size_t>(first.layer)];

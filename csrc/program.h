@@ -132,6 +132,9 @@ class Program {
     void add(const Instruction& instruction, bool begins_phase);
     void run(ProgramStep step, int num_threads);
 
+    // How often rows were sent to experts that are here.
+    int64_t expert_pairs() const { return expert_pairs_; }
+
    private:
     struct Phase {
         size_t begin, end;
@@ -155,6 +158,7 @@ class Program {
     std::vector<LayerCache> layers_;
     std::vector<Experts> experts_;
     ExpertMemory expert_memory_;
+    int64_t expert_pairs_ = 0;
     std::vector<Instruction> instructions_;
     std::vector<Phase> phases_;
     ProgramStep step_{};

@@ -169,6 +169,18 @@ def test_there_are_never_more_tiles_than_room() -> None:
     assert moe_sort.most_tiles(40, 8, 4) == 8 + 8
 
 
+@pytest.mark.parametrize("num_tokens", [5, 513])
+def test_pairs_of_others_are_in_no_tile(num_tokens: int, device: torch.device) -> None:
+    """Eight experts, of which six are here; also where these fill a power of two."""
+    for num_experts in (6, 4):
+        ids = some_ids(num_tokens, 8, 2).clamp(max=num_experts).to(device)
+        order, tiles = moe_sort.sort_by_expert(ids, num_experts, 16, has_others=True)
+        flat = ids.flatten()
+        assert torch.equal(order.long(), flat.argsort(stable=True))
+        covered = [place for _, begin, end in tiles.t().tolist() for place in range(begin, end)]
+        assert covered == list(range(int((flat < num_experts).sum())))
+
+
 # ---- products --------------------------------------------------------------------------------
 
 
@@ -180,6 +192,26 @@ def test_experts(
     """By the path for a few tokens, and by that for many."""
     arguments = problem(num_tokens, sizes, dtype, device)
     check(moe.moe_experts(*arguments), reference.moe_experts(*arguments))
+
+
+@pytest.mark.parametrize("clamped", [None, ClampedGate(1.7, 0.6)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 3, 9])
+def test_experts_that_are_elsewhere_add_nothing(
+    num_tokens: int, clamped: Any, device: torch.device
+) -> None:
+    """Also where memory held something else."""
+    x, ids, weights, gate_up, down = problem(num_tokens, (6, 3, 40, 36), torch.float32, device)
+    wide = gate_up.shape[1], down.shape[1]
+    biases = [numbers(6, n, seed=5, dtype=torch.float32, device=device) for n in wide]
+    for first, end in ((0, 2), (2, 6)):
+        own = gate_up[first:end].contiguous(), down[first:end].contiguous()
+        of_own = biases[0][first:end].contiguous(), biases[1][first:end].contiguous()
+        wanted = reference.moe_experts(x, ids, weights, *own, of_own, clamped, first)
+        renamed = reference.own_ids(ids, first, end - first)
+        found = moe.moe_experts(
+            x, renamed, weights, *own, biases=of_own, clamped=clamped, has_others=True
+        )
+        check(found, wanted)
 
 
 @pytest.mark.parametrize("tile", [*moe.TILES.values(), moe.LARGEST_TILE, SMALL], ids=str)

@@ -22,6 +22,7 @@ from quire.ops.kernels import quantised_moe as kernels
 from quire.ops.kernels.launch import INTERPRETED
 from quire.ops.moe import moe_experts
 from quire.ops.quantise import quantised
+from quire.ops.silu_mul import silu_mul
 from quire.ops.stored_rows import Float4Rows, StoredRows
 from tests.kernels.test_deterministic import exact_dots  # noqa: F401 (a fixture)
 from tests.kernels.test_moe import some_ids
@@ -126,6 +127,21 @@ def test_a_token_has_the_same_bits_among_any_others(
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="its steps are a CPU's")
+@pytest.mark.parametrize("num_tokens", [1, 23])
+def test_experts_that_are_elsewhere_add_nothing(num_tokens: int, device: torch.device) -> None:
+    weights, exact = experts("int8", device)
+    x, ids = random(num_tokens, D, seed=1), some_ids(num_tokens, E, C)
+    shares = random(num_tokens, C, seed=2).abs()
+    # The last ones are elsewhere: their ids have no weight, and nothing else may be read.
+    ids = torch.where(ids < 2, ids, E)
+    here = torch.where(ids < E, shares, 0.0)
+    wanted = by_hand(x, ids.clamp(max=E - 1), here, exact, None, silu_gated)
+    found = kernels.moe_experts(
+        x.to(device), ids.to(device), shares.to(device), *weights, silu_mul, has_others=True
+    )
+    torch.testing.assert_close(found.double().cpu(), wanted, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss_plain"])
 def test_a_model_with_quantised_experts(
     variant: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch

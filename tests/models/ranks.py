@@ -1,6 +1,7 @@
 """Models of ranks that share layers: their logits put together."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -35,13 +36,17 @@ def logits_of(
     dtype: torch.dtype = torch.float64,
     *,
     is_dummy: bool = False,
-    native: bool = False,
+    sharing: int = 1,
+    has_whole_experts: bool = False,
+    **paging: Any,
 ) -> list[torch.Tensor]:
-    """Logits by one of the ranks. is_dummy: with random weights. native: by the core's program."""
+    """Logits by one of the ranks. is_dummy: with random weights. sharing: so many neighbours deal
+    out sequences' tokens."""
     load_format = "dummy" if is_dummy else "auto"
-    options = LoadOptions(load_format, place=RankPlace(group))
+    place = RankPlace(group, sharing=sharing, has_whole_experts=has_whole_experts)
+    options = LoadOptions(load_format, place=place)
     model = load_model(directory, spec, dtype, CPU, options)
-    own = spec.of_ranks(group.size)
+    own = spec.of_ranks(group.size, has_whole_experts=has_whole_experts)
     gather_logits(model, group, spec.vocab_size)
-    how = {"backend": "cpu" if native else "reference", "dtype": dtype, "native": native}
-    return run_paged(model, own, SEQUENCES, CHUNKS, **how)
+    paging = {"backend": "reference", "dtype": dtype, "context": place.context} | paging
+    return run_paged(model, own, SEQUENCES, CHUNKS, **paging)

@@ -16,6 +16,7 @@ from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import load_spec, parse_spec
 from quire.models.assembly import empty_model
 from quire.models.eagle3 import Eagle3
+from quire.models.experts import StackedExperts
 from quire.models.gguf.weights import GGUFTensor
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes, planned_bytes
@@ -54,6 +55,30 @@ def test_ranks_compute_what_one_does(variant: str, tmp_path: Path) -> None:
         for found in run_ranks(size, lambda group: logits_of(tmp_path, spec, group)):
             for one_TV, other_TV in zip(wanted, found, strict=True):
                 torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
+
+
+MIXTURES = ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next")
+
+
+@pytest.mark.parametrize("form", ["apart", "stacked"])
+@pytest.mark.parametrize("variant", MIXTURES)
+def test_ranks_with_whole_experts(
+    variant: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a CPU has experts, and as a GPU has them."""
+    if form == "stacked":
+        monkeypatch.setattr("quire.models.experts.experts_class", lambda device: StackedExperts)
+    model_type, config = VARIANTS[variant]
+    six = {"num_local_experts" if variant == "gpt_oss" else "num_experts": 6}
+    spec = write_own(tmp_path, model_type, config | six).spec
+    (wanted,) = run_ranks(1, lambda group: logits_of(tmp_path, spec, group))
+
+    def work(group: RankGroup) -> list[torch.Tensor]:
+        return logits_of(tmp_path, spec, group, has_whole_experts=True)
+
+    for found in run_ranks(2, work):
+        for one_TV, other_TV in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", ["gpt_oss", "gpt2", "qwen3_next", "llama_biases", "qwen3_tied"])
@@ -244,6 +269,32 @@ def test_sizes_that_cannot_be_shared(
     spec = parse_spec(base | {"model_type": model_type} | change)
     with pytest.raises(ConfigError, match=message):
         spec.of_ranks(size)
+
+
+def test_whole_experts_that_cannot_be_shared() -> None:
+    spec = parse_spec(LLAMA | {"model_type": "mixtral", "num_local_experts": 5})
+    with pytest.raises(ConfigError, match="=2 does not divide num_experts.*, which is 5"):
+        spec.of_ranks(2, has_whole_experts=True)
+    own = spec.of_ranks(1, has_whole_experts=True)
+    assert own is spec
+    six = parse_spec(LLAMA | {"model_type": "mixtral", "num_local_experts": 6})
+    shared, whole = six.of_ranks(2), six.of_ranks(2, has_whole_experts=True)
+    assert shared.experts is not None and whole.experts is not None
+    assert shared.identity != whole.identity
+    assert whole.experts.inner_size == shared.experts.inner_size * 2
+
+
+def test_whole_experts_take_as_much_of_each_rank(tmp_path: Path) -> None:
+    config = TYPES["mixtral"] | {"num_key_value_heads": 4}
+    folder = write_own(tmp_path / "model", "mixtral", config).directory
+    spec = load_spec(folder)
+    models = []
+    for group in thread_groups(2):
+        options = LoadOptions(place=RankPlace(group, has_whole_experts=True))
+        models.append(load_model(folder, spec, torch.float32, CPU, options))
+    whole = model_bytes(load_model(folder, spec, torch.float32, CPU))
+    for model in models:
+        assert whole / 2 / 1.05 < model_bytes(model) < 1.05 * whole / 2
 
 
 def test_classes_of_transformers_cannot_be_shared(tmp_path: Path) -> None:

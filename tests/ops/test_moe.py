@@ -119,3 +119,15 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     assert whole.dtype == dtype
     assert torch.equal(torch.cat([run(slice(i, i + 1)) for i in range(19)]), whole)
     assert torch.equal(torch.cat([run(slice(0, 5)), run(slice(5, None))]), whole)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 17])
+def test_experts_that_are_elsewhere_add_nothing(num_tokens: int) -> None:
+    x = numbers(num_tokens, D, seed=1)
+    ids, weights = moe_route(numbers(num_tokens, E, seed=2), C, True)
+    gate_up, down = experts()
+    total = torch.zeros_like(x)
+    for first, end in ((0, 2), (2, 5), (5, 6)):
+        own = gate_up[first:end], down[first:end]
+        total += moe_experts(x, ids, weights, *own, first=first)
+    torch.testing.assert_close(total, by_hand(x, ids, weights), rtol=1e-12, atol=1e-12)

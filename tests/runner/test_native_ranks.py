@@ -1,6 +1,8 @@
 """Programs of ranks that share memory: their sums are instructions."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from quire.ops.attention.select import make_backend
 from quire.ops.collective import RankGroup, all_reduce
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.ops.collectives.thread_group import run_ranks
-from quire.ops.embedding import embedding
+from quire.ops.embedding import embedding, part_of_embedding
 from quire.ops.linear import linear, pack_weight
+from quire.ops.moe import moe_experts, moe_route
 from quire.ops.native import core
 from quire.ops.program import Kind
 from quire.ops.relu import relu
@@ -98,7 +101,7 @@ def test_models_of_ranks_are_programs(variant: str, tmp_path: Path) -> None:
 
     def work(rank: int) -> list[torch.Tensor]:
         group = SharedGroup(str(tmp_path / "ranks"), rank, RANKS, timeout_s=60)
-        return logits_of(tmp_path, spec, group, torch.float32, native=True)
+        return logits_of(tmp_path, spec, group, torch.float32, native=True, backend="cpu")
 
     with ThreadPoolExecutor(RANKS) as pool:
         for found in pool.map(work, range(RANKS)):
@@ -108,12 +111,13 @@ def test_models_of_ranks_are_programs(variant: str, tmp_path: Path) -> None:
 
 def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:
     groups = [SharedGroup(str(tmp_path / "ranks"), rank, RANKS, timeout_s=30) for rank in (0, 1)]
-    ids = torch.arange(5)
+    ids, is_traced = torch.arange(5), threading.Barrier(RANKS)
 
     def work(rank: int) -> None:
         backend = backend_of("cpu")
         run = native_or_same(SharedLayers(groups[rank]), backend)
         assert isinstance(run, NativeModel)
+        is_traced.wait()
         if rank == 1:
             return groups[1].abort()
         with pytest.raises(RankLost, match="given up"):
@@ -121,3 +125,65 @@ def test_a_step_ends_where_another_rank_gives_up(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(RANKS) as pool:
         list(pool.map(work, range(RANKS)))
+
+
+class SharedExperts:
+    """A mixture of four experts, of which a rank has two; the router is whole."""
+
+    def __init__(self, group: RankGroup) -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.group, num = group, 4 // group.size
+        self.table, self.router = random(VOCAB, SIZE), pack_weight(random(4, SIZE))
+        self.first = None if group.size == 1 else group.rank * num
+        up = [pack_weight(random(2 * INNER, SIZE) / 8) for _ in range(4)]
+        down = [pack_weight(random(SIZE, INNER) / 8) for _ in range(4)]
+        own = slice(group.rank * num, (group.rank + 1) * num)
+        self.experts = up[own], down[own]
+
+    def __call__(
+        self, ids_T: torch.Tensor, _positions: torch.Tensor, _backend: AttentionBackend
+    ) -> torch.Tensor:
+        x_TD = embedding(ids_T, self.table)
+        routed = moe_route(linear(x_TD, self.router), 2, True)
+        out_TD = moe_experts(x_TD, *routed, *self.experts, first=self.first)
+        return relu(all_reduce(out_TD, self.group))
+
+
+def test_experts_of_other_ranks_are_skipped(tmp_path: Path) -> None:
+    ids = torch.arange(29) % VOCAB
+
+    def work(place: tuple[int, int]) -> tuple[torch.Tensor, int]:
+        rank, size = place
+        group = SharedGroup(str(tmp_path / f"of {size}"), rank, size, timeout_s=30)
+        backend = backend_of("cpu")
+        run = native_or_same(SharedExperts(group), backend)
+        assert isinstance(run, NativeModel)
+        found = torch.cat([run_some(run, backend, part) for part in ids.split([27, 1, 1])])
+        return found, run.expert_pairs
+
+    wanted, all_pairs = work((0, 1))
+    assert all_pairs == 2 * len(ids)
+    with ThreadPoolExecutor(RANKS) as pool:
+        (first, some), (second, others) = pool.map(work, [(0, 2), (1, 2)])
+    assert torch.equal(first, second) and some + others == all_pairs and some and others
+    torch.testing.assert_close(first, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_a_table_has_zeros_for_other_ids(tmp_path: Path) -> None:
+    """Plain and packed."""
+    table, ids = torch.randn(10, SIZE), torch.tensor([3, 0, 9, 4, 5])
+    for part in (table[4:8].clone(), pack_weight(table[4:8].clone())):
+        backend = backend_of("cpu")
+        run = native_or_same(partial(part_of, part), backend)
+        assert isinstance(run, NativeModel)
+        found = run_some(run, backend, ids)
+        assert (found[[0, 1, 2]] == 0).all()
+        torch.testing.assert_close(found[3:], table[4:6].relu(), rtol=1e-2, atol=1e-2)
+
+
+def part_of(table: torch.Tensor, ids_T: torch.Tensor, *_: object) -> torch.Tensor:
+    return relu(part_of_embedding(ids_T, table, 4, torch.float32))

@@ -27,6 +27,7 @@ UNGATED_TYPES = ("gpt2", "opt", "gpt_neox")
 ACTIVATIONS = ("gelu", "gelu_python", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "relu")
 GATES = ("silu", "swish", "gelu", "gelu_new", "gelu_pytorch_tanh")
 INNER_SIZE, SHARED_SIZE = "moe_intermediate_size", "shared_expert_intermediate_size"
+NUM_EXPERTS = "num_experts (num_local_experts)"
 SILU = ("silu", "swish")  # of experts, and of what linear attention convolves
 # Of types with experts: their number, those of a token and the size of each, where a config does
 # not say it; experts without an own size have intermediate_size.
@@ -103,12 +104,16 @@ class ExpertOptions:
         """Tell whether this layer has experts."""
         return layer not in self.dense_layers and (layer + 1) % self.step == 0
 
-    def of_ranks(self, num_ranks: int) -> "ExpertOptions":
-        """Return those of each of so many ranks, with a part of each expert. Raises ConfigError
-        where parts cannot be equal."""
-        inner = cut_evenly(self.inner_size, 0, num_ranks, INNER_SIZE)
+    def of_ranks(self, num_ranks: int, *, whole: bool = False) -> "ExpertOptions":
+        """Return those of each of so many ranks, with a part of each expert, or with some whole
+        ones. Raises ConfigError where parts cannot be equal."""
+        inner = self.inner_size
+        if whole:
+            cut_evenly(self.num_experts, 0, num_ranks, NUM_EXPERTS)
+        else:
+            inner = cut_evenly(inner, 0, num_ranks, INNER_SIZE).count
         shared = cut_evenly(self.shared_size, 0, num_ranks, SHARED_SIZE)
-        return replace(self, inner_size=inner.count, shared_size=shared.count)
+        return replace(self, inner_size=inner, shared_size=shared.count)
 
     def activations(self, size: int) -> int:
         """Bound the elements that a layer makes of a token of so many: each expert's inputs,

@@ -67,7 +67,8 @@ class ModelSpec:
     TRANSFORMERS, or COMPILED. drafter: the model that guesses what this one says (draft_model.py);
     its layers have numbers behind this one's. stage: the part of the layers, of num_stages, whose
     caches are meant; numbers of layers stay those of the whole model. num_ranks: that share each
-    layer; of several (`of_ranks`) the numbers are those of each.
+    layer; of several (`of_ranks`) the numbers are those of each. has_whole_experts: some of a
+    mixture's are a rank's, instead of a part of each.
     """
 
     model_type: str
@@ -92,6 +93,7 @@ class ModelSpec:
     stage: int = field(default=0, repr=False)
     num_stages: int = field(default=1, repr=False)
     num_ranks: int = field(default=1, repr=False)
+    has_whole_experts: bool = field(default=False, repr=False)
 
     def of_stage(self, stage: int, num_stages: int) -> "ModelSpec":
         """Return the spec of some of the layers. Raises ConfigError for more stages than layers."""
@@ -146,6 +148,7 @@ class ModelSpec:
         text += f" {self.drafter}" if self.drafter is not None else ""
         text += f" stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
         text += f" {self.num_ranks}" if self.num_ranks > 1 else ""
+        text += " whole" if self.has_whole_experts else ""
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def served_up_to(self, length: int | None) -> "ModelSpec":
@@ -161,7 +164,7 @@ class ModelSpec:
         drafter = None if self.drafter is None else self.drafter.served_up_to(length)
         return replace(self, is_long=most is not None and length > most, drafter=drafter)
 
-    def of_ranks(self, num_ranks: int) -> "ModelSpec":
+    def of_ranks(self, num_ranks: int, *, has_whole_experts: bool = False) -> "ModelSpec":
         """Return the numbers of each of so many ranks that share all layers: what it keeps and
         computes. Raises ConfigError, naming both, for what they cannot share."""
         if num_ranks == 1:
@@ -181,10 +184,13 @@ class ModelSpec:
         found = replace(
             self,
             num_ranks=num_ranks,
+            has_whole_experts=has_whole_experts and self.experts is not None,
             num_heads=heads.count,
             num_kv_heads=kv_heads.count,
             intermediate_size=inner,
-            drafter=None if self.drafter is None else self.drafter.of_ranks(num_ranks),
+            drafter=None
+            if self.drafter is None
+            else self.drafter.of_ranks(num_ranks, has_whole_experts=has_whole_experts),
         )
         _ = found.experts, found.linear_attention if self.linear_layers else None
         return found
@@ -207,7 +213,9 @@ class ModelSpec:
     @property
     def experts(self) -> ExpertOptions | None:
         found = expert_options(self.fields, self.model_type, self.num_layers)
-        return None if found is None else found.of_ranks(self.num_ranks)
+        if found is None:
+            return None
+        return found.of_ranks(self.num_ranks, whole=self.has_whole_experts)
 
     @property
     def linear_attention(self) -> LinearAttention:

@@ -57,7 +57,7 @@ def empty_model(
     the whole model. Raises ModelError for an unknown type, and ConfigError for one that cannot be
     cut so."""
     assert spec.num_ranks == 1, "layers take their part of the whole model themselves"
-    spec.of_ranks(place.tensor.size)
+    spec.of_ranks(place.tensor.size, has_whole_experts=place.has_whole_experts)
     model = class_of(spec)(spec, EmptyParamFactory(dtype, device, place)).eval()
     if place.num_stages > 1 and not model.has_stages:
         raise ConfigError(

@@ -290,6 +290,9 @@ class Decoder(Model):
             self.layer_kind(LayerPlace(spec, options, layer, names[layer], factory))
             for layer in here
         )
+        for module in self.layers.modules():
+            if isinstance(module, ExpertList | StackedExperts):
+                self.elsewhere += module.elsewhere
         if place.is_last:
             self.norm = self.make_norm(spec, factory)
             tied = self.embedding if spec.tie_embeddings else None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quire.base.cuts import Cut
-from quire.base.model_options import INNER_SIZE, ExpertOptions
+from quire.base.model_options import ExpertOptions
 from quire.base.model_spec import ModelSpec
 from quire.models.layers import Layer, Linear, ParamFactory, is_added_elsewhere
 from quire.models.sources import Part, Rows, Source, Stretches, rows_of
@@ -29,11 +29,11 @@ from quire.ops.moe import moe_experts, moe_route
 
 @dataclass(frozen=True)
 class TensorOfAll:
-    """A checkpoint's tensor of all experts of a layer. is_turned: it is [E, K, N], not [E, N, K].
-    rows: of each, N. columns: of each, K; None: all."""
+    """A checkpoint's tensor of all experts of a layer. experts: those that a rank has. is_turned:
+    it is [E, K, N], not [E, N, K]. rows: of each, N. columns: of each, K; None: all."""
 
     name: str
-    num_experts: int
+    experts: Cut
     is_turned: bool
     rows: Rows
     columns: Cut | None = None
@@ -50,15 +50,20 @@ class TensorOfAll:
         if bias is not None:
             own = of_rows | {"is_elsewhere": is_added_elsewhere(self.columns)}
             found.append(Source(f"{self.name}_bias", bias, **own))
-        return found if expert is None else [self._part(each, expert) for each in found]
+        if expert is None and self.experts.is_whole:
+            return found
+        return [self._part(each, expert) for each in found]
 
     def is_among(self, stored: Container[str]) -> bool:
         """Tell whether weight files hold it, as it is or in MXFP4."""
         return self.name in stored or f"{self.name}_blocks" in stored
 
-    def _part(self, source: Source, expert: int) -> Source:
-        whole = (self.num_experts, *source.stored_shape)
-        return replace(source, part=Part(0, expert, 1, whole))
+    def _part(self, source: Source, expert: int | None) -> Source:
+        """Take one expert of the tensor, or all that a rank has."""
+        own, shape = self.experts, source.stored_shape
+        if expert is None:
+            return replace(source, part=Part(0, own.first, own.count, (own.whole, *shape[1:])))
+        return replace(source, part=Part(0, expert, 1, (own.whole, *shape)))
 
 
 @dataclass(frozen=True)
@@ -82,15 +87,15 @@ class ExpertForm:
     clamped: ClampedGate | None = None
 
     def tensors_of_all(
-        self, name: str, size: int, options: ExpertOptions, inner: Cut
+        self, name: str, size: int, experts: Cut, inner: Cut
     ) -> tuple[TensorOfAll, TensorOfAll]:
-        """Describe the tensors of gate and up, whose gates come first here, and of down. inner: the
-        part of each expert that a rank has."""
+        """Describe the tensors of gate and up, whose gates come first here, and of down. experts,
+        inner: those that a rank has, and its part of each."""
         order = None
         if self.takes_turns:
-            order = torch.arange(2 * options.inner_size).view(-1, 2).t().flatten()
+            order = torch.arange(2 * inner.whole).view(-1, 2).t().flatten()
         gate_up, down = (f"{name}.{each}" for each in self.together)
-        rest = options.num_experts, self.is_turned
+        rest = experts, self.is_turned
         columns = None if inner.is_whole else inner
         first = TensorOfAll(gate_up, *rest, rows_of([inner, inner], order))
         return first, TensorOfAll(down, *rest, rows_of(size), columns)
@@ -150,14 +155,16 @@ class ExpertList(nn.Module):
         super().__init__()
         self._made_of = name, size, options
         self._form, self._factory, self.num_chosen = form, factory, options.num_chosen
-        inner = inner_part(options, factory)
-        of_all = form.tensors_of_all(name, size, options, inner)
-        modules = [form.modules_of(each) for each in _expert_names(name, options)]
+        inner = factory.place.inner_size(options.inner_size)
+        self._own = own = factory.place.experts(options.num_experts)
+        of_all = form.tensors_of_all(name, size, own, inner)
+        modules = [form.modules_of(each) for each in _expert_names(name, own)]
+        self.elsewhere = names_elsewhere(name, own)
         shapes: list[tuple[int | Cut, int | Cut]] = [(size, inner), (inner, size)]
         self.gate_up, self.down = (
             nn.ModuleList(
-                ExpertLinear(own[i], sizes, factory, of_all[i], expert, form)
-                for expert, own in enumerate(modules)
+                ExpertLinear(names[i], sizes, factory, of_all[i], expert, form)
+                for expert, names in enumerate(modules, own.first)
             )
             for i, sizes in enumerate(shapes)
         )
@@ -173,7 +180,8 @@ class ExpertList(nn.Module):
         gate_up, down = _linears(self.gate_up), _linears(self.down)
         weights = [layer.weight for layer in gate_up], [layer.weight for layer in down]
         biases = (_biases(gate_up), _biases(down)) if self._form.has_bias else None
-        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, self._form.clamped)
+        clamped, first = self._form.clamped, first_of(self._own)
+        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
 
     def stacked(self) -> "StackedExperts":
         """Put the loaded weights side by side. They are taken away here, so that there are not two
@@ -197,10 +205,12 @@ class StackedExperts(Layer):
         self, name: str, size: int, options: ExpertOptions, factory: ParamFactory, form: ExpertForm
     ) -> None:
         super().__init__()
-        count, part = options.num_experts, inner_part(options, factory)
-        self._part, self._form, inner = part, form, part.count
-        self._numbers = {each: i for i, each in enumerate(_expert_names(name, options))}
-        self._of_all = form.tensors_of_all(name, size, options, part)
+        part = factory.place.inner_size(options.inner_size)
+        self._own = own = factory.place.experts(options.num_experts)
+        self._part, self._form, inner, count = part, form, part.count, own.count
+        self._numbers = {each: i for i, each in enumerate(_expert_names(name, own))}
+        self._of_all = form.tensors_of_all(name, size, own, part)
+        self.elsewhere = names_elsewhere(name, own)
         self.are_parts = not form.stand_alone
         self.gate_up = factory.parameter(count, 2 * inner, size)
         self.down = factory.parameter(count, size, inner)
@@ -217,8 +227,9 @@ class StackedExperts(Layer):
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = self.gate_up_bias, self.down_bias
-        weights = self.gate_up, self.down
-        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, self._form.clamped)
+        weights, clamped = (self.gate_up, self.down), self._form.clamped
+        first = first_of(self._own)
+        return moe_experts(x_TD, ids_TC, weights_TC, *weights, biases, clamped, first)
 
     def pack(self, quantization: Quantization | None) -> None:
         """Quantise the loaded weights; then they are no parameters."""
@@ -288,8 +299,9 @@ class SparseMLP(nn.Module):
         if spec.quantization is not None:
             kind = ExpertList
         self.experts = kind(f"{name}.experts", size, options, factory, form)
-        is_whole = inner_part(options, factory).is_whole
-        self._group = None if is_whole else factory.place.tensor
+        place = factory.place
+        parts = place.experts(count), place.inner_size(options.inner_size)
+        self._group = None if all(part.is_whole for part in parts) else place.tensor
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         options = self.options
@@ -304,9 +316,9 @@ class SparseMLP(nn.Module):
             self.experts = self.experts.stacked()
 
 
-def inner_part(options: ExpertOptions, factory: ParamFactory) -> Cut:
-    """Return the part of each expert's feed-forward layer that a rank has."""
-    return factory.place.cut(options.inner_size, INNER_SIZE)
+def first_of(own: Cut) -> int | None:
+    """Return the number of a rank's first expert, None where it has all."""
+    return None if own.is_whole else own.first
 
 
 def experts_class(device: torch.device) -> type[ExpertList] | type[StackedExperts]:
@@ -322,5 +334,11 @@ def _biases(layers: list[ExpertLinear]) -> list[torch.Tensor]:
     return [cast(torch.Tensor, layer.bias) for layer in layers]
 
 
-def _expert_names(name: str, options: ExpertOptions) -> list[str]:
-    return [f"{name}.{expert}" for expert in range(options.num_experts)]
+def names_elsewhere(name: str, own: Cut) -> tuple[str, ...]:
+    """List beginnings of the names of the tensors of experts that other ranks have."""
+    others = (*range(own.first), *range(own.first + own.count, own.whole))
+    return tuple(f"{name}.{expert}." for expert in others)
+
+
+def _expert_names(name: str, experts: Cut) -> list[str]:
+    return [f"{name}.{experts.first + i}" for i in range(experts.count)]

@@ -220,7 +220,7 @@ def fill_from_gguf(assembly: Assembly, path: Path, spec: ModelSpec, report: Prog
 
 def fill_with_random(assembly: Assembly, seed: int, report: Progress) -> None:
     """Fill in small random numbers, always the same for a seed, and ones for norms' weights. Ranks
-    that share layers have parts of the numbers that one has."""
+    that share layers have parts of the numbers that one has, but for ranks with whole experts."""
     numbers = _RandomNumbers(seed)
     total, done, count = model_bytes(assembly.model), 0, 0
 

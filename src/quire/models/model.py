@@ -28,7 +28,7 @@ class Model(nn.Module):
     is, for people. shows_states: whether it can show what enters its layers. reads: what it shows,
     if that was asked for. has_stages: whether it can be cut into stages. entering: numbers of each
     token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
-    the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other stages have.
+    the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
     head: None but on the last stage.
     """
 
@@ -93,7 +93,7 @@ class Model(nn.Module):
 
     def ignores(self, name: str) -> bool:
         """Tell whether a tensor that no source names is harmless: a constant, a scale that is not
-        for the layers (kv_scales.py), a tied head stored again, or another stage's."""
+        for the layers (kv_scales.py), a tied head stored again, or another rank's."""
         if self.is_elsewhere(name):
             return True
         is_tied = self.head is not None and not self.head.sources()
@@ -101,7 +101,7 @@ class Model(nn.Module):
         return tied_head or name.endswith(self.ignored_tensors)
 
     def is_elsewhere(self, name: str) -> bool:
-        """Tell whether a tensor of the weight files is another stage's, which looks at it."""
+        """Tell whether a tensor of the weight files is another rank's, which looks at it."""
         return any(each.startswith(self.elsewhere) for each in self.names_of(name))
 
     def take_place(

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from quire.base.cuts import Cut, cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.base.cuts import Cut, all_of, cut_evenly, cut_or_repeat, cut_vocabulary
+from quire.base.model_options import INNER_SIZE, NUM_EXPERTS
 from quire.base.stages import layers_of_stage
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.neighbours import neighbours
@@ -59,6 +60,15 @@ class RankPlace:
     def cut_or_repeat(self, whole: int, what: str) -> Cut:
         """Do that with what several ranks may have one of, such as heads of keys and values."""
         return cut_or_repeat(whole, self.tensor.rank, self.tensor.size, what)
+
+    def experts(self, num_experts: int) -> Cut:
+        """Return the experts of a mixture that are here. Raises ConfigError where ranks cannot have
+        as many whole ones each."""
+        return self.cut(num_experts, NUM_EXPERTS) if self.has_whole_experts else all_of(num_experts)
+
+    def inner_size(self, whole: int) -> Cut:
+        """Return the part of each of them that is here."""
+        return all_of(whole) if self.has_whole_experts else self.cut(whole, INNER_SIZE)
 
     def vocabulary(self, size: int) -> Cut:
         """Return the tokens that this rank has. Its logits are filled up to as many as rank 0's;

@@ -54,32 +54,42 @@ def moe_experts(
     down_EDF: ExpertWeights,
     biases: tuple[ExpertBiases, ExpertBiases] | None = None,
     clamped: ClampedGate | None = None,
+    first: int | None = None,
 ) -> torch.Tensor:
     """The weighted sum [T, D] of what each token's experts make of it, in x's dtype.
 
-    An expert is down(silu(gate(x)) * up(x)), or has a clamped gate. biases: [E, G] and [E, D]. Only
+    An expert is down(silu(gate(x)) * up(x)), or has a clamped gate. biases: [E, G] and [E, D].
+    first: the number of the first expert that is here, where there are others, whose part of the
+    sum is left out; None: all are here. Only
     experts with tokens are looked at; a token's sum is made in the order of its ids, so that no
     other token changes it, and with weights of fixed order not even their number does. The torch
     path waits for the device.
     """
     found: torch.Tensor
+    num_experts = len(gate_up_EGD) if isinstance(gate_up_EGD, Sequence) else gate_up_EGD.shape[0]
+    if first is not None:
+        ids_TC = own_ids(ids_TC, first, num_experts)
     routed = x_TD, ids_TC, weights_TC
     gate = silu_mul if clamped is None else clamped
     if isinstance(gate_up_EGD, GPUWeight) or isinstance(down_EDF, GPUWeight):
         kernels = kernels_for(x_TD, "quantised_moe")
         assert kernels is not None, f"no kernel for quantised experts on {x_TD.device}"
-        found = kernels.moe_experts(*routed, gate_up_EGD, down_EDF, gate, biases)
+        found = kernels.moe_experts(
+            *routed, gate_up_EGD, down_EDF, gate, biases, has_others=first is not None
+        )
         return found
     if isinstance(gate_up_EGD, torch.Tensor) and (kernels := kernels_for(x_TD, "moe")):
         is_fixed = isinstance(gate_up_EGD, FixedOrderWeight)
-        found = kernels.moe_experts(*routed, gate_up_EGD, down_EDF, is_fixed, biases, clamped)
+        found = kernels.moe_experts(
+            *routed, gate_up_EGD, down_EDF, is_fixed, biases, clamped, has_others=first is not None
+        )
         return found
     num_chosen, flat_P = ids_TC.shape[1], ids_TC.flatten()
-    counts_E = torch.bincount(flat_P, minlength=len(gate_up_EGD)).tolist()
+    counts_E = torch.bincount(flat_P, minlength=num_experts + 1).tolist()
     order_P = flat_P.argsort(stable=True)
-    out_PD = x_TD.new_empty(len(flat_P), x_TD.shape[1])
+    out_PD = x_TD.new_zeros(len(flat_P), x_TD.shape[1])
     for expert, pairs in enumerate(order_P.split(counts_E)):
-        if len(pairs):
+        if len(pairs) and expert < num_experts:
             gate_up_bias, down_bias = (
                 (None, None) if biases is None else (b[expert] for b in biases)
             )
@@ -87,6 +97,13 @@ def moe_experts(
             inner_PF = gate(linear(x_PD, gate_up_EGD[expert], gate_up_bias))
             out_PD[pairs] = linear(inner_PF, down_EDF[expert], down_bias)
     return _weighted_sum(out_PD.view(-1, num_chosen, x_TD.shape[1]), weights_TC)
+
+
+def own_ids(ids_TC: torch.Tensor, first: int, num_experts: int) -> torch.Tensor:
+    """Number the experts that are here from 0, and all others num_experts."""
+    own_TC = ids_TC - first
+    is_here_TC = (own_TC >= 0) & (own_TC < num_experts)
+    return torch.where(is_here_TC, own_TC, num_experts)
 
 
 def _weighted_sum(out_TCD: torch.Tensor, weights_TC: torch.Tensor) -> torch.Tensor:

@@ -67,12 +67,14 @@ class CoreGroup(Protocol):
 class CoreProgram(Protocol):
     """A model's forward pass (csrc/program.h)."""
 
+    @property
+    def expert_pairs(self) -> int: ...
     def add_layer(self, group: int, kv: CoreKV, /) -> None: ...
     def add_state_layer(self, group: int, states: CoreStates, /) -> None: ...
     def add_experts(
         self, *, gate_up: Sequence[CoreWeight], down: Sequence[CoreWeight],
-        gate_up_biases: Sequence[int], down_biases: Sequence[int], num_chosen: int,
-        normalises: bool, alpha: float, limit: float,
+        gate_up_biases: Sequence[int], down_biases: Sequence[int], first: int, all: int,
+        num_chosen: int, normalises: bool, alpha: float, limit: float,
     ) -> None: ...  # fmt: skip
     def add(
         self, *, begins_phase: bool, kind: int, views: Sequence[tuple[int, int]], heads: int,

@@ -91,11 +91,14 @@ class View:
 
 @dataclass(frozen=True)
 class Experts:
-    """Those of a layer. biases: float32, of each expert; none where there are none."""
+    """Those of a layer that are here, from `first` on of so many. biases: float32, of each expert;
+    none where there are none."""
 
     gate_up: list[PackedWeight]
     down: list[PackedWeight]
     biases: tuple[list[torch.Tensor], list[torch.Tensor]]
+    first: int
+    num_all: int
     num_chosen: int
     normalises: bool
     clamped: ClampedGate | None
@@ -108,6 +111,8 @@ class Experts:
             down=[weight.core for weight in self.down],
             gate_up_biases=gate_up_biases,
             down_biases=down_biases,
+            first=self.first,
+            all=self.num_all,
             num_chosen=self.num_chosen,
             normalises=self.normalises,
             alpha=1.0 if self.clamped is None else self.clamped.alpha,

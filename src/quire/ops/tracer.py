@@ -308,15 +308,17 @@ class Tracer:
         down: Sequence[Weight],
         biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
         clamped: ClampedGate | None = None,
+        first: int | None = None,
     ) -> None:
         route = self._routes.get((_storage(ids_TC), _storage(weights_TC)))
         if route is None:
             raise Untraceable("experts or their weights are not chosen by moe_route alone")
         logits_TE, num_chosen, normalises = route
         of_gate_up, of_down = _all_packed(gate_up), _all_packed(down)
-        first, second = biases or ((), ())
-        floats = [each.float() for each in first], [each.float() for each in second]
-        experts = Experts(of_gate_up, of_down, floats, num_chosen, normalises, clamped)
+        of_up, of_sums = biases or ((), ())
+        floats = [each.float() for each in of_up], [each.float() for each in of_sums]
+        place = first or 0, logits_TE.shape[1]
+        experts = Experts(of_gate_up, of_down, floats, *place, num_chosen, normalises, clamped)
         views = self._new(out), self._view(x_TD), self._view(logits_TE)
         self._emit(Instruction(Kind.EXPERTS, views, layer=len(self._draft.experts)))
         self._draft.experts.append(experts)

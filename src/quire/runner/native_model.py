@@ -66,6 +66,11 @@ class NativePass:
             num_threads(),
         )
 
+    @property
+    def expert_pairs(self) -> int:
+        """Count how often tokens were sent to experts that are here."""
+        return self._program.expert_pairs
+
     def _slots(self, group: int) -> int:
         return address(self._backend.slots(group), torch.int64)
 
@@ -109,6 +114,11 @@ class NativeModel:
     def last_read(self, num_tokens: int) -> torch.Tensor:
         """See Model; float32."""
         return self._read[0][:num_tokens]
+
+    @property
+    def expert_pairs(self) -> int:
+        """Count how often tokens were sent to experts that are here, in all mixtures so far."""
+        return self._pass.expert_pairs
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Compute logits [R, V], float32."""

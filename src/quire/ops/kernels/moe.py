@@ -298,13 +298,15 @@ def grouped_experts(
     tile: Tile,
     biases: Biases | None = None,
     clamped: ClampedGate | None = None,
+    has_others: bool = False,
 ) -> torch.Tensor:
     """moe_experts by products over the tokens of each expert."""
     (num_experts, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
     num_pairs = ids_TC.numel()
-    order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs)
+    order_P, tiles_3M = sort_by_expert(ids_TC, num_experts, tile.pairs, has_others)
     max_tiles = tiles_3M.shape[1]
-    inner_PF, parts_PD = x_TD.new_empty(num_pairs, inner_size), x_TD.new_empty(num_pairs, size)
+    inner_PF = x_TD.new_empty(num_pairs, inner_size)
+    parts_PD = memory_of_parts(x_TD, num_pairs, size, has_others)
     shared = {
         "DOT_DTYPE": dot_dtype(x_TD.dtype),
         "BLOCK_M": tile.pairs,
@@ -324,6 +326,11 @@ def grouped_experts(
         IS_EVEN=inner_size % tile.inputs == 0, HAS_BIAS=bool(biases), **shared,
     )  # fmt: skip
     return sum_of_pairs(parts_PD, num_chosen)
+
+
+def memory_of_parts(x: torch.Tensor, num_pairs: int, size: int, has_others: bool) -> torch.Tensor:
+    """Make memory for what experts say of pairs: nothing, where these are elsewhere."""
+    return x.new_zeros(num_pairs, size) if has_others else x.new_empty(num_pairs, size)
 
 
 def _gate_of(clamped: ClampedGate | None) -> dict[str, float]:
@@ -362,13 +369,18 @@ def _few_up_kernel(
     HAS_BIAS: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
 ):
-    """inner[pair] = silu(gate) * up, BLOCK_N of them."""
+    """inner[pair] = silu(gate) * up, BLOCK_N of them. NUM_EXPERTS: those that are here, where a
+    pair may be another's, for which nothing is read; else 0."""
     pair = tl.program_id(1)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     x_at = x_ptr + (pair // NUM_CHOSEN).to(tl.int64) * x_row
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (columns < INNER)[:, None]
+    is_own = columns < INNER
+    if NUM_EXPERTS > 0:
+        is_own = is_own & (expert < NUM_EXPERTS)
+    inside = is_own[:, None]
     gate_at = gate_up_ptr + (expert * 2 * INNER + columns)[:, None] * SIZE
     gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -382,8 +394,8 @@ def _few_up_kernel(
     gate_N, up_N = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     if HAS_BIAS:
         bias_at = bias_ptr + expert * 2 * INNER + columns
-        gate_N += tl.load(bias_at, mask=columns < INNER, other=0.0).to(tl.float32)
-        up_N += tl.load(bias_at + INNER, mask=columns < INNER, other=0.0).to(tl.float32)
+        gate_N += tl.load(bias_at, mask=is_own, other=0.0).to(tl.float32)
+        up_N += tl.load(bias_at + INNER, mask=is_own, other=0.0).to(tl.float32)
     values = _gated(gate_N, up_N, ALPHA, LIMIT)
     out = inner_ptr + pair.to(tl.int64) * INNER + columns
     tl.store(out, values.to(inner_ptr.dtype.element_ty), mask=columns < INNER)
@@ -403,27 +415,31 @@ def _few_down_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
 ):
     """out[token] = the sum over its experts of weight * down(inner), BLOCK_N of it."""
     token = tl.program_id(1)
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (columns < SIZE)[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     bias_N = tl.zeros([BLOCK_N], tl.float32)
     for i in tl.static_range(NUM_CHOSEN):
         pair = token * NUM_CHOSEN + i
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         share = tl.load(weights_ptr + pair).to(tl.float32)
+        is_own = columns < SIZE
+        if NUM_EXPERTS > 0:
+            is_own = is_own & (expert < NUM_EXPERTS)
+            share = tl.where(expert < NUM_EXPERTS, share, 0.0)
         if HAS_BIAS:
             bias_at = bias_ptr + expert * SIZE + columns
-            bias_N += share * tl.load(bias_at, mask=columns < SIZE, other=0.0).to(tl.float32)
+            bias_N += share * tl.load(bias_at, mask=is_own, other=0.0).to(tl.float32)
         down_at = down_ptr + (expert * SIZE + columns)[:, None] * INNER
         inner_at = inner_ptr + pair.to(tl.int64) * INNER
         for start in tl.static_range(0, INNER, BLOCK_K):
             depth = start + tl.arange(0, BLOCK_K)
             is_input = depth < INNER
             x = tl.load(inner_at + depth, mask=is_input, other=0.0).to(tl.float32) * share
-            mask = inside & is_input[None, :]
+            mask = is_own[:, None] & is_input[None, :]
             weight = tl.load(down_at + depth[None, :], mask=mask, other=0.0)
             total += weight.to(tl.float32) * x[None, :]
     out = out_ptr + token.to(tl.int64) * SIZE + columns
@@ -440,6 +456,7 @@ def few_experts(
     down_EDF: torch.Tensor,
     biases: Biases | None = None,
     clamped: ClampedGate | None = None,
+    has_others: bool = False,
 ) -> torch.Tensor:
     """moe_experts without sorting: each token's experts are read for it alone."""
     (_, size, inner_size), num_chosen = down_EDF.shape, ids_TC.shape[1]
@@ -447,7 +464,7 @@ def few_experts(
     out_TD = x_TD.new_empty(len(x_TD), size)
     gate_up_bias, down_bias = biases or (gate_up_EGD, down_EDF)
     shared = {"NUM_CHOSEN": num_chosen, "SIZE": size, "INNER": inner_size}
-    shared |= {"HAS_BIAS": bool(biases)}
+    shared |= {"HAS_BIAS": bool(biases), "NUM_EXPERTS": len(down_EDF) if has_others else 0}
     _few_up_kernel[(triton.cdiv(inner_size, FEW_OUTPUTS), ids_TC.numel())](
         x_TD, ids_TC, gate_up_EGD, gate_up_bias, inner_PF, x_TD.stride(0),
         BLOCK_N=FEW_OUTPUTS, BLOCK_K=FEW_INPUTS, **_gate_of(clamped), **shared,
@@ -468,22 +485,24 @@ def moe_experts(
     is_fixed: bool = False,
     biases: Biases | None = None,
     clamped: ClampedGate | None = None,
+    has_others: bool = False,
 ) -> torch.Tensor:
     """Do as `quire.ops.moe.moe_experts`, of experts that stand in one tensor; waits for nothing.
-    is_fixed: in one order for any number of tokens."""
+    is_fixed: in one order for any number of tokens. has_others: an id of E stands for experts that
+    are elsewhere."""
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
     assert gate_up_EGD.is_contiguous() and down_EDF.is_contiguous()
     arguments = (_rows(x_TD), ids_TC.contiguous(), weights_TC.contiguous(), gate_up_EGD, down_EDF)
     if is_fixed:
         tile = TILE_OF_FLOAT32 if x_TD.dtype.itemsize > 2 else FIXED_TILE
-        return grouped_experts(*arguments, tile, biases, clamped)
+        return grouped_experts(*arguments, tile, biases, clamped, has_others)
     if len(x_TD) <= FEW_TOKENS:
-        return few_experts(*arguments, biases, clamped)
+        return few_experts(*arguments, biases, clamped, has_others)
     device = x_TD.device
     takes_largest = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
     tile = tile_for(ids_TC.numel(), len(down_EDF), x_TD.dtype, takes_largest)
-    return grouped_experts(*arguments, tile, biases, clamped)
+    return grouped_experts(*arguments, tile, biases, clamped, has_others)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -521,8 +540,8 @@ def _product_configs(tile: Tile, clamped: ClampedGate | None = None) -> list[Con
 
 
 OSS = ClampedGate(1.702, 7.0)
-_FEW = {"NUM_CHOSEN": 8, "SIZE": 2048, "INNER": 768, "HAS_BIAS": False}
-_FEW_OSS = {"NUM_CHOSEN": 4, "SIZE": 2880, "INNER": 2880, "HAS_BIAS": True}
+_FEW = {"NUM_CHOSEN": 8, "SIZE": 2048, "INNER": 768, "HAS_BIAS": False, "NUM_EXPERTS": 0}
+_FEW_OSS = {"NUM_CHOSEN": 4, "SIZE": 2880, "INNER": 2880, "HAS_BIAS": True, "NUM_EXPERTS": 0}
 _UP, _DOWN = (
     {"BLOCK_N": FEW_OUTPUTS, "BLOCK_K": FEW_INPUTS},
     {"BLOCK_N": FEW_SUMS, "BLOCK_K": FEW_INNER},
@@ -536,6 +555,8 @@ CONFIGS = [
     *_product_configs(LARGEST_TILE, OSS),
     _config(_few_up_kernel, _FEW | _UP | _gate_of(None)),
     _config(_few_down_kernel, _FEW | _DOWN),
+    _config(_few_up_kernel, _FEW | {"NUM_EXPERTS": 64} | _UP | _gate_of(None)),
+    _config(_few_down_kernel, _FEW | {"NUM_EXPERTS": 64} | _DOWN),
     _config(_few_up_kernel, _FEW_OSS | _UP | _gate_of(OSS)),
     _config(_few_down_kernel, _FEW_OSS | _DOWN),
 ]

@@ -36,7 +36,7 @@ def _count_kernel(ids_ptr, counts_ptr, num_pairs, WIDTH: tl.constexpr, CHUNK: tl
     tl.store(counts_ptr + chunk * WIDTH + tl.arange(0, WIDTH), counts)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "max_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "max_tiles", "num_experts"])
 def _sort_kernel(
     ids_ptr,
     counts_ptr,
@@ -45,6 +45,7 @@ def _sort_kernel(
     num_pairs,
     num_chunks,
     max_tiles,
+    num_experts,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     CHUNKS_AT_ONCE: tl.constexpr,
@@ -84,7 +85,7 @@ def _sort_kernel(
         tl.store(order_ptr + place, pair, mask=expert < WIDTH)
     else:
         tile = (program - num_chunks) * TILES + tl.arange(0, TILES)
-        num_tiles = (total + BLOCK_M - 1) // BLOCK_M
+        num_tiles = tl.where(experts < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
         before_it = tl.cumsum(num_tiles, axis=0) - num_tiles
         index = tile[:, None] - before_it[None, :]  # of the tile among the expert's
         is_own = (index >= 0) & (index < num_tiles[None, :])
@@ -98,13 +99,14 @@ def _sort_kernel(
 
 
 def sort_by_expert(
-    ids_TC: torch.Tensor, num_experts: int, tile_pairs: int
+    ids_TC: torch.Tensor, num_experts: int, tile_pairs: int, has_others: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs in the order of their experts, int32 [P], and the tiles of at most tile_pairs of one
     expert's that they make, int32 [3, M]: expert, begin and end in that order. M is as many as
-    there can be; of tiles that there are not, begin and end are 0. One launch, or two."""
+    there can be; of tiles that there are not, begin and end are 0. One launch, or two. has_others:
+    there are pairs of expert num_experts, which stand last and in no tile."""
     num_pairs, device = ids_TC.numel(), ids_TC.device
-    width = next_power_of_2(num_experts)
+    width = next_power_of_2(num_experts + has_others)
     chunk = SMALL_CHUNK if num_pairs <= SMALL_CHUNK else CHUNK
     num_chunks = triton.cdiv(num_pairs, chunk)
     max_tiles = most_tiles(num_pairs, num_experts, tile_pairs)
@@ -122,6 +124,7 @@ def sort_by_expert(
         num_pairs,
         num_chunks,
         max_tiles,
+        num_experts,
         WIDTH=width,
         CHUNK=chunk,
         CHUNKS_AT_ONCE=CHUNKS_AT_ONCE,
@@ -145,7 +148,7 @@ def _sort_warps(chunk: int) -> int:
 
 _COUNT_SIGNATURE = {"ids_ptr": "*i32", "counts_ptr": "*i32", "num_pairs": "i32"}
 _SORT_SIGNATURE = _COUNT_SIGNATURE | {"order_ptr": "*i32", "tiles_ptr": "*i32"}
-_SORT_SIGNATURE |= {"num_chunks": "i32", "max_tiles": "i32"}
+_SORT_SIGNATURE |= {"num_chunks": "i32", "max_tiles": "i32", "num_experts": "i32"}
 
 
 def _sort_config(chunk: int, is_only: bool) -> Config:

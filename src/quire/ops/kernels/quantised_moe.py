@@ -24,7 +24,7 @@ import triton.language as tl
 from quire.ops.gpu_layout import layout_of
 from quire.ops.gpu_weights import BITS, GPUWeight
 from quire.ops.kernels.launch import Config, dot_dtype
-from quire.ops.kernels.moe import sum_of_pairs
+from quire.ops.kernels.moe import memory_of_parts, sum_of_pairs
 from quire.ops.kernels.moe_sort import sort_by_expert
 from quire.ops.kernels.quantised import (
     FEW,
@@ -140,20 +140,23 @@ def moe_experts(
     down: GPUWeight,
     gate: Gate,
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    has_others: bool = False,
 ) -> torch.Tensor:
     """Do as `quire.ops.moe.moe_experts`, of experts that stand in one weight; waits for nothing.
-    gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]."""
+    gate: makes [P, F] of [P, G]. biases: [E, G] and [E, D]. has_others: see moe.moe_experts."""
     if len(x_TD) == 0:
         return torch.empty_like(x_TD)
     num_experts, num_chosen = down.shape[0], ids_TC.shape[1]
     tile = tile_for(ids_TC.numel(), num_experts, x_TD.dtype, gate_up.is_fixed)
-    order_P, tiles_3M = sort_by_expert(ids_TC.contiguous(), num_experts, tile.tokens)
+    order_P, tiles_3M = sort_by_expert(ids_TC.contiguous(), num_experts, tile.tokens, has_others)
     gate_up_bias, down_bias = biases or (None, None)
     sorted_pairs = order_P, tiles_3M, weights_TC.contiguous()
     if x_TD.stride(1) != 1:
         x_TD = x_TD.contiguous()
-    gate_up_PG = _product(x_TD, gate_up, gate_up_bias, sorted_pairs, tile, num_chosen)
-    parts_PD = _product(gate(gate_up_PG), down, down_bias, sorted_pairs, tile)
+    gate_up_PG = _product(x_TD, gate_up, gate_up_bias, sorted_pairs, tile, num_chosen, has_others)
+    parts_PD = _product(
+        gate(gate_up_PG), down, down_bias, sorted_pairs, tile, has_others=has_others
+    )
     return sum_of_pairs(parts_PD, num_chosen)
 
 
@@ -164,12 +167,13 @@ def _product(
     sorted_pairs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     tile: Tile,
     num_chosen: int = 0,
+    has_others: bool = False,
 ) -> torch.Tensor:
     """num_chosen: of rows that are tokens; 0: they are pairs in their order, and results are
     weighted and stand at their pairs."""
     order_P, tiles_3M, weights_TC = sorted_pairs
     max_tiles, num_outputs = tiles_3M.shape[1], weight.shape[1]
-    out = x.new_empty(len(order_P), num_outputs)
+    out = memory_of_parts(x, len(order_P), num_outputs, has_others)
     _grouped_kernel[(triton.cdiv(num_outputs, tile.outputs), max_tiles)](
         x,
         weight.codes,
