@@ -65,6 +65,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"node_rank must be from 0 to nnodes - 1 = {self.nnodes - 1}, got {self.node_rank}."
             )
+        if self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "distributed_executor_backend=ray is not supported: ranks are processes of one"
+                " machine; leave it out."
+            )
         if self.num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(
                 f"distributed_executor_backend=uni is for one rank, but tensor_parallel_size"
