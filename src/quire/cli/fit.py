@@ -21,6 +21,7 @@ SETTINGS = (
     "quantization_group_size", "quantized_head", "block_size", "gpu_memory_utilization",
     "kv_cache_memory_bytes", "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens",
     "speculative_config", "tensor_parallel_size", "pipeline_parallel_size",
+    "decode_context_parallel_size",
 )  # fmt: skip
 MIB = 1 << 20
 GIB = 1 << 30
