@@ -14,9 +14,10 @@ from quire.base.cuts import Cut, cut_evenly, cut_or_repeat, cut_vocabulary
 from quire.base.eagle3_spec import head_options, head_spec
 from quire.base.errors import ConfigError, ModelError
 from quire.base.model_spec import load_spec, parse_spec
+from quire.models import experts, registry
 from quire.models.assembly import empty_model
+from quire.models.decoder import Decoder
 from quire.models.eagle3 import Eagle3
-from quire.models.experts import StackedExperts
 from quire.models.gguf.weights import GGUFTensor
 from quire.models.loading import LoadOptions, load_model
 from quire.models.packing import model_bytes, planned_bytes
@@ -67,7 +68,9 @@ def test_ranks_with_whole_experts(
 ) -> None:
     """As a CPU has experts, and as a GPU has them."""
     if form == "stacked":
-        monkeypatch.setattr("quire.models.experts.experts_class", lambda device: StackedExperts)
+        monkeypatch.setattr(
+            "quire.models.experts.experts_class", lambda device: experts.StackedExperts
+        )
     model_type, config = VARIANTS[variant]
     six = {"num_local_experts" if variant == "gpt_oss" else "num_experts": 6}
     spec = write_own(tmp_path, model_type, config | six).spec
@@ -77,6 +80,24 @@ def test_ranks_with_whole_experts(
         return logits_of(tmp_path, spec, group, has_whole_experts=True)
 
     for found in run_ranks(2, work):
+        for one_TV, other_TV in zip(wanted, found, strict=True):
+            torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", ["gpt_oss", "qwen3_moe", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("is_dummy", [False, True])
+def test_experts_side_by_side(
+    variant: str, is_dummy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As GPUs have them."""
+    monkeypatch.setattr(experts, "experts_class", lambda _: experts.StackedExperts)
+    spec = write_checkpoint(tmp_path, variant).spec
+
+    def compute(group: RankGroup) -> list[torch.Tensor]:
+        return logits_of(tmp_path, spec, group, is_dummy=is_dummy)
+
+    (wanted,) = run_ranks(1, compute)
+    for found in run_ranks(2, compute):
         for one_TV, other_TV in zip(wanted, found, strict=True):
             torch.testing.assert_close(other_TV, one_TV, rtol=1e-12, atol=1e-12)
 
@@ -302,6 +323,26 @@ def test_classes_of_transformers_cannot_be_shared(tmp_path: Path) -> None:
     spec = model_spec(tmp_path, "transformers")
     with pytest.raises(ConfigError, match="class of transformers.*leave tensor_parallel_size=2"):
         spec.of_ranks(2)
+
+
+class Foreign(Decoder):
+    """Another package's."""
+
+
+class Sharing(Decoder):
+    """One that says so."""
+
+    shares_layers = True
+
+
+def test_classes_of_other_packages_say_whether_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = parse_spec(LLAMA | {"model_type": "theirs"})
+    place = RankPlace(thread_groups(2)[0])
+    monkeypatch.setattr(registry, "model_class", lambda _: Foreign)
+    with pytest.raises(ConfigError, match="shares_layers.*leave tensor_parallel_size=2 out"):
+        empty_model(spec, torch.float32, CPU, place)
+    monkeypatch.setattr(registry, "model_class", lambda _: Sharing)
+    assert registry.can_share(spec)
 
 
 def test_numbers_of_a_rank(tmp_path: Path) -> None:

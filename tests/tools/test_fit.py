@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.base import parallel
 from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError, ModelError, OutOfMemory
 from quire.base.model_spec import load_spec
@@ -178,9 +177,8 @@ def test_weights_are_what_the_model_takes(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("variant", ["llama_multi_query", "qwen3_next", "gpt2", "qwen3_moe_some"])
 @pytest.mark.parametrize("name", ["as it is", "int8", "float64"])
 def test_what_each_of_several_ranks_takes(
-    name: str, variant: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, variant: str, folders: dict[str, Path]
 ) -> None:
-    monkeypatch.setattr(parallel, "NOT_YET", ())
     folder = folders[variant]
     settings = FORMATS[name] | {"tensor_parallel_size": 2}
     found = fitted(resolve_model(str(folder)), 12 * MIB, **settings)
@@ -216,8 +214,7 @@ def test_the_fullest_stage_is_told(variant: str, folders: dict[str, Path]) -> No
 
 
 @needs_core
-def test_ranks_of_a_quantised_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "NOT_YET", ())
+def test_ranks_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     asked = {"dtype": "float32", "tensor_parallel_size": 2}
     for number, form in enumerate((gptq(4, 32), gptq(4, 32, desc_act=True))):
         path, _ = write(tmp_path / str(number), form, intermediate_size=128)

@@ -29,7 +29,7 @@ from quire.models.model import Model
 from quire.models.packing import Stored, format_of, pack_modules
 from quire.models.quantised.layers import QuantisedLayer
 from quire.models.rank_place import WHOLE, RankPlace
-from quire.models.registry import class_of
+from quire.models.registry import can_share, class_of
 from quire.models.sources import Source
 from quire.ops.formats import Quantization
 from quire.ops.host_memory import HugeMemory, forget_pages, passing_memory
@@ -58,6 +58,12 @@ def empty_model(
     cut so."""
     assert spec.num_ranks == 1, "layers take their part of the whole model themselves"
     spec.of_ranks(place.tensor.size, has_whole_experts=place.has_whole_experts)
+    if place.tensor.size > 1 and not can_share(spec):
+        raise ConfigError(
+            f"models of type {spec.model_type!r} are another package's, whose class does not say"
+            " that ranks can share its layers (shares_layers); leave"
+            f" tensor_parallel_size={place.tensor.size} out."
+        )
     model = class_of(spec)(spec, EmptyParamFactory(dtype, device, place)).eval()
     if place.num_stages > 1 and not model.has_stages:
         raise ConfigError(

@@ -7,7 +7,6 @@ from a cache (weight_cache.py). Formats that can run code are not read.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -263,7 +262,8 @@ class _RandomNumbers:
         self._twice = self._twice.to(parameter.device, parameter.dtype)
         if part.is_all:
             return self._fill(parameter, start)
-        columns = part.columns or all_of(math.prod(parameter.shape[1:]))
+        num_rows = sum(cut.count for cut in part.cuts)
+        columns = part.columns or all_of(parameter.numel() // num_rows)
         rows = parameter.view(-1, columns.count)
         for cut in part.cuts:
             begin, own = start + cut.first * columns.whole + columns.first, rows[: cut.count]

@@ -25,8 +25,10 @@ class Model(nn.Module):
     base_prefix: what checkpoints of the bare decoder leave out of their tensors' names.
     ignored_tensors: ends of the names of tensors that no layer needs. head_tensor: the head's.
     only_operations: whether it computes nothing but by quire's operations. runs_by: whose class it
-    is, for people. shows_states: whether it can show what enters its layers. reads: what it shows,
-    if that was asked for. has_stages: whether it can be cut into stages. entering: numbers of each
+    is, for people. shares_layers: what a class of another package says of itself if ranks can share
+    its layers: it takes its numbers of heads from LayerPlace, not from the spec. shows_states:
+    whether it can show what enters its layers. reads: what it shows, if that was asked for.
+    has_stages: whether it can be cut into stages. entering: numbers of each
     token that the stage before hands over, 0 on the first; leaving: that go to the next stage, 0 on
     the last; dtype: theirs. elsewhere: beginnings of the names of tensors that other ranks have.
     head: None but on the last stage.
@@ -37,6 +39,7 @@ class Model(nn.Module):
     ignored_tensors: tuple[str, ...] = ()
     only_operations = True
     runs_by = "a class of quire's"
+    shares_layers = False
     shows_states = False
     reads: Reads | None = None
     has_stages = False

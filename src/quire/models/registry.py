@@ -37,6 +37,7 @@ from quire.models.qwen3 import Qwen3
 from quire.models.qwen3_5 import Qwen3_5
 from quire.models.qwen3_moe import Qwen3Moe
 from quire.models.qwen3_next import Qwen3Next
+from quire.models.rank_place import WHOLE, RankPlace
 from quire.models.smollm3 import SmolLM3
 from quire.models.transformers_model import TransformersModel
 
@@ -95,9 +96,12 @@ def model_spec(
     return load_spec(directory)
 
 
-def make_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Model:
-    """Make the model with uninitialised parameters. Raises ModelError for an unknown model_type."""
-    return class_of(spec)(spec, ParamFactory(dtype, device)).eval()
+def make_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, place: RankPlace = WHOLE
+) -> Model:
+    """Make the model, or a rank's part of it, with uninitialised parameters. Raises ModelError for
+    an unknown model_type."""
+    return class_of(spec)(spec, ParamFactory(dtype, device, place)).eval()
 
 
 def class_of(spec: ModelSpec) -> Callable[[ModelSpec, ParamFactory], Model]:
@@ -123,6 +127,13 @@ def model_class(model_type: str) -> Callable[[ModelSpec, ParamFactory], Model]:
     if not issubclass(found, nn.Module):
         raise ModelError(f"the class {found.__qualname__} for {model_type!r} is no nn.Module.")
     return found
+
+
+def can_share(spec: ModelSpec) -> bool:
+    """Tell whether ranks can share the layers of its model: of ours, and of those that say so."""
+    found = class_of(spec)
+    is_ours = spec.model_type in MODELS or spec.model_type == eagle3_spec.MODEL_TYPE
+    return is_ours or (isinstance(found, type) and bool(vars(found).get("shares_layers")))
 
 
 def _is_ours(model_type: str) -> bool:

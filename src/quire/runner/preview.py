@@ -14,10 +14,12 @@ from quire.models.formats import weight_formats
 from quire.models.loading import check_files, formats_of_file
 from quire.models.model import Model
 from quire.models.packing import Stored, planned_bytes
+from quire.models.rank_place import RankPlace
 from quire.models.registry import make_model, model_spec
 from quire.models.source import ModelSource, load_format_of
 from quire.ops.attention.base import KVLayout
 from quire.ops.attention.select import make_backend
+from quire.ops.collective import FirstOf
 from quire.ops.threads import num_threads
 from quire.runner.build import choose_device, torch_dtype
 from quire.runner.derive import derive_config
@@ -27,9 +29,9 @@ from quire.runner.step_size import first_budget
 
 @dataclass(frozen=True)
 class Preview:
-    """config: with all derived values filled in. memory: None on a GPU, where it is measured when
-    the engine starts. first_budget: tokens of the first steps, if the engine goes on from there to
-    what steps have time for. runs_by: whose class the model is."""
+    """Of ranks that share layers, each. config: with all derived values filled in. memory: None on
+    a GPU, where it is measured when the engine starts. first_budget: tokens of the first steps, if
+    the engine goes on from there to what steps have time for. runs_by: whose class the model is."""
 
     config: EngineConfig
     attention_backend: str
@@ -47,20 +49,22 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
     )
     device = choose_device(config.device)
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
+    num_ranks = config.parallel.tensor_parallel_size
+    own, place = spec.of_ranks(num_ranks), RankPlace(FirstOf(num_ranks))
     is_asked_for = config.scheduler.max_num_batched_tokens is not None
     config = derive_config(config, spec, device.type)
     dtype = torch_dtype(config.model.dtype)
     weight_formats(config.model).check(config.model.dtype, device.type)
-    model, weights = _outline(config, source, spec, device)
+    model, weights = _outline(config, source, spec, device, place)
     if draft_source is not None and spec.drafter is not None:
-        weights += _outline(config, draft_source, spec.drafter, device)[1]
+        weights += _outline(config, draft_source, spec.drafter, device, place)[1]
     memory = None
     if device.type == "cpu":
-        memory = plan_cpu_memory(config, spec, weights, available_cpu_bytes())
-    smallest = (1,) * len(spec.cache_groups)
+        memory = plan_cpu_memory(config, own, weights, available_cpu_bytes() // num_ranks)
+    smallest = (1,) * len(own.cache_groups)
     cache = config.cache
     layout = KVLayout(
-        spec.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
+        own.cache_groups, smallest, cache.block_size, dtype, device, cache.kv_cache_dtype
     )
     backend = make_backend(config.attention_backend, layout, deterministic=config.deterministic)
     follows = device.type == "cpu" and not is_asked_for
@@ -70,16 +74,20 @@ def preview_runner(config: EngineConfig, source: ModelSource) -> Preview:
 
 
 def _outline(
-    config: EngineConfig, source: ModelSource, spec: ModelSpec, device: torch.device
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    device: torch.device,
+    place: RankPlace,
 ) -> tuple[Model, int]:
     """Make a model without memory, and count the bytes that it would take."""
     dtype, formats = torch_dtype(config.model.dtype), weight_formats(config.model)
-    model = make_model(spec, dtype, torch.device("meta"))
+    model = make_model(spec, dtype, torch.device("meta"), place)
     stored: Stored = {}
     if load_format_of(config, source) != "dummy":
         stored = formats_of_file(source.directory, spec, model, dtype, device, formats)
         if has_weights(source.directory):
-            check_files(weight_files(source.directory), spec)
+            check_files(weight_files(source.directory), spec, place)
     return model, planned_bytes(model, dtype, device, formats, stored)
 
 
