@@ -9,6 +9,7 @@ from quire.base.errors import ConfigError
 from quire.cli.asked import DEVICE_HELP, find_config, find_device
 from quire.cli.settings import ENGINE, add_some_settings, given_settings, options_of
 from quire.tools.bench.arguments import (
+    MANY_PROMPTS,
     add_count,
     add_dataset_arguments,
     add_result_arguments,
@@ -16,7 +17,6 @@ from quire.tools.bench.arguments import (
     positive,
 )
 
-NUM_PROMPTS = 1000
 # Of several devices, what is asked here is how many; the rest is about real ones.
 OWN = {"device", "tensor_parallel_size", "data_parallel_size"}
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = settings.pop("tensor_parallel_size", 1)
     replicas = settings.pop("data_parallel_size", 1)
     if arguments.num_prompts is None and arguments.trace is None:
-        arguments.num_prompts = NUM_PROMPTS
+        arguments.num_prompts = MANY_PROMPTS
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot draws SVG; give a name that ends so, not {arguments.plot.name}.")
     config = config_from_flat(**settings)

@@ -13,6 +13,7 @@ DATASETS = (
     "custom",
 )
 BACKENDS = ("openai", "openai-chat", "vllm")
+MANY_PROMPTS = 1000
 METRICS = ("ttft", "tpot", "itl", "e2el")
 # Option -> type, what it does. Sent only if given.
 SAMPLERS: dict[str, tuple[type, str]] = {
@@ -40,7 +41,8 @@ def add_dataset_arguments(
         "--dataset-path", type=Path, metavar="FILE",
         help='sharegpt: JSON of conversations; custom: one {"prompt": ...} per line',
     )  # fmt: skip
-    add_count(group, ("--num-prompts",), num_prompts, "requests")
+    every = "" if num_prompts else f" (default: all of a trace, or {MANY_PROMPTS:,} drawn ones)"
+    add_count(group, ("--num-prompts",), num_prompts, f"requests{every}")
     add_count(group, ("--random-input-len", "--input-len"), input_len, "random: own prompt tokens")
     add_count(
         group, ("--random-output-len", "--output-len"), None,

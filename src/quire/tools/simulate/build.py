@@ -106,6 +106,12 @@ def check_settings(asked: EngineConfig) -> None:
     """Raise ConfigError for a setting that a simulation cannot do justice to."""
     if asked.cache.stores:
         raise ConfigError("kv_disk_dir and kv_store are not simulated; leave them out.")
+    parallel = asked.parallel
+    if (parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) != (1, 1):
+        raise ConfigError(
+            "of several devices, those that share each layer (tensor_parallel_size) and replicas"
+            " are simulated; leave pipeline_parallel_size and decode_context_parallel_size out."
+        )
     speculation = parse_speculation(asked.speculative_config)
     if speculation is not None and speculation.num_tokens:
         raise ConfigError(
