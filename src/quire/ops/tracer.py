@@ -6,6 +6,7 @@ Shape legend: T tokens of the step, N heads, H head dim, V rows of a table.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -304,24 +305,15 @@ class Tracer:
         x_TD: torch.Tensor,
         ids_TC: torch.Tensor,
         weights_TC: torch.Tensor,
-        gate_up: Sequence[Weight],
-        down: Sequence[Weight],
-        biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
-        clamped: ClampedGate | None = None,
-        first: int | None = None,
+        *experts: Any,
+        **named: Any,
     ) -> None:
         route = self._routes.get((_storage(ids_TC), _storage(weights_TC)))
         if route is None:
             raise Untraceable("experts or their weights are not chosen by moe_route alone")
-        logits_TE, num_chosen, normalises = route
-        of_gate_up, of_down = _all_packed(gate_up), _all_packed(down)
-        of_up, of_sums = biases or ((), ())
-        floats = [each.float() for each in of_up], [each.float() for each in of_sums]
-        place = first or 0, logits_TE.shape[1]
-        experts = Experts(of_gate_up, of_down, floats, *place, num_chosen, normalises, clamped)
-        views = self._new(out), self._view(x_TD), self._view(logits_TE)
+        views = self._new(out), self._view(x_TD), self._view(route[0])
         self._emit(Instruction(Kind.EXPERTS, views, layer=len(self._draft.experts)))
-        self._draft.experts.append(experts)
+        self._draft.experts.append(_experts(route, *experts, **named))
 
     def _kv_write(
         self, _out: None, _backend: object, layer: int, k: torch.Tensor, v: torch.Tensor
@@ -400,6 +392,22 @@ def num_groups(weight: PackedWeight) -> int:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def _experts(
+    route: tuple[torch.Tensor, int, bool],
+    gate_up: Sequence[Weight],
+    down: Sequence[Weight],
+    biases: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
+    clamped: ClampedGate | None = None,
+    first: int | None = None,
+) -> Experts:
+    """Describe those of a layer, by its route and what else moe_experts is given."""
+    logits_TE, num_chosen, normalises = route
+    of_up, of_sums = biases or ((), ())
+    floats = [each.float() for each in of_up], [each.float() for each in of_sums]
+    weights, place = (_all_packed(gate_up), _all_packed(down)), (first or 0, logits_TE.shape[1])
+    return Experts(*weights, floats, *place, num_chosen, normalises, clamped)
 
 
 def _all_packed(weights: Sequence[Weight]) -> list[PackedWeight]:

@@ -150,7 +150,9 @@ def build_runner(
     spec, draft_source = with_drafter(spec, parse_speculation(config.speculative_config))
     config = derive_config(config, spec, device.type)
     whole = spec.served_up_to(config.model.max_model_len)
-    spec = whole.of_stage(place.stage, place.num_stages).of_ranks(place.tensor.size)
+    spec = whole.of_stage(place.stage, place.num_stages).of_ranks(
+        place.tensor.size, has_whole_experts=place.has_whole_experts
+    )
     dtype = torch_dtype(config.model.dtype)
     free = (
         share.cpu_bytes(available_cpu_bytes()) if device.type == "cpu" else free_gpu_bytes(device)

@@ -213,7 +213,10 @@ def fit(
     if device.kind == CPU:  # ranks share its memory
         memory_bytes = device.memory_bytes // (num_ranks * num_stages)
         device = dataclasses.replace(device, memory_bytes=memory_bytes)
-    places = [RankPlace(FirstOf(num_ranks), stage, num_stages) for stage in range(num_stages)]
+    whole = config.parallel.enable_expert_parallel
+    places = [
+        RankPlace(FirstOf(num_ranks), stage, num_stages, whole) for stage in range(num_stages)
+    ]
     found = [_fit_rank(config, source, device, place, spec, draft_source) for place in places]
     return min(found, key=lambda each: each.memory.num_slots)
 
@@ -262,7 +265,9 @@ def _question(
     file = GGUFFile(source.directory) if is_gguf(source.directory) else None
     tensors = _stored_tensors(spec, config, source, file)
     made = outline(spec, config.model.dtype, tensors.shapes, place)
-    own = spec.of_stage(place.stage, place.num_stages).of_ranks(place.tensor.size)
+    own = spec.of_stage(place.stage, place.num_stages).of_ranks(
+        place.tensor.size, has_whole_experts=place.has_whole_experts
+    )
     return _Question(source.name, spec, own, device, made, file, tensors, place)
 
 

@@ -280,6 +280,7 @@ def _place(config: EngineConfig, rank: int, group_fd: int) -> RankPlace:
         _tensor_group(config, rank, group_fd),
         rank // parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
+        has_whole_experts=parallel.enable_expert_parallel,
         sharing=parallel.decode_context_parallel_size,
     )
 
