@@ -23,6 +23,7 @@ ELSEWHERE = {
     "attention": "the pieces attention, paged and split",
     "attention_merge": "a part of attention's launches",
     "attention_plan": "one launch a step; it is in the engine's steps",
+    "guess_runs": "the piece guesses: one launch of a step that guesses",
     "launch": "no kernel of its own",
     "sampling_filtered": "parts of sampling's launches",
     "sampling_scan": "parts of sampling's launches",

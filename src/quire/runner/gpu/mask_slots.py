@@ -17,13 +17,15 @@ NUM_SLOTS = 2  # masks of a step need the tokens of the one before
 
 
 class MaskSlots:
-    """Two slots and the memory on the device: each 5 MB for 256 rows of 151,936 tokens."""
+    """Two slots and the memory on the device: each 5 MB for 256 rows of 151,936 tokens. Slots are
+    made when the first masks come; a step may be recorded before, and reads only the memory."""
 
     def __init__(self, device: Device, max_rows: int, vocab_size: int) -> None:
         self._num_rows, self._num_words = max_rows, num_words(vocab_size)
-        total = max_rows * (1 + self._num_words)
-        self._ring = Ring(device, total, NUM_SLOTS)
-        self._here = torch.full((total,), -1, dtype=torch.int32, device=device.device)
+        self._device = device
+        self._ring: Ring | None = None
+        self._total = max_rows * (1 + self._num_words)
+        self._here = torch.full((self._total,), -1, dtype=torch.int32, device=device.device)
 
     def of(self, num_places: int) -> RowMasks:
         """Return where the masks of a step with so many places for sampling rows stand."""
@@ -32,6 +34,8 @@ class MaskSlots:
 
     def prepare(self, places: Int32, words: Int32) -> Update:
         """Write masks into a slot. words: [M, any number]; those that are missing forbid."""
+        if self._ring is None:
+            self._ring = Ring(self._device, self._total, NUM_SLOTS)
         slot, count = self._ring.take(), len(places)
         end = self._num_rows + count * self._num_words
         slot.array[:count], slot.array[count : self._num_rows] = places, -1
