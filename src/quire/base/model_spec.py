@@ -146,8 +146,8 @@ class ModelSpec:
         text += "" if self.implementation == QUIRE else f" {self.implementation}"
         text += f" {self.linear_layers}" if self.linear_layers else ""
         text += f" {self.drafter}" if self.drafter is not None else ""
-        text += f" stage {self.stage} of {self.num_stages}" if self.num_stages > 1 else ""
-        text += f" {self.num_ranks}" if self.num_ranks > 1 else ""
+        place = self.stage, self.num_stages, self.num_ranks
+        text += f" {place}" if place != (0, 1, 1) else ""
         text += " whole" if self.has_whole_experts else ""
         return hashlib.sha256(f"{self!r} {text}".encode("utf-8", "surrogatepass")).hexdigest()
 
