@@ -254,6 +254,9 @@ class InterruptedExecutor:
     def submit(self, plan: Plan, masks: MaskPromise | None = None) -> None:
         self.executor.submit(plan, masks)
 
+    def is_ready(self) -> bool:
+        return self.executor.is_ready()
+
     def next_result(self) -> StepResult:
         self.countdown -= 1
         if self.countdown == 0:
