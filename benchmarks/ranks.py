@@ -23,7 +23,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "one rank": {"distributed_executor_backend": "mp"},
     "2 ranks": {"tensor_parallel_size": 2},
     "2 stages": {"pipeline_parallel_size": 2},
-    "2 ranks, dealt out": {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+    "2 cores": {"data_parallel_size": 2},
 }
 WORK = """
 import json, sys, time
