@@ -27,6 +27,7 @@ def test_chunks_hits_groups_beams_masks_and_logprobs() -> None:
     assert compare(TWO, "multi_query", 120).num_masked > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_who_gives_way_comes_back(mode: str) -> None:
     settings = {"preemption_mode": mode, "pipeline_depth": 2, "kv_host_gb": 0.001}
@@ -34,6 +35,7 @@ def test_who_gives_way_comes_back(mode: str) -> None:
     assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
 
 
+@pytest.mark.slow
 def test_guesses() -> None:
     settings = {"speculative_config": json.dumps({"method": "ngram", "num_speculative_tokens": 3})}
     assert compare(TWO, "multi_query", 120, **settings).num_guessed > 0

@@ -13,6 +13,7 @@ from tests.serve.checkpoints import text_checkpoint
 
 MP = {"distributed_executor_backend": "mp"}
 TWO = {"tensor_parallel_size": 2}
+FOUR = {"tensor_parallel_size": 4}
 
 
 def compare(ranks: dict[str, Any], architecture: str, num_blocks: int, **settings: Any) -> Answers:
@@ -40,3 +41,32 @@ def test_models_that_guess() -> None:
     draft = {"method": "draft_model", "model": str(text_checkpoint("gpt2"))}
     settings = {"speculative_config": json.dumps(draft | {"num_speculative_tokens": 3})}
     assert compare(MP, "llama", 120, **settings).num_guessed > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "ranks"),
+    [("qwen3_moe", TWO), ("qwen3_5", TWO), ("gpt_oss", TWO), ("gpt2", TWO), ("llama", FOUR)],
+)
+def test_layers_of_all_kinds_are_shared(architecture: str, ranks: dict[str, Any]) -> None:
+    """Mixtures, states, sinks and windows; of four ranks two have the same heads."""
+    assert compare(ranks, architecture, 240).num_masked > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_who_gives_way_comes_back_to_all_ranks(mode: str) -> None:
+    """A rank has half of the heads, and so twice the blocks."""
+    settings = {"preemption_mode": mode, "kv_host_gb": 0.001}
+    found = answers_of(text_checkpoint("llama"), 15, **settings, **TWO)
+    assert found.answers == alone("llama", 30, tuple(settings.items())).answers
+    assert (found.moves.get("swap_out", 0) > 0) == (mode == "swap") or "load" in found.moves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_guesses_are_tried_by_all_ranks(method: str) -> None:
+    guesses: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        guesses["model"] = str(text_checkpoint("gpt2"))
+    assert compare(TWO, "llama", 240, speculative_config=json.dumps(guesses)).num_guessed > 0
