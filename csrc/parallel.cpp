@@ -21,14 +21,6 @@ using Clock = std::chrono::steady_clock;
 constexpr int kPatientLooks = 300;  // before the core is offered to others: some microseconds
 constexpr auto kAwake = std::chrono::microseconds(200);  // how long an idle thread looks for work
 
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 class Pool {
    public:
     void run(int64_t num_parts, int num_threads, void (*work)(void*, int64_t), void* context) {

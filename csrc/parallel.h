@@ -14,6 +14,15 @@
 
 namespace quire {
 
+// Tells the processor that this thread only looks whether something has come.
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 // Calls work(context, part) for every part of [0, num_parts), each once, on at most num_threads
 // threads of which this is one. A thread that is done with a part takes the next. Called from within
 // such work, or while another thread has the pool, it does all parts itself.

@@ -35,14 +35,6 @@ constexpr int64_t kThreadBytes = 32 * 1024;              // for which another th
 using Word = std::atomic<uint32_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 4, "words are shared by processes");
 
-inline void pause_briefly() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
 // Sleeps for a nap, or until woken, unless the word is no longer what was seen.
 void sleep_on(Word& word, uint32_t seen) {
 #if defined(__linux__)

@@ -94,12 +94,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = given_settings(arguments)
     device = find_device(settings.pop("device", "auto"))
-    ranks = settings.pop("tensor_parallel_size", 1)
     replicas = settings.pop("data_parallel_size", 1)
     if arguments.num_prompts is None and arguments.trace is None:
         arguments.num_prompts = MANY_PROMPTS
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot draws SVG; give a name that ends so, not {arguments.plot.name}.")
     config = config_from_flat(**settings)
-    asked = Asked(config, find_config(config.model), device, ranks, replicas)
+    asked = Asked(config, find_config(config.model), device, replicas)
     return simulate_command(arguments, asked)

@@ -9,7 +9,7 @@ Nothing is pickled, and what is not one of the structs is refused.
 import errno
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -30,16 +30,26 @@ T = TypeVar("T")
 
 
 class Codec(Generic[T]):
-    """Encodes any message; decodes those of one direction."""
+    """Encodes any message; decodes those of one direction.
 
-    def __init__(self, incoming: Any) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_array_to_bytes)
-        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_bytes_to_array)
+    plain, typed: for values that msgpack has no form of, as `enc_hook` and `dec_hook` of msgspec.
+    """
 
-    def encode(self, message: ToCore | FromCore) -> bytes:
-        """Return the message behind its length."""
+    def __init__(
+        self,
+        incoming: Any,
+        plain: Callable[[Any], Any],
+        typed: Callable[[Any, Any], Any],
+        most_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=plain)
+        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=typed)
+        self._most_bytes = most_bytes
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        """Return the message behind its length. Raises EngineError if it is too long."""
         body = self._encoder.encode(message)
-        if len(body) > MAX_MESSAGE_BYTES:
+        if len(body) > self._most_bytes:
             raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
         return LENGTH.pack(len(body)) + body
 
@@ -54,18 +64,18 @@ class Codec(Generic[T]):
 
 def core_codec() -> Codec[ToCore]:
     """Return the codec of a core, which receives `ToCore`."""
-    return Codec(ToCore)
+    return Codec(ToCore, _array_to_bytes, _bytes_to_array)
 
 
 def client_codec() -> Codec[FromCore]:
     """Return the codec of a client, which receives `FromCore`."""
-    return Codec(FromCore)
+    return Codec(FromCore, _array_to_bytes, _bytes_to_array)
 
 
-def body_length(head: bytes) -> int:
+def body_length(head: bytes, most_bytes: int = MAX_MESSAGE_BYTES) -> int:
     """Return the length that a head of four bytes announces. Raises EngineError if it is absurd."""
     length: int = LENGTH.unpack(head)[0]
-    if length > MAX_MESSAGE_BYTES:
+    if length > most_bytes:
         raise EngineError(f"a message of {length} bytes is longer than the wire allows.")
     return length
 
@@ -73,8 +83,9 @@ def body_length(head: bytes) -> int:
 class Frames:
     """Cuts a stream of bytes into the bodies of messages, wherever the reads were cut."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._buffer = bytearray()
+        self._most_bytes = most_bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the bodies that are complete with this data."""
@@ -82,7 +93,7 @@ class Frames:
         at = 0
         while len(self._buffer) - at >= LENGTH.size:
             start = at + LENGTH.size
-            end = start + body_length(bytes(self._buffer[at:start]))
+            end = start + body_length(bytes(self._buffer[at:start]), self._most_bytes)
             if len(self._buffer) < end:
                 break
             yield bytes(self._buffer[start:end])

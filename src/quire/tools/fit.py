@@ -191,12 +191,9 @@ class _Question:
         )
 
 
-def fit(
-    config: EngineConfig, source: ModelSource, device: Device, num_ranks: int | None = None
-) -> Fit:
-    """Compute the figures of a model on a device. config: its device is not looked at. num_ranks:
-    devices that share each layer, if not as many as the config says. Of a model in stages those of
-    the stage whose pool has the least blocks, which all have.
+def fit(config: EngineConfig, source: ModelSource, device: Device) -> Fit:
+    """Compute the figures of a model on a device. config: its device is not looked at. Of a model
+    in stages those of the stage whose pool has the least blocks, which all have.
 
     Raises ModelError and ConfigError as the engine would, and OutOfMemory where the model does not
     fit: it says by how much, and which settings would help.
@@ -206,7 +203,7 @@ def fit(
     )
     speculation = parse_speculation(config.speculative_config)
     spec, draft_source = with_drafter(spec, speculation, CONFIG_ONLY)
-    num_ranks = num_ranks or config.parallel.tensor_parallel_size
+    num_ranks = config.parallel.tensor_parallel_size
     num_stages = config.parallel.pipeline_parallel_size
     if num_stages > 1:
         check_stages(config, spec, device.kind)

@@ -23,13 +23,13 @@ from quire.base.plan import (
 )
 from quire.base.sampling_params import SamplingParams
 from quire.engine.ranks.messages import (
-    LENGTH,
     Guessed,
     Masks,
     Order,
     Result,
     Step,
     core_codec,
+    frames,
     rank_codec,
 )
 
@@ -60,8 +60,8 @@ def same(one: Any, other: Any) -> None:
 
 def crossed(message: Any, codec: Any) -> Any:
     data = codec.encode(message)
-    assert LENGTH.unpack_from(data) == (len(data) - LENGTH.size,)
-    return codec.decode(data[LENGTH.size :])
+    (body,) = frames().feed(data)
+    return codec.decode(body)
 
 
 def test_a_plan_with_everything() -> None:

@@ -23,10 +23,10 @@ def plan_of(num_tokens: list[int], computed: list[int], num_moved: int = 0) -> P
     )  # fmt: skip
 
 
-def fit_of(name: str, device: str, num_ranks: int = 1, **settings: object) -> Fit:
+def fit_of(name: str, device: str, **settings: object) -> Fit:
     model = f"shape:{name}"
     config = config_from_flat(model=model, **settings)
-    return fit(config, resolve_model(model), find_gpu(device), num_ranks)
+    return fit(config, resolve_model(model), find_gpu(device))
 
 
 def test_what_of_a_plan_takes_time() -> None:
@@ -58,7 +58,9 @@ def test_a_dense_model_on_its_data_sheet() -> None:
 
 
 def test_four_devices_share_all_but_what_they_exchange() -> None:
-    one, four = (roofline_of(fit_of("llama-3.1-8b", "H100", n), n) for n in (1, 4))
+    one, four = (
+        roofline_of(fit_of("llama-3.1-8b", "H100", tensor_parallel_size=n)) for n in (1, 4)
+    )
     assert four.weights_s == pytest.approx(one.weights_s / 4)
     assert four.attention[0].context_s == pytest.approx(one.attention[0].context_s / 4)
     exchanged = 64 * 2 * 3 / 4 * 4096 * 2 / (roofline.COPY_SHARE * SPEEDS["H100"].peers)

@@ -7,25 +7,21 @@ A plan is data, so it crosses as it is. Nothing is pickled. Arrays are bytes of 
 those of more than one dimension come with their shape.
 """
 
-import struct
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from quire.base.config import EngineConfig
 from quire.base.draft_order import DraftAnswer, DraftOrder
-from quire.base.errors import EngineError
 from quire.base.masks import TokenMasks
 from quire.base.plan import Candidates, Float32, Int32, Plan, StepResult
 from quire.engine.loaded import LoadedElsewhere
+from quire.engine.wire import Codec, Frames
 from quire.models.source import ModelSource
 
-LENGTH = struct.Struct("<I")
-MAX_MESSAGE_BYTES = (1 << 32) - 1
-
-T = TypeVar("T")
+MAX_MESSAGE_BYTES = (1 << 32) - 1  # a step's candidates may be many
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -200,37 +196,19 @@ ToRank = Begin | Least | Step | Masks | Order | Idle
 FromRank = Joined | Loading | Least | Loaded | Failed | Result | Done | Guessed | Idled
 
 
-class Codec(Generic[T]):
-    """Encodes any message; decodes those of one direction."""
-
-    def __init__(self, incoming: Any) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_as_typed)
-
-    def encode(self, message: ToRank | FromRank) -> bytes:
-        """Return the message behind its length."""
-        body = self._encoder.encode(message)
-        if len(body) > MAX_MESSAGE_BYTES:
-            raise EngineError(f"a message of {len(body)} bytes is longer than the wire allows.")
-        return LENGTH.pack(len(body)) + body
-
-    def decode(self, body: bytes) -> T:
-        """Return the message in a body without its length. Raises EngineError for anything else."""
-        try:
-            message: T = self._decoder.decode(body)
-        except (msgspec.MsgspecError, ValueError) as error:
-            raise EngineError(f"a message that is not one of ours: {error}") from error
-        return message
-
-
 def core_codec() -> Codec[FromRank]:
     """Return the codec of a core, which receives `FromRank`."""
-    return Codec(FromRank)
+    return Codec(FromRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
 
 
 def rank_codec() -> Codec[ToRank]:
     """Return the codec of a rank, which receives `ToRank`."""
-    return Codec(ToRank)
+    return Codec(ToRank, _plain, _as_typed, MAX_MESSAGE_BYTES)
+
+
+def frames() -> Frames:
+    """Return what cuts the stream of either direction."""
+    return Frames(MAX_MESSAGE_BYTES)
 
 
 def _plain(value: Any) -> Any:

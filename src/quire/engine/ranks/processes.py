@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Protocol
 
 from quire.base.errors import EngineError, RankLost
-from quire.engine.ranks.messages import LENGTH, Codec, Failed, FromRank, ToRank, core_codec
+from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
 from quire.engine.spawn import start_child
+from quire.engine.wire import Codec, Frames
 
 END_S = 5.0  # for a rank to end by itself
 LOOK_S = 0.3  # between two looks at the states of processes
@@ -78,7 +79,7 @@ class _Rank:
     process: "subprocess.Popen[bytes]"
     socket: socket.socket
     pidfd: int
-    unread: bytearray = field(default_factory=bytearray)
+    frames: Frames = field(default_factory=frames)
     line: bytes = b""
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     stopped_since_s: float | None = None
@@ -270,16 +271,8 @@ class _Loop:
         if not data:  # its process ends, or has
             self._selector.unregister(rank.socket)
             return
-        unread = rank.unread
-        unread += data
-        at = 0
-        while len(unread) - at >= LENGTH.size:
-            end = at + LENGTH.size + LENGTH.unpack_from(unread, at)[0]
-            if len(unread) < end:
-                break
-            self._take(rank, bytes(unread[at + LENGTH.size : end]))
-            at = end
-        del unread[:at]
+        for body in rank.frames.feed(data):
+            self._take(rank, body)
 
     def _take(self, rank: _Rank, body: bytes) -> None:
         message = self.codec.decode(body)

@@ -29,7 +29,6 @@ from quire.engine.loaded import LoadedElsewhere
 from quire.engine.local import LocalModel, build_local
 from quire.engine.ranks.alike import facts_of
 from quire.engine.ranks.messages import (
-    LENGTH,
     Begin,
     Done,
     Failed,
@@ -46,6 +45,7 @@ from quire.engine.ranks.messages import (
     Result,
     Step,
     ToRank,
+    frames,
     rank_codec,
 )
 from quire.models.rank_place import RankPlace
@@ -74,7 +74,7 @@ class Link:
         self.pending: deque[ToRank] = deque()
         self.socket = sock
         self._codec = rank_codec()
-        self._unread = bytearray()
+        self._frames = frames()
 
     def send(self, message: FromRank) -> None:
         """Send a message. Raises CoreGone."""
@@ -91,15 +91,7 @@ class Link:
             data = b""
         if not data:
             raise CoreGone
-        unread, at = self._unread, 0
-        unread += data
-        while len(unread) - at >= LENGTH.size:
-            end = at + LENGTH.size + LENGTH.unpack_from(unread, at)[0]
-            if len(unread) < end:
-                break
-            self.pending.append(self._codec.decode(bytes(unread[at + LENGTH.size : end])))
-            at = end
-        del unread[:at]
+        self.pending.extend(self._codec.decode(body) for body in self._frames.feed(data))
 
     def receive(self) -> ToRank:
         """Wait for a message. Raises CoreGone."""

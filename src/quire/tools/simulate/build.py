@@ -39,10 +39,11 @@ class Engines:
     follows_time: bool
 
     @classmethod
-    def of(cls, found: Fit, asked: EngineConfig, num_ranks: int = 1) -> "Engines":
-        """Take what fits the device. asked: the settings as they were given. num_ranks: devices
-        that share each layer. Raises ConfigError for a setting that has no meaning here."""
+    def of(cls, found: Fit, asked: EngineConfig) -> "Engines":
+        """Take what fits the device. asked: the settings as they were given. Raises ConfigError for
+        a setting that has no meaning here."""
         check_settings(asked)
+        num_ranks = asked.parallel.tensor_parallel_size
         own = found.spec.of_ranks(num_ranks)
         limits = host_tier_limits(found.config, own, found.memory, AMPLE_BYTES, num_ranks)
         is_open = asked.scheduler.max_num_batched_tokens is None

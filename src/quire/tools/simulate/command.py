@@ -32,12 +32,11 @@ ERRORS_SHOWN = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """What is simulated. num_ranks: devices that share each layer of a replica."""
+    """What is simulated."""
 
     config: EngineConfig
     source: ModelSource
     device: Device
-    num_ranks: int
     num_replicas: int
 
 
@@ -55,9 +54,9 @@ class Simulated:
 def simulate_command(options: argparse.Namespace, asked: Asked) -> int:
     """Simulate and report. Returns the exit status: 1 if no request was answered."""
     wanted = Wanted.from_options(options)
-    found = fit(asked.config, asked.source, asked.device, asked.num_ranks)
-    engines = Engines.of(found, asked.config, asked.num_ranks)
-    times = step_times(options, found, asked.num_ranks)
+    found = fit(asked.config, asked.source, asked.device)
+    engines = Engines.of(found, asked.config)
+    times = step_times(options, found)
     work = _work(options, asked, found.spec.vocab_size)
     _tell_head(asked, found, work)
     with Bar(work.num, enabled=not options.disable_tqdm) as bar:
@@ -94,11 +93,11 @@ def simulate_work(
     return Done(run, wall_s)
 
 
-def step_times(options: argparse.Namespace, found: Fit, num_ranks: int) -> StepTimes:
+def step_times(options: argparse.Namespace, found: Fit) -> StepTimes:
     """Return the step times that the options ask for. Raises ConfigError."""
     times: Roofline | Fitted
     if options.fit is None:
-        times = roofline_of(found, num_ranks)
+        times = roofline_of(found)
     elif is_recording(options.fit):
         times = read_recorded(options.fit).fit()
         print("\n".join([f"# step times of {options.fit}:", *lines_of(times)]))
@@ -127,7 +126,8 @@ def _work(options: argparse.Namespace, asked: Asked, vocab_size: int) -> Work:
 
 def _what(asked: Asked, found: Fit) -> str:
     """Say which model runs on what."""
-    ranks = f", {asked.num_ranks} devices share each layer" if asked.num_ranks > 1 else ""
+    num_ranks = asked.config.parallel.tensor_parallel_size
+    ranks = f", {num_ranks} devices share each layer" if num_ranks > 1 else ""
     copies = f", {asked.num_replicas} replicas" if asked.num_replicas > 1 else ""
     return f"{found.model} on {found.device.name}{ranks}{copies}"
 
@@ -166,7 +166,7 @@ def _as_json(asked: Asked, simulated: Simulated, work: Work) -> dict[str, Any]:
     return {
         "model_id": simulated.found.model,
         "device": asdict(asked.device),
-        "tensor_parallel_size": asked.num_ranks,
+        "tensor_parallel_size": asked.config.parallel.tensor_parallel_size,
         "replicas": asked.num_replicas,
         "workload": work.name,
         "num_prompts": work.num,

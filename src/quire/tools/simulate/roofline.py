@@ -58,8 +58,8 @@ class Rates:
         return cls(limits.flops_per_s, limits.flops_per_s, memory, CPU_COPY_BYTES_PER_S, memory)
 
 
-def roofline_of(found: Fit, num_ranks: int = 1) -> Roofline:
-    """Return the step times of a model on its device, or on so many that share each layer. Raises
+def roofline_of(found: Fit) -> Roofline:
+    """Return the step times of a model on its device, or on those that share each layer. Raises
     ConfigError for a device that only its size is known of."""
     model = found.config.model
     formats, dtype = weight_formats(model), getattr(torch, model.dtype)
@@ -67,11 +67,12 @@ def roofline_of(found: Fit, num_ranks: int = 1) -> Roofline:
         rates = Rates.of_cpu(measure_limits(dtype, torch.device("cpu"), formats.layers))
     else:
         rates = Rates.of_gpu(_speed_of(found), model.quantization in ("fp8", "int8"))
-    return roofline(found, step_cost(found.spec, dtype, formats), rates, num_ranks)
+    return roofline(found, step_cost(found.spec, dtype, formats), rates)
 
 
-def roofline(found: Fit, cost: StepCost, rates: Rates, num_ranks: int) -> Roofline:
+def roofline(found: Fit, cost: StepCost, rates: Rates) -> Roofline:
     """Make it of what a step costs and what the device reaches. cost: of the whole model."""
+    num_ranks = found.config.parallel.tensor_parallel_size
     spec, on_cpu = found.spec.of_ranks(num_ranks), found.device.kind == CPU
     token_bytes = spec.hidden_size * DTYPE_BYTES[found.config.model.dtype]
     sums = SUMS_PER_LAYER * spec.num_layers if num_ranks > 1 else 0
