@@ -72,6 +72,9 @@ def test_low_temperatures() -> None:
     assert greedy.is_greedy
     assert (greedy.top_p, greedy.top_k, greedy.min_p) == (1.0, 0, 0.0)
     assert SamplingParams(temperature=0.001).temperature == 0.01
+    for name, value in (("top_p", 0), ("top_k", -2), ("min_p", 2)):
+        with pytest.raises(RequestError, match=name):
+            SamplingParams(temperature=0, **{name: value})
 
 
 def test_values_are_normalised() -> None:

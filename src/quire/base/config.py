@@ -317,6 +317,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins that may call from a browser (CORS); * is all"
     )
+    strict_fields: bool = setting(
+        False, "refuse fields of a body that do not exist, instead of naming them in a header"
+    )
     trust_request_chat_template: bool = setting(
         False, "let requests bring a chat template of their own"
     )

@@ -139,6 +139,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     def __post_init__(self) -> None:
         self._normalise()
         self._check_numbers()
+        if self.is_greedy:  # the most probable token passes any filter
+            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         self._check_lists()
         self.check_samples()
 
@@ -280,8 +282,6 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         _require(_is_number(self.temperature), "temperature", self.temperature, "a finite number")
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
-        if 0 <= self.temperature < GREEDY_BELOW:
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
         if self.stop_token_ids is not None:
             self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
         if self.allowed_token_ids is not None:

@@ -69,6 +69,14 @@ def api(api_context: ApiContext) -> Iterator[TestClient]:
         yield client
 
 
+@pytest.fixture
+def strict(make_context: MakeContext) -> Iterator[TestClient]:
+    """As `api`, of a server with --strict-fields."""
+    app = create_app(make_context(strict_fields=True))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client
+
+
 @pytest.fixture(scope="session")
 def server_context(make_context: MakeContext) -> ApiContext:
     """Of the server behind `server_url`; a test that changes it must change it back.

@@ -125,6 +125,16 @@ def test_usage_in_every_chunk(openai_client: openai.OpenAI) -> None:
     assert {chunk.usage.prompt_tokens for chunk in chunks} == {chunks[0].usage.prompt_tokens}
 
 
+def test_usage_in_every_chunk_needs_usage(openai_client: openai.OpenAI) -> None:
+    chunks = pieces(
+        openai_client.completions.create(
+            model="demo", prompt=PROMPT, max_tokens=4, temperature=0, stream=True,
+            stream_options={"continuous_usage_stats": True},
+        )
+    )  # fmt: skip
+    assert chunks and all(chunk.usage is None for chunk in chunks)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_strings(openai_client: openai.OpenAI, stream: bool) -> None:
     whole = text_of(PROMPT, max_tokens=40)

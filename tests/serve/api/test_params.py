@@ -159,4 +159,4 @@ def test_the_caps() -> None:
     assert (protocol.MAX_STOPS, protocol.MAX_STOP_CHARS) == (16, 512)
     assert (protocol.MAX_LOGIT_BIAS, protocol.MAX_BAD_WORDS) == (1024, 256)
     assert (protocol.MAX_PROMPTS, protocol.MAX_MESSAGES, protocol.MAX_TOOLS) == (256, 4096, 128)
-    assert (protocol.MAX_TOP_LOGPROBS, protocol.MAX_SALT_CHARS) == (20, 1024)
+    assert protocol.MAX_SALT_CHARS == 1024

@@ -40,7 +40,7 @@ CASES: list[tuple[type[BaseModel], str, Any, int]] = [
 ]
 MAPS: list[tuple[type[BaseModel], str, int, int]] = [
     (CompletionRequest, "logit_bias", 1024, 2),
-    (CompletionRequest, "stream_options", 16, 1),
+    (CompletionRequest, "stream_options", 16, 0),
     (ChatCompletionRequest, "chat_template_kwargs", 256, 0),
     (TokenizeBody, "chat_template_kwargs", 256, 0),
     (PrefixBody, "chat_template_kwargs", 256, 0),

@@ -108,6 +108,32 @@ def test_a_client_that_leaves_before_the_answer_ends_its_requests(
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_a_stream_sends_its_headers_before_there_is_a_token(
+    server_url: str, held: FakeClient, path: str, body: dict[str, Any]
+) -> None:
+    held.hold()
+    connection = open_connection(server_url, path, body | {"stream": True})
+    answer = connection.getresponse()  # before anything is generated
+    assert answer.status == 200
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    held.release()
+    assert answer.readline().startswith(b"data: {")
+    hang_up(connection)
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
+def test_what_fails_before_the_first_token_but_behind_the_headers_is_an_event(
+    server_url: str, held: FakeClient, path: str, body: dict[str, Any]
+) -> None:
+    held.hold()
+    answer = open_connection(server_url, path, body | {"stream": True})
+    answer = answer.getresponse()
+    held.kill()
+    error, done = events(line.decode().strip() for line in answer.readlines())
+    assert error["error"]["code"] == "engine_dead" and done == "[DONE]"
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS)
 def test_an_engine_that_dies_ends_a_stream_with_an_error(
     server_url: str, held: FakeClient, path: str, body: dict[str, Any]
 ) -> None:

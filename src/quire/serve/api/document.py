@@ -9,8 +9,10 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 
 from quire.serve.api.context import ApiContext
+from quire.serve.api.open_body import OpenBody, body_class
 
 Json = dict[str, Any]
 
@@ -42,6 +44,9 @@ def document(app: FastAPI) -> Json:
             if "model" in schema.get("properties", {}):
                 schema["properties"]["model"] = {"enum": [*context.model_names, None]}
         schemas["CompletionRequest"]["required"] = ["prompt"]
+        if not context.config.strict_fields:
+            for kind in _open_bodies(app):
+                schemas[kind.__name__]["additionalProperties"] = True
         for name in ("PrefixBody", "TokenizeBody"):
             schemas[name]["oneOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
         schemas["Error"] = ERROR_SCHEMA
@@ -53,6 +58,12 @@ def document(app: FastAPI) -> Json:
                 _describe(method, path, operation, needs_key and path not in PUBLIC)
         app.openapi_schema = found
     return app.openapi_schema
+
+
+def _open_bodies(app: FastAPI) -> list[type[OpenBody]]:
+    """Return the bodies whose unknown fields are left out."""
+    kinds = [body_class(route.endpoint) for route in app.routes if isinstance(route, APIRoute)]
+    return [kind for kind in kinds if kind is not None and issubclass(kind, OpenBody)]
 
 
 def _describe(method: str, path: str, operation: Json, needs_key: bool) -> None:

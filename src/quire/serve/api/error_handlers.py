@@ -14,18 +14,22 @@ from quire.serve.api.errors import (
     request_id_of,
 )
 from quire.serve.api.methods import allowed_methods
+from quire.serve.api.open_body import add_guess, ignored_fields, naming_ignored
 from quire.serve.api.validation_errors import invalid_request
 
 
 async def answer(request: fastapi.Request, error: Exception) -> Response:
     """Answer an exception of the app's own, of Starlette's or of FastAPI's."""
     if isinstance(error, RequestValidationError):
-        return error_response(invalid_request(error, request))
-    if isinstance(error, ApiHttpError):
-        return error_response(error.error)
-    if isinstance(error, HTTPException):
-        return error_response(_of_http(request, error))
-    return error_response(error, request_id_of(request))
+        error = invalid_request(error, request)
+    elif isinstance(error, ApiHttpError):
+        error = error.error
+    elif isinstance(error, HTTPException):
+        error = _of_http(request, error)
+    ignored = ignored_fields(request.scope)
+    if isinstance(error, ApiError):
+        add_guess(error, ignored)
+    return naming_ignored(error_response(error, request_id_of(request)), ignored)
 
 
 def _of_http(request: fastapi.Request, error: HTTPException) -> ApiError:

@@ -1,9 +1,9 @@
 """What clients may send to /v1/completions and /v1/chat/completions: OpenAI's fields and vLLM's.
 
-A field that does not exist is refused. Fields that mean nothing here are taken and ignored; fields
-that cannot be served are taken at their neutral value only (`unsupported_fields`). `None` is "not
-given": then the model's own default counts. Sizes are capped here, values are checked by
-SamplingParams, token ids by the client.
+A field that does not exist is left out and told, or refused (`open_body`). Fields that mean nothing
+here are taken and ignored; fields that cannot be served are taken at their neutral value only
+(`unsupported_fields`). `None` is "not given": then the model's own default counts. Sizes are capped
+here, values are checked by SamplingParams, token ids by the client.
 
 A list or an object is measured before its items are looked at (`at_most`), and the first wrong item
 of a list ends it: pydantic alone looks at all and makes an error of each.
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from quire.serve.api.open_body import OpenBody
 from quire.serve.api.unsupported_fields import unsupported
 
 MAX_STOPS = 16
@@ -32,7 +33,6 @@ MAX_TOOLS = 128
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_KWARGS = 256
 MAX_STREAM_OPTIONS = 16
-MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARS = 1024
 MAX_LABEL_CHARS = 256
 MAX_STOP_TOKENS = 1024
@@ -274,19 +274,16 @@ Choices = Annotated[
 
 
 class StreamOptions(BaseModel):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: in every chunk."""
-
-    model_config = ConfigDict(extra="forbid")
+    """include_usage: a last chunk with the usage. continuous_usage_stats: in every chunk, too. What
+    else there may be is ignored."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: Ignored
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(OpenBody):
     """The fields that both endpoints have."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Label | None = None
     stream: bool | None = None
@@ -378,7 +375,8 @@ class GenerationRequest(BaseModel):
 
     @property
     def wants_running_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):
@@ -400,7 +398,7 @@ class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[Messages, Field(min_length=1)]
     max_completion_tokens: Int32 | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, lt=INT32)] | None = None
 
     tools: Tools | None = None
     tool_choice: Annotated[Any, at_most(MAX_FORMAT_FIELDS), WithJsonSchema(_TOOL_CHOICE_SCHEMA)] = (

@@ -16,6 +16,12 @@ import numpy as np
 from fastapi.routing import APIRoute
 
 from quire.serve.api.errors import ApiError, ApiHttpError, bad_request
+from quire.serve.api.open_body import (
+    ignored_fields,
+    known_fields,
+    naming_ignored,
+    without_unknown,
+)
 
 MAX_VALUES = 3 << 18
 MAX_CONTAINERS = 1 << 15
@@ -41,7 +47,13 @@ DECODER = msgspec.json.Decoder(float_hook=float)
 
 
 class BoundedRequest(fastapi.Request):
-    """A request whose body is read by `read_json`, beside the event loop if it is large."""
+    """A request whose body is read by `read_json`, beside the event loop if it is large.
+
+    known: the fields of its body, where others may be left out; None: whoever checks the body finds
+    them.
+    """
+
+    known: frozenset[str] | None = None
 
     async def body(self) -> bytearray:  # type: ignore[override]
         """Read all of it, which is empty before and cannot be asked for twice."""
@@ -54,17 +66,24 @@ class BoundedRequest(fastapi.Request):
     async def json(self) -> Any:
         """Decode the body that was read. Raise ApiHttpError for too much of it, and what json
         raises for what is no JSON."""
-        return await read_beside(self._whole, "the body")
+        value = await read_beside(self._whole, "the body")
+        if self.known is None or not isinstance(value, dict):
+            return value
+        return without_unknown(value, self.known, self.scope)
 
 
 class BoundedRoute(APIRoute):
     """A route whose handler gets a BoundedRequest."""
 
     def get_route_handler(self) -> Any:
-        handle = super().get_route_handler()
+        handle, known = super().get_route_handler(), known_fields(self.endpoint)
 
         async def handle_bounded(request: fastapi.Request) -> fastapi.Response:
-            return await handle(BoundedRequest(request.scope, request.receive))
+            bounded = BoundedRequest(request.scope, request.receive)
+            if not request.app.state.context.config.strict_fields:
+                bounded.known = known
+            response: fastapi.Response = await handle(bounded)
+            return naming_ignored(response, ignored_fields(request.scope))
 
         return handle_bounded
 

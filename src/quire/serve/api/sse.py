@@ -1,7 +1,8 @@
 """Server-sent events: chunks as bytes, and the response that sends them while the client listens.
 
 Once a stream has begun its status is fixed: what fails later becomes an event with the error's
-body. So the first event is awaited before the response starts.
+body. So the first event is awaited before the response starts, but not for long: what the engine
+refuses it refuses within milliseconds, and a client whose prompt takes a while sees the headers.
 """
 
 import asyncio
@@ -20,7 +21,10 @@ from quire.serve.api.errors import error_body, request_id_of
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 DONE = b"data: [DONE]\n\n"
 
+HEADERS_AFTER_S = 0.25
+
 Events = AsyncGenerator[bytes, None]
+First = asyncio.Task[bytes]
 encode = msgspec.json.Encoder().encode
 
 
@@ -35,13 +39,27 @@ def error_event(error: BaseException, request_id: str = "") -> bytes:
 
 
 async def start_stream(request: fastapi.Request, events: Events) -> Response:
-    """Wait for the first event; what goes wrong until then is raised, for a status of its own."""
-    first = await unless_disconnected(request.receive, _first(events))
+    """Wait for the first event, HEADERS_AFTER_S at most; what goes wrong until then is raised, for
+    a status of its own."""
+    first = asyncio.ensure_future(_first(events))
+    try:
+        await unless_disconnected(request.receive, _look(first))
+    except BaseException:
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        raise
     return EventStream(first, events, request_id_of(request))
 
 
 async def _first(events: Events) -> bytes:
     return await anext(events)
+
+
+async def _look(first: First) -> None:
+    """Wait for a while. Raises what the first event raised instead of being there."""
+    await asyncio.wait((first,), timeout=HEADERS_AFTER_S)
+    if first.done():
+        first.result()
 
 
 class EventStream(Response):
@@ -50,7 +68,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, rest: Events, request_id: str) -> None:
+    def __init__(self, first: First, rest: Events, request_id: str) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._first = first
@@ -73,8 +91,8 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await _send_body(send, self._first)
         try:
+            await _send_body(send, await self._first)
             async for data in self._rest:
                 await _send_body(send, data)
         except Exception as error:

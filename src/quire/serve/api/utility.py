@@ -10,7 +10,6 @@ from typing import Any
 import fastapi
 import msgspec
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
 from quire.base.version import QUIRE_VERSION
@@ -19,6 +18,7 @@ from quire.serve.api.auth import reader_of
 from quire.serve.api.context import Api, ApiContext
 from quire.serve.api.document import document
 from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.open_body import OpenBody
 from quire.serve.api.protocol import Label, Messages, TemplateKwargs, TokenIds, Tools
 from quire.serve.api.reading import BoundedRoute
 from quire.serve.api.rendering import (
@@ -43,10 +43,8 @@ public = APIRouter()
 router = APIRouter(route_class=BoundedRoute)
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(OpenBody):
     """A prompt, or messages as chat completions take them; vLLM's fields and defaults."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Label | None = None
     prompt: str | None = None
@@ -60,10 +58,8 @@ class TokenizeBody(BaseModel):
     chat_template_kwargs: TemplateKwargs | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(OpenBody):
     """Token ids of one text."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: Label | None = None
     tokens: TokenIds

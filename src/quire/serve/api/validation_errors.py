@@ -6,16 +6,15 @@ better one. A field that may be of several kinds gives one error per kind; they 
 
 import difflib
 import json
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import fastapi
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
 
 from quire.serve.api.errors import ApiError, bad_request
+from quire.serve.api.open_body import body_class
 
 MAX_ERRORS = 8
 MAX_SHOWN_CHARS = 60
@@ -197,7 +196,5 @@ def _cut(path: str) -> str:
 def _field_names(request: fastapi.Request) -> list[str]:
     """Return the fields of the body that the matched route takes, for `did you mean`."""
     endpoint = request.scope.get("endpoint")
-    for kind in typing.get_type_hints(endpoint).values() if endpoint else ():
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return list(kind.model_fields)
-    return []
+    kind = body_class(endpoint) if endpoint else None
+    return list(kind.model_fields) if kind else []

@@ -1,0 +1,75 @@
+"""Bodies of contracts that others extend: what is unknown here is left out, and a header says so.
+
+Clients of other servers send fields that only those know. `--strict-fields` refuses them instead,
+which finds misspelt ones. Bodies of our own endpoints are always strict.
+"""
+
+import difflib
+import json
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+from starlette.responses import Response
+from starlette.types import Scope
+
+from quire.serve.api.errors import ApiError
+
+IGNORED_HEADER = "X-Quire-Ignored-Fields"
+MAX_HEADER_CHARS = 1024
+MAX_GUESSED_CHARS = 60
+
+
+class OpenBody(BaseModel):
+    """A body whose unknown fields may be left out before it is checked (`reading.BoundedRoute`)."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+def body_class(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
+    """Return the class of the body that a route's handler takes, if it takes one."""
+    for kind in typing.get_type_hints(endpoint).values():
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None
+
+
+def known_fields(endpoint: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the fields of a handler's body; None unless it is an `OpenBody`."""
+    kind = body_class(endpoint)
+    if kind is None or not issubclass(kind, OpenBody):
+        return None
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    return frozenset(names)
+
+
+def without_unknown(body: dict[str, Any], known: frozenset[str], scope: Scope) -> dict[str, Any]:
+    """Return a body without unknown fields, whose names are kept with its request."""
+    unknown = tuple(name for name in body if name not in known)
+    if not unknown:
+        return body
+    scope.setdefault("state", {})["ignored_fields"] = unknown
+    return {name: value for name, value in body.items() if name in known}
+
+
+def ignored_fields(scope: Scope) -> tuple[str, ...]:
+    """Return the names of the fields that were left out of a request's body."""
+    names: tuple[str, ...] = scope.get("state", {}).get("ignored_fields", ())
+    return names
+
+
+def add_guess(error: ApiError, ignored: Sequence[str]) -> None:
+    """Add a guess to an error if the field that it is about seems to be misspelt."""
+    names = [name for name in ignored if len(name) <= MAX_GUESSED_CHARS]
+    close = difflib.get_close_matches(error.param or "", names, n=1)
+    if close:
+        error.message += f" Is {close[0]!r}, which there is not, meant to be it?"
+
+
+def naming_ignored(response: Response, names: Sequence[str]) -> Response:
+    """Name the fields that were left out in a header of the answer."""
+    if names:
+        text = json.dumps(", ".join(names))[1:-1]
+        response.headers[IGNORED_HEADER] = text[:MAX_HEADER_CHARS]
+    return response

@@ -1,0 +1,63 @@
+"""Fields of a body that do not exist: left out and named in a header, or refused if asked to."""
+
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+HEADER = "X-Quire-Ignored-Fields"
+COMPLETION = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, "temperature": 0}
+TOKENS = {"tokens": [10, 11]}
+BODIES = [
+    ("/v1/completions", COMPLETION),
+    ("/v1/chat/completions", CHAT),
+    ("/tokenize", {"prompt": "Once"}),
+    ("/detokenize", TOKENS),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_unknown_fields_are_left_out_and_named(
+    api: TestClient, strict: TestClient, path: str, body: dict[str, Any]
+) -> None:
+    more = body | {"provider": {"order": [1]}, "länge": None}
+    known, answer = api.post(path, json=body), api.post(path, json=more)
+    assert answer.status_code == 200
+    assert answer.headers[HEADER] == r"provider, l\u00e4nge"
+    assert HEADER not in known.headers
+    refused = strict.post(path, json=more)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "provider" and "no field 'provider'; remove it" in error["message"]
+    assert strict.post(path, json=body).status_code == 200
+
+
+def test_unknown_fields_of_a_stream_are_named_in_its_headers(api: TestClient) -> None:
+    body = COMPLETION | {"stream": True, "stream_options": {"include_usage": True, "more": 1}}
+    answer = api.post("/v1/completions", json=body | {"x" * 200: 1})
+    assert answer.status_code == 200 and answer.headers[HEADER] == "x" * 200
+    assert '"usage":{' in answer.text
+
+
+def test_a_header_is_short_whatever_was_sent(api: TestClient) -> None:
+    body = COMPLETION | {f"{i}" + "\n" * 200: 1 for i in range(100)}
+    found = api.post("/v1/completions", json=body).headers[HEADER]
+    assert len(found) == 1024 and "\n" not in found
+
+
+def test_an_error_guesses_at_the_field_that_was_meant(api: TestClient) -> None:
+    answer = api.post("/v1/chat/completions", json={"mesages": CHAT["messages"]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert "messages is required; add it. Is 'mesages'" in error["message"]
+    assert answer.headers[HEADER] == "mesages"
+    error = api.post("/v1/completions", json={"promt": "a"}).json()["error"]
+    assert error["param"] == "prompt" and "Is 'promt'" in error["message"]
+    error = api.post("/v1/completions", json={"other": "a"}).json()["error"]
+    assert "Is " not in error["message"]
+
+
+def test_own_endpoints_are_strict(api: TestClient) -> None:
+    answer = api.post("/v1/prefixes", json={"prompt": "Once", "provider": 1})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "provider"
