@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "torch", "safetensors", "huggingface_hub", "transformers"},
     "runner": {"numpy", "torch"},
-    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "torch"},
+    "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch"},
     "serve": {
         "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "rich", "starlette",
         "uvicorn",

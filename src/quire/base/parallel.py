@@ -42,6 +42,12 @@ class ParallelConfig:
         None, "address of machine 0 that the others reach it at; nothing listens on a network else"
     )
     master_port: int = setting(29501, "TCP port there")
+    ray_address: str | None = setting(
+        None, "the Ray cluster, as HOST:PORT; RAY_ADDRESS or the one of this machine if absent"
+    )
+    node_wait_s: float = setting(
+        300.0, "how long the start waits for other machines, or for room on them", unit="s"
+    )
 
     def __post_init__(self) -> None:
         for name in NOT_YET:
@@ -65,10 +71,18 @@ class ParallelConfig:
             raise ConfigError(
                 f"node_rank must be from 0 to nnodes - 1 = {self.nnodes - 1}, got {self.node_rank}."
             )
-        if self.distributed_executor_backend == "ray":
+        if self.distributed_executor_backend == "ray" and self.nnodes > 1:
             raise ConfigError(
-                "distributed_executor_backend=ray is not supported: ranks are processes of one"
-                " machine; leave it out."
+                f"distributed_executor_backend=ray finds the machines itself, and nnodes="
+                f"{self.nnodes} is for ranks without Ray; leave one of them out."
+            )
+        if self.ray_address is not None and self.distributed_executor_backend != "ray":
+            raise ConfigError(
+                f"ray_address={self.ray_address!r} needs distributed_executor_backend=ray."
+            )
+        if not 0 < self.node_wait_s < float("inf"):
+            raise ConfigError(
+                f"node_wait_s must be a positive number of seconds, got {self.node_wait_s!r}."
             )
         if self.num_ranks > 1 and self.distributed_executor_backend == "uni":
             raise ConfigError(

@@ -21,7 +21,7 @@ def num_threads() -> int:
     """Threads of one call into the core."""
     global _chosen
     if _chosen is None:
-        _chosen = _wanted() or usable_cores()
+        _chosen = wanted_threads() or usable_cores()
     return _chosen
 
 
@@ -44,7 +44,7 @@ def usable_cores() -> int:
 
 def is_number_given() -> bool:
     """Tell whether the environment says how many threads to compute with."""
-    return _wanted() is not None
+    return wanted_threads() is not None
 
 
 def cpu_quota(cgroup: Path) -> float | None:
@@ -59,7 +59,7 @@ def cpu_quota(cgroup: Path) -> float | None:
     return quota / period if quota > 0 and period > 0 else None
 
 
-def _wanted() -> int | None:
+def wanted_threads() -> int | None:
     for name in VARIABLES:
         text = os.environ.get(name, "").split(",")[0].strip()
         if text:

@@ -33,7 +33,7 @@ from quire.engine.ranks.messages import (
     Result,
     Step,
 )
-from quire.engine.ranks.processes import RankLink, RankProcesses
+from quire.engine.ranks.processes import RankLink, RankSet
 from quire.engine.ranks.times import RankTimes
 
 DISAGREE_S = 2.0  # how much later than the first one others may fail on a step
@@ -56,7 +56,7 @@ class RankExecutor:
 
     def __init__(
         self,
-        processes: RankProcesses,
+        processes: RankSet,
         num_ranks: int,
         copy_bytes_per_s: float,
         *,

@@ -28,10 +28,11 @@ from quire.engine.ranks.messages import (
     Loaded,
     Loading,
 )
-from quire.engine.ranks.processes import RankProcesses, RankStart
+from quire.engine.ranks.processes import Listener, RankProcesses, RankSet, RankStart
+from quire.engine.ranks.ray_starter import RayStarter
+from quire.engine.ranks.remote import RankStarter, RemoteRanks
 from quire.models.source import ModelSource
 from quire.ops.cores import share_cores
-from quire.runner.memory_plan import available_cpu_bytes
 
 logger = logging.getLogger("quire")
 
@@ -51,25 +52,20 @@ class LoadedRanks:
 class Ranks:
     """The ranks of one core, from their start to `load`."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start them. Raises ConfigError for more than there are devices."""
+    def __init__(self, config: EngineConfig, starter: RankStarter | None = None) -> None:
+        """Start them; starter: on other machines, as the settings say if it is None. Raises
+        ConfigError for more than there are devices."""
         self._num = config.parallel.num_ranks
         self._heard = _Heard()
         self._ahead = [deque[FromRank]() for _ in range(self._num)]  # heard, and not asked for yet
-        self._group_fds = [
-            os.memfd_create(f"quire-stage-{stage}")
-            for stage in range(config.parallel.pipeline_parallel_size)
-        ]
-        links = stage_sockets(config.parallel)
-        try:
-            starts = _starts(config, self._group_fds, links)
-            level = logging.getLevelName(logger.getEffectiveLevel()).lower()
-            self._processes = RankProcesses(starts, level, self._heard)
-        finally:
-            for fd in self._group_fds:
-                os.close(fd)
-            for each in links:
-                each.close()
+        level = logging.getLevelName(logger.getEffectiveLevel()).lower()
+        if starter is None and config.parallel.distributed_executor_backend == "ray":
+            starter = RayStarter(config, level)
+        self._processes: RankSet
+        if starter is None:
+            self._processes = _start_here(config, level, self._heard)
+        else:
+            self._processes = RemoteRanks(config, starter, level, self._heard)
 
     def load(
         self, config: EngineConfig, source: ModelSource, progress: Progress | None
@@ -87,8 +83,8 @@ class Ranks:
     def _load(
         self, config: EngineConfig, source: ModelSource, progress: Progress | None
     ) -> LoadedRanks:
-        num, free = self._num, available_cpu_bytes()
-        begins = [Begin(config, source, rank, num, free) for rank in range(num)]
+        num, shares = self._num, self._processes.shares()
+        begins = [Begin(config, source, rank, *share) for rank, share in enumerate(shares)]
         self._processes.send_each(begins)
         self._compare(facts_of(config, source), self._from_each(Joined, progress))
         while True:
@@ -211,6 +207,22 @@ def stage_sockets(parallel: ParallelConfig) -> list[StageSockets]:
     before = [*none, *(after for _, after in pairs)]
     behind = [*(first for first, _ in pairs), *none]
     return [StageSockets(*ends) for ends in zip(before, behind, strict=True)]
+
+
+def _start_here(config: EngineConfig, log_level: str, listener: Listener) -> RankProcesses:
+    """Start the ranks as children of this process."""
+    group_fds = [
+        os.memfd_create(f"quire-stage-{stage}")
+        for stage in range(config.parallel.pipeline_parallel_size)
+    ]
+    links = stage_sockets(config.parallel)
+    try:
+        return RankProcesses(_starts(config, group_fds, links), log_level, listener)
+    finally:
+        for fd in group_fds:
+            os.close(fd)
+        for each in links:
+            each.close()
 
 
 def _starts(

@@ -26,6 +26,7 @@ from quire.base.errors import EngineError, RankLost
 from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
 from quire.engine.spawn import start_child
 from quire.engine.wire import Codec, Frames
+from quire.runner.memory_plan import available_cpu_bytes
 
 END_S = 5.0  # for a rank to end by itself
 LOOK_S = 0.3  # between two looks at the states of processes
@@ -62,6 +63,31 @@ class Listener(Protocol):
         ...
 
 
+class RankSet(Protocol):
+    """All ranks of a core, wherever they are."""
+
+    @property
+    def link(self) -> RankLink:
+        """What a listener may hold, which must not hold this object."""
+        ...
+
+    def tell(self, listener: Listener) -> None:
+        """Tell another listener from now on; at once, if a rank is lost already."""
+        ...
+
+    def shares(self) -> list[tuple[int, int]]:
+        """Return how many share each rank's machine, and what is free of its memory."""
+        ...
+
+    def send_each(self, messages: Sequence[ToRank]) -> None:
+        """Send each rank its own."""
+        ...
+
+    def close(self) -> None:
+        """End all ranks. A second call does nothing."""
+        ...
+
+
 @dataclass(frozen=True)
 class RankStart:
     """How to start a rank. cpus: the logical CPUs that it is bound to; None: not bound. fds: that
@@ -87,7 +113,7 @@ class _Rank:
 
     def is_stopped(self, now_s: float) -> bool:
         """Tell whether the process stands still, at this look and those of the last CONFIRM_S."""
-        if _state(self.process.pid) != "T":
+        if state_of(self.process.pid) != "T":
             self.stopped_since_s = None
             return False
         if self.stopped_since_s is None:
@@ -124,8 +150,13 @@ class RankProcesses:
 
     @property
     def link(self) -> RankLink:
-        """What a listener may hold, which must not hold this object."""
+        """See RankSet."""
         return self._loop
+
+    def shares(self) -> list[tuple[int, int]]:
+        """See RankSet: all are on this machine."""
+        num = len(self._loop.ranks)
+        return [(num, available_cpu_bytes())] * num
 
     def send_each(self, messages: Sequence[ToRank]) -> None:
         """Send each rank its own."""
@@ -341,7 +372,7 @@ class _Loop:
         self._selector.close()
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
     """Return the letter of a process's state; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

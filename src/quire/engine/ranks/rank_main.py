@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -56,6 +57,9 @@ from quire.runner.build import build_runner, choose_device
 from quire.runner.machine_share import MachineShare
 from quire.runner.stage import StageLinks
 from quire.runner.stage_link import SocketLink
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger("quire")
 
@@ -250,7 +254,7 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
         config = own
         source = resolve_model(own.model.model, own.model.revision, progress=False)
     link.send(Joined(facts_of(config, source)))
-    place, links = _place(config, begin.rank, options.group), _links(options)
+    place, links = _place(config, begin.rank, options), _links(options)
     share = MachineShare(begin.num_local, begin.free_bytes, lambda values: _least(link, values))
     local = build_local(
         lambda: build_runner(config, source, _progress(link), place, share, links),
@@ -265,11 +269,11 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
         loop.run()
 
 
-def _place(config: EngineConfig, rank: int, group_fd: int) -> RankPlace:
+def _place(config: EngineConfig, rank: int, options: argparse.Namespace) -> RankPlace:
     """Return which part of the model a rank has, and join those that share its layers."""
     parallel = config.parallel
     return RankPlace(
-        _tensor_group(config, rank, group_fd),
+        _tensor_group(config, rank, options),
         rank // parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
         has_whole_experts=parallel.enable_expert_parallel,
@@ -277,18 +281,28 @@ def _place(config: EngineConfig, rank: int, group_fd: int) -> RankPlace:
     )
 
 
-def _tensor_group(config: EngineConfig, rank: int, group_fd: int) -> RankGroup:
-    """Join the ranks that share each layer."""
+def _tensor_group(config: EngineConfig, rank: int, options: argparse.Namespace) -> RankGroup:
+    """Join the ranks that share each layer: over memory that processes of one machine share, or, if
+    they meet in the core's store, over the network."""
     size = config.parallel.tensor_parallel_size
     if size == 1:
         return ALONE
-    path, here, device = f"/proc/self/fd/{group_fd}", rank % size, choose_device(config.device)
-    if device.type == "cpu":
+    here, device, in_order = rank % size, choose_device(config.device), config.deterministic
+    path, is_far = f"/proc/self/fd/{options.group}", options.store >= 0
+    if device.type == "cpu" and not is_far:
         return SharedGroup(path, here, size)
-    from quire.ops.collectives.torch_group import file_store, nccl_group
+    from quire.ops.collectives.torch_group import file_store, gloo_group, nccl_group
 
-    store = file_store(path, size)
-    return nccl_group(store, here, size, device, in_order=config.deterministic)
+    store = file_store(path, size) if not is_far else _far_store(options.store, rank // size)
+    if device.type == "cpu":
+        return gloo_group(store, here, size, hostname=options.host, in_order=in_order)
+    return nccl_group(store, here, size, device, in_order=in_order)
+
+
+def _far_store(fd: int, stage: int) -> "Store":
+    from quire.engine.ranks.core_store import CoreStore
+
+    return CoreStore(socket.socket(fileno=fd), f"stage {stage}")
 
 
 def _links(options: argparse.Namespace) -> StageLinks:
@@ -326,7 +340,9 @@ def _progress(link: Link) -> Callable[[int, int], None]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True, help="descriptor of the connection")
-    parser.add_argument("--group", type=int, required=True, help="memory shared with its stage")
+    parser.add_argument("--group", type=int, default=-1, help="memory shared with its stage")
+    parser.add_argument("--store", type=int, default=-1, help="connection to the core's store")
+    parser.add_argument("--host", default="", help="its machine's address, for ranks elsewhere")
     parser.add_argument("--before", type=int, default=-1, help="socket to the stage before")
     parser.add_argument("--behind", type=int, default=-1, help="socket to the next stage")
     parser.add_argument("--log-level", default="warning")

@@ -1,0 +1,72 @@
+"""The ranks' side of engine/ranks/meeting.py: a store that torch's gloo and NCCL meet by."""
+
+import socket
+import threading
+import time
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from quire.engine.ranks.meeting import StoreAnswer, StoreCall, asker_codec, store_frames
+
+LOOK_S = 0.005  # between two looks whether somebody has set a key
+READ_BYTES = 1 << 16
+LIMIT = timedelta(seconds=300)
+
+
+class CoreStore(Store):
+    """A store in the core. name: of the group of ranks, whose keys are its own. Calls may come from
+    any thread. They raise RuntimeError, as torch expects it, if the core is gone."""
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        super().__init__()
+        self._socket, self._name = sock, name
+        self._codec, self._frames = asker_codec(), store_frames()
+        self._lock = threading.Lock()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self._ask(StoreCall("set", [self._own(key)], data))
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        value = self._ask(StoreCall("get", [self._own(key)])).value
+        if value is None:
+            raise RuntimeError(f"the key {key} was deleted while it was waited for")
+        return value
+
+    def add(self, key: str, number: int) -> int:
+        return self._ask(StoreCall("add", [self._own(key)], number=number)).number
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(StoreCall("check", [self._own(key) for key in keys])).number)
+
+    def wait(self, keys: list[str], timeout: timedelta = LIMIT) -> None:
+        end_s = time.monotonic() + timeout.total_seconds()
+        while not self.check(keys):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"nobody has set {', '.join(keys)} within {timeout}")
+            time.sleep(LOOK_S)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(StoreCall("delete", [self._own(key)])).number)
+
+    def num_keys(self) -> int:
+        return self._ask(StoreCall("count")).number
+
+    def _own(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    def _ask(self, call: StoreCall) -> StoreAnswer:
+        with self._lock:
+            try:
+                self._socket.sendall(self._codec.encode(call))
+                bodies: list[bytes] = []
+                while not bodies:
+                    data = self._socket.recv(READ_BYTES)
+                    if not data:
+                        raise RuntimeError("the core is gone")
+                    bodies = list(self._frames.feed(data))
+                return self._codec.decode(bodies[0])
+            except OSError as error:
+                raise RuntimeError(f"the core is gone ({error})") from None

@@ -1,0 +1,231 @@
+"""A rank's keeper on another machine: it starts the rank, and tells the core how it fares.
+
+    core <--- plans and results -------------------------> rank     not through the keeper
+         <--- where it is, its lines, its end, alive ---   keeper -- starts, watches
+
+The connections of the rank are made here and inherited by it, so the secret of the start is in the
+keeper's memory alone. The kernel kills the rank when the thread that keeps it ends; the keeper ends
+when the core's end of its connection does, or when the process that has started it ends.
+"""
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.base.errors import EngineError
+from quire.engine.ranks.dial_in import Address, Arrival, Door, Role, dial
+from quire.engine.ranks.keeper_messages import (
+    Alive,
+    FromKeeper,
+    Here,
+    Line,
+    RankEnded,
+    Started,
+    StartRank,
+    keeper_frames,
+    keeper_side,
+)
+from quire.engine.ranks.processes import CONFIRM_S, END_S, LOOK_S, READ_BYTES, state_of
+from quire.engine.spawn import start_child
+from quire.runner.memory_plan import available_cpu_bytes
+
+logger = logging.getLogger("quire")
+
+ALIVE_S = 0.5  # between two signs of life
+STAGE_S = 300.0  # for the stage before to connect, which does so as soon as it starts
+
+
+@dataclass(frozen=True)
+class Place:
+    """rank: which one is kept. has_before: there is a stage before it."""
+
+    rank: int
+    has_before: bool = False
+
+
+def keep(core: Address, secret: bytes, place: Place) -> str:
+    """Keep a rank until it ends, or the core does; returns how it ended. Call it on a thread that
+    does nothing else. Raises EngineError if the core is not there."""
+    with dial(core, secret, Role.KEEPER, place.rank) as sock:
+        return _Keeper(core, secret, place, sock).run()
+
+
+class _Keeper:
+    def __init__(self, core: Address, secret: bytes, place: Place, sock: socket.socket) -> None:
+        self._core, self._secret, self._place, self._socket = core, secret, place, sock
+        self._codec, self._frames = keeper_side(), keeper_frames()
+        self._sending = threading.Lock()
+        self._over = threading.Event()
+        self._host = sock.getsockname()[0]
+        self._before: list[socket.socket] = []
+        self._has_before = threading.Event()
+
+    def run(self) -> str:
+        """Start the rank when it is told to, and watch it."""
+        door = None
+        if self._place.has_before:
+            door = Door(self._host, self._secret, self._connect_before)
+        try:
+            port = 0 if door is None else door.address.port
+            self._send(Here(self._host, machine_name(), available_cpu_bytes(), port))
+            threading.Thread(target=self._live, name="quire-alive", daemon=True).start()
+            order = self._order()
+            if order is None:
+                return "the core has ended"
+            return self._keep(order)
+        finally:
+            self._over.set()
+            if door is not None:
+                door.close()
+
+    def _connect_before(self, arrival: Arrival) -> None:
+        if arrival.role is not Role.STAGE or self._before:
+            arrival.socket.close()
+            return
+        self._before.append(arrival.socket)
+        self._has_before.set()
+
+    def _live(self) -> None:
+        """Give signs of life; hang up when the process that has started this one is gone, which on
+        another machine stands for its node."""
+        parent = os.getppid()
+        while not self._over.wait(ALIVE_S):
+            if os.getppid() != parent:
+                self._send(RankEnded("has lost its node: what has started its keeper has ended"))
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+                return
+            self._send(Alive())
+
+    def _send(self, message: FromKeeper) -> None:
+        """Send; what a core that is gone does not get, its end tells."""
+        with contextlib.suppress(OSError), self._sending:
+            self._socket.sendall(self._codec.encode(message))
+
+    def _order(self) -> StartRank | None:
+        """Wait for what is to be started; None if the core has ended."""
+        while data := self._receive():
+            if bodies := list(self._frames.feed(data)):
+                return self._codec.decode(bodies[0])
+        return None
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(READ_BYTES)
+        except OSError:
+            return b""
+
+    def _keep(self, order: StartRank) -> str:
+        with contextlib.ExitStack() as stack:
+            try:
+                process = self._start(order, stack)
+            except EngineError as error:
+                self._send(RankEnded(f"could not be started: {error}"))
+                return str(error)
+            self._send(Started(process.pid))
+            try:
+                how = self._watch(process)
+            finally:
+                process.kill()  # by its end too: nobody asks for anything any more
+                with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                    process.wait(END_S)
+            self._send(RankEnded(how))
+            return how
+
+    def _start(self, order: StartRank, stack: contextlib.ExitStack) -> "subprocess.Popen[bytes]":
+        """Connect the rank, and start it. Its ends of the connections are its own afterwards."""
+        with contextlib.suppress(OSError):
+            os.chdir(order.directory)
+        rank, core = self._place.rank, self._core
+        plans = stack.enter_context(dial(core, self._secret, Role.RANK, rank))
+        store = stack.enter_context(dial(core, self._secret, Role.STORE, rank))
+        arguments = ["--socket", str(plans.fileno()), "--store", str(store.fileno())]
+        arguments += ["--host", self._host]
+        fds = [plans.fileno(), store.fileno()]
+        if order.next_port:
+            there = Address(order.next_host, order.next_port)
+            behind = stack.enter_context(dial(there, self._secret, Role.STAGE, rank))
+            arguments += ["--behind", str(behind.fileno())]
+            fds.append(behind.fileno())
+        if self._place.has_before:
+            if not self._has_before.wait(STAGE_S):
+                raise EngineError("the stage before did not connect")
+            before = stack.enter_context(self._before[0])
+            arguments += ["--before", str(before.fileno())]
+            fds.append(before.fileno())
+        process = start_child(
+            "quire.engine.ranks.rank_main",
+            arguments,
+            order.config,
+            tuple(fds),
+            order.log_level,
+            {**os.environ, **order.environment},
+            subprocess.PIPE,
+        )
+        stack.close()
+        return process
+
+    def _watch(self, process: "subprocess.Popen[bytes]") -> str:
+        """Pass on what it writes until it ends, stands still, or the core has ended; return which
+        of it."""
+        assert process.stderr is not None
+        lines = _Lines(process.stderr.fileno(), self._send)
+        stopped_since_s: float | None = None
+        with process.stderr, selectors.DefaultSelector() as selector:
+            ended = os.pidfd_open(process.pid)
+            for file in (self._socket, process.stderr, ended):
+                selector.register(file, selectors.EVENT_READ)
+            try:
+                while True:
+                    ready = [key.fileobj for key, _ in selector.select(LOOK_S)]
+                    if process.stderr in ready and not lines.pass_on():
+                        selector.unregister(process.stderr)
+                    if ended in ready:
+                        lines.pass_on()
+                        status = process.wait()
+                        word = f"signal {-status}" if status < 0 else f"exit status {status}"
+                        return f"has ended ({word})"
+                    if self._socket in ready and not self._receive():
+                        return "the core has ended"
+                    now_s = time.monotonic()
+                    if state_of(process.pid) != "T":
+                        stopped_since_s = None
+                    elif stopped_since_s is None:
+                        stopped_since_s = now_s
+                    elif now_s - stopped_since_s >= CONFIRM_S:
+                        return "was stopped (SIGSTOP); it is of no use"
+            finally:
+                os.close(ended)
+
+
+class _Lines:
+    """Cuts what a rank writes into lines, and sends them."""
+
+    def __init__(self, fd: int, send: Callable[[FromKeeper], None]) -> None:
+        os.set_blocking(fd, False)
+        self._fd, self._send, self._rest = fd, send, b""
+
+    def pass_on(self) -> bool:
+        """Send what is there; False at the end."""
+        try:
+            data = os.read(self._fd, READ_BYTES)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._send(Line(line.decode(errors="replace")))
+        return bool(data)
+
+
+def machine_name() -> str:
+    """Return a name that processes of one machine, or of one container, share."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"

@@ -1,0 +1,61 @@
+"""How much of a Ray cluster ranks need, and what to say where it has too little."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Room:
+    """num_ranks bundles of a placement group, each with so many of a kind, CPU or GPU."""
+
+    kind: str
+    each: int
+    num_ranks: int
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        return [{self.kind: float(self.each)} for _ in range(self.num_ranks)]
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} x {self.each} {self.kind}"
+
+
+def room_for(
+    nodes: Sequence[Resources], num_ranks: int, num_cores: int, device: str, threads: int | None
+) -> Room:
+    """Return what an engine needs of a cluster. nodes: all that each has. num_cores: engines of so
+    many ranks. A rank has a GPU, where there are any and device is not "cpu", or as many CPUs as it
+    computes with: threads, or an even part of the cluster."""
+    if device == "cuda" or (device == "auto" and any(node.get("GPU", 0) >= 1 for node in nodes)):
+        return Room("GPU", 1, num_ranks)
+    if threads is not None:
+        return Room("CPU", threads, num_ranks)
+    cpus = [int(node.get("CPU", 0)) for node in nodes]
+    each = max(cpus, default=1)
+    while each > 1 and sum(num // each for num in cpus) < num_ranks * num_cores:
+        each -= 1
+    return Room("CPU", max(each, 1), num_ranks)
+
+
+def lack(room: Room, nodes: Sequence[Resources], free: Sequence[Resources]) -> str:
+    """Return what is asked for, what the cluster has, and what of it is free."""
+
+    def told(all_of: Sequence[Resources]) -> str:
+        numbers = [f"{node.get(room.kind, 0):g}" for node in all_of]
+        return " + ".join(numbers) or "0"
+
+    return (
+        f"{room} {'is' if room.num_ranks == 1 else 'are'} asked for, and the cluster's"
+        f" {len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {told(nodes)}, of which"
+        f" {told(free)} are free"
+    )
+
+
+def advice(room: Room) -> str:
+    """Return what to do about it."""
+    fewer = "Ask for fewer ranks, add nodes or end what else runs there"
+    if room.kind == "GPU":
+        return f"{fewer}, or take device='cpu'."
+    return f"{fewer}; QUIRE_NUM_THREADS says how many CPUs a rank gets."

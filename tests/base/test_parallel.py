@@ -1,0 +1,40 @@
+"""Settings of several devices that cannot work together."""
+
+from typing import Any
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.base.parallel import ParallelConfig
+
+RAY = {"distributed_executor_backend": "ray"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 3},
+            "decode_context_parallel_size=3 must divide tensor_parallel_size=4",
+        ),
+        ({"ray_address": "a:1"}, "ray_address='a:1' needs distributed_executor_backend=ray"),
+        (RAY | {"node_wait_s": 0.0}, "node_wait_s must be a positive number of seconds, got 0.0"),
+        (RAY | {"node_wait_s": float("inf")}, "node_wait_s must be a positive number"),
+        (
+            {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
+            "distributed_executor_backend=uni is for one rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_numbers(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ParallelConfig(**settings)
+
+
+def test_ranks_are_processes_where_they_are_several_or_asked_for() -> None:
+    assert not ParallelConfig().has_rank_processes
+    for settings in (RAY, {"distributed_executor_backend": "mp"}, {"pipeline_parallel_size": 2}):
+        assert ParallelConfig(**settings).has_rank_processes
+    config = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert (config.num_ranks, config.answering_rank) == (6, 4)

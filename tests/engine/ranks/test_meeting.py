@@ -1,0 +1,94 @@
+"""The core's store for ranks that meet over a network, and torch's use of it.
+
+Covers `engine/ranks/meeting.py`, `engine/ranks/core_store.py`.
+"""
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+
+from quire.engine.ranks import meeting
+from quire.engine.ranks.core_store import CoreStore
+from quire.engine.ranks.meeting import MeetingTable, StoreCall, store_frames, table_codec
+from quire.ops.collectives.torch_group import gloo_group
+
+
+class Core:
+    """Answers the stores of several ranks."""
+
+    def __init__(self) -> None:
+        self.table = MeetingTable()
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        self._sockets += [ours, theirs]
+        threading.Thread(target=self._serve, args=(ours,), daemon=True).start()
+        return theirs
+
+    def _serve(self, sock: socket.socket) -> None:
+        codec, frames = table_codec(), store_frames()
+        while data := sock.recv(1 << 16):
+            for body in frames.feed(data):
+                with self._lock:
+                    sock.sendall(codec.encode(self.table.answer(codec.decode(body))))
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    core = Core()
+    yield core
+    core.close()
+
+
+def test_what_one_sets_others_of_its_group_find(core: Core) -> None:
+    one, two, other = (CoreStore(core.connect(), name) for name in ("a", "a", "b"))
+    one.set("x", b"\0\1")
+    assert two.get("x") == b"\0\1" and not other.check(["x"])
+    assert two.check(["x"]) and not two.check(["x", "y"])
+    assert (one.add("n", 2), two.add("n", 3), two.add("n", 0)) == (2, 5, 5)
+    assert other.num_keys() == 2
+    assert two.delete_key("x") and not two.delete_key("x") and not one.check(["x"])
+    threading.Timer(0.05, lambda: two.set("late", "text")).start()
+    assert one.get("late") == b"text"
+    with pytest.raises(RuntimeError, match="nobody has set never"):
+        one.wait(["never"], timedelta(seconds=0.05))
+
+
+def test_a_core_that_is_gone_is_an_error(core: Core) -> None:
+    store = CoreStore(core.connect(), "a")
+    core.close()
+    with pytest.raises(RuntimeError, match="the core is gone"):
+        store.set("x", "y")
+
+
+def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = MeetingTable()
+    for call in (StoreCall("run", ["x"]), StoreCall("get"), StoreCall("set", ["x", "y"])):
+        with pytest.raises(ValueError):
+            table.answer(call)
+    monkeypatch.setattr(meeting, "MOST_ENTRIES", 1)
+    table.answer(StoreCall("set", ["x"], b"1"))
+    table.answer(StoreCall("set", ["x"], b"2"))
+    with pytest.raises(ValueError, match="more than 1 entries"):
+        table.answer(StoreCall("set", ["y"], b"1"))
+
+
+def test_gloo_meets_by_it(core: Core) -> None:
+    def run(rank: int) -> list[float]:
+        group = gloo_group(CoreStore(core.connect(), "stage 0"), rank, 3, timeout_s=30)
+        sums = [group.all_reduce(torch.full((2,), rank + 1.0)) for _ in range(3)]
+        return [float(each[1]) for each in sums]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(run, range(3))) == [[6.0, 6.0, 6.0]] * 3

@@ -1,0 +1,181 @@
+"""Ranks that are kept by other processes and connect over a network.
+
+Covers `engine/ranks/remote.py`, `engine/ranks/keeper.py`, `engine/ranks/launch.py`.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import quire.engine.build
+from quire import LLM
+from quire.base.config import EngineConfig, config_from_flat
+from quire.base.errors import ConfigError, EngineError, RankLost
+from quire.engine.ranks.launch import Ranks
+from quire.models.source import resolve_model
+from tests.engine.ranks.keepers import LocalStarter
+from tests.engine.ranks.scenarios import COMMON, alone, answers_of
+from tests.serve.checkpoints import checkpoint, text_checkpoint
+from tests.serve.processes import children_of, is_running, kill, wait_until
+
+SOON_S = 2.8  # a keeper is silent for two seconds, and then somebody has to look
+TWO: dict[str, Any] = {"tensor_parallel_size": 2}
+Starters = list[LocalStarter]
+
+
+@pytest.fixture
+def starters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Starters]:
+    """Ranks of engines of several have keepers; these are who has started them."""
+    made: Starters = []
+
+    def start(config: EngineConfig) -> Ranks | None:
+        if config.parallel.num_ranks == 1:
+            return None
+        made.append(LocalStarter(config))
+        return Ranks(config, made[-1])
+
+    monkeypatch.setattr(quire.engine.build, "start_ranks", start)
+    yield made
+    for starter in made:
+        assert all(process.poll() is not None for process in starter.processes)
+
+
+def ranks_of(starter: LocalStarter) -> list[int]:
+    """The process of each keeper's rank."""
+    found = [children_of(process.pid) for process in starter.processes]
+    return [pid for each in found for pid, command in each.items() if "rank_main" in command]
+
+
+def config(**settings: Any) -> EngineConfig:
+    return config_from_flat(model=str(checkpoint("llama")), **(COMMON | TWO | settings))
+
+
+def test_a_machine_that_ends_is_missed_and_all_go(starters: Starters) -> None:
+    with LLM(str(checkpoint("llama")), **COMMON, **TWO) as llm:
+        [starter] = starters
+        ranks, core = ranks_of(starter), llm.engine.client.core
+        assert len(ranks) == 2
+        starter.processes[1].kill()  # and the kernel kills its rank
+        began = time.monotonic()
+        wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
+        with pytest.raises(EngineError, match="keeper or machine has ended"):
+            core.step()
+        assert time.monotonic() - began < SOON_S
+        assert f"rank 1 of 2 (process {ranks[1]} on 127.0.0.1)" in str(core._death)
+        wait_until(lambda: not any(map(is_running, ranks)), "all ranks have gone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), (1, 2), (2, 2)], ids=lambda sizes: "tensor {} stages {}".format(*sizes)
+)
+def test_all_answers_are_those_of_one_process(starters: Starters, sizes: tuple[int, int]) -> None:
+    tensor, stages = sizes
+    found = answers_of(
+        text_checkpoint("llama"), 120, tensor_parallel_size=tensor, pipeline_parallel_size=stages
+    )
+    [starter] = starters
+    assert len(starter.processes) == tensor * stages
+    assert found.answers == alone("llama", 120, ()).answers
+    assert found.num_masked > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_keeper", "number", "said"),
+    [
+        (False, signal.SIGKILL, r"has ended \(signal 9\)"),
+        (False, signal.SIGSTOP, "was stopped"),
+        (True, signal.SIGSTOP, "keeper gave no sign of life for 2 s"),
+    ],
+)
+def test_ranks_and_keepers_that_end_or_stand_still(
+    starters: Starters, is_keeper: bool, number: signal.Signals, said: str
+) -> None:
+    with LLM(str(checkpoint("llama")), **COMMON, **TWO) as llm:
+        [starter] = starters
+        ranks, core = ranks_of(starter), llm.engine.client.core
+        kill(starter.processes[0].pid if is_keeper else ranks[0], number)
+        began = time.monotonic()
+        wait_until(lambda: core.rest_s() == 0.0, "it is missed", SOON_S)
+        assert time.monotonic() - began < SOON_S
+        with pytest.raises(EngineError, match=said):
+            core.step()
+    wait_until(lambda: not any(map(is_running, ranks)), "all ranks have gone")
+
+
+def test_what_does_not_come_is_named() -> None:
+    made = config()
+    starter = LocalStarter(made, wait_s=3.0, absent=1)
+    ranks = Ranks(made, starter)
+    said = r"ranks 1 of 2 did not connect to 127\.0\.0\.1:\d+ within 3 s"
+    with pytest.raises(EngineError, match=said):
+        ranks.load(made, resolve_model(made.model.model), None)
+    assert starter.processes[0].poll() is not None
+
+
+def test_what_the_starter_meets_with_is_raised_as_it_is() -> None:
+    class Hopeless(LocalStarter):
+        def host(self) -> str:
+            raise ConfigError("there is no room")
+
+    class Ends(LocalStarter):
+        def start(self, *_: Any) -> None:
+            self._end.send(b"x")
+
+        def take_news(self) -> None:
+            raise EngineError("all has ended")
+
+    made = config()
+    for kind, error, said in (
+        (Hopeless, ConfigError, "there is no room"),
+        (Ends, EngineError, "all has ended"),
+    ):
+        with pytest.raises(error, match=said):
+            Ranks(made, kind(made)).load(made, resolve_model(made.model.model), None)
+
+
+NODE = """
+import os, subprocess, sys
+from tests.engine.ranks.keepers import KEEP
+keeper = subprocess.Popen([sys.executable, "-c", KEEP, *sys.argv[1:]], stdin=0)
+print(keeper.pid, flush=True)
+keeper.wait()
+"""
+
+
+def test_a_keeper_ends_with_what_has_started_it_and_with_the_core() -> None:
+    class Nodes(LocalStarter):
+        """Keepers are grandchildren."""
+
+        def start(self, core: Any, secret: bytes) -> None:
+            command = [sys.executable, "-c", NODE, core.host, str(core.port), "0", "False"]
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            process = subprocess.Popen(command, text=True, **pipes)
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(secret.hex() + "\n")
+            process.stdin.close()
+            self.processes.append(process)
+            self.keeper_pid = int(process.stdout.readline())
+
+    made = config(tensor_parallel_size=1, distributed_executor_backend="mp")
+    starter = Nodes(made)
+    ranks = Ranks(made, starter)
+    assert ranks._processes.shares()[0][0] == 1  # it has come
+    starter.processes[0].kill()
+    with pytest.raises(RankLost, match="has lost its node"):
+        ranks.load(made, resolve_model(made.model.model), None)
+    wait_until(lambda: not is_running(starter.keeper_pid), "the keeper has ended")
+
+    ranks = Ranks(made, starter := Nodes(made))
+    ranks._processes.shares()
+    ranks.close()
+    wait_until(lambda: not is_running(starter.keeper_pid), "the keeper has ended")
+    for pipe in (each.stdout for each in starter.processes):
+        assert pipe is not None
+        pipe.close()
