@@ -127,7 +127,10 @@ def test_an_empty_file(tmp_path: Path) -> None:
         ("max-num-seqs: .inf", "got inf"),
         ("enable-prefix-caching: 1", "enable-prefix-caching must be true or false, got 1"),
         ("revision: 123", "must be text (in quotes if it looks like a number), got 123"),
-        ("dtype: int3", "dtype must be one of auto, float32, bfloat16, float16, float64, got"),
+        (
+            "dtype: int3",
+            "dtype must be one of auto, float32, bfloat16, float16, float64, half, float, got",
+        ),
         ("served-model-name: [a, 5]", "served-model-name must be text"),
         ("block-size: 8\nblock_size: 9", "block_size is there twice"),
         ("device-memory-utilization: 1\ngpu-memory-utilization: 1", "is there twice"),

@@ -25,6 +25,10 @@ from quire.base.plugins import (
 from quire.base.settings import setting
 from quire.base.speculation import parse_speculation
 
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+JSON_SETTINGS = (  # which Python may give as dictionaries
+    "speculative_config", "override_generation_config", "default_chat_template_kwargs",
+)  # fmt: skip
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
 
@@ -44,7 +48,7 @@ class ModelConfig:
         "auto",
         "of weights and activations; auto is the checkpoint's, and float32 on a CPU without"
         " native bfloat16",
-        choices=("auto", "float32", "bfloat16", "float16", "float64"),
+        choices=("auto", "float32", "bfloat16", "float16", "float64", *DTYPE_ALIASES),
     )
     model_impl: str = setting(
         "auto",
@@ -84,6 +88,16 @@ class ModelConfig:
         "auto",
         "auto takes sampling defaults from the model's generation_config.json; `none` does not",
     )
+    override_generation_config: str | None = setting(
+        None,
+        'sampling defaults and ends of sequences in place of the model\'s, as JSON: {"temperature":'
+        ' 0.5, "eos_token_id": [1, 2]}',
+    )
+    default_chat_template_kwargs: str | None = setting(
+        None,
+        'variables of the chat template that requests do not set, as JSON: {"enable_thinking":'
+        " false}",
+    )
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
     quantization: str | None = setting(
         None,
@@ -109,6 +123,11 @@ class ModelConfig:
         " (CPUs with the C++ core); auto is ~/.cache/quire/weights for models of 64 MB and more"
         " without dummy weights; off keeps none",
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        for name in ("override_generation_config", "default_chat_template_kwargs"):
+            json_object(name, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -306,6 +325,10 @@ class ServerConfig:
         "of what pinned prefixes may hold, how much those of one key may, in (0, 1]; if absent each"
         " key's even share",
     )
+    uds: str | None = setting(None, "path of a Unix socket to listen on, in place of host and port")
+    root_path: str = setting(
+        "", "prefix of all paths that a proxy in front takes away, such as /quire"
+    )
     api_server_count: int = setting(1, "processes that answer HTTP")
     shutdown_timeout: float = setting(
         30.0, "how long requests may go on after SIGTERM; 0 ends them at once", unit="seconds"
@@ -316,6 +339,10 @@ class ServerConfig:
     max_body_bytes: int = setting(16 << 20, "largest body of a request", unit="bytes")
     allowed_origins: tuple[str, ...] = setting(
         (), "web origins that may call from a browser (CORS); * is all"
+    )
+    response_role: str = setting("assistant", "role of the messages that chat completions give")
+    enable_force_include_usage: bool = setting(
+        False, "end every stream with its usage, also where include_usage is not asked for"
     )
     strict_fields: bool = setting(
         False, "refuse fields of a body that do not exist, instead of naming them in a header"
@@ -337,6 +364,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check(0 <= self.port < 65536, "port", self.port, "from 0 to 65535")
         _check(self.api_server_count >= 1, "api_server_count", self.api_server_count, "at least 1")
+        path = self.root_path
+        is_path = not path or (path.startswith("/") and not path.endswith("/"))
+        _check(is_path, "root_path", path, "empty, or like /quire")
+        origins = [part for origin in self.allowed_origins for part in _list_of(origin)]
+        object.__setattr__(self, "allowed_origins", tuple(origins))
         timeout, rule = self.shutdown_timeout, duration_rule("to end at once")
         _check(is_duration(timeout), "shutdown_timeout", timeout, rule)
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
@@ -359,6 +391,19 @@ class ServerConfig:
         if not self.api_key:
             return 1.0
         return self.pin_share or 1 / len(set(self.api_key))
+
+
+def _list_of(text: str) -> list[str]:
+    """Return the texts of a JSON list, which vLLM's flags take, or the text itself."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"allowed_origins is not JSON ({error}): {text!r}.") from error
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise ConfigError(f"allowed_origins must be a list of texts, got {text!r}.")
+    return value
 
 
 SECTIONS: Mapping[str, Any] = {
@@ -405,6 +450,17 @@ def _number_of(name: str, value: Any, words: dict[str, int]) -> Any:
     return words[value]
 
 
+def json_object(name: str, given: str | None) -> dict[str, Any]:
+    """Return what a setting says as JSON; {} if it says nothing. Raises ConfigError."""
+    try:
+        value = {} if given is None else json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON ({error}): {given!r}.") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f'{name} must be a JSON object such as {{"name": 1}}, got {given!r}.')
+    return value
+
+
 def config_from_flat(**settings: Any) -> EngineConfig:
     """Build an EngineConfig from flat names, as `LLM(model, max_model_len=...)` gives them.
 
@@ -417,13 +473,14 @@ def config_from_flat(**settings: Any) -> EngineConfig:
         for item in dataclasses.fields(cls)
     }
     top = {item.name for item in dataclasses.fields(EngineConfig)} - SECTIONS.keys()
-    for name, value in settings.items():
+    for name, given in settings.items():
+        is_json = name in JSON_SETTINGS and isinstance(given, Mapping)
+        value = json.dumps(given) if is_json else given
         if name in owners:
             part, words = owners[name]
             parts[part][name] = _number_of(name, value, words) if words else value
         elif name in top:
-            is_json = name == "speculative_config" and isinstance(value, Mapping)
-            parts[""][name] = json.dumps(value) if is_json else value
+            parts[""][name] = value
         else:
             known = ", ".join(sorted(top | owners.keys()))
             raise ConfigError(f"there is no setting {name!r}; the settings are: {known}.")

@@ -2,6 +2,8 @@
 here: the processes that need them are children of this one."""
 
 import argparse
+import os
+from typing import Any
 
 from quire.base.config import ServerConfig, config_from_flat
 from quire.base.errors import ConfigError
@@ -12,6 +14,8 @@ from quire.cli.settings import (
     given_server_settings,
     given_settings,
 )
+
+KEY_VARIABLES = ("QUIRE_API_KEY", "VLLM_API_KEY")
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -32,9 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_several(arguments.settings)
     engine = config_from_flat(**given_settings(arguments))
-    server = ServerConfig(**given_server_settings(arguments))
+    server = ServerConfig(**(keys_of_environment() | given_server_settings(arguments)))
     _check_certificate(server)
     return serve(engine, server, arguments.log_level)
+
+
+def keys_of_environment() -> dict[str, Any]:
+    """Return keys that the environment names, for when none are given: flags are seen by whoever
+    lists processes."""
+    for name in KEY_VARIABLES:
+        if key := os.environ.get(name):
+            return {"api_key": (key,)}
+    return {}
 
 
 def _check_certificate(server: ServerConfig) -> None:

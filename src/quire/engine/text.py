@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.base.config import ModelConfig
+from quire.base.config import ModelConfig, json_object
 from quire.base.errors import ConfigError
 from quire.engine.requests import RequestMaker
 from quire.engine.vocabulary import Vocabulary, make_vocabulary
@@ -34,13 +34,17 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
     tokenizer = _read_tokenizer(config, source)
     eos = None if tokenizer is None else tokenizer.eos_token_id
     use_sampling = config.generation_config == "auto"
-    defaults = read_generation_defaults(source.directory, eos, use_sampling)
+    override = json_object("override_generation_config", config.override_generation_config)
+    defaults = read_generation_defaults(source.directory, eos, use_sampling, override)
     return TextSide(
         Renderer(
             tokenizer,
             config.chat_template,
             templates=TemplatePool(),
             parsers=(config.tool_call_parser, config.reasoning_parser),
+            template_kwargs=json_object(
+                "default_chat_template_kwargs", config.default_chat_template_kwargs
+            ),
         ),
         tokenizer,
         RequestMaker(tokenizer, defaults, config.seed, maker_id),
@@ -52,7 +56,8 @@ def read_vocabulary(config: ModelConfig, source: ModelSource, vocab_size: int) -
     ConfigError, MissingDependency."""
     tokenizer = _read_tokenizer(config, source)
     eos = None if tokenizer is None else tokenizer.eos_token_id
-    defaults = read_generation_defaults(source.directory, eos, use_sampling=False)
+    override = json_object("override_generation_config", config.override_generation_config)
+    defaults = read_generation_defaults(source.directory, eos, False, override)
     return make_vocabulary(tokenizer, vocab_size, defaults.eos_token_ids)
 
 

@@ -3,8 +3,10 @@
 A GGUF file has the same in its metadata.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.base.config_fields import Fields
@@ -37,28 +39,34 @@ class GenerationDefaults:
 
 
 def read_generation_defaults(
-    directory: str | Path, tokenizer_eos: int | None = None, use_sampling: bool = True
+    directory: str | Path,
+    tokenizer_eos: int | None = None,
+    use_sampling: bool = True,
+    override: Mapping[str, Any] = MappingProxyType({}),
 ) -> GenerationDefaults:
     """Read a model directory or a GGUF file.
 
     tokenizer_eos: the tokenizer's end of sequence, which comes first. config.json is asked where
     there is no generation_config.json. use_sampling: False for `generation_config="none"`.
+    override: fields in place of the file's.
     """
     folder = Path(directory)
     from_gguf = is_gguf(folder)
     path = folder if from_gguf else folder / "generation_config.json"
     values = gguf_generation(GGUFFile(folder)) if from_gguf else read_json(path)
+    if not use_sampling:
+        values = {name: value for name, value in values.items() if name not in SAMPLING_FIELDS}
+    values = {**values, **override}
     ids = Fields(values, str(path)).integers("eos_token_id")
     if values.get("eos_token_id") is None:
         ids = _config_eos(folder / "config.json")
     known = () if tokenizer_eos is None else (tokenizer_eos,)
     eos = tuple(dict.fromkeys((*known, *ids)))
     sampling = {
-        name: values[key]
-        for key, name in SAMPLING_FIELDS.items()
-        if use_sampling and values.get(key) is not None
+        name: values[key] for key, name in SAMPLING_FIELDS.items() if values.get(key) is not None
     }
-    return GenerationDefaults(eos, _checked(sampling, path))
+    where = f"{path} with override_generation_config" if override else str(path)
+    return GenerationDefaults(eos, _checked(sampling, where))
 
 
 def _config_eos(path: Path) -> tuple[int, ...]:
@@ -68,12 +76,12 @@ def _config_eos(path: Path) -> tuple[int, ...]:
     return own.integers("eos_token_id")
 
 
-def _checked(sampling: dict[str, Any], path: Path) -> dict[str, Any]:
+def _checked(sampling: dict[str, Any], where: str) -> dict[str, Any]:
     try:
         SamplingParams(**sampling)
     except (ValueError, TypeError) as error:
         raise ModelError(
-            f"{path} holds sampling defaults that do not work: {error} Correct the file, or switch"
-            ' the defaults off with generation_config="none".'
+            f"{where} has sampling defaults that do not work: {error} Correct them, or switch the"
+            ' model\'s off with generation_config="none".'
         ) from error
     return sampling

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from quire.base.errors import RequestError
@@ -42,7 +43,7 @@ class Renderer:
     template: used for every conversation in place of the model's own templates. templates: who runs
     them; without it they run here, unbounded, which is for templates that are trusted. now: the
     clock of those. grammars: who checks grammars. parsers: of tool calls and of reasoning, by name
-    (`detect_format`).
+    (`detect_format`). template_kwargs: variables of templates that conversations do not set.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Renderer:
         now: Callable[[], datetime] = datetime.now,
         templates: TemplateRunner | None = None,
         parsers: tuple[str, str] = ("auto", "auto"),
+        template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.tokenizer = tokenizer
         self.grammars = Grammars()
         self._parsers = parsers
+        self._template_kwargs = template_kwargs
         self._formats: dict[str, AnswerFormat] = {}
         self._template = None if template is None else load_template(template)
         self._templates = templates or InThisProcess(now)
@@ -178,9 +181,12 @@ class Renderer:
         self, messages: object, options: ChatOptions | None, template: str | None
     ) -> TemplateJob:
         options = options or ChatOptions()
+        if self._template_kwargs:
+            variables = {**self._template_kwargs, **options.template_kwargs}
+            options = replace(options, template_kwargs=variables)
         source = self._source(template, bool(options.tools))
-        variables = {} if self.tokenizer is None else self.tokenizer.named_tokens
-        return TemplateJob(source, variables, messages, options, source == template)
+        named = {} if self.tokenizer is None else self.tokenizer.named_tokens
+        return TemplateJob(source, named, messages, options, source == template)
 
     def _render_mapping(self, prompt: Mapping[Any, Any], special: bool) -> RenderedPrompt:
         text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")

@@ -17,6 +17,7 @@ clients of a core that is started anew only wait. It imports neither torch nor F
 """
 
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -24,7 +25,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from quire.base.config import EngineConfig, ServerConfig
 from quire.base.durations import bounded_wait_s
@@ -52,11 +54,12 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
     raise_open_files_limit()
     remove_abandoned_sockets()
     places = core_places(engine)
-    with bind(server.host, server.port) as tcp, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(_listening(server))
         sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
         resolve_model(engine.model.model, engine.model.revision)  # downloads, and fails, only once
         cores = list(zip(places, sockets, strict=True))
-        return Supervisor(engine, server, log_level, tcp, cores).run()
+        return Supervisor(engine, server, log_level, listening, cores).run()
 
 
 def raise_open_files_limit() -> None:
@@ -65,6 +68,36 @@ def raise_open_files_limit() -> None:
     wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(most, MAX_OPEN_FILES)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+@contextlib.contextmanager
+def _listening(server: ServerConfig) -> Iterator[socket.socket]:
+    """Bind what the settings say; a Unix socket's file is removed in the end."""
+    if server.uds is None:
+        with bind(server.host, server.port) as tcp:
+            yield tcp
+        return
+    with bind_unix(Path(server.uds)) as unix:
+        yield unix
+        Path(server.uds).unlink(missing_ok=True)
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """Bind a Unix socket; one that nobody listens on any more is replaced. Raises ConfigError if
+    that is not possible."""
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            with contextlib.closing(socket.socket(socket.AF_UNIX)) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise OSError(errno.EADDRINUSE, "another server listens there")
+            path.unlink()
+        sock.bind(str(path))
+    except OSError as error:
+        sock.close()
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen on {path} ({reason}); choose another --uds.") from error
+    return sock
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -214,9 +247,13 @@ class Supervisor:
             self._never_ready.discard(index)
         if not was_complete and not self._never_ready:
             scheme = "https" if self._server.ssl_certfile else "http"
-            host, port = self._tcp.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            logger.info("ready: %s://%s:%d/v1 (Ctrl-C ends it)", scheme, shown, port)
+            if self._server.uds is not None:
+                where = f"unix:{self._server.uds}"
+            else:
+                host, port = self._tcp.getsockname()[:2]
+                where = f"{scheme}://" + (f"[{host}]" if ":" in host else host) + f":{port}"
+            root = self._server.root_path
+            logger.info("ready: %s%s/v1 (Ctrl-C ends it)", where, root)
 
     def _bury(self, child: Child) -> None:
         """See to a child that has ended: as told, or it is started anew, or the server ends with

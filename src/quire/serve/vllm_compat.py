@@ -41,6 +41,8 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "async_scheduling": _ignored("pipeline_depth says how many steps are in flight", True),
     "enable_log_requests": _switch("requests are not logged", False),
     "disable_log_requests": _ignored("requests are not logged", is_switch=True),
+    "enable_prompt_tokens_details": _ignored("the usage always has them", is_switch=True),
+    "enable_request_id_headers": _ignored("every answer has X-Request-Id", is_switch=True),
     "enable_server_load_tracking": _ignored("/load always answers", is_switch=True),
     "disable_fastapi_docs": _ignored("there are no pages of documentation", is_switch=True),
     "enable_auto_tool_choice": _ignored("tool calls are always read", is_switch=True),
@@ -76,8 +78,6 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config.backend": _ignored("llguidance is the one for all grammars"),
     "stream_interval": _value("each token is streamed when it is there", 1),
-    "root_path": _value("let the proxy take the prefix away", ""),
-    "uds": _value("the server listens on --host and --port"),
     "middleware": _value("put a proxy in front"),
 }
 

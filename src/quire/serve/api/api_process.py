@@ -158,6 +158,7 @@ def uvicorn_config(context: ApiContext, log_level: str) -> uvicorn.Config:
         log_config=None,
         server_header=False,
         timeout_graceful_shutdown=int(CLOSE_S),
+        root_path=server.root_path,
         ssl_keyfile=server.ssl_keyfile,
         ssl_certfile=server.ssl_certfile,
     )

@@ -18,7 +18,10 @@ ROLE = "assistant"
 class ChatChoice:
     """usage: the one of all n. parser: takes reasoning and calls out of the text; None for a model
     that writes neither. reasoning: counts its tokens, where a model writes any. is_named: the
-    request names the tool to be called, so that a call is what ends the answer."""
+    request names the tool to be called, so that a call is what ends the answer. role: the
+    message's, which may be changed before the first chunk."""
+
+    role = ROLE
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class ChatChoice:
             calls = made.get("tool_calls", [])
         self._count(output, completion)
         content = self._echo + content
-        message: Json = {"role": ROLE, "content": content or (None if calls else "")}
+        message: Json = {"role": self.role, "content": content or (None if calls else "")}
         message["refusal"] = None
         if thought:
             message |= _as_reasoning(thought)
@@ -76,7 +79,7 @@ class ChatChoice:
         self._begun = True
         choice = {
             "index": self._index,
-            "delta": {"role": ROLE, "content": self._echo},
+            "delta": {"role": self.role, "content": self._echo},
             "logprobs": None,
             "finish_reason": None,
         }

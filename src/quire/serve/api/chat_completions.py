@@ -25,8 +25,8 @@ from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import TokenNames
 from quire.serve.api.params import (
     chat_params,
-    check_stream_options,
     check_top_logprobs,
+    checked_stream_options,
     room_beside,
     truncated,
 )
@@ -47,7 +47,7 @@ async def create_chat_completion(
     """The next message of a conversation, or n of them to choose from."""
     model = check_model(api, body.model)
     check_neutral(body)
-    check_stream_options(body)
+    body = checked_stream_options(body, api.config)
     check_top_logprobs(body, api.client.ready)
     answer_id = new_id("chatcmpl")
     body, hooks = await admitted_chat(api, body, request.scope, answer_id)
@@ -144,6 +144,8 @@ def _choices(
         if has_reasoning and tokenizer is not None:
             counts = ReasoningCount(IncrementalDetokenizer(tokenizer, params, job.token_ids))
         is_named = isinstance(asked.choice, NamedTool)
-        return ChatChoice(index, body, job, names, usage, parser, counts, is_named)
+        made = ChatChoice(index, body, job, names, usage, parser, counts, is_named)
+        made.role = api.config.response_role
+        return made
 
     return [choice(index) for index in range(params.n)]

@@ -19,7 +19,7 @@ from quire.serve.api.hooked_prompt import admitted_prompts
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
 from quire.serve.api.params import (
-    check_stream_options,
+    checked_stream_options,
     completion_params,
     room_beside,
     truncated,
@@ -46,7 +46,7 @@ async def create_completion(
     """Continue each prompt; choices in the order of the prompts, those of one side by side."""
     model = check_model(api, body.model)
     check_neutral(body)
-    check_stream_options(body)
+    body = checked_stream_options(body, api.config)
     answer_id = new_id("cmpl")
     given = split_prompts(body.prompt)
     check_shared(body, len(given))

@@ -3,15 +3,23 @@
 How long an answer may be is always a number here: what fits beside the prompt, if not less.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
+from quire.base.config import ServerConfig
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.messages import Ready
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
 from quire.serve.api.errors import ApiError, bad_request
-from quire.serve.api.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from quire.serve.api.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
+
+Body = TypeVar("Body", bound=GenerationRequest)
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
@@ -72,10 +80,18 @@ def check_top_logprobs(request: ChatCompletionRequest, ready: Ready) -> None:
         )
 
 
-def check_stream_options(request: GenerationRequest) -> None:
+def checked_stream_options(request: Body, config: ServerConfig) -> Body:
+    """Return a body whose stream ends with its usage, if the server's settings say so. Raises
+    ApiError for options of a stream that is none."""
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream=true; set it, or leave the options out.",
                           "stream_options")  # fmt: skip
+    if not (request.stream and config.enable_force_include_usage):
+        return request
+    options = (request.stream_options or StreamOptions.model_validate({})).model_copy(
+        update={"include_usage": True}
+    )
+    return request.model_copy(update={"stream_options": options})
 
 
 def room_beside(prompt: RenderedPrompt, max_model_len: int, param: str) -> int:
