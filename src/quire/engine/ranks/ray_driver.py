@@ -151,8 +151,9 @@ def connect(address: str | None) -> None:
         _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster was found ({error}); {NO_CLUSTER}.") from None
+    except ConnectionError:  # whose words are about Ray's own command line
+        where = "on this machine" if address == "auto" else f"at {address}"
+        raise ConfigError(f"no Ray cluster was found {where}; {NO_CLUSTER}.") from None
     except (RuntimeError, ValueError) as error:  # such as another version of Ray or Python there
         raise ConfigError(f"Ray at {address!r} cannot be used: {error}") from None
 
