@@ -52,7 +52,10 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in NOT_YET:
             if (value := getattr(self, name)) != 1:
-                raise ConfigError(f"{name}={value} is not supported: a model runs on one device.")
+                raise ConfigError(
+                    f"{name}={value} is not supported: a model's ranks are on one machine, or on a"
+                    " Ray cluster (distributed_executor_backend=ray)."
+                )
         for name in (
             "tensor_parallel_size",
             "pipeline_parallel_size",
