@@ -8,6 +8,7 @@ from quire.base.errors import ConfigError
 from quire.base.parallel import ParallelConfig
 
 RAY = {"distributed_executor_backend": "ray"}
+NODES = {"nnodes": 2, "master_addr": "127.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,15 @@ RAY = {"distributed_executor_backend": "ray"}
         ({"ray_address": "a:1"}, "ray_address='a:1' needs distributed_executor_backend=ray"),
         (RAY | {"node_wait_s": 0.0}, "node_wait_s must be a positive number of seconds, got 0.0"),
         (RAY | {"node_wait_s": float("inf")}, "node_wait_s must be a positive number"),
+        ({"tensor_parallel_size": 3} | NODES, "nnodes=2 must divide the 3 ranks of tensor_par"),
+        (NODES | {"tensor_parallel_size": 2, "master_addr": None}, "nnodes=2 needs master_addr"),
+        (NODES | {"tensor_parallel_size": 2, "node_rank": 2}, "node_rank must be from 0 to nno"),
+        (NODES | {"tensor_parallel_size": 2, "master_port": 0}, "master_port must be from 1"),
+        (
+            NODES | {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            "data_parallel_size=2 with nnodes=2 is not supported",
+        ),
+        (NODES | RAY | {"tensor_parallel_size": 2}, "ray finds the machines itself, and nnodes=2"),
         (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "uni"},
             "distributed_executor_backend=uni is for one rank",

@@ -13,8 +13,6 @@ from quire.base.errors import ConfigError
 from quire.base.settings import setting
 
 BACKENDS = "auto", "uni", "mp", "ray"
-# What is not built yet; each part takes its own away.
-NOT_YET = ("nnodes",)
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,6 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in NOT_YET:
-            if (value := getattr(self, name)) != 1:
-                raise ConfigError(
-                    f"{name}={value} is not supported: a model's ranks are on one machine, or on a"
-                    " Ray cluster (distributed_executor_backend=ray)."
-                )
         for name in (
             "tensor_parallel_size",
             "pipeline_parallel_size",
@@ -79,6 +71,8 @@ class ParallelConfig:
                 f"distributed_executor_backend=ray finds the machines itself, and nnodes="
                 f"{self.nnodes} is for ranks without Ray; leave one of them out."
             )
+        if self.nnodes > 1:
+            self._check_nodes()
         if self.ray_address is not None and self.distributed_executor_backend != "ray":
             raise ConfigError(
                 f"ray_address={self.ray_address!r} needs distributed_executor_backend=ray."
@@ -92,6 +86,27 @@ class ParallelConfig:
                 f"distributed_executor_backend=uni is for one rank, but tensor_parallel_size"
                 f" x pipeline_parallel_size is {self.num_ranks}; leave it out."
             )
+
+    def _check_nodes(self) -> None:
+        """Raise ConfigError for machines that cannot share the ranks."""
+        if self.num_ranks % self.nnodes:
+            raise ConfigError(
+                f"nnodes={self.nnodes} must divide the {self.num_ranks} ranks of"
+                f" tensor_parallel_size={self.tensor_parallel_size} x pipeline_parallel_size="
+                f"{self.pipeline_parallel_size}: each machine has as many."
+            )
+        if self.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size={self.data_parallel_size} with nnodes={self.nnodes} is not"
+                " supported: start one server on each machine, or share each copy by Ray."
+            )
+        if self.master_addr is None:
+            raise ConfigError(
+                f"nnodes={self.nnodes} needs master_addr: the address of machine 0 in the network"
+                " that the machines share."
+            )
+        if not 0 < self.master_port < 65536:
+            raise ConfigError(f"master_port must be from 1 to 65535, got {self.master_port}.")
 
     @property
     def num_ranks(self) -> int:

@@ -22,6 +22,8 @@ class LocalStarter:
     """absent: ranks whose keepers do not come."""
 
     keeper = "keeper"
+    secret: bytes | None = None
+    port = 0
 
     def __init__(self, config: EngineConfig, wait_s: float = 60.0, absent: int = 0) -> None:
         parallel = config.parallel

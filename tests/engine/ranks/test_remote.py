@@ -113,7 +113,7 @@ def test_what_does_not_come_is_named() -> None:
     made = config()
     starter = LocalStarter(made, wait_s=3.0, absent=1)
     ranks = Ranks(made, starter)
-    said = r"ranks 1 of 2 did not connect to 127\.0\.0\.1:\d+ within 3 s"
+    said = r"rank 1 of 2 did not connect to 127\.0\.0\.1:\d+ within 3 s"
     with pytest.raises(EngineError, match=said):
         ranks.load(made, resolve_model(made.model.model), None)
     assert starter.processes[0].poll() is not None

@@ -38,6 +38,10 @@ MOST_STRANGERS = 32  # who prove themselves at the same time
 SILENT_MS = 5_000  # what a keeper is sent and does not receive for so long ends the connection
 
 
+class Unreachable(EngineError):
+    """Nobody listens at an address, yet."""
+
+
 class Role(enum.IntEnum):
     """What a connection is for."""
 
@@ -149,11 +153,11 @@ def let_in(sock: socket.socket, secret: bytes) -> Arrival:
 
 
 def dial(address: Address, secret: bytes, role: Role, rank: int) -> socket.socket:
-    """Connect. Raises EngineError if nobody answers there, or somebody else does."""
+    """Connect. Raises Unreachable if nobody answers there, EngineError if somebody else does."""
     try:
         sock = socket.create_connection((address.host, address.port), LIMIT_S)
     except OSError as error:
-        raise EngineError(f"nobody answers at {address}: {error}") from None
+        raise Unreachable(f"nobody answers at {address}: {error}") from None
     try:
         sock.settimeout(LIMIT_S)
         greeting = _read(sock, len(MAGIC) + NONCE_BYTES)

@@ -16,8 +16,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.base.errors import EngineError
@@ -39,16 +39,20 @@ from quire.runner.memory_plan import available_cpu_bytes
 
 logger = logging.getLogger("quire")
 
+CORE_ENDED = "the core has ended"
+NOT_WANTED = "was not wanted: the core has ended, or has this rank from somebody else"
 ALIVE_S = 0.5  # between two signs of life
 STAGE_S = 300.0  # for the stage before to connect, which does so as soon as it starts
 
 
 @dataclass(frozen=True)
 class Place:
-    """rank: which one is kept. has_before: there is a stage before it."""
+    """rank: which one is kept. has_before: there is a stage before it. environment: variables that
+    it gets beside those of this process and the core's."""
 
     rank: int
     has_before: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def keep(core: Address, secret: bytes, place: Place) -> str:
@@ -79,7 +83,7 @@ class _Keeper:
             threading.Thread(target=self._live, name="quire-alive", daemon=True).start()
             order = self._order()
             if order is None:
-                return "the core has ended"
+                return NOT_WANTED
             return self._keep(order)
         finally:
             self._over.set()
@@ -167,7 +171,7 @@ class _Keeper:
             order.config,
             tuple(fds),
             order.log_level,
-            {**os.environ, **order.environment},
+            {**os.environ, **order.environment, **self._place.environment},
             subprocess.PIPE,
         )
         stack.close()
@@ -190,11 +194,9 @@ class _Keeper:
                         selector.unregister(process.stderr)
                     if ended in ready:
                         lines.pass_on()
-                        status = process.wait()
-                        word = f"signal {-status}" if status < 0 else f"exit status {status}"
-                        return f"has ended ({word})"
+                        return ended_with(process.wait())
                     if self._socket in ready and not self._receive():
-                        return "the core has ended"
+                        return CORE_ENDED
                     now_s = time.monotonic()
                     if state_of(process.pid) != "T":
                         stopped_since_s = None
@@ -223,6 +225,11 @@ class _Lines:
         for line in lines:
             self._send(Line(line.decode(errors="replace")))
         return bool(data)
+
+
+def ended_with(status: int) -> str:
+    """Say how a rank has ended, by its exit status."""
+    return f"has ended ({f'signal {-status}' if status < 0 else f'exit status {status}'})"
 
 
 def machine_name() -> str:

@@ -28,6 +28,7 @@ from quire.engine.ranks.messages import (
     Loaded,
     Loading,
 )
+from quire.engine.ranks.node import Node, NodeStarter
 from quire.engine.ranks.processes import Listener, RankProcesses, RankSet, RankStart
 from quire.engine.ranks.ray_starter import RayStarter
 from quire.engine.ranks.remote import RankStarter, RemoteRanks
@@ -61,6 +62,14 @@ class Ranks:
         level = logging.getLevelName(logger.getEffectiveLevel()).lower()
         if starter is None and config.parallel.distributed_executor_backend == "ray":
             starter = RayStarter(config, level)
+        elif starter is None and config.parallel.nnodes > 1:
+            if (number := config.parallel.node_rank) > 0:
+                raise ConfigError(
+                    f"node_rank={number} only keeps ranks, as `quire serve` does with it; engines"
+                    " and servers are on machine 0."
+                )
+            devices = cuda_devices(config, config.parallel.num_ranks // config.parallel.nnodes)
+            starter = NodeStarter(Node.of(config, devices), level)
         self._processes: RankSet
         if starter is None:
             self._processes = _start_here(config, level, self._heard)
@@ -232,7 +241,7 @@ def _starts(
     environment = dict(os.environ)
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environment.keys():
         environment["GOMP_SPINCOUNT"] = SPIN_COUNT
-    devices = _cuda_devices(config)
+    devices = cuda_devices(config, num)
     cores = share_cores(num) if not devices and num > 1 else [None] * num
     starts = []
     for rank in range(num):
@@ -244,14 +253,14 @@ def _starts(
     return starts
 
 
-def _cuda_devices(config: EngineConfig) -> list[str]:
-    """Name the GPUs, one for each rank; none where ranks compute on CPUs. Raises ConfigError if
-    there are too few."""
+def cuda_devices(config: EngineConfig, asked: int) -> list[str]:
+    """Name the GPUs, one for each of so many ranks; none where ranks compute on CPUs. Raises
+    ConfigError if there are too few."""
     if config.device == "cpu" or (config.device == "auto" and not _has_driver()):
         return []
     import torch  # to ask for GPUs
 
-    num, asked = torch.cuda.device_count(), config.parallel.num_ranks
+    num = torch.cuda.device_count()
     if num == 0 and config.device == "auto":
         return []
     if asked > num:

@@ -89,6 +89,8 @@ class RayStarter:
     """A RankStarter. Raises MissingDependency where Ray is not installed."""
 
     keeper = "Ray actor"
+    secret: bytes | None = None  # made for this start
+    port = 0
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         if importlib.util.find_spec("ray") is None:

@@ -53,11 +53,14 @@ OWN_VARIABLES = ("QUIRE_MEMORY_BYTES", "QUIRE_RANK_TOKEN")  # of this machine
 class RankStarter(Protocol):
     """Who has keepers of ranks started (engine/ranks/keeper.py). All is called on one thread.
 
-    keeper: what errors call one of them. wait_s: how long they may take to come.
+    keeper: what errors call one of them. wait_s: how long they may take to come. secret: what they
+    prove to know; None: one is made for this start. port: to wait at; 0: any.
     """
 
     keeper: str
     wait_s: float
+    secret: bytes | None
+    port: int
 
     def host(self) -> str:
         """Return the address of this machine that they reach. Raises QuireError."""
@@ -278,8 +281,8 @@ class _Loop:
 
     def _begin(self) -> None:
         self._selector.register(self._wake_out, selectors.EVENT_READ)
-        secret = secrets.token_bytes(SECRET_BYTES)
-        self._door = Door(self._starter.host(), secret, self._welcome)
+        secret = self._starter.secret or secrets.token_bytes(SECRET_BYTES)
+        self._door = Door(self._starter.host(), secret, self._welcome, self._starter.port)
         self._starter.start(self._door.address, secret)
         self._selector.register(self._starter.fileno(), selectors.EVENT_READ)
         self._until_s = time.monotonic() + self._starter.wait_s
@@ -323,8 +326,9 @@ class _Loop:
         assert self._door is not None
         absent = [rank for rank in self.ranks if rank.here is None]
         late = absent or [rank for rank in self.ranks if not rank.is_complete]
+        numbers = ", ".join(str(rank.number) for rank in late)
         return EngineError(
-            f"ranks {', '.join(str(rank.number) for rank in late)} of {len(self.ranks)} did not"
+            f"rank{'s' if len(late) > 1 else ''} {numbers} of {len(self.ranks)} did not"
             f" connect to {self._door.address} within {self._starter.wait_s:g} s; can their"
             " machines reach it?"
         )

@@ -1,0 +1,222 @@
+"""Ranks on several machines without Ray: the same command on each, with a `--node-rank` of its own.
+
+    machine 0      core <-- RemoteRanks -- a child that keeps its own ranks (this module)
+    machine 1 ...  `quire serve ... --node-rank 1`: keeps ranks, and nothing else
+
+All machines know one secret, QUIRE_RANK_TOKEN, and the address at which the core waits. A node
+keeps its ranks as an actor of Ray does (engine/ranks/keeper.py), each on a thread of its own.
+"""
+
+import argparse
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.base.config import EngineConfig
+from quire.base.errors import ConfigError, EngineError, QuireError
+from quire.base.parallel import ParallelConfig
+from quire.engine.child import begin_child
+from quire.engine.ranks.dial_in import Address, Unreachable
+from quire.engine.ranks.keeper import CORE_ENDED, Place, ended_with, keep
+from quire.engine.ranks.processes import END_S
+from quire.engine.spawn import start_child
+
+logger = logging.getLogger("quire")
+
+TOKEN = "QUIRE_RANK_TOKEN"
+FEWEST_CHARS = 16
+WELL = (CORE_ENDED, ended_with(0))  # a rank ends by itself when the core does
+AGAIN_S = 0.5  # between two attempts to reach the core
+TELL_S = 10.0  # between two lines about a core that is not there
+
+
+class Node(msgspec.Struct, frozen=True):
+    """What one machine keeps. devices: a CUDA device for each rank; none on CPUs."""
+
+    core: tuple[str, int]
+    secret: bytes
+    ranks: list[int]
+    in_stage: int
+    wait_s: float
+    devices: list[str] = []
+
+    @classmethod
+    def of(cls, config: EngineConfig, devices: list[str]) -> "Node":
+        """Make that of this machine. Raises ConfigError for what settings or environment lack."""
+        parallel = config.parallel
+        assert parallel.master_addr is not None, "checked by the settings"
+        return cls(
+            (parallel.master_addr, parallel.master_port),
+            rank_token(),
+            ranks_of_node(parallel),
+            parallel.tensor_parallel_size,
+            parallel.node_wait_s,
+            devices,
+        )
+
+
+def ranks_of_node(parallel: ParallelConfig) -> list[int]:
+    """Return the ranks that this machine keeps: each has as many, in their order."""
+    each = parallel.num_ranks // parallel.nnodes
+    return list(range(parallel.node_rank * each, (parallel.node_rank + 1) * each))
+
+
+def rank_token() -> bytes:
+    """Return the secret that all machines know. Raises ConfigError if there is none."""
+    token = os.environ.get(TOKEN, "")
+    if len(token) < FEWEST_CHARS:
+        raise ConfigError(
+            f"ranks on several machines need a secret of at least {FEWEST_CHARS} characters: set"
+            f" {TOKEN} to the same one on all of them, for example to what `openssl rand -hex 32`"
+            f" prints (here it has {len(token)})."
+        )
+    return token.encode()
+
+
+class NodeStarter:
+    """Has the ranks of this machine kept by a child, and waits for those of others."""
+
+    keeper = "node"
+
+    def __init__(self, node: Node, log_level: str) -> None:
+        self.secret: bytes | None = node.secret
+        self.wait_s, self.port = node.wait_s, node.core[1]
+        self._node, self._log_level = node, log_level
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = -1
+
+    def host(self) -> str:
+        """See RankStarter."""
+        return self._node.core[0]
+
+    def start(self, core: Address, secret: bytes) -> None:
+        """See RankStarter."""
+        node = msgspec.structs.replace(self._node, core=(core.host, core.port))
+        self._process = start_child("quire.engine.ranks.node", [], node, (), self._log_level)
+        self._ended = os.pidfd_open(self._process.pid)
+        logger.info(
+            "waiting up to %g s at %s for the ranks of other machines; on each of them run the same"
+            " command with its own --node-rank", self.wait_s, core,
+        )  # fmt: skip
+
+    def fileno(self) -> int:
+        """See RankStarter."""
+        return self._ended
+
+    def take_news(self) -> None:
+        """See RankStarter: the only news is its end."""
+        assert self._process is not None
+        raise EngineError(f"what keeps this machine's ranks has ended ({self._process.wait()}).")
+
+    def close(self) -> None:
+        """See RankStarter: the child ends with its connections to the core."""
+        if self._process is None:
+            return
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(END_S)
+        with contextlib.suppress(OSError):
+            os.close(self._ended)
+
+
+@dataclass
+class _Kept:
+    """What became of the ranks of a node: how each ended, or the error."""
+
+    ways: dict[int, str] = field(default_factory=dict)
+    errors: list[QuireError] = field(default_factory=list)
+
+
+def keep_all(node: Node) -> str:
+    """Keep the ranks of a node until they, or the core, end; returns how. Raises QuireError if the
+    core cannot be reached, or wants none of them."""
+    kept = _Kept()
+
+    def keep_one(index: int, rank: int) -> None:
+        visible = {"CUDA_VISIBLE_DEVICES": node.devices[index]} if node.devices else {}
+        place = Place(rank, has_before=rank >= node.in_stage, environment=visible)
+        try:
+            kept.ways[rank] = keep(Address(*node.core), node.secret, place)
+        except QuireError as error:
+            kept.errors.append(error)
+
+    threads = [
+        threading.Thread(target=keep_one, args=each, name=f"quire-rank-{each[1]}")
+        for each in enumerate(node.ranks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if kept.errors:
+        raise kept.errors[0]
+    others = [f"rank {rank} {how}" for rank, how in kept.ways.items() if how not in WELL]
+    return "; ".join(others) or CORE_ENDED
+
+
+def serve_node(config: EngineConfig, devices: list[str], goes_on: bool) -> int:
+    """Keep this machine's ranks, as `quire serve --node-rank K` does; returns the exit status.
+
+    goes_on: wait for the next core when one has ended. Raises QuireError if none came in time, or
+    one refused these ranks.
+    """
+    node = Node.of(config, devices)
+    names, core = ", ".join(map(str, node.ranks)), Address(*node.core)
+    while True:
+        logger.info(
+            "this machine keeps ranks %s of %d of the core at %s", names,
+            config.parallel.num_ranks, core,
+        )  # fmt: skip
+        how = _keep_when_there(node)
+        logger.info("this machine's ranks have ended: %s", how)
+        if not goes_on:
+            return 0 if how == CORE_ENDED else 1
+        time.sleep(AGAIN_S)
+
+
+def _keep_when_there(node: Node) -> str:
+    """Keep the ranks of a node as soon as there is a core. Raises EngineError after wait_s, and
+    QuireError if one refused them."""
+    began_s = told_s = time.monotonic()
+    while True:
+        try:
+            return keep_all(node)
+        except Unreachable as error:
+            reason = error
+        now_s = time.monotonic()
+        if now_s - began_s > node.wait_s:
+            raise EngineError(
+                f"no core came to {Address(*node.core)} within {node.wait_s:g} s ({reason}); is the"
+                " command with --node-rank 0 running there, with the same --master-addr and"
+                " --master-port?"
+            )
+        if now_s - told_s > TELL_S:
+            told_s = now_s
+            logger.info("no core yet: %s", reason)
+        time.sleep(AGAIN_S)
+
+
+def main() -> int:
+    """Keep the ranks of the core's own machine, as its child."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log-level", default="warning")
+    begin_child(parser.parse_args().log_level)
+    node = msgspec.json.decode(sys.stdin.buffer.read(), type=Node)
+    try:
+        return 0 if keep_all(node) == CORE_ENDED else 1
+    except QuireError as error:
+        logger.error("%s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

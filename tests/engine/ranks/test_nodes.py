@@ -1,0 +1,173 @@
+"""Ranks on several machines without Ray: `quire serve --node-rank 1` beside an engine of its own.
+
+Covers `engine/ranks/node.py`.
+"""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import LLM
+from quire.base.config import config_from_flat
+from quire.base.errors import ConfigError, EngineError
+from quire.base.parallel import ParallelConfig
+from quire.engine.ranks.node import Node, rank_token, ranks_of_node
+from tests.engine.ranks.scenarios import COMMON, alone, answers_of
+from tests.serve.checkpoints import checkpoint, text_checkpoint
+from tests.serve.processes import children_of, is_running, wait_until
+
+SECRET = "a secret of this test, and of no other"
+StartNode = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        found: int = sock.getsockname()[1]
+        return found
+
+
+@pytest.fixture
+def nodes(port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartNode]:
+    """Starts other machines: nodes(model, 1, "-tp", "2"); what they say is in their `log`."""
+    monkeypatch.setenv("QUIRE_RANK_TOKEN", SECRET)
+    monkeypatch.setenv("QUIRE_NUM_THREADS", "1")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(model: Path, number: int, *more: str, **environment: str) -> Any:
+        log = tmp_path / f"node {len(started)}"
+        command = [
+            sys.executable, "-m", "quire.cli.main", "serve", str(model), "--nnodes", "2",
+            "--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port),
+            *more,
+        ]  # fmt: skip
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                command, stderr=file, text=True, env={**os.environ, **environment}
+            )
+        process.log = log  # type: ignore[attr-defined]
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def said(node: Any) -> str:
+    text: str = node.log.read_text()
+    return text
+
+
+def engine(model: Path, port: int, **settings: Any) -> LLM:
+    two = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    return LLM(str(model), **(COMMON | {"tensor_parallel_size": 2} | two | settings))
+
+
+def test_two_machines_answer_as_one_process_and_end_together(nodes: StartNode, port: int) -> None:
+    model = text_checkpoint("llama")
+    node = nodes(model, 1, "-tp", "2")
+    settings = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    found = answers_of(model, 120, tensor_parallel_size=2, **settings)
+    assert found.answers == alone("llama", 120, ()).answers
+    assert node.wait(20) == 0
+    assert "keeps ranks 1 of 2" in said(node) and "the core has ended" in said(node)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(4, 1), (2, 2), (1, 2)], ids=str)
+def test_ranks_are_dealt_out_to_machines(
+    nodes: StartNode, port: int, sizes: tuple[int, int]
+) -> None:
+    model, (tensor, stages) = text_checkpoint("llama"), sizes
+    node = nodes(model, 1, "-tp", str(tensor), "-pp", str(stages))
+    settings = {"nnodes": 2, "master_addr": "127.0.0.1", "master_port": port}
+    found = answers_of(
+        model, 120, tensor_parallel_size=tensor, pipeline_parallel_size=stages, **settings
+    )
+    assert found.answers == alone("llama", 120, ()).answers
+    assert node.wait(20) == 0
+
+
+def test_a_machine_that_is_lost_ends_the_engine(nodes: StartNode, port: int) -> None:
+    model = checkpoint("llama")
+    node = nodes(model, 1, "-tp", "2")
+    with engine(model, port) as llm:
+        core = llm.engine.client.core
+        ranks = [pid for pid, what in children_of(node.pid).items() if "rank_main" in what]
+        assert len(ranks) == 1
+        node.kill()
+        wait_until(lambda: core.rest_s() == 0.0, "it is missed", 2.8)
+        with pytest.raises(EngineError, match="rank 1 of 2.* its node or machine has ended"):
+            core.step()
+        wait_until(lambda: not is_running(ranks[0]), "its rank has gone")
+
+
+@pytest.mark.slow
+def test_a_machine_that_goes_on_serves_the_next_core(nodes: StartNode, port: int) -> None:
+    model = checkpoint("llama")
+    node = nodes(model, 1, "-tp", "2", "--restart-engine")
+    for _ in range(2):
+        with engine(model, port) as llm:
+            assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
+    assert node.poll() is None
+    assert said(node).count("the core has ended") >= 1
+
+
+@pytest.mark.slow
+def test_two_machines_with_one_number(nodes: StartNode, port: int) -> None:
+    model = checkpoint("llama")
+    first = nodes(model, 1, "-tp", "2")
+    with engine(model, port):
+        second = nodes(model, 1, "-tp", "2")
+        assert second.wait(20) == 1
+        assert "rank 1 was not wanted" in said(second)
+        assert first.poll() is None
+
+
+def test_an_engine_is_on_machine_0(nodes: StartNode, port: int) -> None:
+    with pytest.raises(ConfigError, match="node_rank=1 only keeps ranks"):
+        engine(checkpoint("llama"), port, node_rank=1)
+
+
+def test_a_machine_without_the_secret_is_refused(nodes: StartNode, port: int) -> None:
+    model = checkpoint("llama")
+    node = nodes(model, 1, "-tp", "2", QUIRE_RANK_TOKEN="another secret, as long")
+    with pytest.raises(EngineError, match="rank 1 of 2 did not connect to 127.0.0.1"):
+        engine(model, port, node_wait_s=8.0)
+    assert node.wait(20) == 1
+    assert "secret" in said(node)
+
+
+def test_a_machine_whose_core_does_not_come_says_where_it_looked(
+    nodes: StartNode, port: int
+) -> None:
+    node = nodes(checkpoint("llama"), 1, "-tp", "2", "--node-wait-s", "0.6")
+    assert node.wait(20) == 1
+    assert f"no core came to 127.0.0.1:{port} within 0.6 s" in said(node)
+
+
+def test_who_has_which_ranks() -> None:
+    two = {"nnodes": 2, "master_addr": "a", "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    found = [ranks_of_node(ParallelConfig(**two, node_rank=number)) for number in (0, 1)]
+    assert found == [[0, 1], [2, 3]]
+
+
+def test_a_secret_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_flat(nnodes=2, master_addr="127.0.0.1", tensor_parallel_size=2)
+    for short in ("", "short"):
+        monkeypatch.setenv("QUIRE_RANK_TOKEN", short)
+        with pytest.raises(ConfigError, match=r"QUIRE_RANK_TOKEN.*openssl rand -hex 32"):
+            Node.of(config, [])
+    monkeypatch.setenv("QUIRE_RANK_TOKEN", SECRET)
+    assert rank_token() == SECRET.encode()
