@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long test-clients mutate check format bench bench-all bench-cpu bench-guesses gpu-check gpu-site clean
+.PHONY: help install serve chat doctor run test test-long test-clients mutate check format bench bench-all bench-cpu bench-guesses paper gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-cpu: $(VENV)/.installed ## beside llama.cpp and others, each in an environ
 bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenVINO's own; twenty minutes
 	$(BIN)/python -m benchmarks.cpu.guesses --rounds 3 --output-json $(RESULTS)/guesses.json $(ARGS)
 
+paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evaluation.md; half an hour, or ARGS="--only fig_12"
+	$(BIN)/python -m benchmarks.paper $(ARGS)
+
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)
 
@@ -120,4 +123,9 @@ $(VENV)/.installed: $(BUILD_INPUTS) | $(VENV)/bin/python
 $(VENV)/.installed-test: $(VENV)/.installed
 	@.ci/requirements $(BIN)/python test > $(VENV)/requirements-test.txt
 	$(PIP_INSTALL) -r $(VENV)/requirements-test.txt
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	@.ci/requirements $(BIN)/python bench > $(VENV)/requirements-bench.txt
+	$(PIP_INSTALL) -r $(VENV)/requirements-bench.txt
 	@touch $@

@@ -30,7 +30,7 @@ from quire.scheduler.policies import make_policy
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.report import benchmark_parser, print_head, write_report
 from quire.tools.simulate.arrivals import OTHER, Arrival, simulated_request
-from quire.tools.simulate.run import Run, simulate
+from quire.tools.simulate.run import simulate
 from quire.tools.simulate.served import Served
 
 POLICIES = ("fifo", "srtf", "two-level")
@@ -164,27 +164,37 @@ def measure_turns(num: int) -> list[Waits]:
     return found
 
 
-def measure_tenants() -> list[Waits]:
-    """Only the light tenant's waits."""
+def serve_light(policy: str, queue: str, num_heavy: int = 2000) -> list[Served]:
+    """Serve a tenant beside a flood of another one's; returns the light one's requests.
+
+    queue: `one queue` for both, `fair` with a counter for each, or `alone`.
+    """
     rng = np.random.default_rng(0)
 
-    def prompt() -> list[int]:
-        return rng.integers(10, VOCAB_SIZE, 1000).tolist()
+    def arrival(tenant: str, number: int, at_s: float) -> Arrival:
+        prompt = rng.integers(10, VOCAB_SIZE, 1000).tolist()
+        name = tenant if queue == "fair" else ""
+        return Arrival(at_s, simulated_request(f"{tenant}{number}", prompt, 200, name), 60)
 
-    flood = [Arrival(0.0, simulated_request(f"h{i}", prompt(), 200), 60) for i in range(2000)]
-    light = [Arrival(i + 0.5, simulated_request(f"l{i}", prompt(), 200), 60) for i in range(40)]
-    fair = [
-        replace(a, request=simulated_request(
-            a.request.request_id, a.request.prompt_token_ids, 200, a.request.request_id[0]))
-        for a in (*flood, *light)
-    ]  # fmt: skip
+    flood = [arrival("heavy", i, 0.0) for i in range(num_heavy)]
+    light = [arrival("light", i, i + 0.5) for i in range(40)]
+    arrivals = light if queue == "alone" else [*flood, *light]
+    run = simulate(scheduler_of(policy, 60_000), arrivals, LLAMA_8B)
+    return [run.by_id[each.request.request_id] for each in light]
+
+
+def light_waits(policy: str, queue: str, num_heavy: int) -> list[float]:
+    """Return the seconds that the light tenant waited for first tokens."""
+    return [served.wait_s for served in serve_light(policy, queue, num_heavy)]
+
+
+def measure_tenants() -> list[Waits]:
+    """Only the light tenant's waits."""
     print("tenants: the light one\n  queue                      mean      p99  longest   hits")
     found = []
-    for name, arrivals in (("one queue", [*flood, *light]), ("fair", fair), ("alone", light)):
+    for queue in ("one queue", "fair", "alone"):
         for policy in POLICIES:
-            run: Run = simulate(scheduler_of(policy, 60_000), arrivals, LLAMA_8B)
-            served = [run.by_id[a.request.request_id] for a in light]
-            found.append(Waits.of("tenants", f"{name}, {policy}", served))
+            found.append(Waits.of("tenants", f"{queue}, {policy}", serve_light(policy, queue)))
             show(found[-1])
     return found
 

@@ -21,11 +21,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.virtual.dry_run import VOCAB_SIZE, RandomExecutor
+from benchmarks.virtual.dry_run import VOCAB_SIZE
 from quire.base.masks import MaskPromise
 from quire.base.messages import Request
 from quire.base.plan import Candidates, Plan, StepResult
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.engine.executor import Executor
 
 NUM_DRAWN = 64  # tokens whose probabilities are drawn; of the others, the expected sum
 Float64 = npt.NDArray[np.float64]
@@ -50,7 +51,7 @@ class BranchingExecutor:
     """Random tokens, and candidates for the rows that ask for them."""
 
     def __init__(
-        self, executor: RandomExecutor, sureness: float, alike: float = 0.0, seed: int = 0
+        self, executor: Executor, sureness: float, alike: float = 0.0, seed: int = 0
     ) -> None:
         self._executor = executor
         self._sureness = sureness
@@ -62,6 +63,9 @@ class BranchingExecutor:
 
     def start(self, on_result: Callable[[], None]) -> None:
         self._executor.start(on_result)
+
+    def copy_bytes_per_s(self) -> float:
+        return self._executor.copy_bytes_per_s()
 
     def is_ready(self) -> bool:
         return self._executor.is_ready()

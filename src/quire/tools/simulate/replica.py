@@ -6,6 +6,7 @@ measures.
 """
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.base.clock import FakeClock
@@ -13,10 +14,11 @@ from quire.base.errors import RequestError
 from quire.base.messages import Control, Request
 from quire.base.validation import RequestLimits
 from quire.engine.core import EngineCore
+from quire.engine.executor import Executor
 from quire.engine.step_budget import StepBudget
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.executor import VirtualExecutor
-from quire.tools.simulate.served import Listener, Served
+from quire.tools.simulate.served import Ledger, Listener, Served
 from quire.tools.simulate.step_times import StepTimes
 
 ANY_LOGPROBS = -1
@@ -26,8 +28,8 @@ class SimulatedCore(Protocol):
     """What a run asks of an engine. Nothing of it waits."""
 
     @property
-    def listener(self) -> Listener:
-        """Who is told what becomes of its requests."""
+    def listener(self) -> Ledger:
+        """What became of its requests."""
         ...
 
     def add(self, request: Request, num_output: int, served: Served) -> None:
@@ -46,7 +48,8 @@ class SimulatedCore(Protocol):
 
 
 class Replica:
-    """A core of ours. clock: of the whole run."""
+    """A core of ours. clock: of the whole run. wrap: puts an executor around the one without a
+    device, for what that does not know."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class Replica:
         by_id: dict[str, Served],
         vocab_size: int,
         step_budget: StepBudget | None = None,
+        wrap: Callable[[VirtualExecutor], Executor] = lambda executor: executor,
     ) -> None:
         self._outputs: dict[str, int] = {}
         self._clock, self._times, self._scheduler = clock, times, scheduler
@@ -64,7 +68,7 @@ class Replica:
         limits = RequestLimits(
             vocab_size, scheduler.max_model_len, ANY_LOGPROBS, scheduler.rows.table.num_rows
         )
-        self.core = EngineCore(scheduler, self._executor, clock, limits, step_budget)
+        self.core = EngineCore(scheduler, wrap(self._executor), clock, limits, step_budget)
         self.listener = Listener(scheduler, number, by_id)
         self.core.subscribe(self.listener)
         self._plans_s: float | None = None  # when the host has made the next plan

@@ -110,7 +110,6 @@ def by_second(run: Run) -> tuple[Float64, npt.NDArray[np.int64]]:
 
 
 def _engine(run: Run, done: list[Served]) -> EngineFacts:
-    tiers = [each.view.tier for each in run.listeners]
     prompts = sum(each.num_prompt for each in done)
     cached = sum(max(0, each.num_cached_tokens) for each in done)
     counts = np.bincount(
@@ -125,7 +124,7 @@ def _engine(run: Run, done: list[Served]) -> EngineFacts:
         num_preemptions=run.num_preemptions,
         num_lost_tokens=run.num_lost_tokens,
         cached=cached / max(1, prompts),
-        num_loaded_blocks=sum(tier.num_loaded for tier in tiers if tier is not None),
+        num_loaded_blocks=sum(each.num_loaded_blocks for each in run.listeners),
         per_replica=tuple(counts.tolist()),
     )
 

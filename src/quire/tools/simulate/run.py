@@ -16,7 +16,7 @@ from quire.engine.core_choice import CoreChoice, OpenLoad
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.simulate.arrivals import Arrival, Message
 from quire.tools.simulate.replica import Replica, SimulatedCore
-from quire.tools.simulate.served import REASONS, Float64, Listener, Served
+from quire.tools.simulate.served import REASONS, Float64, Ledger, Served
 from quire.tools.simulate.step_times import StepTimes
 
 ANY_VOCABULARY = 1 << 31
@@ -29,7 +29,7 @@ class Run:
     """by_id: all requests; listeners: one of each replica."""
 
     by_id: dict[str, Served] = field(default_factory=dict)
-    listeners: list[Listener] = field(default_factory=list)
+    listeners: list[Ledger] = field(default_factory=list)
     duration_s: float = 0.0
 
     @property

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.base.events import Admitted, Event, Finished, Planned, Preempted, Queued, Stepped
-from quire.scheduler.decisions import SchedulerView
 from quire.scheduler.scheduler import Scheduler
 
 Float64 = npt.NDArray[np.float64]
@@ -61,12 +60,11 @@ class Series:
     used: list[float] = field(default_factory=list)
 
 
-class Listener:
-    """A subscriber of one core. by_id: all requests of the run, which its listeners share; open:
-    those of this core that have not ended."""
+class Ledger:
+    """What became of the requests of one core, whoever's it is. by_id: all requests of the run,
+    which its cores share; open: those of this core that have not ended."""
 
-    def __init__(self, scheduler: Scheduler, replica: int, by_id: dict[str, Served]) -> None:
-        num_rows = scheduler.rows.table.num_rows
+    def __init__(self, replica: int, by_id: dict[str, Served]) -> None:
         self.series = Series()
         self.gaps: list[Float64] = []  # between two tokens of a sequence
         self.tokens: list[tuple[float, int]] = []  # when, and how many came
@@ -75,7 +73,31 @@ class Listener:
         self.ended: list[str] = []  # since somebody took them last
         self.num_lost_tokens = 0
         self.most_used = 0
-        self._scheduler, self._replica, self._by_id = scheduler, replica, by_id
+        self._replica, self._by_id = replica, by_id
+
+    @property
+    def num_loaded_blocks(self) -> int:
+        """Blocks that were found in host memory."""
+        return 0
+
+    def begin(self, request_id: str, served: Served) -> None:
+        """Expect a request, which is about to be added."""
+        served.replica = self._replica
+        self._by_id[request_id] = self.open[request_id] = served
+
+    def take_ended(self) -> list[str]:
+        """Take the requests that have ended since this was asked last."""
+        found, self.ended = self.ended, []
+        return found
+
+
+class Listener(Ledger):
+    """A subscriber of one core of ours."""
+
+    def __init__(self, scheduler: Scheduler, replica: int, by_id: dict[str, Served]) -> None:
+        super().__init__(replica, by_id)
+        num_rows = scheduler.rows.table.num_rows
+        self._scheduler = scheduler
         self._owner: list[Served | None] = [None] * num_rows
         self._last_s = np.full(num_rows, np.nan)  # [rows] when the row got its last token
         self._left_s: dict[str, tuple[float, float]] = {}  # preempted: when, and its last token
@@ -178,16 +200,6 @@ class Listener:
         self.ended.append(event.request_id)
 
     @property
-    def view(self) -> SchedulerView:
-        """The scheduler's state now."""
-        return self._scheduler.view()
-
-    def begin(self, request_id: str, served: Served) -> None:
-        """Expect a request, which is about to be added."""
-        served.replica = self._replica
-        self._by_id[request_id] = self.open[request_id] = served
-
-    def take_ended(self) -> list[str]:
-        """Take the requests that have ended since this was asked last."""
-        found, self.ended = self.ended, []
-        return found
+    def num_loaded_blocks(self) -> int:
+        tier = self._scheduler.view().tier
+        return 0 if tier is None else tier.num_loaded

@@ -4,6 +4,7 @@ Whoever brings another device, another model of it, or another engine to the sam
 one of these (or another core: `replica.py`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,14 +99,18 @@ class Roofline:
 
     def seconds(self, plan: Plan) -> float:
         """Compute how long the device works on a plan."""
-        load = StepLoad.of(plan)
+        return self.seconds_of(lambda window: StepLoad.of(plan, window))
+
+    def seconds_of(self, load_in: Callable[[int | None], StepLoad]) -> float:
+        """Compute how long the device works on what a step is in layers of a window."""
+        load = load_in(None)
         read_s = self.weights_s
         if self.expert_s:
             read_s += self.expert_s * (1 - (1 - self.chosen) ** load.num_tokens)
         work_s = self.token_s * load.num_tokens + self.sample_s * load.num_sampled
         total = self.fixed_s + max(read_s, work_s)
         for each in self.attention:
-            seen = load if each.window is None else StepLoad.of(plan, each.window)
+            seen = load if each.window is None else load_in(each.window)
             total += max(each.context_s * seen.num_context, each.pair_s * seen.num_pairs)
         return total + self.copy_s * load.num_moved
 

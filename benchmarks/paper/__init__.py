@@ -1,0 +1,1 @@
+"""The papers' evaluation, from the code that serves: `python -m benchmarks.paper`, `make paper`."""

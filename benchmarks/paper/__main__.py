@@ -1,0 +1,79 @@
+"""Make the papers' figures: docs/evaluation.md, its plots, benchmarks/results/paper.json.
+
+    python -m benchmarks.paper [--only fig_12 ...] [--jobs 2] [--reduced --output DIR]
+
+With --only the other figures are those of the last time.
+"""
+
+import argparse
+import importlib
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.catalogue import MODULES
+from benchmarks.paper.document import as_json, from_json, write_document
+from benchmarks.paper.figure import FULL, REDUCED, Effort, Figure
+
+ROOT = Path(__file__).parents[2]
+
+
+class CountedRuns:
+    """Runs in processes; tells how many there were and are."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+        self.num_asked = self.num_done = 0
+
+    def submit(self, function: Any, *arguments: Any) -> "Future[Any]":
+        self.num_asked += 1
+        future = self._pool.submit(function, *arguments)
+        future.add_done_callback(self._count)
+        return future
+
+    def _count(self, future: "Future[Any]") -> None:
+        self.num_done += 1
+
+
+def make(name: str, effort: Effort, runs: Any) -> list[Figure]:
+    """Make the figures of one module."""
+    module = importlib.import_module(f"benchmarks.paper.figures.{name}")
+    found: list[Figure] = module.figures(effort, runs)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=MODULES, default=MODULES, metavar="FIGURE",
+                        help=f"of {', '.join(MODULES)}")  # fmt: skip
+    parser.add_argument("--jobs", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--reduced", action="store_true", help="short traces, as the tests have")
+    parser.add_argument("--output", type=Path, default=ROOT, metavar="DIR",
+                        help="where to write (default: this repository)")  # fmt: skip
+    options = parser.parse_args()
+    effort = REDUCED if options.reduced else FULL
+    results = options.output / "benchmarks" / "results" / "paper.json"
+    made = from_json(results.read_text()) if results.exists() else {}
+    began = time.monotonic()
+    with ProcessPoolExecutor(options.jobs) as pool:
+        runs = CountedRuns(pool)
+        for name in options.only:
+            made[name] = make(name, effort, runs)
+            took = time.monotonic() - began
+            print(f"{name}: {runs.num_done} simulations so far, {took:.0f} s", flush=True)
+    made = {name: made[name] for name in MODULES if name in made}
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.write_text(as_json(made))
+    figures = [figure for several in made.values() for figure in several]
+    write_document(figures, options.output / "docs")
+    outside = [f for each in figures for f in each.findings if not f.holds]
+    for finding in outside:
+        print(f"outside its band: {finding.what}: {finding.ours:.3g}")
+    return 1 if outside else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The engines that the paper compares with, behind the simulator's `SimulatedCore`."""

@@ -1,0 +1,156 @@
+"""docs/evaluation.md, its plots, and the numbers as JSON, made of figures."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.pyplot as plt
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from benchmarks.paper.figure import BARS, Curve, Figure, Finding
+
+matplotlib.use("svg")
+STYLE = {
+    "svg.hashsalt": "quire",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "figure.constrained_layout.use": True,
+}
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
+SIZE = (6.4, 3.2)  # inches
+MARKERS = "os^Dv*Px"
+HEAD = """# The papers' evaluation
+
+P: *Efficient Memory Management for Large Language Model Serving with PagedAttention* (SOSP 2023).
+T: *vLLM: An Efficient Inference Engine for Large Language Models* (2025).
+
+`make paper` makes this page, its plots and `benchmarks/results/paper.json`. Unless a figure says
+that it was measured, it is [simulated](simulate.md): quire is its own core, scheduler and memory
+under a virtual clock, the other systems are written after the paper's description
+(`benchmarks/paper/baselines/`), and all have the same requests and step times. Steps are not
+those of the paper's machines: a formula makes them of the models' shapes and the A100's data
+sheet, so rates per second are not the paper's, and ratios between systems are what can be
+compared. Lengths of requests are drawn after the paper's means; it does not give their spread.
+What the paper shows in drawings only is not repeated here; its numbers are those of its text.
+
+A band says in which range a number must be; the tests assert the bands on shorter traces.
+"""
+
+
+def write_document(figures: Sequence[Figure], folder: Path) -> None:
+    """Write evaluation.md and evaluation/NAME.svg into a folder."""
+    plots = folder / "evaluation"
+    plots.mkdir(parents=True, exist_ok=True)
+    parts = [HEAD]
+    for figure in figures:
+        if figure.curves:
+            draw(figure, plots / f"{figure.name}.svg")
+        parts.append(section(figure))
+    (folder / "evaluation.md").write_text("\n".join(parts))
+
+
+def section(figure: Figure) -> str:
+    """Return what the document says of a figure."""
+    lines = [f"## {figure.title}", "", f"*{figure.source}*", ""]
+    if figure.curves:
+        lines += [f"![{figure.title}](evaluation/{figure.name}.svg)", ""]
+    if figure.findings:
+        lines += ["| | quire | paper | band |", "|---|---|---|---|"]
+        lines += [_row(finding) for finding in figure.findings]
+        lines.append("")
+    if figure.text:
+        lines += [figure.text.strip(), ""]
+    return "\n".join(lines)
+
+
+def _row(finding: Finding) -> str:
+    band = f"{_shown(finding.low)} to {_shown(finding.high)}"
+    outside = "" if finding.holds else " (outside)"
+    ours = f"{_shown(finding.ours)}{finding.unit}"
+    return f"| {finding.what} | {ours}{outside} | {finding.published} | {band} |"
+
+
+def _shown(value: float) -> str:
+    if value != value or abs(value) == float("inf"):
+        return "any"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def draw(figure: Figure, path: Path) -> None:
+    """Draw a figure as SVG: the same bytes for the same numbers."""
+    with plt.rc_context(STYLE):
+        plot, axes = plt.subplots(figsize=SIZE)
+        if figure.kind == BARS:
+            _draw_bars(axes, figure)
+        else:
+            _draw_lines(axes, figure.curves)
+        axes.set_xlabel(figure.x_label)
+        axes.set_ylabel(figure.y_label)
+        if figure.is_log_x:
+            axes.set_xscale("log")
+            axes.set_xticks(figure.curves[0].x)
+            axes.xaxis.set_major_formatter(PLAIN)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        if figure.is_log_y:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(PLAIN)
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        elif figure.y_limit is not None:
+            axes.set_ylim(0, figure.y_limit)
+        else:
+            axes.set_ylim(bottom=0)
+        columns = 3 if len(figure.curves) > 1 else 1
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=columns, fontsize=8, frameon=False
+        )
+        plot.savefig(path, format="svg", metadata={"Date": None})
+        plt.close(plot)
+
+
+def _draw_lines(axes: Any, curves: Sequence[Curve]) -> None:
+    for number, curve in enumerate(curves):
+        style = {"linestyle": "none", "markersize": 9, "fillstyle": "none"}
+        axes.plot(
+            curve.x, curve.y, MARKERS[number % len(MARKERS)], label=curve.label,
+            **(style if curve.is_published else {"linestyle": "-", "markersize": 4}),
+        )  # fmt: skip
+
+
+def _draw_bars(axes: Any, figure: Figure) -> None:
+    width = 0.8 / len(figure.curves)
+    for number, curve in enumerate(figure.curves):
+        at = [x + (number - (len(figure.curves) - 1) / 2) * width for x in curve.x]
+        look = {"fill": False, "hatch": "//"} if curve.is_published else {}
+        axes.bar(at, curve.y, width, label=curve.label, **look)
+    axes.set_xticks(range(len(figure.names)), figure.names)
+
+
+def as_json(figures: dict[str, list[Figure]]) -> str:
+    """Return the numbers of all figures, by module."""
+    data = {name: [dataclasses.asdict(each) for each in made] for name, made in figures.items()}
+    return json.dumps(data, indent=1) + "\n"
+
+
+def from_json(text: str) -> dict[str, list[Figure]]:
+    """Read what `as_json` wrote."""
+    found = {}
+    for name, made in json.loads(text).items():
+        found[name] = [
+            Figure(
+                **each
+                | {
+                    "curves": [Curve(**curve) for curve in each["curves"]],
+                    "findings": [Finding(**finding) for finding in each["findings"]],
+                }
+            )
+            for each in made
+        ]
+    return found

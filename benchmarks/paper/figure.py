@@ -1,0 +1,98 @@
+"""What a figure of the evaluation is: curves, the paper's values beside them, what must hold."""
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+LINES, BARS = "lines", "bars"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is run.
+
+    seconds: of arrivals in a trace; halvings: of the interval in which a rate is sought; is_full:
+    False leaves out panels that show the same again.
+    """
+
+    seconds: float
+    halvings: int
+    is_full: bool
+
+
+FULL = Effort(600.0, 3, True)
+REDUCED = Effort(60.0, 1, False)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of ours, or of the paper's if it says so; of bars, x are the positions of `names`."""
+
+    label: str
+    x: list[float]
+    y: list[float]
+    is_published: bool = False
+
+    def up_to(self, highest: float) -> "Curve":
+        """Return the points that are not to the right of one."""
+        kept = [index for index, x in enumerate(self.x) if x <= highest]
+        return replace(self, x=[self.x[i] for i in kept], y=[self.y[i] for i in kept])
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One number, and the band in which it must lie. published: the paper's, or its range, if it
+    gives one. where: in the paper."""
+
+    what: str
+    ours: float
+    low: float
+    high: float
+    published: str = ""
+    unit: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.low <= self.ours <= self.high
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One plot and what is said about it. source: where in the papers. text: Markdown, what agrees,
+    what does not, and why. names: of the positions on the axis of bars."""
+
+    name: str
+    title: str
+    source: str
+    x_label: str = ""
+    y_label: str = ""
+    curves: list[Curve] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    text: str = ""
+    kind: str = LINES
+    names: list[str] = field(default_factory=list)
+    y_limit: float | None = None
+    is_log_x: bool = False
+    is_log_y: bool = False
+
+
+class Runs(Protocol):
+    """Where simulations are run: several at a time, each in a process of its own, or one by one."""
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]": ...
+
+
+class HereRuns:
+    """One by one, in this process."""
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def run_each(runs: Runs, function: Callable[..., Any], cases: Iterable[Sequence[Any]]) -> list[Any]:
+    """Run a function for each case of arguments; returns what it gave, in their order."""
+    futures = [runs.submit(function, *case) for case in cases]
+    return [future.result() for future in futures]

@@ -1,0 +1,146 @@
+"""P fig. 14 and 15: several samples and beams of one prompt, which share its blocks."""
+
+from dataclasses import replace
+
+from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs, run_each
+from benchmarks.paper.settings import OPT_13B, Load, Method
+from benchmarks.paper.sweep import Sweep, sweep
+from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, ORCA_POW2, QUIRE, serve
+from quire.tools.workloads import ALPACA, SHAREGPT
+
+SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
+NUMS = (2, 4, 6)
+ONE = Method()
+FIRST_RATE = 4.0
+SAVING_RATE = {ALPACA.name: 4.0, SHAREGPT.name: 0.3}  # for which the memory is enough
+SAVED = {  # P 6.3: from 2 to 6 sequences
+    (ALPACA.name, False): ("6.1 to 9.8 %", 0.04, 0.16),
+    (SHAREGPT.name, False): ("16.2 to 30.5 %", 0.08, 0.32),
+    (ALPACA.name, True): ("37.6 to 55.2 %", 0.25, 0.75),
+    (SHAREGPT.name, True): ("44.3 to 66.3 %", 0.25, 0.80),
+}
+
+
+def figures(effort: Effort, runs: Runs) -> list[Figure]:
+    """Make the panels of rates, and the bars of savings."""
+    nums = NUMS if effort.is_full else (NUMS[-1],)
+    methods = [ONE] + [
+        Method("beams" if is_beams else "samples", num, is_beams)
+        for is_beams in (False, True)
+        for num in nums
+    ]
+    cases = [
+        (system, OPT_13B, Load(ALPACA, FIRST_RATE, 0.0, method), _effort(effort, method))
+        for method in methods
+        for system in SYSTEMS
+    ]
+    found = run_each(runs, sweep, cases)
+    num = len(SYSTEMS)
+    by_method = {
+        method: {each.system: each for each in found[index * num : (index + 1) * num]}
+        for index, method in enumerate(methods)
+    }
+    panels = [_panel(method, by_method[method]) for method in methods[1:]]
+    return [_gains(by_method), *panels, _savings(effort, runs, methods[1:])]
+
+
+def _effort(effort: Effort, method: Method) -> Effort:
+    """Return shorter traces, for beams above all: their steps take a hundred times as long to
+    simulate."""
+    seconds = effort.seconds * (0.1 if method.is_beams else 0.2)
+    return replace(effort, seconds=seconds, halvings=min(2, effort.halvings))
+
+
+def _ratio(sweeps: dict[str, Sweep], other: str) -> float:
+    return sweeps[QUIRE].sustained() / sweeps[other].sustained()
+
+
+def _gains(by_method: dict[Method, dict[str, Sweep]]) -> Figure:
+    methods = list(by_method)
+    places = [float(index) for index in range(len(methods))]
+    curves = [
+        Curve(f"over {other}", places, [_ratio(by_method[method], other) for method in methods])
+        for other in (ORCA_ORACLE, ORCA_POW2)
+    ]
+    one, six = (_ratio(by_method[method], ORCA_ORACLE) for method in (methods[0], methods[-1]))
+    findings = [
+        Finding("rate over Orca (Oracle), one sample", one, 1.1, 2.2, "1.3"),
+        Finding("rate over Orca (Oracle), beam search of width 6", six, 1.8, 5.0, "2.3"),
+        Finding("gain of beams over that of one sample", six / one, 1.0, 4.0, "1.8"),
+    ]
+    text = (
+        "The more of a request's sequences share, the more paging gains. How much beams share"
+        " depends on the model's certainty, of which candidates are drawn here as in"
+        " `benchmarks/sharing.py`. What Orca pays for copying a beam's context when another one"
+        " takes its place is left out: 5 to 9 % of the beams are replaced in a step here. One"
+        " sample gains more here than in the paper, where batches of a hundred short requests took"
+        " longer than the formula says, so that beams gain less over it."
+    )
+    return Figure(
+        "fig_14",
+        "What sharing gains: OPT-13B, Alpaca-like",
+        "P fig. 14, 6.3",
+        "",
+        "sustained rate of quire over that of",
+        curves,
+        findings,
+        text,
+        BARS,
+        [_label(method) for method in methods],
+    )
+
+
+def _label(method: Method) -> str:
+    return method.name if method.num == 1 else f"{method.num} {method.name}"
+
+
+def _panel(method: Method, sweeps: dict[str, Sweep]) -> Figure:
+    highest = 1.15 * max(each.sustained(1.0) for each in sweeps.values())
+    return Figure(
+        f"fig_14_{method.name}_{method.num}",
+        f"Latency against rate: {_label(method)}, OPT-13B, Alpaca-like",
+        "P fig. 14",
+        "requests per second",
+        "normalized latency (s per token)",
+        [each.curve.up_to(highest) for each in sweeps.values()],
+        y_limit=1.0,
+    )
+
+
+def _savings(effort: Effort, runs: Runs, methods: list[Method]) -> Figure:
+    workloads = (ALPACA, SHAREGPT)
+    cases = [
+        (QUIRE, OPT_13B, Load(workload, SAVING_RATE[workload.name], effort.seconds / 5, method))
+        for workload in workloads
+        for method in methods
+    ]
+    found = run_each(runs, serve, cases)
+    places = [float(index) for index in range(len(methods))]
+    curves, findings = [], []
+    for index, workload in enumerate(workloads):
+        mine = found[index * len(methods) : (index + 1) * len(methods)]
+        curves.append(Curve(workload.name, places, [100 * each.saved for each in mine]))
+        for method, served in zip(methods, mine, strict=True):
+            published, low, high = SAVED[workload.name, method.is_beams]
+            if method.num in (NUMS[0], NUMS[-1]):
+                what = f"blocks saved, {_label(method)}, {workload.name}"
+                saved = 100 * served.saved
+                findings.append(Finding(what, saved, 100 * low, 100 * high, published, " %"))
+    text = (
+        "Saved blocks over those that there would be if each sequence had its own. The paper gives"
+        " the range from 2 to 6 sequences. Samples share their prompt alone, so theirs follows from"
+        " the lengths, of which the paper gives only the means (`benchmarks/sharing.py` has the"
+        " formula); what beams share depends on the model."
+    )
+    return Figure(
+        "fig_15",
+        "Blocks saved by sharing: OPT-13B",
+        "P fig. 15, 6.3",
+        "",
+        "% of the blocks without sharing",
+        curves,
+        findings,
+        text,
+        BARS,
+        [_label(method) for method in methods],
+    )

@@ -1,0 +1,55 @@
+"""P fig. 16: translation, where all prompts begin with the same examples."""
+
+from dataclasses import replace
+
+from benchmarks.paper.figure import Effort, Figure, Finding, Runs, run_each
+from benchmarks.paper.settings import LLAMA_13B, TRANSLATION, Load
+from benchmarks.paper.sweep import sweep
+from benchmarks.paper.systems import ORCA_MAX, ORCA_ORACLE, ORCA_POW2, PLAIN, QUIRE
+
+SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX)
+PREFIXES = (
+    ("a", "one example", 80, "1.67", 1.1, 2.6),
+    ("b", "five examples", 341, "3.58", 1.8, 6.0),
+)
+FIRST_RATE = 4.0
+CACHED = replace(PLAIN, caches=True)
+
+
+def figures(effort: Effort, runs: Runs) -> list[Figure]:
+    """Make one figure for each length of the prefix."""
+    shorter = replace(effort, seconds=effort.seconds / 4)  # there are many requests per second
+    cases = [
+        (system, LLAMA_13B, Load(TRANSLATION, FIRST_RATE, 0.0, prefix=prefix), shorter, CACHED)
+        for _, _, prefix, *_ in PREFIXES
+        for system in SYSTEMS
+    ]
+    found = run_each(runs, sweep, cases)
+    made = []
+    for index, (letter, what, prefix, published, low, high) in enumerate(PREFIXES):
+        sweeps = {each.system: each for each in found[index * 4 : index * 4 + 4]}
+        ratio = sweeps[QUIRE].sustained() / sweeps[ORCA_ORACLE].sustained()
+        hits = 100 * sweeps[QUIRE].points[-1].hits
+        highest = 1.15 * max(each.sustained(1.0) for each in sweeps.values())
+        text = (
+            f"The prefix ({what}, {prefix} tokens) is found by its digest, as any prefix is:"
+            f" {hits:.0f} % of the prompts' tokens are hits. Lengths of the sentences are ours"
+            " (`benchmarks/paper/settings.py`): the paper names the data set, not its lengths."
+        )
+        finding = Finding(
+            "rate that quire sustains, over Orca (Oracle)'s", ratio, low, high, published
+        )
+        made.append(
+            Figure(
+                f"fig_16{letter}",
+                f"A shared prefix of {prefix} tokens: LLaMA-13B, translation",
+                f"P fig. 16 {letter}",
+                "requests per second",
+                "normalized latency (s per token)",
+                [each.curve.up_to(highest) for each in sweeps.values()],
+                [finding],
+                text,
+                y_limit=1.0,
+            )
+        )
+    return made

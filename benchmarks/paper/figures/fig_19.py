@@ -1,0 +1,111 @@
+"""P fig. 19: swapping against computing again, by block size: by formula, and end to end."""
+
+from dataclasses import replace
+
+from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs, run_each
+from benchmarks.paper.settings import OPT_13B, Load
+from benchmarks.paper.systems import QUIRE, Options, serve
+from benchmarks.virtual.swap_costs import Device, Victim, Way, batched_s, per_block_s, recompute_s
+from quire.base.cache_group import CacheGroup
+from quire.tools.workloads import SHAREGPT
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+FEW_SIZES = (8, 64)
+END_TO_END_SIZES = (8, 16, 32, 64, 128, 256)
+RATE = 2.5
+MILLISECONDS = 1e3
+# Assumptions: PCIe 4 x16, 10 us to submit a transfer, half of the A100's arithmetic in a prefill.
+A100 = Device("A100, PCIe 4", 25e9, 10e-6, 1.3e12, 100e9, 0.5 * 312e12)
+VICTIM = Victim(CacheGroup("full", tuple(range(40)), 40, 128), 13e9, 256, 16)
+WAYS: dict[str, Way] = {
+    "recompute": recompute_s,
+    "swap, many transfers (the paper's)": per_block_s,
+    "swap, one transfer (quire's)": batched_s,
+}
+
+
+def figures(effort: Effort, runs: Runs) -> list[Figure]:
+    """Make both figures."""
+    return [_overhead(), _end_to_end(effort, runs)]
+
+
+def _overhead() -> Figure:
+    seconds = {
+        label: [way(replace(VICTIM, block_size=size), A100) for size in SIZES]
+        for label, way in WAYS.items()
+    }
+    again, swap, batched = seconds.values()
+    at = {size: index for index, size in enumerate(SIZES)}
+    findings = [
+        Finding("swap over recomputation, blocks of 1, the paper's way", swap[0] / again[0], 3, 100,
+                "far above 1"),
+        Finding("swap over recomputation, blocks of 256, the paper's way",
+                swap[at[256]] / again[at[256]], 0.05, 1.0, "below 1"),
+        Finding("swap over recomputation, blocks of 1, ours", batched[0] / again[0], 0.1, 1.5),
+    ]  # fmt: skip
+    text = (
+        f"A sequence of {VICTIM.num_tokens} tokens, out and in again. Recomputation does not depend"
+        " on blocks; many small transfers do. quire gathers a plan's blocks and sends them at once,"
+        " so that its swaps do not depend on them either, and the choice between the two is made by"
+        " measured rates (`scheduler/swap.py`). By formula: `benchmarks/swap.py` measures the"
+        " copies of this machine."
+    )
+    return Figure(
+        "fig_19a",
+        "Overhead of giving way: OPT-13B",
+        "P fig. 19 a, 7.3",
+        "tokens per block",
+        "ms",
+        [
+            Curve(label, [float(size) for size in SIZES], [MILLISECONDS * each for each in mine])
+            for label, mine in seconds.items()
+        ],
+        findings,
+        text,
+        is_log_x=True,
+        is_log_y=True,
+    )
+
+
+def _copy_s(way: Way, block_size: int) -> float:
+    """Return seconds to move one block one way."""
+    return way(replace(VICTIM, block_size=block_size, num_tokens=block_size), A100) / 2
+
+
+def _end_to_end(effort: Effort, runs: Runs) -> Figure:
+    sizes = END_TO_END_SIZES if effort.is_full else FEW_SIZES
+    load = Load(SHAREGPT, RATE, effort.seconds / 2)
+    times = OPT_13B.paged
+    cases = []
+    for label, way in WAYS.items():
+        for size in sizes:
+            mode = "recompute" if label == "recompute" else "swap"
+            changed = replace(times, copy_s=_copy_s(way, size))
+            cases.append((QUIRE, OPT_13B, load, Options(size, mode=mode, times=changed)))
+    found = run_each(runs, serve, cases)
+    curves, by_way = [], {}
+    for index, label in enumerate(WAYS):
+        mine = found[index * len(sizes) : (index + 1) * len(sizes)]
+        by_way[label] = dict(zip(sizes, mine, strict=True))
+        curves.append(Curve(label, [float(s) for s in sizes], [each.latency_s for each in mine]))
+    again, swap, _ = by_way.values()
+    findings = [
+        Finding(f"latency by swapping over recomputing, blocks of {size}, the paper's way",
+                swap[size].latency_s / again[size].latency_s, 0.7, 1.5, "near 1")
+        for size in sizes if 16 <= size <= 64
+    ]  # fmt: skip
+    text = (
+        f"{RATE:g} requests/s of ShareGPT-like lengths, {again[sizes[0]].num_preemptions}"
+        f" preemptions with blocks of {sizes[0]}."
+    )
+    return Figure(
+        "fig_19b",
+        "Latency with either way of giving way: OPT-13B, ShareGPT-like",
+        "P fig. 19 b, 7.3",
+        "tokens per block",
+        "normalized latency (s per token)",
+        curves,
+        findings,
+        text,
+        is_log_x=True,
+    )

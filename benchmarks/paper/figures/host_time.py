@@ -1,0 +1,59 @@
+"""T 4.6: how long a device waits for its host, with one plan in flight and with more: measured."""
+
+import json
+from pathlib import Path
+
+from benchmarks.paper.figure import BARS, Curve, Effort, Figure, Finding, Runs
+
+RESULTS = Path(__file__).parents[2] / "results" / "async_scheduling.json"
+PATHS = {"server": "quire serve", "client": "LLM"}
+
+
+def figures(effort: Effort, runs: Runs) -> list[Figure]:
+    """Make the figure of what `benchmarks.async_scheduling` measured last."""
+    measured = json.loads(RESULTS.read_text())["results"]
+    num_rows = max(each["rows"] for each in measured)
+    rows = [each for each in measured if each["rows"] == num_rows]
+    cases = sorted({(each["path"], each["step_ms"]) for each in rows}, reverse=True)
+    by_depth: dict[int, list[float]] = {}
+    for depth in sorted({each["depth"] for each in rows}):
+        by_depth[depth] = [
+            100
+            * next(
+                each["idle"]
+                for each in rows
+                if (each["path"], each["step_ms"], each["depth"]) == (*case, depth)
+            )
+            for case in cases
+        ]
+    places = [float(index) for index in range(len(cases))]
+    served = cases.index(("server", min(each["step_ms"] for each in rows)))
+    findings = [
+        Finding(
+            "device waits, one plan in flight, quire serve", by_depth[1][served], 1, 60, "", " %"
+        ),
+        Finding(
+            "device waits, two plans in flight, quire serve", by_depth[2][served], 0, 2, "", " %"
+        ),
+    ]
+    text = (
+        f"Measured, with {num_rows} rows that decode and a device that is a timer: the core, its"
+        " scheduler and its messages are real (`benchmarks/async_scheduling.py`). The thesis says"
+        " that scheduling one step ahead hides the host's work behind the device's; its fig. 4.6,"
+        " of execution modes on H100s, needs a GPU and is missing here (`make gpu-check` measures"
+        " it)."
+    )
+    return [
+        Figure(
+            "host_time",
+            "A device that waits for its host",
+            "T 4.6.1, fig. 4.3",
+            "",
+            "% of the time that the device waits",
+            [Curve(f"{depth} in flight", places, mine) for depth, mine in by_depth.items()],
+            findings,
+            text,
+            BARS,
+            [f"{PATHS[path]}, steps of {step} ms" for path, step in cases],
+        )
+    ]

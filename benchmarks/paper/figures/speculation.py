@@ -1,0 +1,73 @@
+"""T 4.4.4: what guesses gain, by rows and by how many are right: by formula, at measured rates."""
+
+import json
+from pathlib import Path
+
+from benchmarks.paper.figure import Curve, Effort, Figure, Finding, Runs
+from benchmarks.virtual.step_times import LLAMA_8B
+from quire.tools.simulate.step_times import StepLoad
+
+RESULTS = Path(__file__).parents[2] / "results" / "guesses_demo.json"
+NUM_GUESSES, CONTEXT = 4, 1000
+ROWS = (1, 4, 16, 64, 128, 256, 512)
+# Workload and way of guessing, as benchmarks.cpu.guesses names them.
+MEASURED = (("copying", "ngram 4"), ("tools", "eagle3 4"), ("tools", "draft_model 4"))
+
+
+def chance(workload: str, way: str) -> float:
+    """Return the share of the guesses that were right, measured on the demo model."""
+    found = json.loads(RESULTS.read_text())["summary"][workload]["quire bf16"][way]
+    share: float = found["num_right"] / found["num_tried"]
+    return share
+
+
+def gain(right: float, num_rows: int) -> float:
+    """Return tokens per second with guesses, over those without. right: chance of each guess."""
+    num = NUM_GUESSES + 1
+    expected = sum(
+        right**index for index in range(num)
+    )  # tokens of a step: those up to a wrong one
+    return expected * step_s(num_rows, 1) / step_s(num_rows, num)
+
+
+def step_s(num_rows: int, num_tokens: int) -> float:
+    """Return seconds of a step with so many tokens for each row."""
+    tokens, context = num_rows * num_tokens, num_rows * CONTEXT
+    load = StepLoad(tokens, context, tokens * CONTEXT, tokens)
+    return LLAMA_8B.seconds_of(lambda window: load)
+
+
+def figures(effort: Effort, runs: Runs) -> list[Figure]:
+    """Make the figure."""
+    chances = {f"{way} on {workload}": chance(workload, way) for workload, way in MEASURED}
+    curves = [
+        Curve(
+            f"{name}: {right:.0%} right", list(map(float, ROWS)), [gain(right, num) for num in ROWS]
+        )
+        for name, right in chances.items()
+    ]
+    best = max(chances.values())
+    findings = [
+        Finding("gain with 1 row, the best of these", gain(best, 1), 3, 5),
+        Finding("gain with 512 rows, the best of these", gain(best, 512), 0.5, 2),
+    ]
+    text = (
+        f"{NUM_GUESSES} guesses in each step, for Llama-3.1-8B on an H200 with contexts of"
+        f" {CONTEXT:,} tokens; what guessing itself costs is left out. Chances are those that"
+        " `benchmarks/cpu/guesses.py` measured on the demo model. With many rows arithmetic is the"
+        " limit and guesses do not pay: the engine measures this and guesses less"
+        " (`engine/guess_pace.py`). Real gains on CPUs are in [numbers](numbers.md)."
+    )
+    return [
+        Figure(
+            "speculation",
+            "What guesses gain",
+            "T 4.4.4",
+            "rows",
+            "tokens per second over those without guesses",
+            curves,
+            findings,
+            text,
+            is_log_x=True,
+        )
+    ]

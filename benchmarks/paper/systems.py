@@ -1,0 +1,180 @@
+"""The five systems of the paper's comparison (P 6.1), on one clock, workload and step times."""
+
+from dataclasses import dataclass
+
+from benchmarks.paper.baselines.core import BaselineCore, Batches
+from benchmarks.paper.baselines.faster_transformer import FasterTransformerCore
+from benchmarks.paper.baselines.orca import OrcaCore, Reserve, longest, oracle, pow2
+from benchmarks.paper.settings import (
+    BLOCK_SIZE,
+    MAX_LEN,
+    MAX_SEQS,
+    MAX_STEP_TOKENS,
+    Load,
+    Method,
+    Setting,
+)
+from benchmarks.virtual.branching import BranchingExecutor
+from quire.base.cache_group import CacheGroup
+from quire.base.clock import FakeClock
+from quire.base.config import SchedulerConfig
+from quire.base.events import Event, Planned, Stepped
+from quire.engine.executor import Executor
+from quire.kv.manager import KVManager
+from quire.scheduler.fifo import Fifo
+from quire.scheduler.memory import Memory as SchedulerMemory
+from quire.scheduler.scheduler import Scheduler
+from quire.tools.simulate.replica import Replica, SimulatedCore
+from quire.tools.simulate.run import Run, run_all
+from quire.tools.simulate.step_times import Roofline
+
+QUIRE = "quire"
+ORCA_ORACLE, ORCA_POW2, ORCA_MAX = "Orca (Oracle)", "Orca (Pow2)", "Orca (Max)"
+FASTER_TRANSFORMER = "FasterTransformer"
+SYSTEMS = (QUIRE, ORCA_ORACLE, ORCA_POW2, ORCA_MAX, FASTER_TRANSFORMER)
+RESERVES: dict[str, Reserve] = {ORCA_ORACLE: oracle, ORCA_POW2: pow2, ORCA_MAX: longest}
+VOCAB_SIZE = 1 << 16
+SURENESS, ALIKE = 0.8, 0.9  # of the candidates of beams: benchmarks/sharing.py
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a run gave.
+
+    latency_s: normalized, the mean over requests of seconds per output token; batched: requests in
+    a step, on the mean over time; memory: shares of what it was used for while somebody waited;
+    saved: of the blocks that there would be without sharing; hits: of the prompts' tokens.
+    """
+
+    system: str
+    rate_per_s: float
+    latency_s: float
+    batched: float
+    tokens_per_s: float
+    memory: dict[str, float]
+    num_preemptions: int = 0
+    saved: float = 0.0
+    hits: float = 0.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of quire alone. caches: whether prefixes are found again; mode: how it preempts; times: in
+    place of the setting's."""
+
+    block_size: int = BLOCK_SIZE
+    caches: bool = False
+    mode: str = "recompute"
+    times: Roofline | None = None
+
+
+PLAIN = Options()
+
+
+class PagedMeter:
+    """Reads quire's memory with each plan, for as long as its step takes."""
+
+    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+        self.batches = Batches()
+        self.num_used = self.num_held = 0
+        self._scheduler, self._block_size = scheduler, block_size
+        self._since_s = 0.0
+        self._num_requests = self._live = self._used = 0
+        self._is_short = False  # somebody waited
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, Planned):
+            self._open(event.at_s)
+        elif isinstance(event, Stepped):
+            self._close(event.at_s)
+
+    def _open(self, now: float) -> None:
+        running = self._scheduler.rows.sequences()
+        self._since_s = now
+        self._num_requests = len({sequence.request.request_id for sequence in running})
+        self.num_held += sum(len(each.blocks.tables[0].live_blocks) for each in running)
+        num_used = self._scheduler.memory.kv.pools[0].num_used
+        self.num_used += num_used
+        self._used = num_used * self._block_size
+        self._is_short = self._scheduler.num_waiting > 0
+        self._live = sum(each.num_computed_tokens for each in running)
+
+    def _close(self, now: float) -> None:
+        """Count the time of a step, in the state that its plan left."""
+        lasts_s, pool = now - self._since_s, self._scheduler.memory.kv.pools[0]
+        self.batches.busy_s += lasts_s
+        self.batches.requests_s += lasts_s * self._num_requests
+        if self._is_short:
+            live = min(self._live, self._used)
+            slots = pool.num_blocks * self._block_size
+            self.batches.memory.add(live, live, self._used, slots, lasts_s)
+
+
+def serve(system: str, setting: Setting, load: Load, options: Options = PLAIN) -> Served:
+    """Serve a load by a system, on the setting's machine."""
+    clock, run = FakeClock(), Run()
+    arrivals = load.arrivals()
+    if system == QUIRE:
+        core, meter = _quire(setting, clock, run, load.method, options)
+        batches, made = meter.batches, core
+    else:
+        made = _baseline(system, setting, clock, run)
+        batches, meter = made.batches, None
+    cores: list[SimulatedCore] = [made]
+    run_all(cores, arrivals, clock, run)
+    done = [each for each in run.by_id.values() if not each.error]
+    outputs = {arrival.request.request_id: arrival.num_output for arrival in arrivals}
+    latencies = [
+        each.latency_s / outputs[name] for name, each in run.by_id.items() if not each.error
+    ]
+    prompts = sum(each.num_prompt for each in done)
+    return Served(
+        system,
+        load.rate_per_s,
+        sum(latencies) / max(1, len(latencies)),
+        batches.mean,
+        sum(outputs.values()) * load.method.num / run.duration_s,
+        batches.memory.shares,
+        run.num_preemptions,
+        0.0 if meter is None else 1 - meter.num_used / max(1, meter.num_held),
+        sum(max(0, each.num_cached_tokens) for each in done) / max(1, prompts),
+    )
+
+
+def _baseline(system: str, setting: Setting, clock: FakeClock, run: Run) -> BaselineCore:
+    common = (setting.contiguous, clock, run.by_id, setting.num_slots, MAX_LEN)
+    if system == FASTER_TRANSFORMER:
+        return FasterTransformerCore(*common)
+    return OrcaCore(
+        *common, reserve=RESERVES[system], max_num_seqs=MAX_SEQS, max_num_tokens=MAX_STEP_TOKENS
+    )
+
+
+def _with_candidates(executor: Executor) -> Executor:
+    return BranchingExecutor(executor, SURENESS, ALIKE)
+
+
+def _as_it_is(executor: Executor) -> Executor:
+    return executor
+
+
+def _quire(
+    setting: Setting, clock: FakeClock, run: Run, method: Method, options: Options
+) -> tuple[Replica, PagedMeter]:
+    size = options.block_size
+    num_blocks = setting.num_slots // size
+    config = SchedulerConfig(
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_STEP_TOKENS,
+        preemption_mode=options.mode,
+    )
+    group = CacheGroup("full", (0,), num_kv_heads=1, head_dim=1)
+    hosts = (num_blocks,) if options.mode == "swap" else None
+    kv = KVManager((group,), (num_blocks,), size, options.caches, host_limits=hosts)
+    scheduler = Scheduler(SchedulerMemory(kv, MAX_STEP_TOKENS), config, MAX_LEN, Fifo)
+    times = options.times or setting.paged
+    wrap = _with_candidates if method.is_beams else _as_it_is
+    core = Replica(scheduler, times, clock, 0, run.by_id, VOCAB_SIZE, wrap=wrap)
+    meter = PagedMeter(scheduler, size)
+    core.core.subscribe(meter)
+    return core, meter

@@ -1,0 +1,123 @@
+"""Hand-made queues with known answers. Each step takes a second, whatever is in it."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from benchmarks.paper.baselines.core import BaselineCore, Job
+from benchmarks.paper.baselines.faster_transformer import FasterTransformerCore
+from benchmarks.paper.baselines.orca import OrcaCore, longest, oracle, pow2
+from benchmarks.paper.settings import Method, paper_request
+from quire.base.clock import FakeClock
+from quire.tools.simulate.arrivals import Arrival
+from quire.tools.simulate.run import Run, run_all
+from quire.tools.simulate.served import Served
+from quire.tools.simulate.step_times import Attention, Roofline
+
+SECOND = Roofline(weights_s=1.0, token_s=0.0)
+MAX_LEN = 64
+NUMBERS = itertools.count()
+
+
+def arrival(at_s: float, prompt: int, output: int, num: int = 1, beams: bool = False) -> Arrival:
+    name = f"request {next(NUMBERS)}"
+    method = Method("", num, beams)
+    return Arrival(at_s, paper_request(name, [1] * prompt, output, method), output)
+
+
+def serve(
+    kind: Any, num_slots: int, *arrivals: Arrival, times: Roofline = SECOND, **more: Any
+) -> tuple[list[Served], BaselineCore]:
+    clock, run = FakeClock(), Run()
+    core = kind(times, clock, run.by_id, num_slots, MAX_LEN, **more)
+    run_all([core], arrivals, clock, run)
+    return [run.by_id[each.request.request_id] for each in arrivals], core
+
+
+def orca(num_slots: int, reserve: Any, *arrivals: Arrival, **more: Any) -> Any:
+    limits = {"max_num_seqs": 8, "max_num_tokens": 1000} | more
+    return serve(OrcaCore, num_slots, *arrivals, reserve=reserve, **limits)
+
+
+def ends(served: list[Served]) -> list[float]:
+    return [each.finished_s for each in served]
+
+
+def test_orca_joins_and_leaves_by_iterations() -> None:
+    served, _ = orca(4 * MAX_LEN, longest, arrival(0, 4, 3), arrival(0.5, 4, 1), arrival(0.6, 4, 5))
+    assert ends(served) == [3.0, 2.0, 6.0]
+    assert [each.first_token_s for each in served] == [1.0, 2.0, 2.0]
+
+
+def test_orca_max_has_room_for_few() -> None:
+    """Two chunks of 64: the third waits for the first that ends, although little is used."""
+    asked = [arrival(0, 4, 2), arrival(0.1, 4, 5), arrival(0.2, 4, 2), arrival(0.3, 4, 1)]
+    served, core = orca(2 * MAX_LEN, longest, *asked)
+    assert ends(served) == [2.0, 6.0, 4.0, 5.0]
+    served, _ = orca(2 * MAX_LEN, oracle, *asked)
+    assert ends(served) == [2.0, 6.0, 3.0, 2.0]  # all at once
+    shares = core.batches.memory.shares
+    assert shares["other"] == 0.0 and shares["never"] > 0.5
+
+
+def test_what_is_reserved() -> None:
+    job = Job("", Served(0.0), 10, 25, 1)
+    assert [each(job, 2048) for each in (oracle, pow2, longest)] == [35, 42, 2048]
+    assert pow2(Job("", Served(0.0), 2000, 40, 1), 2048) == 2048
+
+
+def test_orca_reserves_for_each_sequence() -> None:
+    """Four samples of 16 slots fill 64; what is behind them waits, first come, first served."""
+    asked = [arrival(0, 8, 8, 4), arrival(0, 8, 8, 2, beams=True), arrival(0, 2, 1)]
+    served, _ = orca(64, oracle, *asked)
+    assert ends(served) == [8.0, 16.0, 9.0]
+
+
+def test_memory_is_counted_while_somebody_waits() -> None:
+    """One request of 4 + 4 tokens in a chunk of 64 of 64, and one that waits for 4 steps."""
+    _, core = orca(64, longest, arrival(0, 4, 4), arrival(0, 4, 1))
+    shares = core.batches.memory.shares
+    live = (4 + 5 + 6 + 7) / 4
+    assert shares["live"] == pytest.approx(live / 64)
+    assert shares["later"] == pytest.approx((8 - live) / 64)
+    assert shares["never"] == pytest.approx(56 / 64)
+
+
+def test_prompts_of_a_step_are_bounded() -> None:
+    asked = [arrival(0, 30, 1), arrival(0, 30, 1), arrival(0, 30, 1)]
+    served, _ = orca(4 * MAX_LEN, longest, *asked, max_num_tokens=60)
+    assert ends(served) == [1.0, 1.0, 2.0]
+
+
+def test_steps_take_as_long_as_what_is_in_them() -> None:
+    """Two in a batch: 3 + 5 tokens of prompts, then contexts of 4 + 6, then 7."""
+    times = Roofline(0.0, 1.0, (Attention(100.0),))
+    served, _ = orca(4 * MAX_LEN, longest, arrival(0, 3, 2), arrival(0, 5, 3), times=times)
+    first = 8 + 100 * 8
+    second = first + 2 + 100 * (4 + 6)
+    assert ends(served) == [second, second + 1 + 100 * 7]
+
+
+def test_faster_transformer_computes_a_batch_to_its_end() -> None:
+    asked = [arrival(0, 4, 2), arrival(0, 4, 5), arrival(0.1, 4, 1), arrival(0.2, 4, 3)]
+    served, core = serve(FasterTransformerCore, 2 * MAX_LEN + 10, *asked)
+    assert ends(served) == [5.0, 5.0, 8.0, 8.0]
+    assert core.batches.mean == 2.0
+
+
+def test_batches_are_padded() -> None:
+    """Prompts of 3 and 5 are 5 each; 2 rows read contexts of 2 x 6, then of 2 x 7."""
+    times = Roofline(0.0, 1.0, (Attention(100.0),))
+    served, _ = serve(
+        FasterTransformerCore, 2 * MAX_LEN, arrival(0, 3, 1), arrival(0, 5, 3), times=times
+    )
+    assert ends(served) == [10 + 1000 + 2 + 100 * 12 + 2 + 100 * 14] * 2
+
+
+def test_what_can_never_be_served_is_told() -> None:
+    served, _ = orca(MAX_LEN, oracle, arrival(0, 60, 10), arrival(0, 20, 10, 4), arrival(0, 4, 1))
+    assert "70 tokens" in served[0].error and "do not fit" in served[1].error
+    assert served[2].finished_s == 1.0
+    served, _ = serve(FasterTransformerCore, MAX_LEN, arrival(0, 4, 1, 2), arrival(0, 4, 1))
+    assert "2 sequences" in served[0].error and served[1].finished_s == 1.0
