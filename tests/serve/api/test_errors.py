@@ -94,6 +94,13 @@ def test_unknown_fields_where_they_are_refused(
     assert error["param"] == param and message in error["message"]
 
 
+def test_a_great_many_unknown_fields_are_counted_not_described(strict: TestClient) -> None:
+    """Each costs a search for similar names."""
+    body = json.dumps({"prompt": "a", **{f"k{i}": 1 for i in range(250)}})
+    message = error_of(post(strict, body))["message"]
+    assert "'k0'" in message and "242 more" in message
+
+
 def test_all_wrong_fields_are_named_and_the_first_is_param(strict: TestClient) -> None:
     error = error_of(post(strict, '{"prompt": 5, "tools": {}, "model": [], "x": 1}'))
     assert error["param"] == "model"

@@ -5,8 +5,8 @@ which finds misspelt ones. Bodies of our own endpoints are always strict.
 """
 
 import difflib
-import json
 import typing
+import urllib.parse
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +19,7 @@ from quire.serve.api.errors import ApiError
 IGNORED_HEADER = "X-Quire-Ignored-Fields"
 MAX_HEADER_CHARS = 1024
 MAX_GUESSED_CHARS = 60
+SAFE = "!#$&'()*+/:;<=>?@[]^`{|}"
 
 
 class OpenBody(BaseModel):
@@ -68,8 +69,19 @@ def add_guess(error: ApiError, ignored: Sequence[str]) -> None:
 
 
 def naming_ignored(response: Response, names: Sequence[str]) -> Response:
-    """Name the fields that were left out in a header of the answer."""
-    if names:
-        text = json.dumps(", ".join(names))[1:-1]
-        response.headers[IGNORED_HEADER] = text[:MAX_HEADER_CHARS]
+    """Name the fields that were left out in a header of the answer: as many as it may hold.
+
+    Names are written as in a URL, so that no byte of theirs breaks the header.
+    """
+    num_chars, kept = 0, []
+    for name in names:
+        written = urllib.parse.quote(name, safe=SAFE, errors="surrogatepass")
+        num_chars += len(written) + 2
+        if num_chars > MAX_HEADER_CHARS:
+            break
+        kept.append(written)
+    if left := len(names) - len(kept):
+        kept.append(f"{left} more")
+    if kept:
+        response.headers[IGNORED_HEADER] = ", ".join(kept)
     return response
