@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.base.outputs import CompletionOutput as CompletionOutput
     from quire.base.outputs import Logprob as Logprob
     from quire.base.outputs import RequestOutput as RequestOutput
+    from quire.base.repetition import RepetitionDetectionParams as RepetitionDetectionParams
     from quire.base.sampling_params import RequestOutputKind as RequestOutputKind
     from quire.base.sampling_params import SamplingParams as SamplingParams
     from quire.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
@@ -30,6 +31,7 @@ _HOMES = {
     "AsyncEngineArgs": "quire.serve.async_llm",
     "SamplingParams": "quire.base.sampling_params",
     "StructuredOutputsParams": "quire.base.structured_outputs",
+    "RepetitionDetectionParams": "quire.base.repetition",
     "BeamSearchParams": "quire.serve.beam_search",
     "RequestOutputKind": "quire.base.sampling_params",
     "RequestOutput": "quire.base.outputs",

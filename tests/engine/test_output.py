@@ -241,3 +241,22 @@ def test_request_ids_are_unique() -> None:
     client = Client(SamplingParams())
     with pytest.raises(RequestError, match="in use"):
         client.processor.add(Request("a", [1], SamplingParams(), seed=0), None, TOK, 0.0)
+
+
+def test_the_first_token_comes_at_once_and_others_in_pieces() -> None:
+    """stream_interval: with tokens one by one, with several at once, and at the end."""
+    outputs = run(SamplingParams(output_kind=DELTA, stream_interval=3), list(range(5, 13)))
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 3, 3, 1]
+    whole = run(SamplingParams(stream_interval=3), list(range(5, 13)))
+    assert [len(output.outputs[0].token_ids) for output in whole] == [1, 4, 7, 8]
+    client = Client(SamplingParams(output_kind=DELTA, stream_interval=3))
+    sizes = [client.step([5] * count) for count in (2, 2, 2, 5)]
+    assert [None if o is None else len(o.outputs[0].token_ids) for o in sizes] == [2, None, 4, 5]
+
+
+def test_what_is_told_of_times_and_tokens() -> None:
+    [output] = run(SamplingParams(output_kind=FINAL), [5, 6, 7])
+    metrics = output.metrics
+    assert metrics is not None
+    assert (metrics.arrival_s, metrics.first_token_s, metrics.last_token_s) == (1.0, 2.0, 4.0)
+    assert (metrics.finished_s, metrics.num_generation_tokens) == (4.0, 3)

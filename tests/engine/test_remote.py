@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.base.clock import MonotonicClock
@@ -167,6 +168,37 @@ def test_leaving_early_ends_the_request_in_the_core(served: Served) -> None:
         await client.close()
 
     asyncio.run(run())
+
+
+def test_anybody_may_cancel_and_the_owner_is_told(served: Served) -> None:
+    """With n=3, of which the core may not have made all yet."""
+
+    async def run() -> None:
+        one = await RemoteClient.connect(served.path, None)
+        two = await RemoteClient.connect(served.path, None)
+        params = SamplingParams(n=3, seed=1, max_tokens=80, ignore_eos=True)
+        many = msgspec.structs.replace(request("many-0"), params=params, tenant="a")
+        plain = msgspec.structs.replace(request("plain", max_tokens=80), tenant="b")
+        readers = [asyncio.create_task(_last(one.generate(each))) for each in (many, plain)]
+        while len(served.core.requests()) < 2:
+            await asyncio.sleep(0.001)
+        assert await two.cancel(["many", "no-0"], "b") == [], "those of another tenant"
+        assert await two.cancel(["many", "no-0"]) == ["many-0"]
+        done = await readers[0]
+        assert [each.finish_reason for each in done.outputs] == ["abort"] * 3
+        assert await two.cancel(None) == ["plain"]
+        assert (await readers[1]).outputs[0].stop_reason == "cancelled"
+        assert await two.cancel(None) == []
+        assert one.num_unfinished == 0
+        await until_idle(served.core)
+        await one.close()
+        await two.close()
+
+    asyncio.run(run())
+
+
+async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    return [output async for output in outputs][-1]
 
 
 def test_a_client_that_hangs_up_frees_its_requests(served: Served) -> None:

@@ -400,6 +400,34 @@ def test_cache_salt_isolates(llm: LLM) -> None:
         cached(cache_salt="x" * 2000)
 
 
+def test_prompts_that_are_cut(llm: LLM) -> None:
+    """To their last tokens, their first ones, or what fits beside max_tokens."""
+    whole = list(range(5, 45))
+    for keep, side, expected in (
+        (3, "left", whole[-3:]),
+        (3, "right", whole[:3]),
+        (100, "left", whole),
+        (None, "left", whole),
+    ):
+        params = SamplingParams(
+            temperature=0, max_tokens=2, truncate_prompt_tokens=keep, truncation_side=side
+        )
+        [cut] = llm.generate({"prompt_token_ids": whole}, params, use_tqdm=False)
+        [plain] = llm.generate(
+            {"prompt_token_ids": expected}, SamplingParams(temperature=0, max_tokens=2), False
+        )
+        assert cut.prompt_token_ids == expected
+        assert cut.outputs[0].token_ids == plain.outputs[0].token_ids
+    long = {"prompt_token_ids": whole * 5}
+    fitting = SamplingParams(temperature=0, max_tokens=20, truncate_prompt_tokens=-1)
+    [cut] = llm.generate(long, fitting, use_tqdm=False)
+    assert cut.prompt_token_ids == (whole * 5)[-(96 - 20) :]
+    streamed = list(llm.stream(long, fitting))
+    assert streamed[0].prompt_token_ids == cut.prompt_token_ids
+    with pytest.raises(RequestError, match="prompt has 200 tokens"):
+        llm.generate(long, SamplingParams(max_tokens=20), use_tqdm=False)
+
+
 def test_reset_prefix_cache(llm: LLM) -> None:
     prompt = {"prompt_token_ids": list(range(30))}
     llm.generate(prompt, GREEDY)

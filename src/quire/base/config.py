@@ -28,6 +28,7 @@ from quire.base.speculation import parse_speculation
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 JSON_SETTINGS = (  # which Python may give as dictionaries
     "speculative_config", "override_generation_config", "default_chat_template_kwargs",
+    "hf_overrides",
 )  # fmt: skip
 AUTO_LENGTH = -1  # max_model_len: as long as fits the memory
 
@@ -44,6 +45,14 @@ class ModelConfig:
         None, "directory, GGUF file or id of the tokenizer; the model's if absent"
     )
     revision: str | None = setting(None, "branch, tag or commit on the hub")
+    tokenizer_revision: str | None = setting(
+        None, "the same of the tokenizer; the model's if absent and the tokenizer is the model's"
+    )
+    hf_overrides: str | None = setting(
+        None,
+        "values in place of those of the model's config.json, as JSON; objects in it are merged:"
+        ' {"rope_theta": 1e6, "text_config": {"sliding_window": null}}',
+    )
     dtype: str = setting(
         "auto",
         "of weights and activations; auto is the checkpoint's, and float32 on a CPU without"
@@ -98,6 +107,12 @@ class ModelConfig:
         'variables of the chat template that requests do not set, as JSON: {"enable_thinking":'
         " false}",
     )
+    stream_interval: int = setting(
+        1,
+        "output tokens that a stream gathers before it sends them; the first comes at once, and"
+        " what there is at the end. Requests may ask for more",
+        unit="tokens",
+    )
     seed: int = setting(0, "of requests that bring none, and of dummy weights")
     quantization: str | None = setting(
         None,
@@ -126,7 +141,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
-        for name in ("override_generation_config", "default_chat_template_kwargs"):
+        for name in ("override_generation_config", "default_chat_template_kwargs", "hf_overrides"):
             json_object(name, getattr(self, name))
 
 
@@ -297,6 +312,8 @@ class EngineConfig:
         length = self.model.max_model_len
         fits = length is None or length >= 1 or length == AUTO_LENGTH
         _check(fits, "max_model_len", length, "at least 1, or auto (-1)")
+        interval = self.model.stream_interval
+        _check(interval >= 1, "stream_interval", interval, "at least 1")
         pool = cache.kv_cache_memory_bytes
         _check(pool is None or pool > 0, "kv_cache_memory_bytes", pool, "above 0")
         _check(self.record_max_mb >= 1, "record_max_mb", self.record_max_mb, "at least 1")
@@ -319,6 +336,11 @@ class ServerConfig:
     )
     urgent_api_key: tuple[str, ...] = setting(
         (), "those of the keys whose requests may have a priority below 0; without keys all may"
+    )
+    admin_api_key: tuple[str, ...] = setting(
+        (),
+        "those of the keys that may reset the prefix cache, and end the requests of others; without"
+        " keys all may",
     )
     pin_share: float | None = setting(
         None,
@@ -343,6 +365,9 @@ class ServerConfig:
     response_role: str = setting("assistant", "role of the messages that chat completions give")
     enable_force_include_usage: bool = setting(
         False, "end every stream with its usage, also where include_usage is not asked for"
+    )
+    enable_per_request_metrics: bool = setting(
+        False, "tell in each answer how long its request took: `metrics`"
     )
     strict_fields: bool = setting(
         False, "refuse fields of a body that do not exist, instead of naming them in a header"
@@ -374,11 +399,13 @@ class ServerConfig:
         _check(self.max_body_bytes >= 1024, "max_body_bytes", self.max_body_bytes, "at least 1024")
         share = self.pin_share
         _check(share is None or 0 < share <= 1, "pin_share", share, "in (0, 1]")
-        if unknown := set(self.urgent_api_key) - set(self.api_key):  # never shown: they are secrets
-            raise ConfigError(
-                f"urgent_api_key names {len(unknown)} of {len(set(self.urgent_api_key))} keys that"
-                " api_key does not; give them there, too."
-            )
+        for name in ("urgent_api_key", "admin_api_key"):
+            keys = set(getattr(self, name))
+            if unknown := keys - set(self.api_key):  # never shown: they are secrets
+                raise ConfigError(
+                    f"{name} names {len(unknown)} of {len(keys)} keys that api_key does not; give"
+                    " them there, too."
+                )
         limit = self.hook_timeout
         _check(limit > 0 and is_duration(limit), "hook_timeout", limit, "above 0, in seconds")
         _check_installed(HOOKS, self.hooks)
@@ -454,7 +481,7 @@ def json_object(name: str, given: str | None) -> dict[str, Any]:
     """Return what a setting says as JSON; {} if it says nothing. Raises ConfigError."""
     try:
         value = {} if given is None else json.loads(given)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"{name} is not JSON ({error}): {given!r}.") from error
     if not isinstance(value, dict):
         raise ConfigError(f'{name} must be a JSON object such as {{"name": 1}}, got {given!r}.')

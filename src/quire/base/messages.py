@@ -56,7 +56,8 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Control: end a request now. finish_reason is `abort`, or `stop` for a stop string.
+    """Control: end a request now. finish_reason is `abort`, `stop` for a stop string, or
+    `repetition`.
 
     index: the sequence of the request that ends; -1 is all of them.
     """
@@ -64,6 +65,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
     finish_reason: str = "abort"
     index: int = -1
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Control: end a request now, for somebody else than its client, which is told: its
+    finish_reason is `abort`."""
+
+    request_id: str
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
@@ -134,6 +142,7 @@ class GrammarReady(msgspec.Struct, frozen=True, tag=True):
 
 Control = (
     Abort
+    | Cancel
     | Append
     | ResetPrefixCache
     | Unpin
@@ -167,8 +176,26 @@ class AskPrefixes(msgspec.Struct, frozen=True, tag=True):
     tenant: str | None = None
 
 
+class AskCancel(msgspec.Struct, frozen=True, tag=True):
+    """Client to core: end requests, whoever's they are. Answered by `Cancelled`. request_ids: also
+    those that are called like one of these with a number behind, as an answer's prompts are; None
+    is all. tenant: whose they must be; None is anybody's."""
+
+    ask_id: int
+    request_ids: list[str] | None = None
+    tenant: str | None = None
+
+
 ToCore = (
-    Request | Abort | Append | ResetPrefixCache | Unpin | AskMetrics | AskTimeline | AskPrefixes
+    Request
+    | Abort
+    | Append
+    | ResetPrefixCache
+    | Unpin
+    | AskMetrics
+    | AskTimeline
+    | AskPrefixes
+    | AskCancel
 )
 
 
@@ -234,4 +261,11 @@ class Prefixes(msgspec.Struct, frozen=True, tag=True):
     prefixes: list[PinnedPrefix]
 
 
-FromCore = Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes
+class Cancelled(msgspec.Struct, frozen=True, tag=True):
+    """Core to client: the answer to `AskCancel`: the requests that end."""
+
+    ask_id: int
+    request_ids: list[str]
+
+
+FromCore = Ready | StepOutputs | Refused | Metrics | TimelineText | Prefixes | Cancelled

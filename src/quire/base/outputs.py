@@ -24,7 +24,7 @@ SampleLogprobs = list[dict[int, Logprob]]
 class CompletionOutput:
     """One continuation.
 
-    finish_reason: stop, length, abort, error, timeout or pinned; None: it goes on.
+    finish_reason: stop, length, repetition, abort, error, timeout or pinned; None: it goes on.
     index: its place among the n of its request.
     stop_reason: the stop string or stop token id that ended it; None for end of sequence. error:
     after an error, and when the time was up, what happened, and for programs its code: step_failed
@@ -48,7 +48,8 @@ class CompletionOutput:
 class RequestMetrics:
     """Times of a request on the engine's clock, in seconds; None until they happened.
 
-    num_dropped_tokens: output tokens of the continuations that best_of made and did not return.
+    num_generation_tokens: output tokens of all its continuations; num_dropped_tokens: of those that
+    best_of made and did not return.
     num_draft_tokens: guesses at output tokens that were tried (`speculative_config`), by all of its
     continuations; num_accepted_draft_tokens: those that were right.
     """
@@ -60,6 +61,27 @@ class RequestMetrics:
     num_dropped_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    last_token_s: float | None = None
+    num_generation_tokens: int = 0
+
+    # The same by vLLM's names.
+
+    @property
+    def arrival_time(self) -> float:
+        return self.arrival_s
+
+    @property
+    def first_token_ts(self) -> float | None:
+        return self.first_token_s
+
+    @property
+    def last_token_ts(self) -> float | None:
+        return self.last_token_s
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the request to its first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
 
 @dataclass(slots=True)

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from quire.base.errors import RequestError
+from quire.base.repetition import FIELD as REPETITION
+from quire.base.repetition import RepetitionDetectionParams
 from quire.base.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5
@@ -23,6 +25,7 @@ BENDING = (
     "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
     "allowed_token_ids", "dry_multiplier", "xtc_probability", "logits_processors",
+    "repetition_detection",
 )  # fmt: skip
 ID_LISTS = (
     "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "dry_breaker_token_ids",
@@ -91,6 +94,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     probable one may be chosen; after the filters, and not at temperature 0.
     logits_processors: functions of (output ids, logits) or (prompt ids, output ids, logits) that
     return logits, or names of those that packages bring, in a call's order.
+    stream_interval: tokens that an output gathers before it is due, after the first; None is the
+    engine's. truncate_prompt_tokens: cut the prompt to so many tokens, -1 to what fits beside
+    max_tokens; truncation_side: where they are left out. repetition_detection: end an answer that
+    repeats itself.
     """
 
     n: int = 1
@@ -135,6 +142,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     logits_processors: list[Any] | None = None
+    stream_interval: int | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
+    repetition_detection: RepetitionDetectionParams | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -293,6 +304,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         form = self.structured_outputs
         known = form is None or isinstance(form, StructuredOutputsParams)
         _require(known, "structured_outputs", form, "StructuredOutputsParams")
+        watch = self.repetition_detection
+        known = watch is None or isinstance(watch, RepetitionDetectionParams)
+        _require(known, REPETITION, watch, "RepetitionDetectionParams")
         for name in ("stop", "bad_words", "dry_sequence_breakers", "logits_processors", *ID_LISTS):
             value = getattr(self, name)
             _require(value is None or isinstance(value, list | tuple), name, value, "a list")
@@ -350,6 +364,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
         budget = self.thinking_token_budget
         ok = budget is None or (_is_int(budget) and budget >= 0)
         _require(ok, "thinking_token_budget", budget, "None, -1 (no limit) or at least 0")
+        interval = self.stream_interval
+        ok = interval is None or (_is_int(interval) and interval >= 1)
+        _require(ok, "stream_interval", interval, "None or at least 1")
+        keep = self.truncate_prompt_tokens
+        ok = keep is None or (_is_int(keep) and (keep == -1 or keep >= 1))
+        _require(ok, "truncate_prompt_tokens", keep, "at least 1, -1 (what fits) or None (all)")
+        side = self.truncation_side
+        _require(side in ("left", "right"), "truncation_side", side, "left or right")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             ok = value is None or (_is_int(value) and value >= -1)

@@ -28,14 +28,18 @@ class Failure(msgspec.Struct, frozen=True, gc=False):
 class Finish(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """How a sequence ended.
 
-    reason: stop, length, abort, error, timeout or pinned. stop_reason: the stop token that ended
-    it, or the stop string, which only the client sees; None for end of sequence. error: of `error`
-    and `timeout`.
+    reason: stop, length, abort, error, timeout, pinned or repetition. stop_reason: the stop token
+    that ended it, or the stop string, which only the client sees; None for end of sequence. error:
+    of `error` and `timeout`.
     """
 
     reason: str
     stop_reason: int | str | None = None
     error: Failure | None = None
+
+
+# Of all sequences of a request that somebody else than its client has ended.
+CANCELLED = Finish("abort", "cancelled")
 
 
 class BeamOutput(msgspec.Struct, frozen=True, gc=False):

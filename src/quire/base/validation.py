@@ -133,6 +133,12 @@ def check_open(params: SamplingParams) -> None:
         raise RequestError("a prompt in pieces has one continuation; leave out n, best_of, beams.")
     if params.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs cannot be had of a prompt that comes in pieces.")
+    if params.truncate_prompt_tokens is not None:
+        raise RequestError(
+            "truncate_prompt_tokens: a prompt that comes in pieces is computed as it comes; leave"
+            " it out.",
+            "truncate_prompt_tokens",
+        )
 
 
 def check_pin(request: Request) -> None:

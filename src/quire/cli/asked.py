@@ -21,13 +21,13 @@ DEVICE_HELP = (
 
 def find_config(model: ModelConfig) -> "ModelSource":
     """Find a model's config, which may also be given as a file. Raises ModelNotFound."""
-    from quire.models.source import CONFIG_ONLY, ModelSource, resolve_model
+    from quire.models.source import CONFIG_ONLY, ModelSource, resolve_source
 
     path = Path(model.model)
     if path.name == CONFIG and path.is_file():
         folder = path.resolve().parent
         return ModelSource(folder, "dummy", folder.name)
-    return resolve_model(model.model, model.revision, progress=False, files=CONFIG_ONLY)
+    return resolve_source(model, progress=False, files=CONFIG_ONLY)
 
 
 def find_device(name: str) -> "Device":

@@ -239,14 +239,12 @@ def _reason(speeds: Mapping[str, Speed], names: Sequence[str], forced: str | Non
 
 def _model(report: Report, settings: dict[str, Any]) -> None:
     """Tell what the engine would choose."""
-    from quire.models.source import CONFIG_ONLY, resolve_model
+    from quire.models.source import CONFIG_ONLY, resolve_source
     from quire.runner.preview import preview_runner
 
     try:
         config = config_from_flat(**settings)
-        source = resolve_model(
-            config.model.model, config.model.revision, progress=False, files=CONFIG_ONLY
-        )
+        source = resolve_source(config.model, progress=False, files=CONFIG_ONLY)
         preview = preview_runner(config, source)
     except QuireError as error:
         name = settings.get("model", "demo")

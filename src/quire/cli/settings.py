@@ -33,7 +33,7 @@ SHORT_FLAGS = {
     "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
 }
-SECRETS = {"api_key", "urgent_api_key"}
+SECRETS = {"api_key", "urgent_api_key", "admin_api_key"}
 FLAG = "flag"  # where a value came from
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 LOG_LEVELS = ("debug", "info", "warning", "error")

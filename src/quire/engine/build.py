@@ -39,7 +39,7 @@ from quire.engine.step_budget import StepBudget
 from quire.engine.text import build_text_side, check_same_tokens, read_vocabulary
 from quire.kv.manager import KVManager
 from quire.kv.sizing import MemoryPlan
-from quire.models.source import ModelSource, resolve_model
+from quire.models.source import ModelSource, resolve_model, resolve_source
 from quire.ops.threads import num_threads
 from quire.render.renderer import Renderer
 from quire.runner.memory_plan import block_bytes_of
@@ -108,7 +108,7 @@ def build_engine(
     clock = clock or MonotonicClock()
     ranks = start_ranks(config)
     with ended_if_raised(ranks):
-        source = resolve_model(config.model.model, config.model.revision)
+        source = resolve_source(config.model)
         text = build_text_side(config.model, source)
         built = build_core(config, source, clock, progress, ranks)
     pin_configured(built.core, config.cache, text)

@@ -28,6 +28,10 @@ class InProcessClient:
     def num_unfinished(self) -> int:
         return len(self._outputs)
 
+    @property
+    def max_model_len(self) -> int:
+        return self.core.limits.max_model_len
+
     def check(self, request: Request) -> None:
         """Raise RequestError if the engine can never serve this request."""
         self.core.limits.check(request)

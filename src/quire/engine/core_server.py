@@ -23,9 +23,12 @@ from quire.base.kv_orders import KEEP_AT_END_S
 from quire.base.messages import (
     Abort,
     Append,
+    AskCancel,
     AskMetrics,
     AskPrefixes,
     AskTimeline,
+    Cancel,
+    Cancelled,
     Metrics,
     Prefixes,
     Ready,
@@ -239,6 +242,11 @@ class CoreServer:
             client.send(TimelineText(message.ask_id, text))
         elif isinstance(message, AskPrefixes):
             client.send(Prefixes(message.ask_id, self.core.prefixes(message.tenant)))
+        elif isinstance(message, AskCancel):
+            names = self._open_requests(message)
+            for name in names:
+                self.core.control(Cancel(name))
+            client.send(Cancelled(message.ask_id, names))
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client.client_id:
                 self.core.control(message)
@@ -251,6 +259,17 @@ class CoreServer:
                 self.core.control(message)
         else:
             self.core.control(message)
+
+    def _open_requests(self, asked: AskCancel) -> list[str]:
+        """List the requests that a client wants to end; pins are no requests to it."""
+        found = [each.request for each in self.core.requests()]
+        return [
+            request.request_id
+            for request in found
+            if request.pin_s is None
+            and asked.tenant in (None, request.tenant)
+            and (asked.request_ids is None or _is_named(request.request_id, asked.request_ids))
+        ]
 
     def _add(self, client: CoreConnection, request: Request) -> None:
         try:
@@ -272,3 +291,9 @@ class CoreServer:
         for request_id in mine:
             self._disown(request_id)
             self.core.control(Abort(request_id))
+
+
+def _is_named(request_id: str, names: list[str]) -> bool:
+    """Tell whether a request is one of these, or of the numbered requests of one of these."""
+    head, _, number = request_id.rpartition("-")
+    return request_id in names or (number.isdecimal() and head in names)

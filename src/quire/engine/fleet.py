@@ -165,6 +165,10 @@ class FleetClient:
         assert self._choice is not None
         self._choice.forget_all()
 
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        found = await self._ask(lambda client: client.cancel(request_ids, tenant))
+        return [name for names in found.values() for name in names]
+
     async def close(self) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
 

@@ -35,7 +35,7 @@ from quire.engine.histogram import (
     tokens_up_to,
 )
 
-FINISH_REASONS = ("stop", "length", "abort", "error", "timeout", "pinned")
+FINISH_REASONS = ("stop", "length", "repetition", "abort", "error", "timeout", "pinned")
 TOKENS: tuple[float, ...] = ()  # stands for 1, 2, 5, ... up to max_model_len
 HISTOGRAMS: Mapping[str, tuple[tuple[float, ...], str]] = MappingProxyType(
     {
@@ -232,7 +232,7 @@ class EngineMetrics:
         self._give_up_row(times)
         if not self.open:
             self._idle_since_s = event.at_s
-        if event.reason in ("stop", "length"):
+        if event.reason in ("stop", "length", "repetition"):
             self._observe_request(times, event)
 
     def _observe_request(self, times: RequestTimes, event: Finished) -> None:

@@ -13,6 +13,7 @@ from quire.base.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.base.prefix import PrefixReport
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
 from quire.base.step_outputs import (
+    CANCELLED,
     BeamOutput,
     Finish,
     RowName,
@@ -166,8 +167,7 @@ class OpenRequest:
             return ()
         if self._num_cached_tokens is None:
             self._num_cached_tokens = name.num_cached_tokens
-        if self._metrics.first_token_s is None:
-            self._metrics.first_token_s = now_s
+        self._count(1, now_s)
         sample.take([token_id])
         return () if sample.finish is None else self._end(sample, now_s)
 
@@ -188,9 +188,9 @@ class OpenRequest:
         if update.beams is not None:
             self._take_beams(update.beams, now_s)
             return ()
-        if update.token_ids and metrics.first_token_s is None:
-            metrics.first_token_s = now_s
-        if finish is not None and finish.error is not None:
+        if update.token_ids:
+            self._count(len(update.token_ids), now_s)
+        if finish is not None and (finish.error is not None or finish == CANCELLED):
             self.finish(finish, now_s)
             return ()
         if update.num_guessed:
@@ -198,6 +198,14 @@ class OpenRequest:
             metrics.num_accepted_draft_tokens += max(0, len(update.token_ids) - 1)
         sample.take(update.token_ids, finish, update.candidates)
         return () if sample.finish is None else self._end(sample, now_s)
+
+    def _count(self, num_tokens: int, now_s: float) -> None:
+        """Count tokens that have come."""
+        metrics = self._metrics
+        metrics.num_generation_tokens += num_tokens
+        metrics.last_token_s = now_s
+        if metrics.first_token_s is None:
+            metrics.first_token_s = now_s
 
     def _end(self, sample: Sample, now_s: float) -> Sequence[Abort]:
         """Count a sample that has ended; return the abort of one that goes on in the core."""
@@ -207,7 +215,8 @@ class OpenRequest:
         if not sample.was_stopped:
             return ()
         index = -1 if self.only is not None else sample.index
-        return (Abort(self.request_id, "stop", index),)
+        reason = "stop" if sample.finish is None else sample.finish.reason
+        return (Abort(self.request_id, reason, index),)
 
     def _take_beams(self, beams: list[BeamOutput], now_s: float) -> None:
         """Take in all results of a beam search, best first: as many samples, each in one piece."""
@@ -217,7 +226,8 @@ class OpenRequest:
             sample.take(beam.token_ids, beam.finish)
             sample.cumulative_logprob = beam.cumulative_logprob
         self.num_open = 0
-        self._metrics.first_token_s = self._metrics.finished_s = now_s
+        self._count(sum([len(beam.token_ids) for beam in beams]), now_s)
+        self._metrics.finished_s = now_s
 
     def finish(self, finish: Finish, now_s: float) -> None:
         """End all samples that go on, with what they have.
@@ -237,8 +247,8 @@ class OpenRequest:
         if self._kind is RequestOutputKind.FINAL_ONLY:
             return False
         if self.only is not None:
-            return len(self.only.token_ids) > self.only.num_sent
-        return any(sample.has_unsent for sample in self._samples)
+            return self.only.is_due
+        return any(sample.is_due for sample in self._samples)
 
     def output(self) -> RequestOutput:
         """Make what the user gets now: everything so far, or what is new since the last (DELTA)."""
@@ -265,7 +275,7 @@ class OpenRequest:
             return [sample.completion(delta=False) for sample in self._samples]
         if self._params.is_ranked:
             return self._best()
-        shown = [sample for sample in self._samples if not delta or sample.has_unsent]
+        shown = [sample for sample in self._samples if not delta or sample.is_due]
         return [sample.completion(delta) for sample in shown]
 
     def _best(self) -> list[CompletionOutput]:

@@ -27,9 +27,11 @@ from quire.base.errors import (
 from quire.base.messages import (
     Abort,
     Append,
+    AskCancel,
     AskMetrics,
     AskPrefixes,
     AskTimeline,
+    Cancelled,
     FromCore,
     Metrics,
     PinnedPrefix,
@@ -110,6 +112,15 @@ class AsyncClient(Protocol):
         """Pin a prefix no longer; False if there is none of that id, or it is not this tenant's."""
         ...
 
+    async def reset_prefix_cache(self) -> None:
+        """Use nothing any more that was cached before."""
+        ...
+
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        """End requests of any client, or all: who reads them gets what there is, with finish_reason
+        `abort`. Return the ids of those that were open. tenant: whose; None is anybody's."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -123,6 +134,13 @@ def limits_of(ready: Ready) -> RequestLimits:
         tuple(ready.settings.get("logits_processors", ())),
         takes_functions=False,
     )
+
+
+def _answer_in(message: Metrics | TimelineText | Prefixes | Cancelled) -> object:
+    """Return what the core has answered."""
+    if isinstance(message, Prefixes):
+        return message.prefixes
+    return message.request_ids if isinstance(message, Cancelled) else message.text
 
 
 async def pin(client: AsyncClient, request: Request) -> PinnedPrefix:
@@ -306,6 +324,10 @@ class RemoteClient:
         self._send(Unpin(prefix_id, tenant))
         return is_known
 
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        found = await self._ask(lambda number: AskCancel(number, request_ids, tenant))
+        return cast(list[str], found)
+
     async def _ask(self, question: Callable[[int], ToCore]) -> Any:
         number, self._num_asked = self._num_asked, self._num_asked + 1
         answer = self._asked[number] = asyncio.get_running_loop().create_future()
@@ -395,12 +417,10 @@ class RemoteClient:
             if box is not None:
                 kind = EngineBusy if message.is_busy else RequestError
                 box.fail(kind(message.message, message.field))
-        elif isinstance(message, (Metrics, TimelineText, Prefixes)):
+        elif not isinstance(message, Ready):
             answer = self._asked.get(message.ask_id)
             if answer is not None and not answer.done():
-                answer.set_result(
-                    message.prefixes if isinstance(message, Prefixes) else message.text
-                )
+                answer.set_result(_answer_in(message))
         else:
             self._ready = message
             self._is_alive = True

@@ -23,6 +23,7 @@ class RequestMaker:
     """Makes the requests of one engine.
 
     engine_seed, maker_id: requests without a seed get one from these and their running number.
+    stream_interval: that of all requests at least.
     """
 
     def __init__(
@@ -31,10 +32,12 @@ class RequestMaker:
         defaults: GenerationDefaults,
         engine_seed: int,
         maker_id: int = 0,
+        stream_interval: int = 1,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self._engine_seed = engine_seed
+        self._stream_interval = stream_interval
         self._count = maker_id * MAKER_STRIDE
 
     def make(
@@ -68,6 +71,9 @@ class RequestMaker:
         if params.has_dry and self.tokenizer is not None:
             params = params.clone()
             params.dry_breaker_token_ids = breaker_ids(params, self.tokenizer)
+        if self._stream_interval > (params.stream_interval or 1):
+            params = params.clone()
+            params.stream_interval = self._stream_interval
         needs_logprobs = params.is_ranked and not params.use_beam_search
         hides_logprobs = needs_logprobs and params.logprobs is None
         if hides_logprobs:

@@ -8,20 +8,24 @@ from quire.base.plan import Candidates
 from quire.base.sampling_params import SamplingParams
 from quire.base.step_outputs import Finish
 from quire.engine.decoded_logprobs import logprobs_of
+from quire.engine.repetition import RepetitionWatch
 from quire.render.detokenizer import IncrementalDetokenizer
 from quire.render.tokenizer import Tokenizer
+
+REPEATED = "repetition_detected"  # the stop_reason of such an end
 
 
 class Sample:
     """Its output so far, and how much of it the user has seen.
 
     num_sent: tokens that the user has. finish: None while it goes on. was_stopped: a stop
-    string ended it, which the core does not know.
+    string or a repetition ended it, which the core does not know.
     """
 
     __slots__ = (
-        "_detokenizer", "_is_end_sent", "_logprobs", "_params", "_text", "cumulative_logprob",
-        "finish", "index", "num_preemptions", "num_sent", "token_ids", "was_stopped",
+        "_detokenizer", "_interval", "_is_end_sent", "_logprobs", "_params", "_text", "_watch",
+        "cumulative_logprob", "finish", "index", "num_preemptions", "num_sent", "token_ids",
+        "was_stopped",
     )  # fmt: skip
 
     def __init__(
@@ -40,6 +44,9 @@ class Sample:
         self.was_stopped = False
         self.cumulative_logprob: float | None = None
         self._params = params
+        self._interval = params.stream_interval or 1
+        watch = params.repetition_detection
+        self._watch = None if watch is None or not watch.is_on else RepetitionWatch(watch)
         self._is_end_sent = False
         self._text: list[str] = []  # in pieces; those that were sent are joined or dropped
         self._logprobs: list[dict[int, Logprob]] | None = None
@@ -51,11 +58,13 @@ class Sample:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
 
     @property
-    def has_unsent(self) -> bool:
-        """Whether there is something that the user has not seen."""
-        if self.finish is not None and not self._is_end_sent:
-            return True
-        return len(self.token_ids) > self.num_sent
+    def is_due(self) -> bool:
+        """Whether the user is to see now what there is: at first at once, then in pieces of
+        `stream_interval` tokens."""
+        num_unsent = len(self.token_ids) - self.num_sent
+        if self.finish is not None:
+            return num_unsent > 0 or not self._is_end_sent
+        return num_unsent >= (self._interval if self.num_sent else 1)
 
     def take(
         self,
@@ -63,7 +72,8 @@ class Sample:
         finish: Finish | None = None,
         candidates: list[Candidates] | None = None,
     ) -> None:
-        """Take in one step's tokens, one by one: a stop string may end the text at any of them."""
+        """Take in one step's tokens, one by one: a stop string, or a repetition, may end the text
+        at any of them."""
         detokenizer, hidden = self._detokenizer, -1
         is_stop = finish is not None and finish.reason == "stop"
         if is_stop and not self._params.include_stop_str_in_output:
@@ -72,17 +82,26 @@ class Sample:
             if candidates is not None:
                 self._take_candidates(candidates[place])
             self.token_ids.append(token_id)
-            if detokenizer is None:
-                continue
-            text = detokenizer.push(token_id, place == hidden)
-            if text:
-                self._text.append(text)
-            if detokenizer.stop_string is not None:
+            if detokenizer is not None:
+                text = detokenizer.push(token_id, place == hidden)
+                if text:
+                    self._text.append(text)
+                if detokenizer.stop_string is not None:
+                    self.was_stopped = finish is None
+                    self.end(Finish("stop", detokenizer.stop_string))
+                    return
+            is_end = finish is not None and place == len(token_ids) - 1
+            if self._watch is not None and self._repeats(token_id) and not is_end:
                 self.was_stopped = finish is None
-                self.end(Finish("stop", detokenizer.stop_string))
+                self.end(Finish("repetition", REPEATED))
                 return
         if finish is not None:
             self.end(finish)
+
+    def _repeats(self, token_id: int) -> bool:
+        """Tell whether the text, which may end by now, ends with a repetition."""
+        assert self._watch is not None
+        return self._watch.push(token_id) and len(self.token_ids) >= self._params.min_tokens
 
     def end(self, finish: Finish) -> None:
         """End it with what it has."""

@@ -47,7 +47,7 @@ def build_text_side(config: ModelConfig, source: ModelSource, maker_id: int = 0)
             ),
         ),
         tokenizer,
-        RequestMaker(tokenizer, defaults, config.seed, maker_id),
+        RequestMaker(tokenizer, defaults, config.seed, maker_id, config.stream_interval),
     )
 
 
@@ -81,6 +81,7 @@ def check_same_tokens(config: ModelConfig, source: ModelSource, drafter: ModelSo
 
 def _read_tokenizer(config: ModelConfig, source: ModelSource) -> Tokenizer | None:
     directory: Path = source.directory
-    if config.tokenizer is not None:
-        directory = resolve_model(config.tokenizer, progress=False, files=TEXT_FILES).directory
+    if config.tokenizer is not None or config.tokenizer_revision is not None:
+        name, revision = config.tokenizer or config.model, config.tokenizer_revision
+        directory = resolve_model(name, revision, progress=False, files=TEXT_FILES).directory
     return Tokenizer.from_directory(directory) if has_tokenizer(directory) else None

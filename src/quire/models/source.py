@@ -4,13 +4,14 @@ Face hub.
 No torch here: the API process resolves a model as well, for its tokenizer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from quire.base.config import EngineConfig
+from quire.base.config import EngineConfig, ModelConfig, json_object
 from quire.base.errors import ModelError, ModelNotFound
 from quire.base.gguf import is_gguf
+from quire.models.overrides import overridden
 
 DEMO = "demo"
 SHAPE_PREFIX = "shape:"
@@ -39,6 +40,18 @@ class ModelSource:
     directory: Path
     load_format: str
     name: str
+
+
+def resolve_source(
+    model: ModelConfig, *, progress: bool = True, files: tuple[str, ...] = ALL_FILES
+) -> ModelSource:
+    """Find the configured model as `resolve_model` does, with the changes that `hf_overrides` makes
+    to its config."""
+    source = resolve_model(model.model, model.revision, progress=progress, files=files)
+    overrides = json_object("hf_overrides", model.hf_overrides)
+    if not overrides:
+        return source
+    return replace(source, directory=overridden(source.directory, overrides))
 
 
 def resolve_model(

@@ -171,8 +171,8 @@ class Lifecycle:
             sequence.state = State.WAITING
 
     def end(self, sequence: Sequence, reason: str, now: float) -> None:
-        """End a sequence: `reason` is stop, length, abort, error, timeout or pinned. The request
-        ends with the last of its sequences."""
+        """End a sequence: `reason` is that of a `Finish`. The request ends with the last of its
+        sequences."""
         self._memory.misses.leave(sequence)
         if sequence.state is State.RUNNING:
             self._take_rows([sequence], is_swapped=False)

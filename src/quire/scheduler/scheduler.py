@@ -25,6 +25,7 @@ from quire.base.kv_orders import Answer
 from quire.base.messages import (
     Abort,
     Append,
+    Cancel,
     Control,
     Drafted,
     GrammarReady,
@@ -36,7 +37,7 @@ from quire.base.messages import (
     Unpin,
 )
 from quire.base.plan import Plan, StepResult
-from quire.base.step_outputs import Finish
+from quire.base.step_outputs import CANCELLED, Finish
 from quire.base.validation import check_open, check_pin
 from quire.kv.digest import root_digest
 from quire.scheduler.admission import Admission
@@ -174,6 +175,9 @@ class Scheduler:
             computing = self.pins.remove(message.request_id, message.tenant)
             if computing is not None:  # somebody waits for it
                 self.lifecycle.drop(computing, Finish("abort"), now)
+        elif isinstance(message, Cancel):
+            for member in self._open_members(message.request_id):
+                self.lifecycle.drop(member, CANCELLED, now)
         elif isinstance(message, Abort):
             self._end(message.request_id, message.index, message.finish_reason, now)
         return self._decisions()
@@ -322,10 +326,15 @@ class Scheduler:
 
     def _end(self, request_id: str, index: int, reason: str, now: float) -> None:
         """End a request, or one of its sequences; index -1 is all."""
-        sequence = self.lifecycle.sequences.get(request_id)
-        for member in [] if sequence is None else sequence.members:
-            if index in (-1, member.index) and member.state is not State.ENDED:
+        for member in self._open_members(request_id):
+            if index in (-1, member.index):
                 self.lifecycle.end(member, reason, now)
+
+    def _open_members(self, request_id: str) -> list[Sequence]:
+        """List the sequences of a request that have not ended; none of one that is not known."""
+        sequence = self.lifecycle.sequences.get(request_id)
+        members = [] if sequence is None else sequence.members
+        return [member for member in members if member.state is not State.ENDED]
 
     def _reset_cache(self, epoch: str, now: float) -> None:
         """Forget all names, and let those to come be others (renaming.py)."""

@@ -35,6 +35,7 @@ from quire.base import (
     messages,
     plan,
     prefix,
+    repetition,
     sampling_params,
     step_outputs,
 )
@@ -75,7 +76,8 @@ OMITTED = types.MappingProxyType(  # what a run that goes on from a snapshot bri
     {"Memory": ("misses",), "BlockNaming": ("digester", "new"), "Lifecycle": ("events",)}
 )
 VOCABULARY = (
-    cache_group, events, kv_orders, messages, plan, prefix, sampling_params, step_outputs,
+    cache_group, events, kv_orders, messages, plan, prefix, repetition, sampling_params,
+    step_outputs,
 )  # fmt: skip
 OWNERS = (
     host_tier, manager, pool, state_table, state_worth, table, admission, arrivals, beams,

@@ -24,10 +24,11 @@ from quire.engine.core_choice import check_core
 from quire.engine.fleet import CoreClient, client_of
 from quire.engine.remote import pin
 from quire.engine.text import TextSide, build_text_side
-from quire.models.source import resolve_model
+from quire.models.source import resolve_source
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
+from quire.render.truncation import truncated_for
 from quire.serve.async_renderer import AsyncRenderer
 from quire.serve.lanes import Lanes
 from quire.serve.managed_core import ManagedCores
@@ -107,7 +108,7 @@ class AsyncLLM:
 
     def _load(self) -> None:
         """Load the model; the text side is read while the core does."""
-        source = resolve_model(self._config.model.model, self._config.model.revision)
+        source = resolve_source(self._config.model)
         self._cores.start()
         self._loaded = build_text_side(self._config.model, source)
         self._cores.wait_until_ready()
@@ -169,15 +170,18 @@ class AsyncLLM:
             check_open(params)
             outputs = self._from_pieces(prompt, make)
         else:
-            outputs = self._from_whole(prompt, make)
+            outputs = self._from_whole(prompt, params, make)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
 
     async def _from_whole(
-        self, prompt: Prompt | Messages, make: MakeRequest
+        self, prompt: Prompt | Messages, params: SamplingParams, make: MakeRequest
     ) -> AsyncGenerator[RequestOutput, None]:
         rendered = await self._render(prompt)
+        if params.truncate_prompt_tokens is not None:
+            length = (await self._connected()).ready.max_model_len
+            rendered = truncated_for(params, rendered, length)
         salt = prompt.get("cache_salt") or "" if isinstance(prompt, Mapping) else ""
         request = await make(rendered, salt, is_conversation(prompt))
         client = await self._connected()

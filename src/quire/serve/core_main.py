@@ -27,7 +27,7 @@ from quire.engine.prefix_file import pin_configured
 from quire.engine.status import StatusLine
 from quire.engine.text import build_text_side
 from quire.engine.timeline import Timelines
-from quire.models.source import resolve_model
+from quire.models.source import resolve_source
 from quire.serve.launch import FAILURE, StartFailure
 from quire.serve.progress import LoadBar
 
@@ -46,7 +46,7 @@ def main() -> int:
         ranks = start_ranks(config)
         clock = MonotonicClock()
         with LoadBar(enabled=options.core == 0) as bar, ended_if_raised(ranks):
-            source = resolve_model(config.model.model, config.model.revision, progress=False)
+            source = resolve_source(config.model, progress=False)
             built = build_core(config, source, clock, bar.update, ranks)
         if config.cache.pin_prefix is not None:  # otherwise this process needs no text
             pin_configured(built.core, config.cache, build_text_side(config.model, source))

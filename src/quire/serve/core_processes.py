@@ -20,7 +20,7 @@ from quire.engine.remote import limits_of
 from quire.engine.requests import RequestMaker
 from quire.engine.text import build_text_side
 from quire.models.registry import model_spec
-from quire.models.source import resolve_model
+from quire.models.source import resolve_source
 from quire.render.renderer import Renderer
 from quire.render.tokenizer import Tokenizer
 from quire.serve.managed_core import ManagedCores
@@ -44,6 +44,10 @@ class CoreProcesses:
         self._end = weakref.finalize(self, _end, self._loop, thread, cores)
         self._client: CoreClient = self._call(_connect(cores, tokenizer))
         self._limits = limits_of(self._client.ready)
+
+    @property
+    def max_model_len(self) -> int:
+        return self._limits.max_model_len
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the engine can never serve this request."""
@@ -133,7 +137,7 @@ class ProcessEngine:
 def start_engine(config: EngineConfig) -> ProcessEngine:
     """Start the cores, and wait until they are loaded. Raises ModelError, ConfigError,
     OutOfMemory."""
-    source = resolve_model(config.model.model, config.model.revision)
+    source = resolve_source(config.model)
     model = config.model
     spec = model_spec(source.directory, model.model_impl, is_compiled=model.torch_compile)
     cores = ManagedCores(config, "warning" if config.disable_log_stats else "info")

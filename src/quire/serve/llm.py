@@ -15,6 +15,7 @@ from quire.render.answers.format import AnswerFormat
 from quire.render.chat_template import ChatOptions
 from quire.render.renderer import Messages, Prompt, RenderedPrompt, is_conversation
 from quire.render.tokenizer import Tokenizer
+from quire.render.truncation import truncated_for
 from quire.serve.beam_search import BeamSearchOutput, BeamSearchParams
 from quire.serve.core_processes import ProcessEngine, start_engine
 from quire.serve.hooks import TIMEOUT_S, Hooks
@@ -135,6 +136,7 @@ class LLM:
         params.output_kind = RequestOutputKind.DELTA
         [prompt], hooked = self._admitted([prompt], params, options)
         rendered = engine.renderer.render(prompt, options)
+        rendered = truncated_for(params, rendered, engine.client.max_model_len)
         name = hooked[0].request_id if hooked else None
         is_chat = is_conversation(prompt)
         form = engine.renderer.answer_format() if is_chat else None
@@ -270,11 +272,13 @@ class LLM:
         engine = self._alive
         priorities = _each(priority if priority is not None else 0, len(prompts), "priority")
         names: list[str | None] = [each.request_id for each in hooked] or [None] * len(prompts)
+        params_of = self._params(sampling_params, len(prompts))
+        longest = engine.client.max_model_len
+        prompts = [truncated_for(*each, longest) for each in zip(params_of, prompts, strict=True)]
         requests = []
         for prompt, params, name, salt, number in zip(
-            prompts, self._params(sampling_params, len(prompts)), names, salts, priorities,
-            strict=True,
-        ):  # fmt: skip
+            prompts, params_of, names, salts, priorities, strict=True
+        ):
             grammar = self._grammar(params, prompt, form)
             made = engine.requests.make(prompt, params, name, salt, number, grammar=grammar)
             requests.append(made)

@@ -33,7 +33,7 @@ from quire.base.durations import bounded_wait_s
 from quire.base.errors import ConfigError
 from quire.engine.child import NO_START
 from quire.engine.spawn import start_child
-from quire.models.source import resolve_model
+from quire.models.source import resolve_source
 from quire.serve.children import READY, Child, Process
 from quire.serve.core_child import NEVER, CoreChild
 from quire.serve.cores import CorePlace, core_places
@@ -57,7 +57,7 @@ def serve(engine: EngineConfig, server: ServerConfig, log_level: str = "info") -
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(_listening(server))
         sockets = [stack.enter_context(contextlib.closing(CoreSocket())) for _ in places]
-        resolve_model(engine.model.model, engine.model.revision)  # downloads, and fails, only once
+        resolve_source(engine.model)  # downloads, and fails, only once
         cores = list(zip(places, sockets, strict=True))
         return Supervisor(engine, server, log_level, listening, cores).run()
 

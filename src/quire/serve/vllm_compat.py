@@ -77,7 +77,6 @@ VLLM_SETTINGS: dict[str, VllmSetting] = {
     "guided_decoding_backend": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config": _ignored("llguidance is the one for all grammars"),
     "structured_outputs_config.backend": _ignored("llguidance is the one for all grammars"),
-    "stream_interval": _value("each token is streamed when it is there", 1),
     "middleware": _value("put a proxy in front"),
 }
 

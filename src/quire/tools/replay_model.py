@@ -17,7 +17,7 @@ from quire.engine.calls import UPDATE
 from quire.engine.executor import Executor
 from quire.engine.recording import Segment
 from quire.kv.manager import KVManager
-from quire.models.source import resolve_model
+from quire.models.source import resolve_source
 from quire.scheduler.decisions import SchedulerView
 from quire.scheduler.scheduler import Scheduler
 from quire.tools.replay import Difference, Outcome, Step, in_words, replay_all, restored
@@ -99,7 +99,7 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
         settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, also from stores
     settings |= dict.fromkeys(STORE_SETTINGS)
     config = config_from_flat(disable_log_stats=True, **settings)
-    source = resolve_model(config.model.model, config.model.revision)
+    source = resolve_source(config.model)
     built = build_core(config, source, MonotonicClock())
     _check_sizes(scheduler.memory.kv, built.core.scheduler.memory.kv)
     runs = _Runs(built.core.executor)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from quire.base.errors import REQUEST_FAILED, TIMED_OUT, EngineDead
-from quire.base.messages import Ready, Request
+from quire.base.messages import Cancel, Ready, Request
 from quire.base.outputs import RequestOutput
 from quire.base.step_outputs import Failure, Finish
 from quire.engine.build import Engine
@@ -95,6 +95,19 @@ class FakeClient:
     async def timeline(self, request_id: str, tenant: str | None = None) -> str:
         self.engine.client.core.publish()
         return self.timelines.text(request_id, tenant)
+
+    async def reset_prefix_cache(self) -> None:
+        self.engine.client.reset_prefix_cache()
+
+    async def cancel(self, request_ids: list[str] | None, tenant: str | None = None) -> list[str]:
+        """As the core does it, of its own requests."""
+        core = self.engine.client.core
+        mine = {each.request.request_id: each.request.tenant for each in core.requests()}
+        named = [name for name in mine if request_ids is None or name in request_ids]
+        found = [name for name in named if tenant in (None, mine[name])]
+        for name in found:
+            core.control(Cancel(name))
+        return found
 
     async def close(self) -> None:
         if self._task is not None:

@@ -50,7 +50,7 @@ from quire.engine.ranks.messages import (
     rank_codec,
 )
 from quire.models.rank_place import RankPlace
-from quire.models.source import resolve_model
+from quire.models.source import resolve_source
 from quire.ops.collective import ALONE, RankGroup
 from quire.ops.collectives.shared_group import SharedGroup
 from quire.runner.build import build_runner, choose_device
@@ -252,7 +252,7 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
     config, source = begin.config, begin.source
     if own is not None:  # of another machine
         config = own
-        source = resolve_model(own.model.model, own.model.revision, progress=False)
+        source = resolve_source(own.model, progress=False)
     link.send(Joined(facts_of(config, source)))
     place, links = _place(config, begin.rank, options), _links(options)
     share = MachineShare(begin.num_local, begin.free_bytes, lambda values: _least(link, values))

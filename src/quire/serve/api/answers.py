@@ -18,6 +18,7 @@ from quire.serve.api.disconnect import unless_disconnected
 from quire.serve.api.hooked_answer import HookedAnswer
 from quire.serve.api.jobs import PromptJob, collect, run
 from quire.serve.api.protocol import GenerationRequest
+from quire.serve.api.request_metrics import metrics_json
 from quire.serve.api.sse import DONE, encode, event, start_stream
 from quire.serve.hooks import RequestHooks
 
@@ -77,6 +78,7 @@ class Answer:
     """head: the fields of every object that is sent: id, object, created and model.
 
     choices: for each job its n. hooks: for each job its own; None where there are none.
+    tells_metrics: of an answer to one prompt, how long it took.
     """
 
     client: AsyncClient
@@ -85,6 +87,7 @@ class Answer:
     jobs: list[PromptJob]
     choices: Sequence[Sequence[Choice]]
     hooks: Sequence[RequestHooks] | None = None
+    tells_metrics: bool = False
 
     async def respond(self, request: fastapi.Request) -> Response:
         """Answer. Raise ApiError or QuireError as long as nothing was sent."""
@@ -103,7 +106,8 @@ class Answer:
                 choices += found["choices"]
         if (hooked := self._hooked()) is not None:
             choices = [await hooked.whole(choice) for choice in choices]
-        return found | {"choices": choices, "usage": usage_json(self.choices)}
+        measured = await self._measured(outputs[0])
+        return found | {"choices": choices, "usage": usage_json(self.choices)} | measured
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         """Yield one piece per output that has something to show."""
@@ -120,8 +124,10 @@ class Answer:
         beside: Json = {"usage": None} if self.body.wants_usage_chunk else {}
         head = self.head | beside
         outputs = run(self.client, self.jobs)
+        last: RequestOutput | None = None
         async with aclosing(outputs):
             async for index, output in outputs:
+                last = output
                 mine, chunks = self.choices[index], list[Json]()
                 for completion in output.outputs:
                     chunks += mine[completion.index].chunks(output, completion)
@@ -134,7 +140,15 @@ class Answer:
                 if chunks:
                     yield [head | chunk for chunk in chunks]
         if self.body.wants_usage_chunk:
-            yield [self.head | {"choices": [], "usage": usage_json(self.choices)}]
+            measured = {} if last is None else await self._measured(last)
+            yield [self.head | {"choices": [], "usage": usage_json(self.choices)} | measured]
+
+    async def _measured(self, output: RequestOutput) -> Json:
+        """Return the times of a request whose last output this is, if they are to be told."""
+        if not self.tells_metrics or len(self.jobs) > 1 or output.metrics is None:
+            return {}
+        request_id = self.jobs[0].request.request_id
+        return {"metrics": await metrics_json(self.client, request_id, output.metrics)}
 
     def _hooked(self) -> HookedAnswer | None:
         if self.hooks is None or not any(self.hooks[0].see(name) for name in OUTPUT_METHODS):

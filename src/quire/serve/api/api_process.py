@@ -24,7 +24,7 @@ from quire.base.errors import EngineDead, QuireError
 from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.fleet import CoreClient, client_of
 from quire.engine.text import build_text_side
-from quire.models.source import ModelSource, resolve_model
+from quire.models.source import ModelSource, resolve_source
 from quire.serve.api.app import create_app
 from quire.serve.api.context import ApiContext
 from quire.serve.api.http import TextProtocol, TimedProtocol
@@ -64,7 +64,7 @@ def main() -> int:
     sys.set_int_max_str_digits(MAX_DIGITS)
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ApiConfig)
     try:
-        source = resolve_model(config.model.model, config.model.revision, progress=False)
+        source = resolve_source(config.model, progress=False)
         return asyncio.run(_serve(config, source, options))
     except QuireError as error:
         print(f"quire: {error}", file=sys.stderr)

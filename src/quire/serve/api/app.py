@@ -4,7 +4,7 @@ from fastapi import Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from quire.base.version import QUIRE_VERSION
-from quire.serve.api import chat_completions, completions, prefixes, stream, utility
+from quire.serve.api import admin, chat_completions, completions, prefixes, stream, utility
 from quire.serve.api.auth import authorised
 from quire.serve.api.context import ApiContext
 from quire.serve.api.error_handlers import install_error_handlers
@@ -31,7 +31,8 @@ def create_app(context: ApiContext) -> FastAPI:
     protected = Depends(authorised)
     app.include_router(utility.public)
     app.include_router(utility.router, dependencies=[protected])
-    app.include_router(prefixes.router, dependencies=[protected])
+    for router in (prefixes.router, admin.router):
+        app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router):
         app.include_router(router, dependencies=[protected, Depends(generating)])
     app.include_router(stream.router)

@@ -73,7 +73,8 @@ class ChatChoice:
         if calls:
             message["tool_calls"] = [{k: v for k, v in c.items() if k != "index"} for c in calls]
         choice = {"index": self._index, "message": message} | self._beside(completion)
-        return {"choices": [choice]} | self._about_prompt(output)
+        beside: Json = {} if self._index else {"prompt_logprobs": None}
+        return {"choices": [choice]} | beside | self._about_prompt(output)
 
     def _first_chunk(self, output: RequestOutput) -> Json:
         self._begun = True

@@ -64,7 +64,8 @@ async def create_chat_completion(
     kind = "chat.completion.chunk" if body.stream else "chat.completion"
     head = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
     choices = _choices(api, body, job, asked)
-    answer = Answer(api.client, body, head, [job], [choices], hooks)
+    tells = api.config.enable_per_request_metrics
+    answer = Answer(api.client, body, head, [job], [choices], hooks, tells)
     return with_warnings(await answer.respond(request), grammar)
 
 

@@ -64,7 +64,8 @@ async def create_completion(
     head = {
         "id": answer_id, "object": "text_completion", "created": int(time.time()), "model": model,
     }  # fmt: skip
-    answer = Answer(api.client, body, head, jobs, choices, hooks)
+    tells = api.config.enable_per_request_metrics
+    answer = Answer(api.client, body, head, jobs, choices, hooks, tells)
     return with_warnings(await answer.respond(request), grammar)
 
 
@@ -147,7 +148,7 @@ class CompletionChoice:
         return []
 
     def whole(self, output: RequestOutput, completion: CompletionOutput) -> Json:
-        return {"choices": [self._take(output, completion)]}
+        return {"choices": [{"prompt_logprobs": None} | self._take(output, completion)]}
 
     def _take(self, output: RequestOutput, completion: CompletionOutput) -> Json:
         if self._body.max_tokens == 0:

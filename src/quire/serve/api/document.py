@@ -165,6 +165,8 @@ ANSWERS: dict[tuple[str, str], Json] = {
         )
     ),
     ("post", "/detokenize"): _json(_object(prompt="string")),
+    ("post", "/reset_prefix_cache"): _json(_object(reset="boolean")),
+    ("post", "/abort_requests"): _json(_object(request_ids=["string"])),
     ("get", "/load"): _json(_object(server_load="integer")),
     ("get", "/version"): _json(_object(version="string")),
     ("get", "/metrics"): {"text/plain": {"schema": {"type": "string"}}},

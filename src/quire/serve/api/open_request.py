@@ -136,8 +136,9 @@ class OpenRequest:
             job = dataclasses.replace(job, request=opened)
         hooks = None if self._hooks is None else [self._hooks]
         self.answer = Answer(
-            api.client, self.body, self._head(), [job], [[self._choice(job)]], hooks
-        )
+            api.client, self.body, self._head(), [job], [[self._choice(job)]], hooks,
+            api.config.enable_per_request_metrics,
+        )  # fmt: skip
 
     def _choice(self, job: PromptJob) -> CompletionChoice:
         as_ids = bool(self.body.return_tokens_as_token_ids)

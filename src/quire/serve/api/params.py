@@ -9,8 +9,10 @@ from quire.base.config import ServerConfig
 from quire.base.errors import CONTEXT_LENGTH_EXCEEDED
 from quire.base.messages import Ready
 from quire.base.sampling_params import RequestOutputKind, SamplingParams
+from quire.render import truncation
 from quire.render.generation import GenerationDefaults
 from quire.render.renderer import RenderedPrompt
+from quire.render.truncation import LEFT
 from quire.serve.api.errors import ApiError, bad_request
 from quire.serve.api.protocol import (
     ChatCompletionRequest,
@@ -24,7 +26,10 @@ Body = TypeVar("Body", bound=GenerationRequest)
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 
 # Fields that SamplingParams has by the same name and with the same meaning.
-OTHERS = {"max_tokens", "prompt_logprobs", "structured_outputs", "thinking_token_budget"}
+OTHERS = {
+    "max_tokens", "prompt_logprobs", "structured_outputs", "thinking_token_budget",
+    "truncate_prompt_tokens", "truncation_side",
+}  # fmt: skip
 SAME = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__) - OTHERS
 # What they are where they mean nothing.
 BEAMS = {"beam_width": 1, "length_penalty": 1.0, "early_stopping": False}
@@ -114,20 +119,13 @@ def truncated(
 ) -> RenderedPrompt:
     """Return the prompt, cut to truncate_prompt_tokens; -1 is what fits beside max_tokens."""
     keep = request.truncate_prompt_tokens
-    if keep is None:
-        return prompt
     if keep == 0:
         raise bad_request(
             "truncate_prompt_tokens must be at least 1, or -1 for what fits, got 0.",
             "truncate_prompt_tokens",
         )
-    if keep < 0:
-        keep = max(1, max_model_len - max(1, _asked_length(request)))
-    token_ids = prompt.token_ids
-    if len(token_ids) <= keep:
-        return prompt
-    right = request.truncation_side == "right"
-    return RenderedPrompt(token_ids[:keep] if right else token_ids[-keep:])
+    room = max_model_len - max(1, _asked_length(request))
+    return truncation.truncated(prompt, keep, room, request.truncation_side or LEFT)
 
 
 def _asked_length(request: GenerationRequest) -> int:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from quire.base.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
 from quire.serve.api.open_body import OpenBody
 from quire.serve.api.unsupported_fields import unsupported
 
@@ -172,6 +173,23 @@ class NamedProcessor(BaseModel):
     kwargs: Annotated[dict[str, Any], at_most(MAX_PROCESSOR_KWARGS)] | None = None
 
 
+class RepetitionSizes(BaseModel):
+    """The fields of `RepetitionDetectionParams`, with their meaning."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Field(ge=0, le=MOST_PATTERN_SIZE)] = 0
+    min_count: Annotated[int, Field(ge=0, lt=INT32)] = 0
+
+
+RepetitionDetection = Annotated[
+    RepetitionSizes,
+    at_most(MAX_FORMAT_FIELDS),
+    AfterValidator(lambda asked: RepetitionDetectionParams(**asked.model_dump())),
+]
+
+
 _PROCESSOR_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -316,6 +334,7 @@ class GenerationRequest(OpenBody):
     stop_token_ids: StopTokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
@@ -332,6 +351,7 @@ class GenerationRequest(OpenBody):
     prompt_logprobs: Int32 | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    stream_interval: Annotated[int, Field(ge=1, lt=INT32)] | None = None
 
     # Scheduling
     priority: Int32 | None = None
@@ -361,9 +381,7 @@ class GenerationRequest(OpenBody):
 
     logprob_token_ids: Any = unsupported("use logprobs, which shows the most probable tokens", [])
     return_token_offsets: Any = unsupported(NOT_HERE, False)
-    repetition_detection: Any = unsupported("use repetition_penalty or max_tokens instead")
     thinking_token_budget: Any = unsupported("use max_tokens to bound the answer", -1)
-    stream_interval: Any = unsupported("chunks are sent as their tokens come; leave it out", 1)
     watermarking: Any = unsupported(NOT_HERE, False)
     kv_transfer_params: Any = unsupported(NOT_HERE, {})
     ec_transfer_params: Any = unsupported(NOT_HERE, {})

@@ -29,7 +29,7 @@ from quire.models.formats import AS_THEY_ARE, IN_THE_DTYPE, WeightFormats, weigh
 from quire.models.loading import LoadOptions, check_files, formats_of_file, load_model
 from quire.models.packing import planned_bytes
 from quire.models.registry import model_spec
-from quire.models.source import ModelSource, load_format_of, resolve_model
+from quire.models.source import ModelSource, load_format_of, resolve_model, resolve_source
 from quire.ops.native import core
 from quire.ops.program import Untraceable
 from quire.runner.build import choose_device, torch_dtype
@@ -112,7 +112,7 @@ def verify(asked: Asked, on_run: OnRun = lambda run: None) -> Report:
     """
     check_transformers()
     config = asked.config
-    source = resolve_model(config.model.model, config.model.revision, progress=False)
+    source = resolve_source(config.model, progress=False)
     spec = asked.spec or model_spec(source.directory, config.model.model_impl)
     prompt = _prompt(asked, source, spec)
     length = len(prompt) + asked.num_tokens

@@ -1,0 +1,97 @@
+"""/reset_prefix_cache and /abort_requests: what they do, and who may."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from quire.base.config import ServerConfig
+from quire.base.errors import ConfigError
+from quire.serve.api.app import create_app
+from quire.serve.api.context import ApiContext
+from tests.serve.api.conftest import MakeContext
+from tests.serve.api.direct import wait_until
+from tests.serve.api.fake_client import FakeClient
+
+KEYS = ("one", "two", "boss")
+ENDLESS = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": list(range(5, 45)), "max_tokens": 1}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def cached(api: TestClient, **more: Any) -> int:
+    answer = api.post("/v1/completions", json=LONG, **more).json()
+    found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def test_what_was_cached_is_used_no_more(api: TestClient) -> None:
+    cached(api)
+    assert cached(api) > 0
+    assert api.post("/reset_prefix_cache").status_code == 200
+    assert cached(api) == 0
+    refused = api.post("/reset_prefix_cache?reset_running_requests=true")
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "reset_running_requests"
+
+
+@pytest.fixture
+def locked(make_context: MakeContext) -> ApiContext:
+    return make_context(api_key=KEYS, admin_api_key=KEYS[2:])
+
+
+def test_the_cache_is_not_for_each_key_to_reset(
+    locked: ApiContext, make_context: MakeContext
+) -> None:
+    with TestClient(create_app(locked)) as api:
+        assert api.post("/reset_prefix_cache").status_code == 401
+        refused = api.post("/reset_prefix_cache", headers=bearer("one"))
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "not_an_admin"
+        assert api.post("/reset_prefix_cache", headers=bearer("boss")).status_code == 200
+    with TestClient(create_app(make_context(api_key=KEYS))) as api:  # nobody is named
+        assert api.post("/reset_prefix_cache", headers=bearer("boss")).status_code == 403
+
+
+def test_an_admin_key_must_be_a_key_and_is_not_shown() -> None:
+    with pytest.raises(ConfigError, match="admin_api_key names 1 of 1 keys") as raised:
+        ServerConfig(api_key=("one",), admin_api_key=("s3cret",))
+    assert "s3cret" not in str(raised.value)
+
+
+def test_who_may_end_which_requests(locked: ApiContext) -> None:
+    client = locked.client
+    assert isinstance(client, FakeClient)
+    with TestClient(create_app(locked)) as api, ThreadPoolExecutor(2) as pool:
+        client.hold(after_steps=2)
+        ask = {"url": "/v1/completions", "json": ENDLESS}
+        open_ones = {key: pool.submit(api.post, **ask, headers=bearer(key)) for key in KEYS[:2]}
+        wait_until(lambda: client.num_generated == 2)
+        theirs = {request.tenant: request.request_id for request in client.requests}
+        ids = [theirs["key 1"], theirs["key 2"]]
+
+        def abort(key: str, body: dict[str, Any] | None) -> list[str]:
+            answer = api.post("/abort_requests", json=body, headers=bearer(key))
+            assert answer.status_code == 200, answer.text
+            ended: list[str] = answer.json()["request_ids"]
+            return ended
+
+        assert abort("one", {"request_ids": ids}) == ids[:1], "another's is not there for it"
+        assert abort("one", {"request_ids": ["cmpl-nothing"]}) == []
+        client.release()
+        ended = open_ones["one"].result(timeout=30).json()["choices"][0]
+        assert ended["finish_reason"] == "abort"
+        client.hold()
+        assert abort("boss", None) == ids[1:]
+        client.release()
+        assert open_ones["two"].result(timeout=30).json()["choices"][0]["finish_reason"] == "abort"
+        assert api.post("/abort_requests", headers=bearer("one")).json() == {"request_ids": []}
+
+
+@pytest.mark.parametrize("body", [{"request_ids": "a"}, {"request_ids": ["x"] * 1025}, {"ids": []}])
+def test_bodies_that_are_refused(api: TestClient, body: Any) -> None:
+    assert api.post("/abort_requests", json=body).status_code == 400
