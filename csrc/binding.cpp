@@ -435,7 +435,8 @@ NB_MODULE(_core, m) {
         .def("reduce_scatter", &reduce_scatter, Unlocked())
         .def("all_to_all", &all_to_all, Unlocked())
         .def("abort", &Group::abort, Unlocked())
-        .def_prop_ro("seconds", &Group::seconds);
+        .def_prop_ro("seconds", &Group::seconds)
+        .def_prop_ro("num_exchanges", &Group::num_exchanges);
     nb::class_<quire::Program>(m, "Program")
         .def(nb::init<std::vector<int64_t>, std::vector<int64_t>, int64_t, int>())
         .def("add_layer", &quire::Program::add_layer)

@@ -211,6 +211,8 @@ uint8_t* SharedGroup::slot(int rank) const {
     return memory_ + kHeaderBytes + (2 * rank + piece_ % 2) * slot_bytes_;
 }
 
+uint32_t SharedGroup::num_exchanges() const { return line(rank_)->count.load(); }
+
 // Says that this rank has come so far, and waits until all have.
 void SharedGroup::meet() {
     check();

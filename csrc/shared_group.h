@@ -52,6 +52,8 @@ class SharedGroup {
 
     // The time that exchanges have taken, with waiting.
     double seconds() const { return seconds_; }
+    // How often this rank has met the others, or is about to. From any thread.
+    uint32_t num_exchanges() const;
 
    private:
     enum Reason : uint32_t { kGaveUp, kGone, kLate };

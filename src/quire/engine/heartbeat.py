@@ -18,10 +18,32 @@ from quire.engine.executor import Executor
 
 FIELDS = struct.Struct("<dq")
 LOAD = struct.Struct("<q")  # behind them
+CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
 LEAST_S = 10.0
 TOLERANCE = 10.0
 CONFIRM_S = 0.9  # between the first look that found the core late, and one that counts
 FORGET = 0.999  # per step: how fast the longest step is forgotten
+
+
+class StepLimit:
+    """How long a step may take: ten times the expected time, at least LEAST_S. expected_s: what a
+    large step takes, as long as none was measured."""
+
+    def __init__(self, expected_s: float) -> None:
+        self._expected_s = expected_s
+
+    @property
+    def seconds(self) -> float:
+        return max(LEAST_S, TOLERANCE * self._expected_s)
+
+    def observe(self, took_s: float) -> None:
+        """Follow the longest step, and slowly forget it."""
+        self._expected_s = max(took_s, FORGET * self._expected_s)
+
+
+def expected_step_s(device: str, weights_bytes: int, num_tokens: int) -> float:
+    """Guess generously: two operations per weight and token of the largest step."""
+    return weights_bytes * num_tokens / (CPU_FLOPS if device == "cpu" else GPU_FLOPS)
 
 
 class Heartbeat:
@@ -30,7 +52,7 @@ class Heartbeat:
     def __init__(self, path: Path, expected_s: float) -> None:
         path.write_bytes(bytes(FIELDS.size + LOAD.size))
         self._memory = _map(path, mmap.ACCESS_WRITE)
-        self._expected_s = expected_s
+        self._limit = StepLimit(expected_s)
         self._num_steps = 0
         self._began_s = 0.0
 
@@ -38,13 +60,11 @@ class Heartbeat:
         """Note that a step begins: it must end within ten times the expected time, at least 10
         s."""
         self._began_s = now_s
-        limit_s = max(LEAST_S, TOLERANCE * self._expected_s)
-        FIELDS.pack_into(self._memory, 0, now_s + limit_s, self._num_steps)
+        FIELDS.pack_into(self._memory, 0, now_s + self._limit.seconds, self._num_steps)
 
     def end(self, now_s: float) -> None:
-        """Note that the step has ended: what follows must be over in time as well. The expected
-        time follows the longest step, and slowly forgets it."""
-        self._expected_s = max(now_s - self._began_s, FORGET * self._expected_s)
+        """Note that the step has ended: what follows must be over in time as well."""
+        self._limit.observe(now_s - self._began_s)
         self._num_steps += 1
         self.begin(now_s)
 

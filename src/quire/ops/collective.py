@@ -15,12 +15,16 @@ from quire.ops.registry import op
 
 class RankGroup(Protocol):
     """Ranks that compute together. rank: this one of them, from 0; size: how many there are.
+    num_exchanges: how often this one has met the others, or goes to, which any thread may ask.
 
     Any of the calls raises RankLost where another rank is gone or has given up, from then on.
     """
 
     rank: int
     size: int
+
+    @property
+    def num_exchanges(self) -> int: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over all ranks; x may be overwritten."""
@@ -46,7 +50,7 @@ class RankGroup(Protocol):
 class Alone:
     """A group of one rank, which has all there is."""
 
-    rank, size = 0, 1
+    rank, size, num_exchanges = 0, 1, 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x

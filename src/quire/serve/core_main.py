@@ -21,7 +21,7 @@ from quire.engine.build import BuiltCore, build_core, ended_if_raised, start_ran
 from quire.engine.child import NO_START, begin_child, collecting_rarely
 from quire.engine.core_server import CoreReports, CoreServer
 from quire.engine.exposition import Exposition
-from quire.engine.heartbeat import BeatingExecutor, Heartbeat
+from quire.engine.heartbeat import BeatingExecutor, Heartbeat, expected_step_s
 from quire.engine.metrics import EngineMetrics
 from quire.engine.prefix_file import pin_configured
 from quire.engine.status import StatusLine
@@ -34,7 +34,6 @@ from quire.serve.progress import LoadBar
 logger = logging.getLogger("quire")
 
 # A careful guess at what any machine reaches, for the time of a step as long as none was measured.
-CPU_FLOPS, GPU_FLOPS = 1e10, 1e13
 
 
 def main() -> int:
@@ -90,18 +89,13 @@ def _make_server(built: BuiltCore, options: argparse.Namespace, name: str) -> Co
         settings=flat_settings(config),
         memory=built.memory.describe(),
     )
-    heartbeat = Heartbeat(options.home / "heartbeat", _expected_step_s(built))
+    num_tokens = config.scheduler.max_num_batched_tokens or 1
+    expected_s = expected_step_s(config.device, built.memory.weights_bytes, num_tokens)
+    heartbeat = Heartbeat(options.home / "heartbeat", expected_s)
     built.core.executor = BeatingExecutor(built.core.executor, heartbeat, clock)
     listener = socket.socket(fileno=options.listener)
     reports = CoreReports(exposition.text, status, heartbeat, timelines.text)
     return CoreServer(built.core, listener, ready, reports, clock)
-
-
-def _expected_step_s(built: BuiltCore) -> float:
-    """Guess generously: two operations per weight and token of the largest step."""
-    num_tokens = built.config.scheduler.max_num_batched_tokens or 1
-    rate = CPU_FLOPS if built.config.device == "cpu" else GPU_FLOPS
-    return built.memory.weights_bytes * num_tokens / rate
 
 
 def _arguments() -> argparse.Namespace:

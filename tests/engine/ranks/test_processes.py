@@ -1,16 +1,19 @@
-"""Ranks that die or stand still: an error within two seconds, and nobody stays behind.
+"""Ranks that die, stand still or spin: an error in time, and nobody stays behind.
 
 Covers `engine/ranks/processes.py`.
 """
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import quire.engine.heartbeat
 from quire import LLM, SamplingParams
 from quire.base.config import EngineConfig, config_from_flat
 from quire.base.errors import (
@@ -94,6 +97,53 @@ def test_at_rest_and_in_a_step(is_idle: bool, rank: int, number: int) -> None:
             core.step()
         assert time.monotonic() - began < SOON_S
         assert f"rank {rank} of 2 (process {pids[rank]})" in str(core._death)
+        with pytest.raises(EngineError, match="the engine has stopped"):
+            llm.generate(WORDS, GREEDY, use_tqdm=False)
+    assert not any(map(is_running, pids))
+
+
+SPIN = """
+import ctypes, signal, sys
+
+def spin(number, frame):
+    while True:
+        pass
+
+def hang(number, frame):
+    ctypes.PyDLL(None).pause()  # which holds Python's lock for ever
+
+if "quire.engine.ranks.rank_main" in sys.orig_argv:
+    signal.signal(signal.SIGUSR1, spin)
+    signal.signal(signal.SIGUSR2, hang)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "place"),
+    [
+        (1, signal.SIGUSR1, r"sitecustomize.py:\d+ \(spin\)"),
+        (0, signal.SIGUSR2, r"sign of life came [12]\.\d s ago"),
+    ],
+)
+def test_who_spins_is_told_from_who_waits_for_it(
+    rank: int, number: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SPIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(quire.engine.heartbeat, "LEAST_S", 1.0)
+    with LLM(str(checkpoint("llama")), **(COMMON | TWO)) as llm:
+        core, pids = llm.engine.client.core, ranks_of()
+        next(llm.stream(WORDS, LONG))
+        core.add(Request("r", WORDS, LONG, seed=1))
+        kill(pids[rank], number)
+        core.plan()
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=f"rank {rank} of 2 .process {pids[rank]}. is stuck"):
+            core.step()
+        assert 0.8 < time.monotonic() - began < 4.0
+        said = str(core._death)
+        assert re.search(r"step \d+ was not over after [12]\.\d s", said)
+        assert re.search(place, said)
         with pytest.raises(EngineError, match="the engine has stopped"):
             llm.generate(WORDS, GREEDY, use_tqdm=False)
     assert not any(map(is_running, pids))

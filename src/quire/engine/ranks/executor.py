@@ -22,7 +22,10 @@ from quire.base.draft_order import DraftAnswer, DraftOrder
 from quire.base.errors import EngineError, RankLost
 from quire.base.masks import MaskPromise
 from quire.base.plan import Plan, StepResult
+from quire.engine.heartbeat import StepLimit
+from quire.engine.ranks.lateness import Lateness
 from quire.engine.ranks.messages import (
+    Beat,
     Done,
     FromRank,
     Guessed,
@@ -41,8 +44,10 @@ DISAGREE_S = 2.0  # how much later than the first one others may fail on a step
 
 @dataclass
 class _Open:
-    """A step that was handed over. answers: by rank. failed_s: when the first one failed."""
+    """A step that was handed over. lacks_masks: they are still made. answers: by rank. failed_s:
+    when the first one failed."""
 
+    lacks_masks: bool = False
     answers: dict[int, Result | Done] = field(default_factory=dict)
     failed_s: float = 0.0
 
@@ -52,7 +57,7 @@ class _Open:
 
 class RankExecutor:
     """num_ranks: of num_stages; the first of the last stage gives the results. idles: they have
-    something to do in idle moments."""
+    something to do in idle moments. expected_s: what a large step takes."""
 
     def __init__(
         self,
@@ -62,8 +67,10 @@ class RankExecutor:
         *,
         num_stages: int = 1,
         idles: bool = False,
+        expected_s: float = 0.0,
     ) -> None:
-        self.steps = RankSteps(processes.link, num_ranks, num_stages, idles=idles)
+        limit = StepLimit(expected_s)
+        self.steps = RankSteps(processes.link, num_ranks, num_stages, limit, idles=idles)
         self._processes = processes
         self._copy_bytes_per_s = copy_bytes_per_s
         self._num_submitted = self._num_unanswered = 0
@@ -86,7 +93,7 @@ class RankExecutor:
         steps = self.steps
         steps.begin(Step(number, plan, is_first, masks is not None))
         if masks is not None:
-            masks.then(lambda made: steps.link.send(Masks.of(number, made)))
+            masks.then(lambda made: steps.give_masks(Masks.of(number, made)))
 
     def is_ready(self) -> bool:
         return not self.steps.results.empty()
@@ -101,8 +108,7 @@ class RankExecutor:
 
     def draft(self, order: DraftOrder) -> DraftAnswer:
         """Let the ranks' models guess; waits for it. Raises EngineError."""
-        self.steps.check()
-        self.steps.link.send(Order(order))
+        self.steps.order(Order(order))
         found = self.steps.guesses.get()
         if isinstance(found, RankLost):
             raise found
@@ -118,7 +124,9 @@ class RankSteps:
     """The side of the thread that hears the ranks: it must not hold the executor, whose end is
     theirs."""
 
-    def __init__(self, link: RankLink, num_ranks: int, num_stages: int, *, idles: bool) -> None:
+    def __init__(
+        self, link: RankLink, num_ranks: int, num_stages: int, limit: StepLimit, *, idles: bool
+    ) -> None:
         self.link = link
         self.results: SimpleQueue[StepResult | RankLost] = SimpleQueue()
         self.guesses: SimpleQueue[Guessed | RankLost] = SimpleQueue()
@@ -127,6 +135,8 @@ class RankSteps:
         self._of_stage = num_ranks // num_stages
         self._answering = num_ranks - self._of_stage
         self._open: dict[int, _Open] = {}  # by number
+        self._unguessed: set[int] = set()  # ranks that still carry out an order
+        self._lateness = Lateness(num_ranks, self._of_stage, limit, time.monotonic())
         self._lock = threading.Lock()
         self._loss: RankLost | None = None
         self._idles, self._num_idling = idles, 0
@@ -135,8 +145,26 @@ class RankSteps:
         """Hand a step over. Raises RankLost."""
         self.check()
         with self._lock:
-            self._open[step.number] = _Open()
+            if not self._open:
+                self._lateness.begin(time.monotonic())
+            self._open[step.number] = _Open(step.has_masks)
         self.link.send(step)
+
+    def give_masks(self, masks: Masks) -> None:
+        """Hand over the masks of a step, which can go on."""
+        with self._lock:
+            if (step := self._open.get(masks.number)) is not None:
+                step.lacks_masks = False
+                self._lateness.begin(time.monotonic())
+        self.link.send(masks)
+
+    def order(self, order: Order) -> None:
+        """Let the ranks' models guess. Raises RankLost."""
+        self.check()
+        with self._lock:
+            self._unguessed = set(range(len(self.times)))
+            self._lateness.begin(time.monotonic())
+        self.link.send(order)
 
     def check(self) -> None:
         """Raise RankLost if nothing can be carried out any more."""
@@ -147,7 +175,14 @@ class RankSteps:
         """Take what a rank says."""
         if isinstance(message, Result | Done):
             self._take(rank, message)
+        elif isinstance(message, Beat):
+            with self._lock:
+                self._lateness.hear(rank, message, time.monotonic())
         elif isinstance(message, Guessed):
+            with self._lock:
+                self._unguessed.discard(rank)
+                if not self._unguessed:
+                    self._lateness.begin(time.monotonic())  # for what waits behind it
             if rank == self._answering:
                 self.guesses.put(message)
         elif isinstance(message, Idled):
@@ -162,8 +197,9 @@ class RankSteps:
         self.on_result()
 
     def tick(self) -> None:
-        """Give up where not all failed on a step on which one did, since others may wait for it;
-        use an idle moment."""
+        """Give up where not all failed on a step on which one did, since others may wait for it,
+        and where a step does not end; use an idle moment."""
+        self._miss(time.monotonic())
         late_s = time.monotonic() - DISAGREE_S
         with self._lock:
             steps = [
@@ -178,6 +214,27 @@ class RankSteps:
             self._num_idling = len(self.times)
             self.link.send(Idle())
 
+    def _miss(self, now_s: float) -> None:
+        """Give up where a rank keeps what is under way from ending."""
+        with self._lock:
+            what, absent = self._under_way()
+            if not absent or not self._lateness.is_late(now_s):
+                return
+            rank = self._lateness.who(absent)
+            why = self._lateness.tell(rank, what, now_s)
+        self.link.give_up(rank, why)
+
+    def _under_way(self) -> tuple[str, set[int]]:
+        """Return what the ranks do now, and who has not done it yet; nobody, if they have to
+        wait."""
+        if self._unguessed:
+            return "guessing", self._unguessed
+        for number, step in self._open.items():
+            if step.lacks_masks:
+                break
+            return f"step {number}", set(range(len(self.times))) - step.answers.keys()
+        return "", set()
+
     def _take(self, rank: int, answer: Result | Done) -> None:
         with self._lock:
             step = self._open[answer.number]
@@ -185,6 +242,7 @@ class RankSteps:
             is_complete = len(step.answers) == len(self.times)
             if is_complete:
                 del self._open[answer.number]
+                self._lateness.end(time.monotonic())
             elif answer.error is not None:
                 step.failed_s = step.failed_s or time.monotonic()
         times = self.times[rank]
@@ -218,6 +276,5 @@ class RankSteps:
         return not set(range(first, end)) <= set(failed)
 
     def _disagree(self, step: _Open) -> None:
-        rank, num = step.failed()[0], len(self.times)
-        error = step.answers[rank].error
-        self.link.give_up(f"a step failed on rank {rank} of {num} and not on all of them: {error}")
+        rank = step.failed()[0]
+        self.link.give_up(rank, f"failed on a step, and not all did: {step.answers[rank].error}")

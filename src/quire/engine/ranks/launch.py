@@ -16,10 +16,12 @@ from quire.base import errors
 from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError, RankLost
 from quire.base.parallel import ParallelConfig
+from quire.engine.heartbeat import expected_step_s
 from quire.engine.loaded import LoadedElsewhere
 from quire.engine.ranks.alike import different, facts_of
 from quire.engine.ranks.executor import RankExecutor
 from quire.engine.ranks.messages import (
+    Beat,
     Begin,
     Failed,
     FromRank,
@@ -117,7 +119,12 @@ class Ranks:
         model = replace(models[answering], spec=spec, copy_bytes_per_s=rate)
         processes = self._processes
         executor = RankExecutor(
-            processes, self._num, rate, num_stages=num_stages, idles=model.is_async
+            processes,
+            self._num,
+            rate,
+            num_stages=num_stages,
+            idles=model.is_async,
+            expected_s=max(map(_expected_step_s, models)),
         )
         if self._num > 1 and not config.disable_log_stats:
             for rank, each in enumerate(models):
@@ -163,6 +170,11 @@ class Ranks:
                 )
 
 
+def _expected_step_s(model: LoadedElsewhere) -> float:
+    num_tokens = model.config.scheduler.max_num_batched_tokens or 1
+    return expected_step_s(model.device_type, model.memory.weights_bytes, num_tokens)
+
+
 class _Heard:
     """Keeps what ranks say until somebody asks."""
 
@@ -170,7 +182,8 @@ class _Heard:
         self.messages: SimpleQueue[tuple[int, FromRank | RankLost]] = SimpleQueue()
 
     def hear(self, rank: int, message: FromRank) -> None:
-        self.messages.put((rank, message))
+        if not isinstance(message, Beat):  # of those that have loaded already
+            self.messages.put((rank, message))
 
     def lose(self, error: RankLost) -> None:
         self.messages.put((-1, error))

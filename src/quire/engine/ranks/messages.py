@@ -1,7 +1,7 @@
 """What a core and its ranks tell each other: msgpack of these structs, each behind its length.
 
     core  Begin  Least  Step ... Masks ... Order ... Idle ... (end of the stream: end)
-    rank  Joined Loading* Least Loaded   Result | Done ...  Guessed ... Idled      Failed
+    rank  Joined Loading* Least Loaded   Result | Done ...  Guessed ... Idled  Beat ...    Failed
 
 A plan is data, so it crosses as it is. Nothing is pickled. Arrays are bytes of int32 or float32;
 those of more than one dimension come with their shape.
@@ -192,8 +192,17 @@ class Idled(msgspec.Struct, frozen=True, tag=True):
     has_more: bool
 
 
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """Rank to core: a sign of life. number: of the step that it has begun last, -1 before the
+    first. num_exchanges: how often it has met those that share its layers. where: in the code."""
+
+    number: int
+    num_exchanges: int
+    where: str
+
+
 ToRank = Begin | Least | Step | Masks | Order | Idle
-FromRank = Joined | Loading | Least | Loaded | Failed | Result | Done | Guessed | Idled
+FromRank = Joined | Loading | Least | Loaded | Failed | Result | Done | Guessed | Idled | Beat
 
 
 def core_codec() -> Codec[FromRank]:

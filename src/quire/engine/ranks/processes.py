@@ -42,8 +42,9 @@ class RankLink(Protocol):
         """Send all the same; what several threads send comes in one order everywhere."""
         ...
 
-    def give_up(self, why: str) -> None:
-        """Kill all; the listener's `lose` gets this reason, unless one was lost before."""
+    def give_up(self, rank: int, why: str) -> None:
+        """Kill all; the listener's `lose` gets this reason behind the name of a rank, unless one
+        was lost before."""
         ...
 
 
@@ -202,9 +203,10 @@ class _Loop:
             for rank in self.ranks:
                 self.send_to(rank, data)
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, rank: int, why: str) -> None:
         """See RankLink."""
-        self.lose(RankLost(why))
+        who = self.ranks[rank]
+        self.lose(RankLost(f"{self._name(who)} {why}{who.last_words}"))
 
     def send_to(self, rank: _Rank, data: bytes) -> None:
         """Send, waiting for room. What a rank that is gone does not get, its end tells."""

@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from quire.engine.executor import failed_step
 from quire.engine.loaded import LoadedElsewhere
 from quire.engine.local import LocalModel, build_local
 from quire.engine.ranks.alike import facts_of
+from quire.engine.ranks.beat import Beats
 from quire.engine.ranks.messages import (
     Begin,
     Done,
@@ -77,13 +79,16 @@ class Link:
     def __init__(self, sock: socket.socket) -> None:
         self.pending: deque[ToRank] = deque()
         self.socket = sock
+        self._sending = threading.Lock()
         self._codec = rank_codec()
         self._frames = frames()
 
     def send(self, message: FromRank) -> None:
-        """Send a message. Raises CoreGone."""
+        """Send a message, from any thread. Raises CoreGone."""
+        data = self._codec.encode(message)
         try:
-            self.socket.sendall(self._codec.encode(message))
+            with self._sending:
+                self.socket.sendall(data)
         except OSError:
             raise CoreGone from None
 
@@ -119,10 +124,11 @@ class FetchedMasks(MaskPromise):
 
 
 class RankLoop:
-    """Carries out what a core sends. answers: this rank tells what steps gave."""
+    """Carries out what a core sends. beats: tell it where this rank is. answers: this rank tells
+    what steps gave."""
 
-    def __init__(self, link: Link, local: LocalModel, *, answers: bool) -> None:
-        self._link, self._local, self._answers = link, local, answers
+    def __init__(self, link: Link, local: LocalModel, beats: Beats, *, answers: bool) -> None:
+        self._link, self._local, self._beats, self._answers = link, local, beats, answers
         self._promises: dict[int, MaskPromise] = {}  # by the number of a step
         self._numbers: deque[int] = deque()  # of steps that the executor has
         self._has_failed = False  # later plans are not carried out, until all were answered
@@ -165,6 +171,7 @@ class RankLoop:
             raise EngineError(f"a rank does not expect {type(message).__name__}")
 
     def _begin(self, step: Step) -> None:
+        self._beats.number = step.number
         masks = None
         if step.has_masks:
             masks = MaskPromise() if self._local.built.is_async else FetchedMasks(self._fetch_masks)
@@ -263,8 +270,9 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
         idles=False,
     )
     answers = begin.rank == config.parallel.answering_rank
-    loop = RankLoop(link, local, answers=answers)
     link.send(Loaded(LoadedElsewhere.of(local.built)))
+    beats = Beats(link.send, lambda: place.tensor.num_exchanges, CoreGone)
+    loop = RankLoop(link, local, beats, answers=answers)
     with collecting_rarely():
         loop.run()
 

@@ -18,6 +18,11 @@ class Neighbours:
         self.rank, self.size = whole.rank % size, size
         self._whole, self._first = whole, whole.rank - self.rank
 
+    @property
+    def num_exchanges(self) -> int:
+        """See RankGroup; of the whole group."""
+        return self._whole.num_exchanges
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See RankGroup; in the order of ranks."""
         return sum_in_order(self.all_gather(x).unbind())

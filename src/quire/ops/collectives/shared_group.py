@@ -52,6 +52,11 @@ class SharedGroup:
         """Return the time that exchanges have taken so far, with waiting."""
         return self.core.seconds
 
+    @property
+    def num_exchanges(self) -> int:
+        """See RankGroup; of a large tensor its pieces."""
+        return self.core.num_exchanges
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See RankGroup; x is overwritten."""
         x = x.contiguous()

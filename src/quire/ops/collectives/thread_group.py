@@ -49,32 +49,35 @@ class ThreadGroup:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.size = rank, meeting.size
         self._meeting = meeting
+        self.num_exchanges = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
-        return self._meeting.exchange(self.rank, x, sum_in_order)
+        return self._exchange(x, sum_in_order)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
-        return self._meeting.exchange(self.rank, x, torch.stack)
+        return self._exchange(x, torch.stack)
 
     def reduce_scatter(self, x_G: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
         rank = self.rank
-        return self._meeting.exchange(
-            rank, x_G, lambda parts: sum_in_order([part[rank] for part in parts])
-        )
+        return self._exchange(x_G, lambda parts: sum_in_order([part[rank] for part in parts]))
 
     def all_to_all(self, x_G: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
         rank = self.rank
-        return self._meeting.exchange(
-            rank, x_G, lambda parts: torch.stack([part[rank] for part in parts])
-        )
+        return self._exchange(x_G, lambda parts: torch.stack([part[rank] for part in parts]))
 
     def abort(self) -> None:
         """See RankGroup."""
         self._meeting.abort()
+
+    def _exchange(
+        self, part: torch.Tensor, take: Callable[[list[torch.Tensor]], torch.Tensor]
+    ) -> torch.Tensor:
+        self.num_exchanges += 1
+        return self._meeting.exchange(self.rank, part, take)
 
 
 def thread_groups(size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:

@@ -40,8 +40,9 @@ class TorchGroup:
         in_order: bool,
     ) -> None:
         self.rank, self.size = place
-        self._backend, self._finish, self._abort = backend, finish, abort
+        self._backend, self._wait, self._abort = backend, finish, abort
         self._in_order = in_order
+        self.num_exchanges = 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See RankGroup."""
@@ -72,6 +73,10 @@ class TorchGroup:
     def abort(self) -> None:
         """See RankGroup."""
         self._abort()
+
+    def _finish(self, begin: Callable[[], c10d.Work]) -> None:
+        self.num_exchanges += 1
+        self._wait(begin)
 
 
 class GlooWaiting:

@@ -1,0 +1,67 @@
+"""Signs of life of a rank, which tell where it is, from a thread beside the one that computes."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+import quire
+from quire.engine.ranks.messages import Beat
+
+BEAT_S = 0.5  # between two of them
+OURS = str(Path(quire.__file__).parent)
+MOST_THREADS = 4
+MOST_PARTS = 3  # of a path
+
+
+class Beats:
+    """Sent until `send` raises. number: of the step that the rank has begun last, which its owner
+    sets; -1 before the first. num_exchanges: counts what it exchanged with others, and may be asked
+    on any thread."""
+
+    def __init__(
+        self,
+        send: Callable[[Beat], None],
+        num_exchanges: Callable[[], int],
+        gone: type[Exception],
+    ) -> None:
+        self.number = -1
+        self._send, self._num_exchanges, self._gone = send, num_exchanges, gone
+        threading.Thread(target=self._run, name="quire-beats", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._send(Beat(self.number, self._num_exchanges(), places()))
+            except self._gone:
+                return
+            time.sleep(BEAT_S)
+
+
+def places() -> str:
+    """Say where the other threads of this process are, those first that were started first."""
+    own, frames = threading.get_ident(), sys._current_frames()
+    others = [thread for thread in threading.enumerate() if thread.ident not in (own, None)]
+    found = [
+        f"{thread.name} at {place_of(frames[thread.ident])}"
+        for thread in others[:MOST_THREADS]
+        if thread.ident in frames
+    ]
+    return "; ".join(found)
+
+
+def place_of(frame: FrameType) -> str:
+    """Say where a frame is, and where in our own code, if it is not."""
+    here, each = _line(frame), frame
+    while not each.f_code.co_filename.startswith(OURS) and each.f_back is not None:
+        each = each.f_back
+    ours = _line(each)
+    return here if here == ours else f"{here}, from {ours}"
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    path = "/".join(Path(code.co_filename).parts[-MOST_PARTS:])
+    return f"{path}:{frame.f_lineno} ({code.co_name})"

@@ -1,0 +1,90 @@
+"""Which of the ranks that did not answer keeps the others, and when that counts."""
+
+import threading
+
+import pytest
+
+from quire.engine.heartbeat import LEAST_S, StepLimit
+from quire.engine.ranks.beat import Beats
+from quire.engine.ranks.lateness import CONFIRM_S, SHARE, Lateness
+from quire.engine.ranks.messages import Beat
+
+
+def lateness(*beats: Beat, in_stage: int = 2, expected_s: float = 0.0) -> Lateness:
+    made = Lateness(len(beats), in_stage, StepLimit(expected_s), 0.0)
+    for rank, beat in enumerate(beats):
+        made.hear(rank, beat, 1.0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("beats", "absent", "guilty"),
+    [
+        ([Beat(7, 30, ""), Beat(7, 29, "")], {0, 1}, 1),  # the other waits in an exchange
+        ([Beat(7, 29, ""), Beat(6, 29, "")], {0, 1}, 1),  # it did not begin the step
+        ([Beat(7, 9, ""), Beat(7, 4, "")], {0}, 0),  # the other is done
+        ([Beat(7, 9, ""), Beat(7, 9, ""), Beat(7, 1, ""), Beat(7, 1, "")], {1, 2, 3}, 1),
+        ([Beat(7, 9, ""), Beat(7, 9, ""), Beat(7, 5, ""), Beat(7, 4, "")], {2, 3}, 3),
+    ],
+)
+def test_who_has_come_least_far_keeps_the_others(
+    beats: list[Beat], absent: set[int], guilty: int
+) -> None:
+    """Exchanges are of a stage; who waits for the stage before is not to blame."""
+    assert lateness(*beats).who(absent) == guilty
+
+
+def test_of_two_that_are_as_far_it_is_the_silent_one() -> None:
+    made = lateness(Beat(7, 5, ""), Beat(7, 5, ""))
+    made.hear(0, Beat(7, 5, ""), 9.0)
+    assert made.who({0, 1}) == 1
+
+
+def test_one_late_look_is_not_enough_and_what_ends_is_counted_anew() -> None:
+    made, limit = lateness(Beat(0, 0, "")), SHARE * LEAST_S
+    made.begin(100.0)
+    assert not made.is_late(100.0 + limit)
+    assert not made.is_late(101.0 + limit)
+    made.end(101.1 + limit)
+    assert not made.is_late(102.0 + limit)
+    made.begin(1000.0)
+    assert not made.is_late(1e6)  # the machine stood still
+    assert made.is_late(1e6 + 2 * CONFIRM_S)
+
+
+def test_slow_steps_are_given_more() -> None:
+    made = lateness(Beat(0, 0, ""), expected_s=30.0)
+    assert not made.is_late(239.0) and not made.is_late(239.9)
+    assert not made.is_late(240.1) and made.is_late(240.2 + CONFIRM_S)
+    made.end(400.0)
+    assert not made.is_late(3500.0) and not made.is_late(3501.0)
+
+
+def test_what_is_known_is_told() -> None:
+    made = lateness(Beat(-1, 0, "MainThread at a.py:3 (f)"))
+    text = made.tell(0, "step 0", 9.0)
+    assert "step 0 was not over after 9.0 s" in text and "8.0 s ago: it had begun no step" in text
+    assert text.endswith("MainThread at a.py:3 (f)")
+
+
+def test_a_rank_tells_where_its_threads_are() -> None:
+    class Gone(Exception):
+        pass
+
+    heard: list[Beat] = []
+    come, done = threading.Event(), threading.Event()
+
+    def send(beat: Beat) -> None:
+        heard.append(beat)
+        come.set()
+        raise Gone
+
+    thread = threading.Thread(target=done.wait, name="computes")
+    thread.start()
+    Beats(send, lambda: 12, Gone)
+    assert come.wait(10)
+    done.set()
+    thread.join()
+    [beat] = heard
+    assert (beat.number, beat.num_exchanges) == (-1, 12)
+    assert "MainThread at " in beat.where and "(wait)" in beat.where
