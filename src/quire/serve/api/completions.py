@@ -16,6 +16,7 @@ from quire.serve.api.auth import tenant_asking
 from quire.serve.api.context import Api, ApiContext, new_id
 from quire.serve.api.errors import bad_request
 from quire.serve.api.hooked_prompt import admitted_prompts
+from quire.serve.api.infill import infilled
 from quire.serve.api.jobs import PromptJob, make_job
 from quire.serve.api.logprobs_json import LegacyLogprobs, Position, TokenNames, prompt_logprobs_json
 from quire.serve.api.params import (
@@ -51,6 +52,7 @@ async def create_completion(
     given = split_prompts(body.prompt)
     check_shared(body, len(given))
     grammar = await checked_grammar(api, body, len(given))
+    body, given = await infilled(api, body, given)
     given, hooks = await admitted_prompts(api, body, request.scope, answer_id, given)
     prompts = [await _rendered_in_turn(api, body, prompt) for prompt in given]
     tenant = tenant_asking(request.scope, api.config, body)

@@ -36,6 +36,7 @@ RULES = {
     "stream": Rule("the answer is always sent as it comes; leave it out", (True,)),
     "echo": Rule("the prompt is not shown again; leave it out", (False,)),
     "prompt_logprobs": Rule("a prompt in pieces has none; send it whole to /v1/completions", ()),
+    "suffix": Rule("what fills in between texts needs both of them whole; leave it out", ("",)),
     "truncate_prompt_tokens": Rule("pieces are computed as they come; leave it out", ()),
 }
 

@@ -399,14 +399,14 @@ class GenerationRequest(OpenBody):
 
 class CompletionRequest(GenerationRequest):
     """logprobs: how many candidates are shown per token, beside the chosen one. best_of: how many
-    continuations are made, of which the best n are shown."""
+    continuations are made, of which the best n are shown. suffix: what follows the continuation."""
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)] = None
+    suffix: str | None = None
     logprobs: Int32 | None = None
 
     best_of: Count | None = None
 
-    suffix: Any = unsupported("filling in before a suffix is not supported; leave it out", "")
     prompt_embeds: Any = unsupported("send the prompt as text or token ids", [])
 
 
