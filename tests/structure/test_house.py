@@ -37,8 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "runner": {"numpy", "torch"},
     "engine": {"llguidance", "numpy", "msgspec", "prometheus_client", "ray", "torch"},
     "serve": {
-        "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "rich", "starlette",
-        "uvicorn",
+        "fastapi", "h11", "msgspec", "numpy", "pydantic", "pydantic_core", "python_multipart",
+        "rich", "starlette", "uvicorn",
     },
     "cli": {"rich", "yaml"},
 }  # fmt: skip

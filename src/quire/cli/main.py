@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from quire.base.errors import QuireError
 from quire.base.version import QUIRE_VERSION
 from quire.cli import (
+    batch,
     bench,
     chat,
     doctor,
@@ -32,7 +33,8 @@ from quire.cli.config_file import describe, resolve
 logger = logging.getLogger("quire")
 
 COMMANDS = (
-    serve, chat, generate, bench, simulate, doctor, fit, verify, port, replay, explain, trace,
+    serve, chat, generate, batch, bench, simulate, doctor, fit, verify, port, replay, explain,
+    trace,
 )  # fmt: skip
 LONG_FLAG = re.compile(r"--[A-Za-z][\w-]*(?==|$)")
 

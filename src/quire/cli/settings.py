@@ -144,6 +144,14 @@ def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -
     _add_vllm_settings(parser)
 
 
+def add_server_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
+    """Add these of the server's options, for a command that adds the engine's."""
+    group = parser.add_argument_group("server settings")
+    for name, option in options_of(SERVER).items():
+        if name in names:
+            _add_option(group, option)
+
+
 def _add_common(parser: argparse.ArgumentParser, model_first: bool) -> None:
     """Add MODEL, --config and what is told."""
     parser.set_defaults(has_settings=True)

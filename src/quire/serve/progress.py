@@ -1,5 +1,6 @@
 """Progress bars on standard error, shown only on a terminal. rich is imported when one is."""
 
+import logging
 import sys
 import time
 from types import TracebackType
@@ -9,6 +10,12 @@ from quire.base.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+    from quire.serve.api.batches.tally import Tally
+
+logger = logging.getLogger("quire")
+
+LOG_S = 10.0  # between two lines where nobody sees a bar
 
 
 class _Bar:
@@ -79,3 +86,39 @@ class RequestBar(_Bar):
         prompt, new = (n / elapsed for n in self._num_tokens)
         speed = f"input {prompt:,.1f} tok/s, output {new:,.1f} tok/s"
         self._shown.update(self._task, advance=len(output.outputs), speed=speed)
+
+
+class BatchBar(_Bar):
+    """Lines of a batch that are done, at what rate, and until when; a line in the log now and then
+    where nobody sees a bar. tally: of earlier runs."""
+
+    def __init__(self, total: int, tally: "Tally") -> None:
+        super().__init__(enabled=True)
+        self._total, self._began, self._logged = total, time.perf_counter(), time.perf_counter()
+        self._num_before = tally.num_done
+        self._tokens_before = tally.num_output_tokens
+        if self._enabled:
+            self._open("Lines", total, "{task.completed}/{task.total} {task.fields[speed]}")
+
+    def update(self, tally: "Tally") -> None:
+        text = self._describe(tally)
+        if self._shown is not None:
+            self._shown.update(self._task, completed=tally.num_done, speed=text)
+        elif time.perf_counter() - self._logged >= LOG_S:
+            self._logged = time.perf_counter()
+            logger.info("%d/%d lines, %s", tally.num_done, self._total, text)
+
+    def _describe(self, tally: "Tally") -> str:
+        elapsed = max(1e-3, time.perf_counter() - self._began)
+        rate = (tally.num_done - self._num_before) / elapsed
+        new = (tally.num_output_tokens - self._tokens_before) / elapsed
+        left = (self._total - tally.num_done) / rate if rate else 0.0
+        until = (
+            f"{left // 3600:.0f}:{left // 60 % 60:02.0f}:{left % 60:02.0f} left" if rate else "-"
+        )
+        cached = tally.num_cached_tokens / max(1, tally.num_prompt_tokens)
+        failed = f", {tally.num_failed} failed" if tally.num_failed else ""
+        return (
+            f"{rate:.1f} lines/s, output {new:,.0f} tok/s, {cached:.0%} of prompt tokens cached"
+            f"{failed}, {until}"
+        )

@@ -1,0 +1,1 @@
+"""Batches: files of requests, answered through the app, for the server and for `quire batch`."""

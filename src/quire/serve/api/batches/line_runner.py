@@ -1,0 +1,170 @@
+"""Runs the lines of an input through the app, and writes what comes of each.
+
+The engine is kept full: as many lines are open as there are slots. A line that fails is written as
+such, and the others go on. What a server answers while it cannot take requests (503) is asked for
+again, so that no line fails for it.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from quire.base.errors import EngineDead
+from quire.serve.api.batches.app_caller import AppCaller, Reply
+from quire.serve.api.batches.input_index import InputIndex
+from quire.serve.api.batches.journal import Journal
+from quire.serve.api.batches.lines import (
+    Failure,
+    Line,
+    LineError,
+    OutputLine,
+    Response,
+    custom_id_of,
+    shown_id,
+)
+from quire.serve.api.batches.slots import Slots
+from quire.serve.api.batches.tally import Tally
+from quire.serve.api.reading import ON_LOOP_BYTES
+
+UNAVAILABLE = 503
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 5.0
+DEAD = re.compile(rb'"code":\s*"engine_dead"')
+YIELD_EVERY = 64  # lines that are written without a request
+
+
+@dataclass(frozen=True)
+class LineOptions:
+    """priority: of all requests, their own if None. ends_with_engine: raise EngineDead when the
+    engine is gone, instead of waiting for the next one."""
+
+    priority: int | None = None
+    ends_with_engine: bool = False
+
+
+DEFAULTS = LineOptions()
+
+
+class LineRunner:
+    """tally: of the lines that are done, also those of earlier runs."""
+
+    def __init__(
+        self, index: InputIndex, journal: Journal, options: LineOptions = DEFAULTS
+    ) -> None:
+        """Read what the journal holds. Raise RequestError if it is of another input."""
+        self.tally = Tally()
+        self._index, self._journal, self._options = index, journal, options
+        self._is_done = bytearray(len(index))
+        for place in journal.resume(index, self.tally):
+            self._is_done[place] = True
+        self._open: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self._is_done)
+
+    async def run(
+        self, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Run what is not done yet, until all of it is. Once `is_stopped`, nothing new is begun,
+        and what is open ends. Raise what kept a line from being written."""
+        try:
+            for place in self._to_do():
+                if is_stopped() or self._error is not None:
+                    break
+                await self._begin(place, caller, slots, is_stopped)
+            while self._open and self._error is None:
+                await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+            if self._error is not None:
+                raise self._error
+        finally:
+            await self._cancel_open()
+
+    async def fail_rest(self, code: str, message: str) -> None:
+        """Write an error for every line that is not done."""
+        for number, place in enumerate(self._to_do()):
+            data, digest = self._index.data(place)
+            failure = Failure(code, message)
+            self._write(place, OutputLine(shown_id(digest), custom_id_of(data), None, failure))
+            if number % YIELD_EVERY == 0:
+                await asyncio.sleep(0)
+
+    def _to_do(self) -> Iterator[int]:
+        return (place for place in map(int, self._index.order) if not self._is_done[place])
+
+    async def _begin(
+        self, place: int, caller: AppCaller, slots: Slots, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Send a line, once there is a slot for it."""
+        if self._index.size(place) > ON_LOOP_BYTES:
+            digest, line = await asyncio.to_thread(self._read, place, caller.urls)
+        else:
+            digest, line = self._read(place, caller.urls)
+        if isinstance(line, OutputLine):
+            self._write(place, line)
+            await asyncio.sleep(0)
+            return
+        taken = await slots.take(line.num_sequences)
+        if is_stopped():
+            slots.give(taken)
+            return
+        task = asyncio.create_task(self._answer(caller, place, digest, line))
+        self._open.add(task)
+        task.add_done_callback(self._end)
+        task.add_done_callback(lambda _: slots.give(taken))
+
+    def _read(self, place: int, urls: Collection[str]) -> tuple[bytes, Line | OutputLine]:
+        """Return a line's id, and the line, or what is to be written about a wrong one."""
+        data, digest = self._index.data(place)
+        try:
+            return digest, self._index.parse(place, data, urls)
+        except LineError as error:
+            failure = Failure(error.code, error.message)
+            return digest, OutputLine(shown_id(digest), custom_id_of(data), None, failure)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._open.discard(task)
+        if not task.cancelled() and task.exception() is not None and self._error is None:
+            self._error = task.exception()
+
+    async def _answer(self, caller: AppCaller, place: int, digest: bytes, line: Line) -> None:
+        body = line.body_of(self._options.priority)
+        pause_s = FIRST_PAUSE_S
+        reply = await caller.post(line.url, body)
+        while reply.status == UNAVAILABLE:
+            if self._options.ends_with_engine and DEAD.search(reply.body):
+                raise EngineDead("the engine has ended.")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            reply = await caller.post(line.url, body)
+        self._write(place, OutputLine(shown_id(digest), line.custom_id, _response(reply), None))
+
+    def _write(self, place: int, line: OutputLine) -> None:
+        self._journal.append(line)
+        self._is_done[place] = True
+        self.tally.add(line)
+
+    async def _cancel_open(self) -> None:
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+
+def _response(reply: Reply) -> Response:
+    """Make what is written of an answer: one line, whatever the app wrote."""
+    body = reply.body if b"\n" not in reply.body else _on_one_line(reply.body)
+    return Response(reply.status, reply.request_id, msgspec.Raw(body or b"null"))
+
+
+def _on_one_line(body: bytes) -> bytes:
+    try:
+        return msgspec.json.format(body, indent=-1)
+    except msgspec.DecodeError:
+        return msgspec.json.encode(body.decode("utf-8", "replace"))

@@ -1,0 +1,220 @@
+"""Lines through the app: what is written, what is asked again, how many are open."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from quire.base.errors import EngineDead
+from quire.serve.api.app import create_app
+from quire.serve.api.batches import line_runner
+from quire.serve.api.batches.app_caller import AppCaller, Reply, batch_urls
+from quire.serve.api.batches.journal import Journal
+from quire.serve.api.batches.line_runner import LineOptions, LineRunner
+from quire.serve.api.batches.slots import Slots
+from tests.serve.api.conftest import MakeContext, engine, make_context  # noqa: F401
+from tests.serve.batches.inputs import index_of, read, request, write
+
+
+class Scripted:
+    """Stands in for an app: answers when it is let, and counts."""
+
+    urls = frozenset({"/v1/completions"})
+
+    def __init__(self, *replies: Reply | BaseException) -> None:
+        self.replies = list(replies)
+        self.num_open = self.most_open = 0
+        self.bodies: list[Any] = []
+        self.go = asyncio.Event()
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        self.bodies.append(json.loads(body))
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            await self.go.wait()
+        finally:
+            self.num_open -= 1
+        reply = self.replies.pop(0) if self.replies else Reply(200, "req-1", b'{"a":\n1}')
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+
+def make_runner(tmp_path: Path, lines: list[Any], **options: Any) -> LineRunner:
+    index = index_of(write(tmp_path / "in", lines))
+    return LineRunner(index, Journal(tmp_path / "out"), LineOptions(**options))
+
+
+def test_answers_are_those_of_the_server(tmp_path: Path, make_context: MakeContext) -> None:  # noqa: F811
+    lines = [request(str(i), f"Fox {i % 2}") for i in range(5)]
+    lines[3]["body"]["max_tokens"] = -1
+    app = create_app(make_context())
+    with TestClient(app) as client:
+        wanted = [client.post(line["url"], json=line["body"]) for line in lines]
+    runner = make_runner(tmp_path, [*lines, "no json"])
+    asyncio.run(runner.run(AppCaller(create_app(make_context())), Slots(3)))
+    assert runner.is_complete and (runner.tally.num_completed, runner.tally.num_failed) == (4, 2)
+    found = {line["custom_id"]: line for line in read(tmp_path / "out")}
+    assert found[None]["error"]["code"] == "invalid_json_line" and found[None]["response"] is None
+    for number, answer in enumerate(wanted):
+        line = found[str(number)]
+        assert line["error"] is None and line["id"].startswith("batch_req_")
+        response = line["response"]
+        assert response["status_code"] == answer.status_code == (400 if number == 3 else 200)
+        assert response["request_id"].startswith("req-")
+        if number == 3:
+            assert response["body"] == answer.json()
+        else:
+            assert response["body"]["choices"] == answer.json()["choices"]
+
+
+def test_all_that_takes_json_may_be_asked_for(make_context: MakeContext) -> None:  # noqa: F811
+    app = create_app(make_context())
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize"} <= batch_urls(app)
+    assert not {"/v1/batches", "/v1/files", "/health", "/v1/models"} & batch_urls(app)
+
+
+def test_requests_bring_a_key(tmp_path: Path, make_context: MakeContext) -> None:  # noqa: F811
+    app: FastAPI = create_app(make_context(api_key=("secret",)))
+    body = json.dumps({"prompt": "Hello"}).encode()
+
+    async def ask(key: str | None) -> int:
+        return (await AppCaller(app, key).post("/tokenize", body)).status
+
+    assert [asyncio.run(ask(key)) for key in ("secret", "other", None)] == [200, 401, 401]
+
+
+def test_as_many_are_open_as_there_are_slots(tmp_path: Path) -> None:
+    lines = [request(str(i)) for i in range(9)]
+    lines[4]["body"]["n"] = 3
+    runner = make_runner(tmp_path, lines, priority=77)
+
+    async def run() -> Scripted:
+        app = Scripted()
+        work = asyncio.create_task(runner.run(app, Slots(4)))  # type: ignore[arg-type]
+        while app.num_open < 4:
+            await asyncio.sleep(0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert app.num_open == runner.num_open == 4
+        app.go.set()
+        await work
+        return app
+
+    app = asyncio.run(run())
+    assert app.most_open == 4 and len(app.bodies) == 9
+    assert {body["priority"] for body in app.bodies} == {77}
+    assert read(tmp_path / "out")[0]["response"]["body"] == {"a": 1}
+
+
+def test_a_busy_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_runner, "FIRST_PAUSE_S", 0.001)
+    busy = Reply(503, "r", b'{"error": {"code": "engine_busy"}}')
+    runner = make_runner(tmp_path, [request("a"), request("b")])
+
+    async def run() -> Scripted:
+        app = Scripted(busy, busy, busy)
+        app.go.set()
+        await runner.run(app, Slots(2))  # type: ignore[arg-type]
+        return app
+
+    assert len(asyncio.run(run()).bodies) == 5
+    assert [line["response"]["status_code"] for line in read(tmp_path / "out")] == [200, 200]
+
+
+def test_nothing_is_written_of_an_engine_that_died(tmp_path: Path) -> None:
+    dead = Reply(503, "r", b'{"error": {"code": "engine_dead"}}')
+    runner = make_runner(tmp_path, [request(str(i)) for i in range(5)], ends_with_engine=True)
+
+    async def run() -> None:
+        app = Scripted(Reply(200, "r", b"{}"), dead, dead)
+        app.go.set()
+        await runner.run(app, Slots(1))  # type: ignore[arg-type]
+
+    with pytest.raises(EngineDead):
+        asyncio.run(run())
+    assert len(read(tmp_path / "out")) == runner.tally.num_done == 1
+
+
+def test_a_stop_lets_open_lines_end(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, [request(str(i)) for i in range(9)])
+
+    async def run() -> None:
+        app, stopped = Scripted(), asyncio.Event()
+        work = asyncio.create_task(runner.run(app, Slots(2), stopped.is_set))  # type: ignore[arg-type]
+        while app.num_open < 2:
+            await asyncio.sleep(0)
+        stopped.set()
+        app.go.set()
+        await work
+
+    asyncio.run(run())
+    assert runner.tally.num_done == 2 and not runner.is_complete
+    again = make_runner_again(tmp_path)
+    asyncio.run(again.fail_rest("batch_expired", "too late"))
+    assert again.is_complete
+    found = read(tmp_path / "out")
+    assert len({line["custom_id"] for line in found}) == len(found) == 9
+    errors = [line["error"] for line in found[2:]]
+    assert errors == [{"code": "batch_expired", "message": "too late"}] * 7
+
+
+def make_runner_again(tmp_path: Path) -> LineRunner:
+    """As a second process would; the first one's journal is closed with it."""
+    (tmp_path / "out").rename(tmp_path / "old")
+    (tmp_path / "out").write_bytes((tmp_path / "old").read_bytes())
+    return LineRunner(index_of(tmp_path / "in"), Journal(tmp_path / "out"))
+
+
+def test_cancelling_leaves_what_is_done(tmp_path: Path) -> None:
+    runner = make_runner(tmp_path, [request(str(i)) for i in range(9)])
+
+    async def run() -> Scripted:
+        app = Scripted()
+        work = asyncio.create_task(runner.run(app, Slots(2)))  # type: ignore[arg-type]
+        while app.num_open < 2:
+            await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        return app
+
+    assert asyncio.run(run()).num_open == 0
+    assert read(tmp_path / "out") == []
+
+
+def test_slots_are_given_in_turn() -> None:
+    async def run() -> list[str]:
+        slots, got = Slots(4), list[str]()
+
+        async def take(name: str, number: int) -> None:
+            taken = await slots.take(number)
+            got.append(f"{name}{taken}")
+
+        await take("a", 3)
+        tasks = [asyncio.create_task(take(*each)) for each in (("b", 2), ("c", 1), ("d", 9))]
+        await asyncio.sleep(0)
+        assert got == ["a3"]  # c would fit, but b came first
+        slots.give(3)
+        await asyncio.sleep(0)
+        assert got == ["a3", "b2", "c1"]
+        slots.give(3)
+        await asyncio.sleep(0)
+        assert got[-1] == "d4"
+        slots.give(4)
+        await asyncio.gather(*tasks)
+        waiting = asyncio.create_task(take("e", 4))
+        await waiting
+        left = asyncio.create_task(take("f", 1))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        slots.give(4)
+        await take("g", 4)
+        return got
+
+    assert asyncio.run(run())[-2:] == ["e4", "g4"]
