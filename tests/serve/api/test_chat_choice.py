@@ -113,3 +113,16 @@ def test_a_call_that_a_stop_string_cut_off_is_not_to_be_called() -> None:
         answering = Answering(stream=streams)
         choice = answering.deltas(broken)[-1] if streams else answering.whole(broken)
         assert choice["finish_reason"] == "stop"
+
+
+def test_what_comes_at_once_keeps_its_order() -> None:
+    """A slow reader gets several steps in one output."""
+    answering = Answering()
+    token_ids = answering.tokenizer.encode(f"One.{CALL}Two.<think>Hm.</think>")
+    chunks = answering.choice.chunks(*answering.output(token_ids, "stop"))
+    choices = [choice for chunk in chunks[1:] for choice in chunk["choices"]]
+    assert [set(choice["delta"]) for choice in choices] == [
+        {"content", "tool_calls"}, {"content"}, {"reasoning", "reasoning_content"},
+    ]  # fmt: skip
+    assert [choice["delta"].get("content") for choice in choices] == ["One.", "Two.", None]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "tool_calls"]

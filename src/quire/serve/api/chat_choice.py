@@ -50,8 +50,11 @@ class ChatChoice:
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         found = [] if self._begun else [self._first_chunk(output)]
-        delta = self._delta(completion)
+        *before, delta = self._deltas(completion)
         self._count(output, completion)
+        for each in before:
+            choice = {"index": self._index, "delta": each, "logprobs": None, "finish_reason": None}
+            found.append({"choices": [choice]})
         if delta or completion.finish_reason or self._always:
             choice = {"index": self._index, "delta": delta} | self._beside(completion)
             found.append({"choices": [choice]})
@@ -86,14 +89,16 @@ class ChatChoice:
         }
         return {"choices": [choice]} | self._about_prompt(output)
 
-    def _delta(self, completion: CompletionOutput) -> Json:
-        """Return what is new; of an answer that is parsed, what is certain."""
+    def _deltas(self, completion: CompletionOutput) -> list[Json]:
+        """Return what is new, in the order in which it was written; of an answer that is parsed,
+        what is certain."""
         if self._parser is None:
-            return {"content": completion.text} if completion.text else {}
-        delta = self._made_of(self._parsed(self._parser, completion))
-        if thought := delta.pop("reasoning", ""):
-            delta |= _as_reasoning(thought)
-        return delta
+            return [{"content": completion.text} if completion.text else {}]
+        deltas = [self._made_of(run) for run in _runs(self._parsed(self._parser, completion))]
+        for delta in deltas:
+            if thought := delta.pop("reasoning", ""):
+                delta |= _as_reasoning(thought)
+        return deltas
 
     def _parsed(self, parser: AnswerParser, completion: CompletionOutput) -> list[Part]:
         parts = parser.push(completion.text)
@@ -168,6 +173,18 @@ class ChatChoice:
         if self._body.prompt_logprobs is not None and output.prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs_json(output.prompt_logprobs)
         return found
+
+
+def _runs(parts: Iterable[Part]) -> list[list[Part]]:
+    """Split parts into runs of which each is one delta: reasoning, then content, then calls."""
+    runs, place = [list[Part]()], 0
+    for part in parts:
+        now = 0 if isinstance(part, Reasoning) else 1 if isinstance(part, Content) else 2
+        if now < place:
+            runs.append([])
+        place = now
+        runs[-1].append(part)
+    return runs
 
 
 def _as_reasoning(text: str) -> Json:

@@ -101,7 +101,7 @@ class OpenRequest:
         before the last piece, and then all."""
         self._held += token_ids
         if self._held:
-            room_beside(RenderedPrompt(self._held), self._max_model_len, "prompt")
+            room_beside(RenderedPrompt(self._held), self._max_model_len, "prompt", can_cut=False)
         if not is_last or not self._held:
             return []
         return await admitted_ids(self._api, self.body, hooks, self._held)
@@ -127,7 +127,7 @@ class OpenRequest:
 
     def _begin(self, token_ids: list[int], is_last: bool, tenant: str) -> None:
         api, prompt = self._api, RenderedPrompt(token_ids)
-        room_beside(prompt, self._max_model_len, "prompt")
+        room_beside(prompt, self._max_model_len, "prompt", can_cut=False)
         job = make_job(
             api, self.body, prompt, self._params, self._job_id, tenant, self._grammar or "",
             self._core_id,

@@ -99,16 +99,19 @@ def checked_stream_options(request: Body, config: ServerConfig) -> Body:
     return request.model_copy(update={"stream_options": options})
 
 
-def room_beside(prompt: RenderedPrompt, max_model_len: int, param: str) -> int:
-    """Return how many tokens fit beside a prompt. param: the field that a 400 names."""
+def room_beside(
+    prompt: RenderedPrompt, max_model_len: int, param: str, can_cut: bool = True
+) -> int:
+    """Return how many tokens fit beside a prompt. param: the field that a 400 names. can_cut: the
+    request may ask for its prompt to be cut."""
     room = max_model_len - len(prompt.token_ids)
     if room >= 1:
         return room
+    or_cut = ", or set truncate_prompt_tokens=-1" if can_cut else ""
     raise ApiError(
         400,
         f"{param}: the prompt has {len(prompt.token_ids)} tokens, and max_model_len is"
-        f" {max_model_len}, which must hold the answer as well. Shorten the prompt, or set"
-        " truncate_prompt_tokens=-1.",
+        f" {max_model_len}, which must hold the answer as well. Shorten the prompt{or_cut}.",
         param=param,
         code=CONTEXT_LENGTH_EXCEEDED,
     )

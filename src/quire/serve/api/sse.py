@@ -7,7 +7,7 @@ refuses it refuses within milliseconds, and a client whose prompt takes a while 
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import fastapi
@@ -24,6 +24,7 @@ DONE = b"data: [DONE]\n\n"
 HEADERS_AFTER_S = 0.25
 
 Events = AsyncGenerator[bytes, None]
+ErrorEvent = Callable[[BaseException, str], bytes]  # of an error and the id of its request
 First = asyncio.Task[bytes]
 encode = msgspec.json.Encoder().encode
 
@@ -38,9 +39,11 @@ def error_event(error: BaseException, request_id: str = "") -> bytes:
     return b"data: " + json.dumps(body).encode() + b"\n\n" + DONE
 
 
-async def start_stream(request: fastapi.Request, events: Events) -> Response:
+async def start_stream(
+    request: fastapi.Request, events: Events, last: ErrorEvent = error_event
+) -> Response:
     """Wait for the first event, HEADERS_AFTER_S at most; what goes wrong until then is raised, for
-    a status of its own."""
+    a status of its own. last: makes the end of a stream that fails."""
     first = asyncio.ensure_future(_first(events))
     try:
         await unless_disconnected(request.receive, _look(first))
@@ -48,7 +51,7 @@ async def start_stream(request: fastapi.Request, events: Events) -> Response:
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         raise
-    return EventStream(first, events, request_id_of(request))
+    return EventStream(first, events, request_id_of(request), last)
 
 
 async def _first(events: Events) -> bytes:
@@ -68,12 +71,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: First, rest: Events, request_id: str) -> None:
+    def __init__(self, first: First, rest: Events, request_id: str, last: ErrorEvent) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._first = first
         self._rest = rest
         self._request_id = request_id
+        self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
@@ -96,7 +100,7 @@ class EventStream(Response):
             async for data in self._rest:
                 await _send_body(send, data)
         except Exception as error:
-            await _send_body(send, error_event(error, self._request_id))
+            await _send_body(send, self._last(error, self._request_id))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -1,0 +1,155 @@
+"""A conversation made ready for the engine, whichever endpoint it came to: through hooks, rendered,
+with what its answer must be."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import Scope
+
+from quire.base.errors import RequestError
+from quire.render.answers.format import AskedAnswer, NamedTool
+from quire.render.chat_template import ChatOptions
+from quire.render.detokenizer import IncrementalDetokenizer
+from quire.render.grammars import Checked
+from quire.render.renderer import RenderedPrompt
+from quire.serve.api.answers import UsageCounter
+from quire.serve.api.asked_core import asked_core
+from quire.serve.api.asked_tools import asked_tools, shown_tools
+from quire.serve.api.auth import tenant_asking
+from quire.serve.api.chat_choice import ChatChoice
+from quire.serve.api.context import ApiContext
+from quire.serve.api.errors import error_in
+from quire.serve.api.hooked_prompt import admitted_chat
+from quire.serve.api.jobs import PromptJob, make_job
+from quire.serve.api.logprobs_json import TokenNames
+from quire.serve.api.params import chat_params, check_top_logprobs, room_beside, truncated
+from quire.serve.api.protocol import ChatCompletionRequest
+from quire.serve.api.reasoning_count import ReasoningCount
+from quire.serve.api.rendering import check_model, render_prompt
+from quire.serve.api.structured import form_size, structured_outputs_of
+from quire.serve.api.unsupported_fields import check_neutral
+from quire.serve.hooks import RequestHooks
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """model: the name to show. body: as hooks left it. asked: what the answer is made of. grammar:
+    that of the answer, checked. hooks: of its one request; None without any."""
+
+    model: str
+    body: ChatCompletionRequest
+    job: PromptJob
+    asked: AskedAnswer
+    grammar: Checked
+    hooks: list[RequestHooks] | None
+
+
+async def make_chat_job(
+    api: ApiContext,
+    body: ChatCompletionRequest,
+    scope: Scope,
+    answer_id: str,
+    cuts_length: bool = False,
+) -> ChatJob:
+    """Make the job of a conversation. cuts_length: of max_tokens beyond what fits beside the prompt
+    only this is kept. Raises ApiError, RequestError or HookFailed for what cannot be served."""
+    model = check_model(api, body.model)
+    check_neutral(body)
+    check_top_logprobs(body, api.client.ready)
+    body, hooks = await admitted_chat(api, body, scope, answer_id)
+    whole = await render_chat(api, body)
+    asked = _asked_answer(api, body, whole.text or "")
+    max_model_len = api.client.ready.max_model_len
+    prompt = truncated(whole, body, max_model_len)
+    room = room_beside(prompt, max_model_len, "messages", can_cut=not cuts_length)
+    if cuts_length and body.max_tokens is not None:
+        body = body.model_copy(update={"max_tokens": min(body.max_tokens, room)})
+    params = chat_params(body, api.requests.defaults, room)
+    params.shown_special_token_ids = list(asked.format.shown_special_token_ids) or None
+    tenant = tenant_asking(scope, api.config, body)
+    grammar = await _checked_grammar(api, body, asked)
+    core = asked_core(scope)
+    job = make_job(api, body, prompt, params, answer_id, tenant, grammar.text, core)
+    return ChatJob(model, body, job, asked, grammar, hooks)
+
+
+async def render_chat(api: ApiContext, body: ChatCompletionRequest) -> RenderedPrompt:
+    """Return the conversation as tokens. tool_choice `none` leaves the tools out of it."""
+    goes_on = bool(body.continue_final_message)
+    begins = not goes_on if body.add_generation_prompt is None else body.add_generation_prompt
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    options = ChatOptions(
+        add_generation_prompt=begins,
+        continue_final_message=goes_on,
+        tools=shown_tools(body),
+        documents=body.documents,
+        template_kwargs=variables,
+    )
+    try:
+        is_cut = body.truncate_prompt_tokens is not None
+        prompt = await render_prompt(api, body.messages, options, body.chat_template, is_cut=is_cut)
+        if body.add_special_tokens and prompt.text is not None:
+            prompt = await render_prompt(api, prompt.text, is_cut=is_cut)
+    except RequestError as error:
+        raise error_in("messages", error) from error
+    return prompt
+
+
+def _asked_answer(api: ApiContext, body: ChatCompletionRequest, prompt: str) -> AskedAnswer:
+    """Return what the answer to a prompt is to be made of."""
+    tools = asked_tools(body)
+    answer_format = api.renderer.answer_format(body.chat_template, bool(shown_tools(body)))
+    content, strict, field = structured_outputs_of(body)
+    budget = body.thinking_token_budget
+    return AskedAnswer(
+        answer_format,
+        tools.callable,
+        tools.choice,
+        parallel=body.parallel_tool_calls is not False,
+        content=content,
+        content_field=field,
+        strict=strict,
+        begins_in_reasoning=answer_format.begins_in_reasoning(prompt),
+        has_reasoned=answer_format.has_reasoned(prompt),
+        thinking_token_budget=None if budget is None or budget < 0 else budget,
+    )
+
+
+async def _checked_grammar(
+    api: ApiContext, body: ChatCompletionRequest, asked: AskedAnswer
+) -> Checked:
+    """Return the grammar of an answer, empty for one that may be anything. Raises RequestError for
+    one that makes no sense."""
+    if not asked.is_constrained:
+        return Checked("")
+    field = "tools" if asked.content is None else asked.content_field
+    tokenizer = api.renderer.tokenizer
+    assert tokenizer is not None, "there is none without a prompt as text"
+    size = form_size(body, body.tools)
+    grammar = await api.lanes.run(size, asked.grammar, tokenizer.added_ids)
+    return await api.renderer.grammars.check_async(grammar, field)
+
+
+def chat_choices(api: ApiContext, chat: ChatJob) -> list[ChatChoice]:
+    """Return the n choices, which have one usage."""
+    body, job, asked = chat.body, chat.job, chat.asked
+    params, tokenizer = job.request.params, api.renderer.tokenizer
+    names = TokenNames(tokenizer, bool(body.return_tokens_as_token_ids))
+    has_reasoning = asked.format.reasoning is not None
+    usage = UsageCounter(
+        len(job.token_ids), tenant=job.request.tenant, num_reasoning=0 if has_reasoning else None
+    )
+
+    def choice(index: int) -> ChatChoice:
+        parser = asked.parser() if has_reasoning or asked.calls is not None else None
+        counts = None
+        if has_reasoning and tokenizer is not None:
+            counts = ReasoningCount(IncrementalDetokenizer(tokenizer, params, job.token_ids))
+        is_named = isinstance(asked.choice, NamedTool)
+        made = ChatChoice(index, body, job, names, usage, parser, counts, is_named)
+        made.role = api.config.response_role
+        return made
+
+    return [choice(index) for index in range(params.n)]
