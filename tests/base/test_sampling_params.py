@@ -47,6 +47,9 @@ def test_defaults_are_vllms() -> None:
         ("logprobs", -2, "at least 0"),
         ("stop", [""], "non-empty"),
         ("stream_interval", 0, "at least 1"),
+        ("logprob_token_ids", [], "1 to 128"),
+        ("logprob_token_ids", list(range(129)), "1 to 128"),
+        ("logprob_token_ids", ["a"], "integers"),
         ("truncate_prompt_tokens", 0, "at least 1, -1"),
         ("truncation_side", "middle", "left or right"),
         ("repetition_detection", {"max_pattern_size": 3}, "RepetitionDetectionParams"),
@@ -164,3 +167,15 @@ def test_parameters_changed_afterwards_are_checked_with_the_request() -> None:
     with pytest.raises(RequestError, match="best_of=2 needs an answer in one piece"):
         LIMITS.check(Request("r", [1], params, seed=0))
     SamplingParams(n=2, best_of=2, output_kind=RequestOutputKind.DELTA)
+
+
+def test_named_logprobs_stand_beside_the_chosen_one() -> None:
+    params = SamplingParams(logprob_token_ids=[7, 3, 7], logprobs=2)
+    assert (params.logprob_token_ids, params.logprobs) == ([7, 3], 0)
+    assert params.clone() == params
+    with pytest.raises(RequestError, match="logprobs must be absent.*or 2, which"):
+        SamplingParams(logprob_token_ids=[7, 3], logprobs=5)
+    with pytest.raises(RequestError, match="beam search"):
+        SamplingParams(logprob_token_ids=[7, 3], use_beam_search=True)
+    with pytest.raises(RequestError, match="logprob_token_ids must be token ids below 100"):
+        SamplingParams(logprob_token_ids=[100]).check_vocab(100)

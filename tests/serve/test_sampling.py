@@ -23,6 +23,7 @@ from tests.serve.checkpoints import (
 
 TOK: Tokenizer = tokenizer("byte_level")
 VOCAB = 97
+GUESSES = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}'
 
 
 def open_llm(folder: Path | None = None, **settings: Any) -> LLM:
@@ -320,6 +321,42 @@ def assert_all_logprobs(folder: Path, prompt: list[int], output: RequestOutput, 
         entry[token].logprob for entry, token in zip(done.logprobs, done.token_ids, strict=True)
     )
     assert done.cumulative_logprob == pytest.approx(total)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 40, "pipeline_depth": 2}, {"speculative_config": GUESSES}],
+    ids=["plain", "depth 2", "guesses"],
+)
+def test_logprobs_of_tokens_by_name(settings: dict[str, Any]) -> None:
+    """logprob_token_ids: of lists of several lengths, beside rows that ask for others."""
+    folder = checkpoint("llama")
+    named = [[5], [60, 3, 17, 3], None, list(range(20, 90))]
+    base = {"max_tokens": 12, "temperature": 1.2, "ignore_eos": True}
+    params = [
+        SamplingParams(**base, seed=i, logprob_token_ids=ids, n=2)  # type: ignore[arg-type]
+        for i, ids in enumerate(named)
+    ]
+    params[2].logprobs = 3
+    prompts = [line(length, seed=length) * 2 for length in (3, 9, 26, 20)]
+    with open_llm(folder, **settings) as llm:
+        outputs = llm.generate(prompts, params)
+    for prompt, output, ids in zip(prompts, outputs, named, strict=True):
+        for done in output.outputs:
+            logits_TV = reference_logits(folder, prompt + done.token_ids)
+            assert done.logprobs is not None and len(done.logprobs) == len(done.token_ids) == 12
+            for place, found in enumerate(done.logprobs):
+                wanted_V = logits_TV[len(prompt) - 1 + place].log_softmax(-1)
+                chosen = done.token_ids[place]
+                if ids is None:
+                    assert_logprobs(found, logits_TV[len(prompt) - 1 + place], chosen, 3)
+                    continue
+                assert list(found) == list(dict.fromkeys([chosen, *ids]))
+                for token_id, entry in found.items():
+                    assert entry.logprob == pytest.approx(float(wanted_V[token_id]), abs=2e-5)
+                    assert (entry.rank is None) == (token_id != chosen)
+                rank = int((wanted_V > wanted_V[chosen]).sum()) + 1
+                assert found[chosen].rank == rank
 
 
 @pytest.mark.parametrize("depth", [1, 2])

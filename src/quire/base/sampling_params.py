@@ -25,11 +25,13 @@ BENDING = (
     "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "top_k",
     "top_p", "stop", "bad_words", "min_tokens", "logprobs", "prompt_logprobs", "logit_bias",
     "allowed_token_ids", "dry_multiplier", "xtc_probability", "logits_processors",
-    "repetition_detection",
+    "repetition_detection", "logprob_token_ids",
 )  # fmt: skip
 ID_LISTS = (
     "stop_token_ids", "allowed_token_ids", "shown_special_token_ids", "dry_breaker_token_ids",
+    "logprob_token_ids",
 )  # fmt: skip
+MOST_NAMED_TOKENS = 128  # of which logprobs are told
 LEAST_PENALTY = 0.01  # divided by or multiplied with this, a logit stays a number
 LOGIT_BIAS_LIMIT = 100.0
 MOST_XTC_THRESHOLD = 0.5  # above it there are no two tokens as probable
@@ -79,6 +81,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     n: continuations of the prompt that are returned. best_of: those that are made; the n with the
     highest cumulative log-probability are returned, best first. None is n.
     logprobs / prompt_logprobs: number of candidates per token (-1 is the whole vocabulary).
+    logprob_token_ids: the candidates, in place of the most probable ones, without ranks.
     seed: the same seed gives the same text, whatever else is in the batch.
     use_beam_search: the n most probable of beam_width (default n) beams, best first; their order is
     by cumulative log-probability over length ** length_penalty. early_stopping: True, False or
@@ -146,6 +149,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "left"
     repetition_detection: RepetitionDetectionParams | None = None
+    logprob_token_ids: list[int] | None = None
 
     def __post_init__(self) -> None:
         self._normalise()
@@ -221,6 +225,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             ("logit_bias", self.logit_bias or ()),
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("dry_breaker_token_ids", self.dry_breaker_token_ids or ()),
+            ("logprob_token_ids", self.logprob_token_ids or ()),
         ]
         for name, ids in named:
             for token_id in ids:
@@ -295,6 +300,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             self.temperature = MIN_TEMPERATURE
         if self.stop_token_ids is not None:
             self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids))
+        if self.logprob_token_ids is not None:
+            self.logprob_token_ids = list(dict.fromkeys(self.logprob_token_ids))
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = list(dict.fromkeys(self.allowed_token_ids))
 
@@ -394,6 +401,14 @@ class SamplingParams(msgspec.Struct, omit_defaults=True, dict=False):
             ok = callable(asked) or processor_name(asked) is not None
             rule = 'functions, names, or {"name": ..., "kwargs": {...}}'
             _require(ok, "logits_processors", asked, rule)
+        named = self.logprob_token_ids
+        if named is not None:
+            ok = 1 <= len(named) <= MOST_NAMED_TOKENS
+            rule = f"None or a list of 1 to {MOST_NAMED_TOKENS} ids"
+            _require(ok, "logprob_token_ids", named, rule)
+            rule = f"absent beside logprob_token_ids, or {len(named)}, which is their number"
+            _require(self.logprobs in (None, 0, len(named)), "logprobs", self.logprobs, rule)
+            self.logprobs = 0  # of the chosen token, beside which they stand
         if self.allowed_token_ids is not None:
             ok = len(self.allowed_token_ids) > 0
             _require(ok, "allowed_token_ids", self.allowed_token_ids, "None or a non-empty list")

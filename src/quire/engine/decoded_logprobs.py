@@ -6,13 +6,17 @@ from quire.render.token_stream import TokenStream
 
 
 def logprobs_of(
-    candidates: Candidates, num_wanted: int, stream: TokenStream | None
+    candidates: Candidates,
+    num_wanted: int,
+    stream: TokenStream | None,
+    is_ranked: bool = True,
 ) -> dict[int, Logprob]:
     """Return Logprobs by token id: the chosen token first, then the most probable ones by rank.
 
     num_wanted: how many besides the chosen one; -1 is all. stream: stands before this position, so
     that a token which completes a character shows it, and one that is a part of it shows nothing;
-    None without a tokenizer.
+    None without a tokenizer. is_ranked: the others are the most probable ones; else they are what
+    was asked for, and their ranks are not known.
     """
     stop = None if num_wanted < 0 else 1 + num_wanted
     token_ids = candidates.token_ids[:stop].tolist()
@@ -21,7 +25,7 @@ def logprobs_of(
     for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
         if token_id in found:
             continue  # the chosen token is one of the most probable
-        rank = place if place else candidates.rank
+        rank = candidates.rank if place == 0 else place if is_ranked else None
         found[token_id] = Logprob(logprob, rank, stream.peek(token_id) if stream else None)
     return found
 

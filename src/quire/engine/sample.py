@@ -133,6 +133,7 @@ class Sample:
             return  # nobody asked
         if self._logprobs is not None:
             stream = None if self._detokenizer is None else self._detokenizer.stream
-            wanted = self._params.logprobs or 0
-            self._logprobs.append(logprobs_of(candidates, wanted, stream))
+            named, wanted = self._params.logprob_token_ids, self._params.logprobs or 0
+            num = wanted if named is None else len(named)
+            self._logprobs.append(logprobs_of(candidates, num, stream, named is None))
         self.cumulative_logprob += float(candidates.logprobs[0])

@@ -16,7 +16,8 @@ from quire.ops.top_k import top_k
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Per row the chosen token first, then the C most probable ones (it may be among them).
+    """Per row the chosen token first, then the C most probable ones, or those that were named (it
+    may be among them).
 
     token_ids: int64 [R, 1 + C]. logprobs: float32 [R, 1 + C]. ranks: int64 [R], 1 is the first.
     """
@@ -68,6 +69,18 @@ def token_logprobs(
         found: TokenLogprobs = kernels.token_logprobs(logits_RV, chosen_R, num_candidates)
         return found
     return token_logprobs_reference(logits_RV.float().contiguous(), chosen_R, num_candidates)
+
+
+def named_logprobs(
+    logits_RV: torch.Tensor, chosen_R: torch.Tensor, ids_RC: torch.Tensor
+) -> TokenLogprobs:
+    """Log-softmax, in float32, of logits of any float dtype at the chosen tokens and at these of
+    each row, int64 [R, C], in their order."""
+    logits_RV = logits_RV.float().contiguous()
+    totals_R = log_sum_exp(logits_RV)
+    all_RC = torch.cat((chosen_R[:, None], ids_RC), dim=-1)
+    logprobs_RC = (logits_RV.gather(-1, all_RC).double() - totals_R[:, None]).float()
+    return TokenLogprobs(all_RC, logprobs_RC, token_rank(logits_RV, chosen_R))
 
 
 def token_logprobs_reference(

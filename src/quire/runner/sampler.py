@@ -16,10 +16,11 @@ import torch
 
 from quire.base.plan import RowStart
 from quire.ops.host_memory import to_device
-from quire.ops.logprobs import TokenLogprobs, token_logprobs
+from quire.ops.logprobs import TokenLogprobs, named_logprobs, token_logprobs
 from quire.ops.step_inputs import SampleInputs
 from quire.runner.edits import Edits
 from quire.runner.extras import Extras, StepExtras
+from quire.runner.named_tokens import NamedTokens
 from quire.runner.sampling_flags import ALL_LOGPROBS, NO_LOGPROBS, SamplingFlags
 from quire.runner.step_ops import RECORDED_CANDIDATES, Asked, Needs, StepOps
 from quire.runner.vocabulary import Vocabulary
@@ -30,11 +31,13 @@ Rows = npt.NDArray[np.int32]
 @dataclass(frozen=True)
 class WantedLogprobs:
     """Log-probabilities that rows asked for: how many candidates each, and at which places among
-    the step's sampling rows they are. is_masked: the candidates are those that masks allow."""
+    the step's sampling rows they are. is_masked: the candidates are those that masks allow.
+    token_ids: the candidates, [places, C], padded; None: the most probable ones."""
 
     counts: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
     is_masked: bool = False
+    token_ids: npt.NDArray[np.int64] | None = None
 
 
 class Sampler:
@@ -52,11 +55,13 @@ class Sampler:
         self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
         self.flags = SamplingFlags.of_rows(max_num_rows)
         self._ops, self._edits, self._extras = ops, edits, extras
+        self._named = NamedTokens()
 
     def start_row(self, start: RowStart) -> None:
         """Give a row to a sequence."""
         self._edits.release(start.row)
         self._extras.start(start)
+        self._named.start(start)
         self.flags.start(start)
         if self.flags.has_edits[start.row]:
             self._edits.start(start)
@@ -67,12 +72,14 @@ class Sampler:
         for row in rows.tolist():
             self._edits.release(row)
             self._extras.release(row)
+            self._named.release(row)
 
     def copy_row(self, parent: int, child: int) -> None:
         """Let a forked child sample as its parent."""
         self.flags.copy(parent, child)
         self._edits.copy(parent, child)
         self._extras.copy(parent, child)
+        self._named.copy(parent, child)
 
     def asked(self, rows: Rows, masked_rows: Rows | None = None) -> Asked:
         """Return what these rows asked for. masked_rows: those with a mask; others may be among
@@ -100,21 +107,27 @@ class Sampler:
             len(asked.masked) > 0,
             bool(asked.masked_beams.any()),
             asked.extras is not None,
+            bool(self._named.among(asked.rows).any()),
         )
 
     def wanted(self, asked: Asked) -> list[WantedLogprobs]:
         """Say which rows asked for log-probabilities: those with few candidates share one pass,
-        those that want the vocabulary another one, as do masked beams."""
+        those that want the vocabulary another one, as do masked beams, and those that name
+        tokens."""
         nums, found = asked.flags.num_logprobs, list[WantedLogprobs]()
         if (nums == NO_LOGPROBS).all():
             return found
-        masked = asked.masked_beams
-        for is_in_part in (nums >= 0) & ~masked, nums == ALL_LOGPROBS, (nums >= 0) & masked:
+        masked, named = asked.masked_beams, self._named.among(asked.rows)
+        is_few = (nums >= 0) & ~named
+        for is_in_part in is_few & ~masked, nums == ALL_LOGPROBS, is_few & masked:
             places = np.flatnonzero(is_in_part)
             if len(places):
                 counts = np.where(nums == ALL_LOGPROBS, self.vocab_size, nums)[places]
                 is_masked = bool(masked[places[0]])
                 found.append(WantedLogprobs(counts, places, is_masked))
+        if named.any():
+            counts, ids = self._named.table(asked.rows[named])
+            found.append(WantedLogprobs(counts, np.flatnonzero(named), token_ids=ids))
         return found
 
     def sample(
@@ -150,7 +163,10 @@ class Sampler:
         for part, some_NV in zip(wanted, raw, strict=True):
             index = to_device(part.places, ids_N.device)
             count, ids = int(part.counts.max()), ids_N.index_select(0, index)
-            if part.is_masked:
+            if part.token_ids is not None:
+                named = to_device(part.token_ids, ids_N.device)
+                tensors += logprob_tensors(named_logprobs(some_NV, ids, named))
+            elif part.is_masked:
                 masked_NV = edited_NV.index_select(0, index)
                 tensors += logprob_tensors(token_logprobs(masked_NV, ids, count, some_NV))
             else:

@@ -97,7 +97,8 @@ class StepLists:
 class Needs:
     """What a step's sampling does, beside choosing: part of a graph's key. edits: the generation of
     the table, None without. num_candidates: NO_LOGPROBS, or how many for each row. has_beams: masks
-    are for the candidates of beam searches, too."""
+    are for the candidates of beam searches, too. has_named: rows name the tokens whose
+    log-probabilities they want."""
 
     has_filters: bool = False
     has_penalties: bool = False
@@ -106,10 +107,11 @@ class Needs:
     has_masks: bool = False
     has_beams: bool = False
     has_extras: bool = False
+    has_named: bool = False
 
     @property
     def can_be_recorded(self) -> bool:
-        is_rare = self.has_beams or self.has_extras
+        is_rare = self.has_beams or self.has_extras or self.has_named
         return self.num_candidates <= RECORDED_CANDIDATES[-1] and not is_rare
 
     @property

@@ -191,3 +191,32 @@ def test_names_without_a_tokenizer_are_ids() -> None:
     names = TokenNames(None, as_ids=False)
     assert names.text(7, None) == "token_id:7"
     assert names.bytes(7, "é") == [0xC3, 0xA9]
+
+
+def test_logprobs_of_named_tokens(openai_client: openai.OpenAI) -> None:
+    """In the order that was asked for; those of completions beside the chosen one."""
+    named = [300, 5, 77]
+    [expected] = direct(PROMPT, max_tokens=4, logprob_token_ids=named).outputs
+    assert expected.logprobs is not None
+    extra = {"logprob_token_ids": named, "return_tokens_as_token_ids": True, "temperature": 0}
+    answer = openai_client.completions.create(
+        model="demo", prompt=PROMPT, max_tokens=4, extra_body=extra
+    )
+    block = answer.choices[0].logprobs
+    assert block is not None and block.top_logprobs is not None
+    for shown, position in zip(block.top_logprobs, expected.logprobs, strict=True):
+        assert shown == {f"token_id:{i}": pytest.approx(e.logprob) for i, e in position.items()}
+    chat = openai_client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=3,
+        extra_body=extra,
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    for entry in logprobs.content:
+        others = [each.token for each in entry.top_logprobs]
+        ids = [f"token_id:{token_id}" for token_id in named]
+        assert others == [each for each in ids if each != entry.token] + (
+            [entry.token] if entry.token in ids else []
+        )

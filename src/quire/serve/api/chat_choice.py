@@ -46,7 +46,9 @@ class ChatChoice:
         self._begun = False
         self._arguments: dict[int, str] = {}  # of each call so far
         # Everything that makes a chunk worth sending although it has no text
-        self._always = body.logprobs or body.return_token_ids or body.wants_running_usage
+        self._num_top = body.num_named or body.top_logprobs or 0
+        self._has_logprobs = bool(body.logprobs or body.num_named)
+        self._always = self._has_logprobs or body.return_token_ids or body.wants_running_usage
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         found = [] if self._begun else [self._first_chunk(output)]
@@ -142,12 +144,12 @@ class ChatChoice:
             fields["finish_reason"] = "tool_calls"
         if reason is not None:
             fields["stop_reason"] = completion.stop_reason
-        if self._body.logprobs:
+        if self._has_logprobs:
             fields["logprobs"] = chat_logprobs(
                 self._names,
                 completion.token_ids,
                 completion.logprobs or (),
-                self._body.top_logprobs or 0,
+                self._num_top,
             )
         if self._body.return_token_ids:
             fields["token_ids"] = completion.token_ids

@@ -136,12 +136,12 @@ class CompletionChoice:
         self._echo = echo
         self._begun = False
         self._logprobs = None
-        if body.logprobs is not None:
-            self._logprobs = LegacyLogprobs(names, body.logprobs)
+        if body.logprobs is not None or body.num_named:
+            self._logprobs = LegacyLogprobs(names, 0 if body.num_named else body.logprobs or 0)
         # Everything that makes a chunk worth sending although it has no text
-        self._always = body.logprobs is not None or body.return_token_ids or (
-            body.wants_running_usage
-        )  # fmt: skip
+        self._always = (
+            self._logprobs is not None or body.return_token_ids or body.wants_running_usage
+        )
 
     def chunks(self, output: RequestOutput, completion: CompletionOutput) -> list[Json]:
         begun, choice = self._begun, self._take(output, completion)

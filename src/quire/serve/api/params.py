@@ -28,7 +28,7 @@ DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's
 # Fields that SamplingParams has by the same name and with the same meaning.
 OTHERS = {
     "max_tokens", "prompt_logprobs", "structured_outputs", "thinking_token_budget",
-    "truncate_prompt_tokens", "truncation_side",
+    "truncate_prompt_tokens", "truncation_side", "logprob_token_ids",
 }  # fmt: skip
 SAME = GenerationRequest.model_fields.keys() & set(SamplingParams.__struct_fields__) - OTHERS
 # What they are where they mean nothing.
@@ -156,7 +156,8 @@ def _params(
             values[name] = value
     values["max_tokens"] = length
     values["best_of"] = best_of
-    values["logprobs"] = logprobs
+    values["logprob_token_ids"] = request.logprob_token_ids or None
+    values["logprobs"] = None if request.num_named else logprobs
     values["prompt_logprobs"] = prompt_logprobs
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(**values, output_kind=kind)

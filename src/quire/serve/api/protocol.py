@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from quire.base.repetition import MOST_PATTERN_SIZE, RepetitionDetectionParams
+from quire.base.sampling_params import MOST_NAMED_TOKENS
 from quire.serve.api.open_body import OpenBody
 from quire.serve.api.unsupported_fields import unsupported
 
@@ -159,6 +160,7 @@ AllowedTokens = Annotated[
     TokenIds, Field(max_length=MAX_ALLOWED_TOKENS), at_most(MAX_ALLOWED_TOKENS)
 ]
 StopTokens = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKENS), at_most(MAX_STOP_TOKENS)]
+NamedTokens = Annotated[TokenIds, Field(max_length=MOST_NAMED_TOKENS), at_most(MOST_NAMED_TOKENS)]
 Int32 = Annotated[int, Field(ge=-INT32, lt=INT32)]
 Count = Annotated[int, Field(ge=1, le=MAX_N)]
 Label = Annotated[str, Field(max_length=MAX_LABEL_CHARS)]
@@ -349,6 +351,7 @@ class GenerationRequest(OpenBody):
     truncation_side: Literal["left", "right"] | None = None
     echo: bool | None = None
     prompt_logprobs: Int32 | None = None
+    logprob_token_ids: NamedTokens | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream_interval: Annotated[int, Field(ge=1, lt=INT32)] | None = None
@@ -379,13 +382,17 @@ class GenerationRequest(OpenBody):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: Ignored
 
-    logprob_token_ids: Any = unsupported("use logprobs, which shows the most probable tokens", [])
     return_token_offsets: Any = unsupported(NOT_HERE, False)
     thinking_token_budget: Any = unsupported("use max_tokens to bound the answer", -1)
     watermarking: Any = unsupported(NOT_HERE, False)
     kv_transfer_params: Any = unsupported(NOT_HERE, {})
     ec_transfer_params: Any = unsupported(NOT_HERE, {})
     vllm_xargs: Any = unsupported(NOT_HERE, {})
+
+    @property
+    def num_named(self) -> int:
+        """How many tokens are named whose logprobs are to be shown at each position."""
+        return len(self.logprob_token_ids or ())
 
     @property
     def wants_usage_chunk(self) -> bool:
