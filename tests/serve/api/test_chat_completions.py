@@ -1,4 +1,7 @@
-"""/v1/chat/completions through HTTP with the official client, against the engine itself."""
+"""/v1/chat/completions through HTTP with the official client, against the engine itself.
+
+Covers `serve/api/chat_job.py`, which all endpoints of conversations share.
+"""
 
 import openai
 import pytest
