@@ -12,7 +12,7 @@ from quire.base.config import config_from_flat
 from quire.base.errors import ConfigError
 from quire.base.kv_orders import Fetched
 from quire.base.plan import Plan, StepResult
-from quire.engine.build import STORE_SETTINGS, build_core
+from quire.engine.build import STORE_SETTINGS, build_core, ended_if_raised, start_ranks
 from quire.engine.calls import UPDATE
 from quire.engine.executor import Executor
 from quire.engine.recording import Segment
@@ -99,12 +99,14 @@ def replay_with_model(segments: Iterable[Segment], overrides: Mapping[str, Any])
         settings["kv_host_gb"] = _host_gb(scheduler)  # it may have been derived, also from stores
     settings |= dict.fromkeys(STORE_SETTINGS)
     config = config_from_flat(disable_log_stats=True, **settings)
-    source = resolve_source(config.model)
-    built = build_core(config, source, MonotonicClock())
-    _check_sizes(scheduler.memory.kv, built.core.scheduler.memory.kv)
+    ranks = start_ranks(config)
+    with ended_if_raised(ranks):
+        source = resolve_source(config.model)
+        built = build_core(config, source, MonotonicClock(), ranks=ranks)
     runs = _Runs(built.core.executor)
     outcome = Outcome()
     try:
+        _check_sizes(scheduler.memory.kv, built.core.scheduler.memory.kv)
         replay_all(listed, runs, outcome)
     except _Stop:
         pass
