@@ -19,7 +19,7 @@ GIVEN_MODEL := $(if $(MODEL),"$(MODEL)")
 export PROMPT
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve chat doctor run test test-long test-clients mutate check format bench bench-all bench-cpu bench-guesses paper gpu-check gpu-site clean
+.PHONY: help install serve chat doctor run test test-long test-clients mutate check format bench bench-all bench-cpu bench-guesses paper migrating gpu-check gpu-site clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ bench-guesses: $(VENV)/.installed ## guessing ahead beside llama.cpp's and OpenV
 
 paper: $(VENV)/.installed-bench ## the papers' evaluation, simulated: docs/evaluation.md; half an hour, or ARGS="--only fig_12"
 	$(BIN)/python -m benchmarks.paper $(ARGS)
+
+migrating: $(VENV)/.installed ## write the flags of vLLM, and what becomes of them, into docs/migrating.md
+	$(BIN)/python -m quire.cli.migrating docs/migrating.md
 
 gpu-check: ## on a GPU: right? how fast? 8 minutes, installs nothing; or PART=kernels|models|bench|peers
 	@PYTHON="$(PYTHON)" PART="$(PART)" .ci/gpu-check $(ARGS)

@@ -19,6 +19,14 @@ def test_each_takes_its_harmless_values_alone(name: str) -> None:
             ignore_vllm_setting(name, "something else")
 
 
+def test_fields_of_the_speculation_are_put_together() -> None:
+    settings: dict[str, Any] = {"spec_method": "ngram", "spec_tokens": 3, "spec_model": None}
+    drop_vllm_settings(settings)
+    assert settings == {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}
+    with pytest.raises(ConfigError, match="give one of them"):
+        drop_vllm_settings({"spec_method": "ngram", "speculative_config": {"method": "ngram"}})
+
+
 def test_settings_of_ours_stay() -> None:
     settings: dict[str, Any] = {"enable_lora": False, "seed": 7, "uvicorn_log_level": "info"}
     drop_vllm_settings(settings)

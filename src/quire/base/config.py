@@ -25,6 +25,12 @@ from quire.base.plugins import (
 from quire.base.settings import setting
 from quire.base.speculation import parse_speculation
 
+# vLLM's names.
+MODEL_IMPL_ALIASES = {"vllm": "quire"}
+CHECKPOINT_FORMATS = (
+    "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "fbgemm_fp8",
+    "mxfp4",
+)  # fmt: skip
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 JSON_SETTINGS = (  # which Python may give as dictionaries
     "speculative_config", "override_generation_config", "default_chat_template_kwargs",
@@ -63,7 +69,7 @@ class ModelConfig:
         "auto",
         "whose code computes the model: quire's, or a class of the transformers package, slower"
         " (needs quire[transformers]); auto is quire's where it has the model's type",
-        choices=("auto", "quire", "transformers"),
+        choices=("auto", "quire", "transformers", *MODEL_IMPL_ALIASES),
     )
     torch_compile: bool = setting(
         False,
@@ -118,8 +124,8 @@ class ModelConfig:
         None,
         "store the weights in 8 or 4 bits (CPUs with the C++ core, which multiplies in integers but"
         " for fp8; GPUs with triton); none takes the dtype; if absent they are as in the model's"
-        " files",
-        choices=("none", "fp8", "int8", "int4"),
+        " files, whose own format may be named as vLLM does it",
+        choices=("none", "fp8", "int8", "int4", *CHECKPOINT_FORMATS),
     )
     quantization_group_size: int | None = setting(
         None,
@@ -141,6 +147,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", DTYPE_ALIASES.get(self.dtype, self.dtype))
+        impl = MODEL_IMPL_ALIASES.get(self.model_impl, self.model_impl)
+        object.__setattr__(self, "model_impl", impl)
+        if self.quantization in CHECKPOINT_FORMATS:  # the files say it
+            object.__setattr__(self, "quantization", None)
         for name in ("override_generation_config", "default_chat_template_kwargs", "hf_overrides"):
             json_object(name, getattr(self, name))
 
@@ -221,9 +231,10 @@ class SchedulerConfig:
     )
     scheduling_policy: str = setting(
         "two-level",
-        "who is served first: fifo (fcfs is vLLM's name of it), srtf (the shortest remaining"
+        "who is served first: fifo (fcfs and priority are vLLM's names of it, as a request's"
+        " priority always comes first), srtf (the shortest remaining"
         " prompt), two-level (srtf within batches of 8 arrivals, and nobody starves)",
-        choices=("fifo", "fcfs", "srtf", "two-level"),
+        choices=("fifo", "fcfs", "priority", "srtf", "two-level"),
         plugins=POLICIES,
     )
     preemption_mode: str = setting(
@@ -368,6 +379,9 @@ class ServerConfig:
     )
     enable_per_request_metrics: bool = setting(
         False, "tell in each answer how long its request took: `metrics`"
+    )
+    disable_fastapi_docs: bool = setting(
+        False, "do not answer /openapi.json and /docs, the description of what can be asked"
     )
     strict_fields: bool = setting(
         False, "refuse fields of a body that do not exist, instead of naming them in a header"

@@ -17,8 +17,15 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.cli.settings import ALIASES, FLAG, SECRETS, Given, Option, all_options
-from quire.serve.vllm_compat import VLLM_SETTINGS, ignore_vllm_setting
+from quire.serve.vllm_compat import (
+    SPECULATION,
+    SPECULATION_FIELDS,
+    VLLM_SETTINGS,
+    ignore_vllm_setting,
+    speculation_of,
+)
 
+THEIRS = VLLM_SETTINGS.keys() | SPECULATION_FIELDS.keys()
 KINDS = {
     int: "a whole number such as 4096 or 4k",
     float: "a number such as 0.9",
@@ -40,12 +47,13 @@ def resolve(arguments: argparse.Namespace) -> list[str]:
         known = all_options()
         if "config" in flags:
             settings |= read_config_file(Path(flags.pop("config")))
-        for name in [name for name in flags if name in known or name in VLLM_SETTINGS]:
+        for name in [name for name in flags if name in known or name in THEIRS]:
             value = flags.pop(name)
             settings[name] = Given(tuple(value) if isinstance(value, list) else value, FLAG)
     notes = [
         _ignored(name, settings.pop(name)) for name in [n for n in settings if n in VLLM_SETTINGS]
     ]
+    _join_speculation(settings)
     arguments.settings = settings
     if has_settings or "log_level" not in flags:
         given = settings.get("log_level")
@@ -79,7 +87,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
         name = _name_of(path, key, options)
         if name in settings:
             raise ConfigError(f"{path}: {name} is there twice (as {key!r} the second time).")
-        checked = value if name in VLLM_SETTINGS else _checked(path, key, value, options[name])
+        checked = value if name in THEIRS else _checked(path, key, value, options[name])
         settings[name] = Given(checked, str(path))
     return settings
 
@@ -93,6 +101,15 @@ def _take_model(flags: dict[str, Any]) -> None:
         raise ConfigError(f"there are two models, {first!r} and --model {flags['model']!r}.")
 
 
+def _join_speculation(settings: dict[str, Given]) -> None:
+    """Make one setting of vLLM's flags for its fields. Raises ConfigError."""
+    parts = {name: settings.pop(name) for name in SPECULATION_FIELDS if name in settings}
+    if parts:
+        values = {name: given.value for name, given in parts.items()}
+        origin = next(iter(parts.values())).origin
+        settings[SPECULATION] = Given(speculation_of(values, settings.get(SPECULATION)), origin)
+
+
 def _ignored(name: str, given: Given) -> str:
     """Return what is said about a setting of vLLM that asks for nothing. Raises ConfigError for
     others."""
@@ -102,7 +119,7 @@ def _ignored(name: str, given: Given) -> str:
 def _name_of(path: Path, key: object, options: dict[str, Option]) -> str:
     name = str(key).replace("-", "_")
     name = ALIASES.get(name, name)
-    if name in options or name in VLLM_SETTINGS:
+    if name in options or name in THEIRS:
         return name
     close = difflib.get_close_matches(name, options, n=1)
     hint = f" Did you mean {close[0].replace('_', '-')}?" if close else ""

@@ -29,6 +29,7 @@ from quire.cli import (
     verify,
 )
 from quire.cli.config_file import describe, resolve
+from quire.cli.settings import add_vllm_settings, vllm_flags
 
 logger = logging.getLogger("quire")
 
@@ -36,7 +37,7 @@ COMMANDS = (
     serve, chat, generate, batch, bench, simulate, doctor, fit, verify, port, replay, explain,
     trace,
 )  # fmt: skip
-LONG_FLAG = re.compile(r"--[A-Za-z][\w-]*(?==|$)")
+LONG_FLAG = re.compile(r"--[A-Za-z][\w.-]*(?==|$)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,9 +70,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
+    command = _command(parser, words)
+    if command.get_default("has_settings"):
+        add_vllm_settings(command, words)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        command = _command(parser, words)
         command.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], command)}")
     return arguments
 
@@ -115,6 +118,7 @@ def with_dashes(argv: Iterable[str]) -> Iterable[str]:
 def _hint(unknown: str, command: argparse.ArgumentParser) -> str:
     """Name the flag that comes closest to an unknown one."""
     flags = list(command._option_string_actions)
+    flags += vllm_flags() if command.get_default("has_settings") else []
     close = difflib.get_close_matches(unknown.split("=")[0], flags, n=1)
     return f" (did you mean {close[0]}?)" if close and unknown.startswith("-") else ""
 

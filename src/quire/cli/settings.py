@@ -8,7 +8,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,13 @@ from quire.base.config import (
 from quire.base.errors import ConfigError
 from quire.base.parallel import ParallelConfig
 from quire.base.settings import setting
-from quire.serve.vllm_compat import VLLM_SETTINGS
+from quire.serve.vllm_compat import SPECULATION_FIELDS, VLLM_SETTINGS
+from quire.serve.vllm_flags import FLAGS
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 ALIASES = {"device_memory_utilization": "gpu_memory_utilization"}
-SHORT_FLAGS = {
-    "quantization": "-q",
-    "tensor_parallel_size": "-tp",
-    "pipeline_parallel_size": "-pp",
-    "data_parallel_size": "-dp",
+SHORT_FLAGS = {"quantization": "-q"} | {  # vLLM's
+    name: short for name, theirs in FLAGS.items() if theirs.is_same for short in theirs.short
 }
 SECRETS = {"api_key", "urgent_api_key", "admin_api_key"}
 FLAG = "flag"  # where a value came from
@@ -131,7 +129,6 @@ def add_settings(
         group = parser.add_argument_group(f"{title} settings")
         for option in options_of(((title, config),)).values():
             _add_option(group, option)
-    _add_vllm_settings(parser)
 
 
 def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
@@ -141,7 +138,6 @@ def add_some_settings(parser: argparse.ArgumentParser, names: Collection[str]) -
     for name, option in options_of(ENGINE).items():
         if name in names:
             _add_option(group, option)
-    _add_vllm_settings(parser)
 
 
 def add_server_settings(parser: argparse.ArgumentParser, names: Collection[str]) -> None:
@@ -282,11 +278,17 @@ def _help(option: Option) -> str:
     return f"{text} (default: {default})"
 
 
-def _add_vllm_settings(parser: argparse.ArgumentParser) -> None:
-    """Add vLLM's flags without a counterpart: known, so that they are answered, but not in the
-    help."""
-    for name, theirs in VLLM_SETTINGS.items():
+def add_vllm_settings(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Add those of vLLM's flags without a counterpart that are among these words: known, so that
+    they are answered, but not in the help. There are hundreds, and argparse is slow with each."""
+    given = {word.split("=")[0] for word in words}
+    for name in (*VLLM_SETTINGS, *SPECULATION_FIELDS):
+        theirs = FLAGS[name]
         flag = "--" + name.replace("_", "-")
+        spellings = {flag, f"--no-{flag[2:]}", *theirs.short}
+        joined = any(word[:2] in theirs.short for word in words)  # -O3
+        if not (joined or spellings & given):
+            continue
         known: dict[str, Any] = {
             "dest": name,
             "default": argparse.SUPPRESS,
@@ -294,4 +296,11 @@ def _add_vllm_settings(parser: argparse.ArgumentParser) -> None:
         }
         if theirs.is_switch:
             known["action"] = argparse.BooleanOptionalAction
+        elif theirs.several:
+            known |= {"nargs": "+", "action": "extend"}
         parser.add_argument(flag, *theirs.short, **known)
+
+
+def vllm_flags() -> list[str]:
+    """List vLLM's flags without a counterpart."""
+    return ["--" + name.replace("_", "-") for name in (*VLLM_SETTINGS, *SPECULATION_FIELDS)]

@@ -13,7 +13,7 @@ from quire.scheduler.srtf import Srtf
 from quire.scheduler.two_level import TwoLevel
 
 POLICIES: Mapping[str, MakePolicy] = MappingProxyType(
-    {"fifo": Fifo, "fcfs": Fifo, "srtf": Srtf, "two-level": TwoLevel}
+    {"fifo": Fifo, "fcfs": Fifo, "priority": Fifo, "srtf": Srtf, "two-level": TwoLevel}
 )
 
 

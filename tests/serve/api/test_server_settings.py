@@ -48,6 +48,12 @@ def test_usage_of_all_streams(
         assert '"usage":{' not in client.post(path, json=body | {"stream": True}).text
 
 
+def test_a_server_that_does_not_describe_itself(make_context: Callable[..., Any]) -> None:
+    with client_of(make_context, disable_fastapi_docs=True) as client:
+        assert [client.get(path).status_code for path in ("/docs", "/openapi.json")] == [404, 404]
+        assert client.get("/health").status_code == 200
+
+
 def test_paths_behind_a_proxy(make_context: Callable[..., Any]) -> None:
     """uvicorn puts the root path before the path that came."""
     app = create_app(make_context())

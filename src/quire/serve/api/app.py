@@ -31,6 +31,9 @@ def create_app(context: ApiContext) -> FastAPI:
     protected = Depends(authorised)
     app.include_router(utility.public)
     app.include_router(utility.router, dependencies=[protected])
+    if not context.config.disable_fastapi_docs:
+        app.include_router(utility.page)
+        app.include_router(utility.description, dependencies=[protected])
     for router in (prefixes.router, admin.router):
         app.include_router(router, dependencies=[protected])
     for router in (completions.router, chat_completions.router):

@@ -1,6 +1,7 @@
 """Everything beside generating: models, tokens, health, load, version, metrics.
 
-`public` answers whoever asks: a load balancer has no key. `router` is for key holders.
+`public` answers whoever asks: a load balancer has no key. `router` is for key holders. `page` and
+`description`, the one public and the other not, say what can be asked.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ DOCS_HEADERS = {
 
 public = APIRouter()
 router = APIRouter(route_class=BoundedRoute)
+page, description = APIRouter(), APIRouter()
 
 
 class TokenizeBody(OpenBody):
@@ -122,13 +124,13 @@ async def show_request(request_id: str, request: fastapi.Request, api: Api) -> R
     return Response(text, media_type="application/json")
 
 
-@router.get("/openapi.json", include_in_schema=False)
+@description.get("/openapi.json", include_in_schema=False)
 async def schema(request: fastapi.Request) -> Response:
     """What every route takes and gives."""
     return JSONResponse(document(request.app))
 
 
-@public.get("/docs", include_in_schema=False)
+@page.get("/docs", include_in_schema=False)
 async def docs() -> Response:
     """A page that shows the schema. It holds no secret, and a browser has no key to ask for it."""
     return HTMLResponse(DOCS.read_bytes(), headers=DOCS_HEADERS)

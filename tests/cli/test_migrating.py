@@ -1,0 +1,160 @@
+"""vLLM's flags: each is taken, ignored with a reason, or refused with one; and the page says so."""
+
+import argparse
+import functools
+from pathlib import Path
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.cli.config_file import resolve
+from quire.cli.main import _parse, with_dashes
+from quire.cli.migrating import BEGIN, END, main, page
+from quire.cli.settings import (
+    FLAG,
+    SERVER,
+    Given,
+    Option,
+    add_settings,
+    add_vllm_settings,
+    all_options,
+)
+from quire.serve.vllm_compat import SPECULATION_FIELDS, VLLM_SETTINGS
+from quire.serve.vllm_flags import FLAGS, GROUPS, VllmSetting
+from tests.structure.test_house import ROOT
+
+PAGE = ROOT / "docs" / "migrating.md"
+OPTIONS = all_options()
+SAME = [name for name, each in FLAGS.items() if each.is_same]
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def words_of(name: str, theirs: VllmSetting, value: object) -> list[str]:
+    """How a person writes this value."""
+    if theirs.is_switch:
+        return [flag(name) if value else flag(f"no_{name}")]
+    return [flag(name), str(value)]
+
+
+@functools.cache
+def parser() -> argparse.ArgumentParser:
+    """That of `quire serve`, with all of vLLM's flags; `_parse` adds those that it is given."""
+    made = argparse.ArgumentParser(allow_abbrev=False)
+    add_settings(made, *SERVER, model_first=True)
+    spellings = [short for each in FLAGS.values() for short in each.short]
+    add_vllm_settings(made, [*map(flag, FLAGS), *spellings])
+    return made
+
+
+def resolved(*words: str) -> tuple[argparse.Namespace, list[str]]:
+    arguments = parser().parse_args(list(with_dashes(words)))
+    return arguments, resolve(arguments)
+
+
+def sample(option: Option) -> str:
+    """A value that the option's parser takes."""
+    if option.choices:
+        return option.choices[-1]
+    return {int: "2k", float: "0.5", str: "x"}[option.kind]
+
+
+def test_the_page_is_up_to_date(tmp_path: Path) -> None:
+    text = PAGE.read_text("utf-8")
+    assert page(text) == text, "run `make migrating`"
+    copy = tmp_path / "page.md"
+    copy.write_text(f"above\n{BEGIN}\nearlier flags\n{END}\nbelow\n")
+    assert main([str(copy)]) == 0
+    found = copy.read_text("utf-8")
+    assert (
+        found.startswith("above\n") and found.endswith("below\n") and "earlier flags" not in found
+    )
+    for name in FLAGS:
+        assert f"`{flag(name)}`" in found
+    with pytest.raises(ConfigError, match="no lines"):
+        page("nothing")
+
+
+def test_each_flag_stands_once() -> None:
+    assert sum(map(len, GROUPS.values())) == len(FLAGS) > 300
+    assert set(SAME) <= set(OPTIONS), "what is the same is an option of ours"
+    assert not set(FLAGS) - set(SAME) & set(OPTIONS)
+    assert {name for name, each in FLAGS.items() if each.becomes} == set(SPECULATION_FIELDS)
+    for name, each in FLAGS.items():
+        assert each.is_same or each.reason, name
+        assert not each.reason.endswith("."), name
+
+
+def test_what_is_the_same_is_taken() -> None:
+    for name in SAME:
+        option = OPTIONS[name]
+        for spelling in (option.flag, "--" + name, *FLAGS[name].short):
+            words = [spelling] if option.kind is bool else [spelling, sample(option)]
+            arguments, notes = resolved(*words)
+            expected = True if option.kind is bool else option.parse(sample(option))
+            expected = (expected,) if option.several else expected
+            assert (arguments.settings, notes) == ({name: Given(expected, FLAG)}, []), spelling
+
+
+def test_others_are_ignored_or_refused_with_the_reason() -> None:
+    for name, theirs in VLLM_SETTINGS.items():
+        check_other(name, theirs)
+
+
+def check_other(name: str, theirs: VllmSetting) -> None:
+    any_value = (True, False) if theirs.is_switch else ("anything",)
+    harmless = any_value if theirs.harmless is None else theirs.harmless
+    for value in harmless:
+        words = words_of(name, theirs, value)
+        for spelling in (words, [words[0].replace("-", "_").replace("__", "--", 1), *words[1:]]):
+            arguments, notes = resolved(*spelling)
+            assert notes == [f"{name} (flag) is ignored: {theirs.reason}."]
+            assert arguments.settings == {}
+    if theirs.harmless is None:
+        return
+    for value in any_value:
+        if value not in harmless:
+            with pytest.raises(ConfigError) as raised:
+                resolved(*words_of(name, theirs, value))
+            assert f"{name}={value!r}" in str(raised.value)
+            assert theirs.reason in str(raised.value)
+
+
+def test_fields_of_the_speculation() -> None:
+    arguments, notes = resolved("--spec-method", "ngram", "--spec_tokens", "3")
+    expected = '{"method": "ngram", "num_speculative_tokens": 3}'
+    assert arguments.settings == {"speculative_config": Given(expected, FLAG)} and notes == []
+    with pytest.raises(ConfigError, match="spec_model and speculative_config say the same"):
+        resolved("--spec-model", "m", "--speculative-config", "{}")
+    with pytest.raises(ConfigError, match="spec_tokens must be a whole number, got 'many'"):
+        resolved("--spec-tokens", "many")
+
+
+def test_spellings() -> None:
+    """Underscores in names alone, also of parts of JSON, and a letter with its value."""
+    words = ["--structured_outputs_config.backend", "xgrammar", '--hf_overrides={"a_b": 1}']
+    assert list(with_dashes(words))[::2] == [
+        "--structured-outputs-config.backend", '--hf-overrides={"a_b": 1}',
+    ]  # fmt: skip
+    assert resolved(*words)[0].settings == {"hf_overrides": Given('{"a_b": 1}', FLAG)}
+    for words in (["-O3"], ["-O", "3"], ["--optimization-level=3"]):
+        assert "optimization_level" in resolve(_parse(["serve", *words]))[0]
+    assert "cudagraph_capture_sizes" in resolved("--cudagraph-capture-sizes", "1", "2", "4")[1][0]
+
+
+def test_a_mistyped_flag_of_vllms_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        _parse(["serve", "--swap-spaec", "4"])
+    assert "did you mean --swap-space?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        _parse(["doctor", "--enable-dbo-x"])
+
+
+def test_names_of_vllms_for_values_of_ours() -> None:
+    from quire.base.config import config_from_flat
+
+    made = config_from_flat(model_impl="vllm", quantization="awq_marlin")
+    assert (made.model.model_impl, made.model.quantization) == ("quire", None)
+    assert config_from_flat(scheduling_policy="priority").scheduler is not None
