@@ -6,6 +6,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.serve.vllm_compat import VLLM_SETTINGS, drop_vllm_settings, ignore_vllm_setting
+from quire.serve.vllm_flags import FLAGS
 
 
 @pytest.mark.parametrize("name", VLLM_SETTINGS)
@@ -25,6 +26,15 @@ def test_fields_of_the_speculation_are_put_together() -> None:
     assert settings == {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}'}
     with pytest.raises(ConfigError, match="give one of them"):
         drop_vllm_settings({"spec_method": "ngram", "speculative_config": {"method": "ngram"}})
+
+
+def test_no_spelling_is_two_flags() -> None:
+    shorts = [short for each in FLAGS.values() for short in each.short]
+    assert len(shorts) == len(set(shorts))
+    for name, each in FLAGS.items():
+        kinds = (each.is_same, bool(each.becomes), each.harmless is not None)
+        assert sum(kinds) <= 1, f"{name} is either ours, a part of ours, or of some values only"
+        assert not (each.is_switch and each.several), name
 
 
 def test_settings_of_ours_stay() -> None:
