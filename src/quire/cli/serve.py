@@ -35,14 +35,15 @@ def run(arguments: argparse.Namespace) -> int:
     from quire.serve.supervisor import serve
 
     check_several(arguments.settings)
-    engine = config_from_flat(**given_settings(arguments))
+    given = given_settings(arguments)
+    engine = config_from_flat(**given)
     server = ServerConfig(**(keys_of_environment() | given_server_settings(arguments)))
     if engine.parallel.node_rank > 0:
         from quire.engine.ranks.launch import cuda_devices
         from quire.engine.ranks.node import ranks_of_node, serve_node
 
         devices = cuda_devices(engine, len(ranks_of_node(engine.parallel)))
-        return serve_node(engine, devices, server.restart_engine)
+        return serve_node(engine, devices, given, server.restart_engine)
     _check_certificate(server)
     return serve(engine, server, arguments.log_level)
 

@@ -8,17 +8,25 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from quire import LLM
 from quire.base.config import config_from_flat
-from quire.base.errors import ConfigError, EngineError
+from quire.base.errors import ConfigError, EngineError, RankLost
 from quire.base.parallel import ParallelConfig
+from quire.engine.ranks.alike import given_settings_of
+from quire.engine.ranks.dial_in import Address, Door
+from quire.engine.ranks.keeper import CORE_ENDED, CORE_LOST, LEFT, Ending, Place, keep
 from quire.engine.ranks.node import Node, rank_token, ranks_of_node
+from quire.engine.ranks.remote import RemoteRanks
 from tests.engine.ranks.scenarios import COMMON, alone, answers_of
 from tests.serve.checkpoints import checkpoint, text_checkpoint
 from tests.serve.processes import children_of, is_running, wait_until
@@ -122,6 +130,8 @@ def test_a_machine_that_goes_on_serves_the_next_core(nodes: StartNode, port: int
             assert llm.generate([[5, 6, 7]], use_tqdm=False)[0].outputs[0].token_ids
     assert node.poll() is None
     assert said(node).count("the core has ended") >= 1
+    node.terminate()
+    assert node.wait(20) == 0
 
 
 @pytest.mark.slow
@@ -131,7 +141,7 @@ def test_two_machines_with_one_number(nodes: StartNode, port: int) -> None:
     with engine(model, port):
         second = nodes(model, 1, "-tp", "2")
         assert second.wait(20) == 1
-        assert "rank 1 was not wanted" in said(second)
+        assert "has refused rank 1 of this machine: this rank is kept already" in said(second)
         assert first.poll() is None
 
 
@@ -155,6 +165,114 @@ def test_a_machine_whose_core_does_not_come_says_where_it_looked(
     node = nodes(checkpoint("llama"), 1, "-tp", "2", "--node-wait-s", "0.6")
     assert node.wait(20) == 1
     assert f"no core came to 127.0.0.1:{port} within 0.6 s" in said(node)
+
+
+class NoStarter:
+    """Leaves it to the test to have ranks kept."""
+
+    keeper, wait_s, port = "node", 30.0, 0
+    secret: bytes | None = SECRET.encode()
+
+    def __init__(self) -> None:
+        self.core: SimpleQueue[Address] = SimpleQueue()
+        self._news, self._end = socket.socketpair()
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, core: Address, secret: bytes) -> None:
+        self.core.put(core)
+
+    def fileno(self) -> int:
+        return self._news.fileno()
+
+    def take_news(self) -> None:
+        raise AssertionError("there is none")
+
+    def close(self) -> None:
+        self._news.close()
+        self._end.close()
+
+
+class Losses:
+    """A listener that waits for the loss."""
+
+    def __init__(self) -> None:
+        self.found: SimpleQueue[RankLost] = SimpleQueue()
+        self.lose = self.found.put
+
+    def hear(self, rank: int, message: Any) -> None:
+        raise AssertionError("no rank was started")
+
+    def tick(self) -> None:
+        pass
+
+
+@dataclass
+class Core:
+    ranks: RemoteRanks
+    losses: Losses
+    address: Address
+    pool: ThreadPoolExecutor
+
+    def keep(self, number: int, **more: Any) -> "Future[Ending]":
+        """Keep a rank on a thread, and wait until it is there."""
+        place = Place(number, **more)
+        future = self.pool.submit(keep, self.address, SECRET.encode(), place)
+        rank = self.ranks._loop.ranks[number]
+        wait_until(lambda: rank.here is not None, "the rank has come", 10)
+        return future
+
+    def refusal(self, number: int, **more: Any) -> str:
+        """Why a rank is not taken."""
+        with pytest.raises(ConfigError) as raised:
+            keep(self.address, SECRET.encode(), Place(number, **more))
+        return str(raised.value)
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    """Of three ranks, of which never all come, so that none is started."""
+    starter, losses = NoStarter(), Losses()
+    config = config_from_flat(model="a", tensor_parallel_size=3, max_model_len=96)
+    ranks = RemoteRanks(config, starter, "warning", losses)
+    with ThreadPoolExecutor() as pool:
+        yield Core(ranks, losses, starter.core.get(timeout=10), pool)
+        ranks.close()
+
+
+def test_who_was_started_otherwise_is_refused_with_the_difference(
+    core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And whoever comes next is taken; what a machine was not told is machine 0's."""
+    other = config_from_flat(model="a", max_model_len=50, dtype="float32", device="cpu")
+    told = given_settings_of(other, ["model", "max_model_len", "device", "host"])
+    assert told == {"model": '"a"', "max_model_len": "50"}
+    assert "max_model_len is 50 there and 96 on machine 0; start" in core.refusal(1, settings=told)
+    assert "no rank 5 of 3: machine 0 was started with tensor_parallel_size=3" in core.refusal(5)
+    ending = core.keep(1, settings={"model": '"a"'})
+    assert "kept already by 127.0.0.1; is its node_rank another" in core.refusal(1)
+    lines = [record.getMessage() for record in caplog.records]
+    assert "rank 1 of the machine 127.0.0.1 was refused: max_model_len is 50" in lines[0]
+    assert len(lines) == 3
+    core.ranks.close()
+    assert ending.result(10) == Ending(CORE_ENDED)
+
+
+def test_a_machine_that_is_told_to_end_says_so_and_the_others_hear_why(core: Core) -> None:
+    leaving = threading.Event()
+    first, other = core.keep(0, leaving=leaving), core.keep(1)
+    leaving.set()
+    assert first.result(10) == Ending(LEFT)
+    why = "rank 0 of 3 (on 127.0.0.1) was ended in order: its machine was told to end"
+    assert str(core.losses.found.get(timeout=10)) == why
+    assert other.result(10) == Ending(f"{CORE_ENDED}: {why}")
+
+
+def test_a_core_that_is_gone_without_a_word_is_told_from_one_that_ended() -> None:
+    door = Door("127.0.0.1", SECRET.encode(), lambda arrival: arrival.socket.close())
+    assert keep(door.address, SECRET.encode(), Place(0)) == Ending(CORE_LOST)
+    door.close()
 
 
 def test_who_has_which_ranks() -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from quire.base.config import EngineConfig, flat_settings
@@ -11,6 +11,8 @@ from quire.base.version import QUIRE_VERSION
 from quire.models.source import ModelSource, load_format_of
 
 OWN = ("node_rank",)  # settings that each machine has for itself
+# What a machine may call otherwise than machine 0 does, or has otherwise.
+OF_MACHINE = (*OWN, "device", "master_addr", "master_port", "node_wait_s")
 
 
 def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
@@ -22,6 +24,28 @@ def facts_of(config: EngineConfig, source: ModelSource) -> dict[str, str]:
         "settings": _digest(json.dumps(settings, sort_keys=True, default=str).encode()),
         "model": _digest(*_files(source.directory, is_dummy)),
     }
+
+
+def given_settings_of(config: EngineConfig, names: Iterable[str]) -> dict[str, str]:
+    """Return what a machine was told, as JSON, but for what may be another one on each."""
+    flat = flat_settings(config)
+    return {
+        name: json.dumps(flat[name], default=str)
+        for name in names
+        if name in flat and name not in OF_MACHINE
+    }
+
+
+def contradictions(config: EngineConfig, given: Mapping[str, str]) -> str:
+    """Say which settings of a machine are not those of machine 0, whose config this is; empty if
+    none."""
+    flat = flat_settings(config)
+    here = {name: json.dumps(flat.get(name), default=str) for name in given}
+    return ", ".join(
+        f"{name} is {value} there and {here[name]} on machine 0"
+        for name, value in given.items()
+        if value != here[name]
+    )
 
 
 def different(here: Mapping[str, str], there: Mapping[str, str]) -> str:

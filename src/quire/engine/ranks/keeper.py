@@ -11,6 +11,7 @@ when the core's end of its connection does, or when the process that has started
 import contextlib
 import logging
 import os
+import select
 import selectors
 import socket
 import subprocess
@@ -20,16 +21,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quire.base.errors import EngineError
+from quire.base.errors import ConfigError, EngineError
 from quire.engine.ranks.dial_in import Address, Arrival, Door, Role, dial
 from quire.engine.ranks.keeper_messages import (
     Alive,
+    Farewell,
     FromKeeper,
     Here,
     Line,
     RankEnded,
+    Refused,
     Started,
     StartRank,
+    ToKeeper,
     keeper_frames,
     keeper_side,
 )
@@ -40,7 +44,9 @@ from quire.runner.memory_plan import available_cpu_bytes
 logger = logging.getLogger("quire")
 
 CORE_ENDED = "the core has ended"
-NOT_WANTED = "was not wanted: the core has ended, or has this rank from somebody else"
+CORE_LOST = "the core is gone: its connection has ended, and it had said nothing"
+LEFT = "this machine was told to end"
+WORDS_S = 0.5  # for the core to say why it ends, or to be gone, behind a rank that ended by itself
 ALIVE_S = 0.5  # between two signs of life
 STAGE_S = 300.0  # for the stage before to connect, which does so as soon as it starts
 
@@ -48,16 +54,27 @@ STAGE_S = 300.0  # for the stage before to connect, which does so as soon as it 
 @dataclass(frozen=True)
 class Place:
     """rank: which one is kept. has_before: there is a stage before it. environment: variables that
-    it gets beside those of this process and the core's."""
+    it gets beside those of this process and the core's. settings: what this machine was told, which
+    must be so on the core's. leaving: set when this machine is to end."""
 
     rank: int
     has_before: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    leaving: threading.Event = field(default_factory=threading.Event)
 
 
-def keep(core: Address, secret: bytes, place: Place) -> str:
+@dataclass(frozen=True)
+class Ending:
+    """How it ended, in words. of_rank: they follow the name of the rank; else they are of all."""
+
+    how: str
+    of_rank: bool = False
+
+
+def keep(core: Address, secret: bytes, place: Place) -> Ending:
     """Keep a rank until it ends, or the core does; returns how it ended. Call it on a thread that
-    does nothing else. Raises EngineError if the core is not there."""
+    does nothing else. Raises EngineError if the core is not there, ConfigError if it refuses."""
     with dial(core, secret, Role.KEEPER, place.rank) as sock:
         return _Keeper(core, secret, place, sock).run()
 
@@ -65,6 +82,7 @@ def keep(core: Address, secret: bytes, place: Place) -> str:
 class _Keeper:
     def __init__(self, core: Address, secret: bytes, place: Place, sock: socket.socket) -> None:
         self._core, self._secret, self._place, self._socket = core, secret, place, sock
+        self._farewell: Farewell | None = None
         self._codec, self._frames = keeper_side(), keeper_frames()
         self._sending = threading.Lock()
         self._over = threading.Event()
@@ -72,18 +90,19 @@ class _Keeper:
         self._before: list[socket.socket] = []
         self._has_before = threading.Event()
 
-    def run(self) -> str:
+    def run(self) -> Ending:
         """Start the rank when it is told to, and watch it."""
         door = None
         if self._place.has_before:
             door = Door(self._host, self._secret, self._connect_before)
         try:
             port = 0 if door is None else door.address.port
-            self._send(Here(self._host, machine_name(), available_cpu_bytes(), port))
+            settings = dict(self._place.settings)
+            self._send(Here(self._host, machine_name(), available_cpu_bytes(), port, settings))
             threading.Thread(target=self._live, name="quire-alive", daemon=True).start()
             order = self._order()
             if order is None:
-                return NOT_WANTED
+                return self._end_of_core()
             return self._keep(order)
         finally:
             self._over.set()
@@ -98,16 +117,21 @@ class _Keeper:
         self._has_before.set()
 
     def _live(self) -> None:
-        """Give signs of life; hang up when the process that has started this one is gone, which on
-        another machine stands for its node."""
+        """Give signs of life; hang up when this machine is to end, or the process is gone that has
+        started this one, which on another machine stands for its node."""
         parent = os.getppid()
         while not self._over.wait(ALIVE_S):
-            if os.getppid() != parent:
-                self._send(RankEnded("has lost its node: what has started its keeper has ended"))
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
-                return
-            self._send(Alive())
+            if self._place.leaving.is_set():
+                why = "was ended in order: its machine was told to end"
+            elif os.getppid() != parent:
+                why = "has lost its node: what has started its keeper has ended"
+            else:
+                self._send(Alive())
+                continue
+            self._send(RankEnded(why))
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            return
 
     def _send(self, message: FromKeeper) -> None:
         """Send; what a core that is gone does not get, its end tells."""
@@ -115,34 +139,71 @@ class _Keeper:
             self._socket.sendall(self._codec.encode(message))
 
     def _order(self) -> StartRank | None:
-        """Wait for what is to be started; None if the core has ended."""
-        while data := self._receive():
-            if bodies := list(self._frames.feed(data)):
-                return self._codec.decode(bodies[0])
+        """Wait for what is to be started; None if the core has ended. Raises ConfigError if it
+        refuses."""
+        while (messages := self._hear()) is not None:
+            for message in messages:
+                if isinstance(message, StartRank):
+                    return message
+                if isinstance(message, Refused):
+                    raise ConfigError(
+                        f"the core at {self._core} has refused rank {self._place.rank} of this"
+                        f" machine: {message.why}"
+                    )
         return None
 
-    def _receive(self) -> bytes:
+    def _hear(self) -> list[ToKeeper] | None:
+        """Wait for what the core says; None when its connection has ended."""
         try:
-            return self._socket.recv(READ_BYTES)
+            data = self._socket.recv(READ_BYTES)
         except OSError:
-            return b""
+            data = b""
+        if not data:
+            return None
+        messages = [self._codec.decode(body) for body in self._frames.feed(data)]
+        for message in messages:
+            if isinstance(message, Farewell):
+                self._farewell = message
+        return messages
 
-    def _keep(self, order: StartRank) -> str:
+    def _end_of_core(self) -> Ending:
+        """Return how the core has ended, once it has said so or its connection has ended."""
+        if self._place.leaving.is_set():
+            return Ending(LEFT)
+        if self._farewell is None:
+            return Ending(CORE_LOST)
+        why = self._farewell.why
+        return Ending(f"{CORE_ENDED}: {why}" if why else CORE_ENDED)
+
+    def _end_of_rank(self, status: int) -> Ending:
+        """Return how a rank has ended, which does so by itself when the core does."""
+        if status == 0 and self._is_core_over():
+            return self._end_of_core()
+        return Ending(ended_with(status), of_rank=True)
+
+    def _is_core_over(self) -> bool:
+        """Tell whether the core has said that it ends, or is gone; waits for it a little."""
+        while self._farewell is None and select.select([self._socket], [], [], WORDS_S)[0]:
+            if self._hear() is None:
+                return True
+        return self._farewell is not None
+
+    def _keep(self, order: StartRank) -> Ending:
         with contextlib.ExitStack() as stack:
             try:
                 process = self._start(order, stack)
             except EngineError as error:
                 self._send(RankEnded(f"could not be started: {error}"))
-                return str(error)
+                return Ending(f"could not be started: {error}", of_rank=True)
             self._send(Started(process.pid))
             try:
-                how = self._watch(process)
+                ending = self._watch(process)
             finally:
                 process.kill()  # by its end too: nobody asks for anything any more
                 with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
                     process.wait(END_S)
-            self._send(RankEnded(how))
-            return how
+            self._send(RankEnded(ending.how))
+            return ending
 
     def _start(self, order: StartRank, stack: contextlib.ExitStack) -> "subprocess.Popen[bytes]":
         """Connect the rank, and start it. Its ends of the connections are its own afterwards."""
@@ -177,7 +238,7 @@ class _Keeper:
         stack.close()
         return process
 
-    def _watch(self, process: "subprocess.Popen[bytes]") -> str:
+    def _watch(self, process: "subprocess.Popen[bytes]") -> Ending:
         """Pass on what it writes until it ends, stands still, or the core has ended; return which
         of it."""
         assert process.stderr is not None
@@ -194,16 +255,16 @@ class _Keeper:
                         selector.unregister(process.stderr)
                     if ended in ready:
                         lines.pass_on()
-                        return ended_with(process.wait())
-                    if self._socket in ready and not self._receive():
-                        return CORE_ENDED
+                        return self._end_of_rank(process.wait())
+                    if self._socket in ready and self._hear() is None:
+                        return self._end_of_core()
                     now_s = time.monotonic()
                     if state_of(process.pid) != "T":
                         stopped_since_s = None
                     elif stopped_since_s is None:
                         stopped_since_s = now_s
                     elif now_s - stopped_since_s >= CONFIRM_S:
-                        return "was stopped (SIGSTOP); it is of no use"
+                        return Ending("was stopped (SIGSTOP); it is of no use", of_rank=True)
             finally:
                 os.close(ended)
 

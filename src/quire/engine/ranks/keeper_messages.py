@@ -1,6 +1,7 @@
 """What a core and the keepers of its ranks tell each other; msgpack, each behind its length.
 
-core    StartRank                         (end of the stream: kill it)
+core    StartRank ... Farewell            (end of the stream: kill the rank)
+        Refused                           instead, and the stream ends
 keeper  Here ... Started ... Line ... Alive ... RankEnded
 """
 
@@ -18,12 +19,13 @@ MOST_BYTES = 1 << 24
 class Here(msgspec.Struct, frozen=True, tag=True):
     """Keeper to core: where it is. host: the address by which its machine reaches the core;
     machine: equal for keepers on one; free_bytes: of its memory; port: where the stage before
-    can connect, 0 if there is none."""
+    can connect, 0 if there is none. settings: what it was told, as JSON."""
 
     host: str
     machine: str
     free_bytes: int
     port: int = 0
+    settings: dict[str, str] = {}
 
 
 class StartRank(msgspec.Struct, frozen=True, tag=True):
@@ -36,6 +38,18 @@ class StartRank(msgspec.Struct, frozen=True, tag=True):
     directory: str
     next_host: str = ""
     next_port: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """Core to keeper: this rank is not taken. why: in words, for the operator."""
+
+    why: str
+
+
+class Farewell(msgspec.Struct, frozen=True, tag=True):
+    """Core to keeper: it ends. why: in words; empty: in order."""
+
+    why: str = ""
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +74,7 @@ class RankEnded(msgspec.Struct, frozen=True, tag=True):
     how: str
 
 
+ToKeeper = StartRank | Refused | Farewell
 FromKeeper = Here | Started | Line | Alive | RankEnded
 
 
@@ -68,9 +83,9 @@ def core_side() -> Codec[FromKeeper]:
     return Codec(FromKeeper, _plain, _as_typed, MOST_BYTES)
 
 
-def keeper_side() -> Codec[StartRank]:
+def keeper_side() -> Codec[ToKeeper]:
     """Return the codec of a keeper."""
-    return Codec(StartRank, _plain, _as_typed, MOST_BYTES)
+    return Codec(ToKeeper, _plain, _as_typed, MOST_BYTES)
 
 
 def keeper_frames() -> Frames:

@@ -278,10 +278,11 @@ def cuda_devices(config: EngineConfig, asked: int) -> list[str]:
         return []
     if asked > num:
         parallel = config.parallel
+        of = "" if parallel.nnodes == 1 else f" on each of {parallel.nnodes} machines"
         raise ConfigError(
             f"tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
-            f"{parallel.pipeline_parallel_size} needs {asked} CUDA devices, and torch sees {num};"
-            " ask for fewer, or take device='cpu'."
+            f"{parallel.pipeline_parallel_size} needs {asked} CUDA devices{of}, and torch sees"
+            f" {num}; ask for fewer, or take device='cpu'."
         )
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return (visible or [str(index) for index in range(num)])[:asked]

@@ -11,10 +11,12 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,8 +25,9 @@ from quire.base.config import EngineConfig
 from quire.base.errors import ConfigError, EngineError, QuireError
 from quire.base.parallel import ParallelConfig
 from quire.engine.child import begin_child
+from quire.engine.ranks.alike import given_settings_of
 from quire.engine.ranks.dial_in import Address, Unreachable
-from quire.engine.ranks.keeper import CORE_ENDED, Place, ended_with, keep
+from quire.engine.ranks.keeper import CORE_ENDED, LEFT, Ending, Place, keep
 from quire.engine.ranks.processes import END_S
 from quire.engine.spawn import start_child
 
@@ -32,13 +35,14 @@ logger = logging.getLogger("quire")
 
 TOKEN = "QUIRE_RANK_TOKEN"
 FEWEST_CHARS = 16
-WELL = (CORE_ENDED, ended_with(0))  # a rank ends by itself when the core does
+WELL = (CORE_ENDED, LEFT)
 AGAIN_S = 0.5  # between two attempts to reach the core
 TELL_S = 10.0  # between two lines about a core that is not there
 
 
 class Node(msgspec.Struct, frozen=True):
-    """What one machine keeps. devices: a CUDA device for each rank; none on CPUs."""
+    """What one machine keeps. devices: a CUDA device for each rank; none on CPUs. settings: what it
+    was told."""
 
     core: tuple[str, int]
     secret: bytes
@@ -46,10 +50,12 @@ class Node(msgspec.Struct, frozen=True):
     in_stage: int
     wait_s: float
     devices: list[str] = []
+    settings: dict[str, str] = {}
 
     @classmethod
-    def of(cls, config: EngineConfig, devices: list[str]) -> "Node":
-        """Make that of this machine. Raises ConfigError for what settings or environment lack."""
+    def of(cls, config: EngineConfig, devices: list[str], given: Iterable[str] = ()) -> "Node":
+        """Make that of this machine. given: names of the settings that it was told, which machine 0
+        must have been told, too. Raises ConfigError for what settings or environment lack."""
         parallel = config.parallel
         assert parallel.master_addr is not None, "checked by the settings"
         return cls(
@@ -59,6 +65,7 @@ class Node(msgspec.Struct, frozen=True):
             parallel.tensor_parallel_size,
             parallel.node_wait_s,
             devices,
+            given_settings_of(config, given),
         )
 
 
@@ -132,20 +139,20 @@ class NodeStarter:
 class _Kept:
     """What became of the ranks of a node: how each ended, or the error."""
 
-    ways: dict[int, str] = field(default_factory=dict)
+    endings: dict[int, Ending] = field(default_factory=dict)
     errors: list[QuireError] = field(default_factory=list)
 
 
-def keep_all(node: Node) -> str:
-    """Keep the ranks of a node until they, or the core, end; returns how. Raises QuireError if the
-    core cannot be reached, or wants none of them."""
+def keep_all(node: Node, leaving: threading.Event) -> str:
+    """Keep the ranks of a node until they, or the core, end; returns how. leaving: set when this
+    machine is to end. Raises QuireError if the core cannot be reached, or wants none of them."""
     kept = _Kept()
 
     def keep_one(index: int, rank: int) -> None:
         visible = {"CUDA_VISIBLE_DEVICES": node.devices[index]} if node.devices else {}
-        place = Place(rank, has_before=rank >= node.in_stage, environment=visible)
+        place = Place(rank, rank >= node.in_stage, visible, node.settings, leaving)
         try:
-            kept.ways[rank] = keep(Address(*node.core), node.secret, place)
+            kept.endings[rank] = keep(Address(*node.core), node.secret, place)
         except QuireError as error:
             kept.errors.append(error)
 
@@ -159,37 +166,54 @@ def keep_all(node: Node) -> str:
         thread.join()
     if kept.errors:
         raise kept.errors[0]
-    others = [f"rank {rank} {how}" for rank, how in kept.ways.items() if how not in WELL]
-    return "; ".join(others) or CORE_ENDED
+    endings = kept.endings
+    of_ranks = [f"rank {rank} {end.how}" for rank, end in endings.items() if end.of_rank]
+    return "; ".join(of_ranks or dict.fromkeys(ending.how for ending in endings.values()))
 
 
-def serve_node(config: EngineConfig, devices: list[str], goes_on: bool) -> int:
+def serve_node(
+    config: EngineConfig, devices: list[str], given: Iterable[str], goes_on: bool
+) -> int:
     """Keep this machine's ranks, as `quire serve --node-rank K` does; returns the exit status.
 
-    goes_on: wait for the next core when one has ended. Raises QuireError if none came in time, or
-    one refused these ranks.
+    given: names of the settings that it was told. goes_on: wait for the next core when one has
+    ended. On SIGTERM and Ctrl-C the core is told, and all ends; on a second one at once. Raises
+    QuireError if no core came in time, or one refused these ranks.
     """
-    node = Node.of(config, devices)
+    node, leaving = Node.of(config, devices, given), threading.Event()
+    _leave_when_told(leaving)
     names, core = ", ".join(map(str, node.ranks)), Address(*node.core)
     while True:
         logger.info(
             "this machine keeps ranks %s of %d of the core at %s", names,
             config.parallel.num_ranks, core,
         )  # fmt: skip
-        how = _keep_when_there(node)
+        how = _keep_when_there(node, leaving)
         logger.info("this machine's ranks have ended: %s", how)
-        if not goes_on:
-            return 0 if how == CORE_ENDED else 1
-        time.sleep(AGAIN_S)
+        if not goes_on or leaving.wait(AGAIN_S):
+            return 0 if how in WELL else 1
 
 
-def _keep_when_there(node: Node) -> str:
+def _leave_when_told(leaving: threading.Event) -> None:
+    """Let the first SIGTERM or SIGINT be noted, and the second one do what it does otherwise."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def note(number: int, frame: object) -> None:
+        leaving.set()
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in before:
+        signal.signal(number, note)
+
+
+def _keep_when_there(node: Node, leaving: threading.Event) -> str:
     """Keep the ranks of a node as soon as there is a core. Raises EngineError after wait_s, and
     QuireError if one refused them."""
     began_s = told_s = time.monotonic()
     while True:
         try:
-            return keep_all(node)
+            return keep_all(node, leaving)
         except Unreachable as error:
             reason = error
         now_s = time.monotonic()
@@ -202,7 +226,8 @@ def _keep_when_there(node: Node) -> str:
         if now_s - told_s > TELL_S:
             told_s = now_s
             logger.info("no core yet: %s", reason)
-        time.sleep(AGAIN_S)
+        if leaving.wait(AGAIN_S):
+            return LEFT
 
 
 def main() -> int:
@@ -212,7 +237,7 @@ def main() -> int:
     begin_child(parser.parse_args().log_level)
     node = msgspec.json.decode(sys.stdin.buffer.read(), type=Node)
     try:
-        return 0 if keep_all(node) == CORE_ENDED else 1
+        return 0 if keep_all(node, threading.Event()) in WELL else 1
     except QuireError as error:
         logger.error("%s", error)
         return 1

@@ -13,7 +13,7 @@ class RankActor:
         """Keep it until it ends; returns how it did. has_before: there is a stage before its. The
         process ends with its node's (raylet), which Ray itself takes its time for."""
         node = os.getppid()
-        how = keep(Address(*core), secret, Place(rank, has_before))
+        how = keep(Address(*core), secret, Place(rank, has_before)).how
         if os.getppid() != node:
             os._exit(1)
         return how

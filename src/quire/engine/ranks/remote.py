@@ -9,6 +9,7 @@ Everybody who connects has proved itself before this thread sees it (engine/rank
 """
 
 import contextlib
+import logging
 import os
 import secrets
 import selectors
@@ -27,12 +28,15 @@ from msgspec.structs import replace
 
 from quire.base.config import EngineConfig
 from quire.base.errors import EngineError, QuireError, RankLost
+from quire.engine.ranks.alike import contradictions
 from quire.engine.ranks.dial_in import Address, Arrival, Door, Role
 from quire.engine.ranks.keeper_messages import (
+    Farewell,
     FromKeeper,
     Here,
     Line,
     RankEnded,
+    Refused,
     Started,
     StartRank,
     core_side,
@@ -42,6 +46,8 @@ from quire.engine.ranks.meeting import MeetingTable, store_frames, table_codec
 from quire.engine.ranks.messages import Failed, FromRank, ToRank, core_codec, frames
 from quire.engine.ranks.processes import END_S, LAST_LINES, LOOK_S, READ_BYTES, Listener, RankLink
 from quire.engine.wire import Frames
+
+logger = logging.getLogger("quire")
 
 SILENT_S = 2.0  # without a sign of life of a keeper, and its machine is gone
 ORPHANED_S = 0.7  # for the keeper of a rank that has hung up to tell why
@@ -193,6 +199,7 @@ class _Loop:
         self._is_closing = False
         self._losing = threading.Lock()
         self._door: Door | None = None
+        self._told: set[str] = set()  # why others were refused
 
     # ---- for other threads -------------------------------------------------------------------
 
@@ -249,9 +256,18 @@ class _Loop:
         if not self._complete.is_set():
             self._error = error
             self._complete.set()
+        self._tell_keepers(Farewell(str(error).partition("\n")[0]))
         for rank in self.ranks:
             rank.hang_up()
         self.listener.lose(error)
+
+    def _tell_keepers(self, message: Farewell) -> None:
+        """Tell those that are there; who does not read is not waited for."""
+        data = self._keepers.encode(message)
+        for rank in self.ranks:
+            if (sock := rank.sockets.get(Role.KEEPER)) is not None:
+                with contextlib.suppress(OSError):
+                    sock.send(data, socket.MSG_DONTWAIT)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
@@ -330,20 +346,59 @@ class _Loop:
         numbers = ", ".join(str(rank.number) for rank in late)
         return EngineError(
             f"rank{'s' if len(late) > 1 else ''} {numbers} of {len(self.ranks)} did not"
-            f" connect to {self._door.address} within {self._starter.wait_s:g} s; can their"
-            " machines reach it?"
+            f" connect to {self._door.address} within {self._starter.wait_s:g} s; "
+            + ("; ".join(self._told) or "can their machines reach it?")
         )
 
     def _admit(self, arrival: Arrival) -> None:
         """Take a connection that has proved itself."""
         role, number, sock = arrival.role, arrival.rank, arrival.socket
-        is_known = number < len(self.ranks) and role in self.ranks[number].frames
-        if self.loss is not None or not is_known or role in self.ranks[number].sockets:
+        if why := self._objection(arrival):
+            if role is Role.KEEPER:
+                self._refuse(number, sock, why)
             sock.close()
             return
         rank = self.ranks[number]
         rank.sockets[role] = sock
         self._selector.register(sock, selectors.EVENT_READ, (rank, role))
+
+    def _objection(self, arrival: Arrival) -> str:
+        """Say why a connection is not taken; empty if it is."""
+        role, number, num = arrival.role, arrival.rank, len(self.ranks)
+        if self.loss is not None:
+            return f"the engine ends: {self.loss}"
+        if number >= num:
+            parallel = self._config.parallel
+            return (
+                f"there is no rank {number} of {num}: machine 0 was started with"
+                f" tensor_parallel_size={parallel.tensor_parallel_size} x pipeline_parallel_size="
+                f"{parallel.pipeline_parallel_size} and nnodes={parallel.nnodes}; start all with"
+                " the same."
+            )
+        rank = self.ranks[number]
+        if role not in rank.frames:
+            return "it is for another stage"
+        if role in rank.sockets:
+            where = f" by {rank.here.host}" if rank.here is not None else ""
+            return f"this rank is kept already{where}; is its node_rank another machine's, too?"
+        return ""
+
+    def _refuse(self, number: int, sock: socket.socket, why: str) -> None:
+        """Tell a keeper, and the operator here, once for all ranks of a machine."""
+        with contextlib.suppress(OSError):
+            host = sock.getpeername()[0]
+            sock.sendall(self._keepers.encode(Refused(why)))
+            if why not in self._told:
+                self._told.add(why)
+                logger.warning("rank %d of the machine %s was refused: %s", number, host, why)
+
+    def _turn_away(self, rank: _Rank, why: str) -> None:
+        """Refuse a keeper that was taken, so that another one may come."""
+        sock = rank.sockets.pop(Role.KEEPER)
+        self._selector.unregister(sock)
+        self._refuse(rank.number, sock, why)
+        sock.close()
+        rank.frames[Role.KEEPER] = keeper_frames()
 
     def _read(self, rank: _Rank, role: Role) -> None:
         sock = rank.sockets[role]
@@ -360,6 +415,8 @@ class _Loop:
                 self._take(rank, body)
             elif role is Role.KEEPER:
                 self._hear_keeper(rank, self._keepers.decode(body))
+                if role not in rank.sockets:  # it was turned away
+                    return
             else:
                 self._answer(sock, body)
 
@@ -384,6 +441,9 @@ class _Loop:
     def _hear_keeper(self, rank: _Rank, message: FromKeeper) -> None:
         rank.heard_s = time.monotonic()
         if isinstance(message, Here):
+            if wrong := contradictions(self._config, message.settings):
+                self._turn_away(rank, f"{wrong}; start all machines with the same command.")
+                return
             rank.here = message
             if all(each.here is not None for each in self.ranks):
                 self._start_ranks()
@@ -434,6 +494,8 @@ class _Loop:
         """End all: a rank goes when its stream ends, and its keeper after it."""
         if self._door is not None:
             self._door.close()
+        if self.loss is None:
+            self._tell_keepers(Farewell())
         for rank in self.ranks:
             if Role.RANK in rank.sockets:
                 with contextlib.suppress(OSError):
