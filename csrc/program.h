@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -133,7 +134,7 @@ class Program {
     void run(ProgramStep step, int num_threads);
 
     // How often rows were sent to experts that are here.
-    int64_t expert_pairs() const { return expert_pairs_; }
+    int64_t expert_pairs() const { return expert_pairs_; }  // from any thread
 
    private:
     struct Phase {
@@ -158,7 +159,7 @@ class Program {
     std::vector<LayerCache> layers_;
     std::vector<Experts> experts_;
     ExpertMemory expert_memory_;
-    int64_t expert_pairs_ = 0;
+    std::atomic<int64_t> expert_pairs_ = 0;
     std::vector<Instruction> instructions_;
     std::vector<Phase> phases_;
     ProgramStep step_{};

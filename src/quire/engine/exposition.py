@@ -103,6 +103,10 @@ class Exposition(Collector):
         help = "Time that steps took, by rank, with waiting for others."
         yield self._counters("rank_step_seconds", help, "rank", seconds)
         yield self._counters("rank_steps", "Steps, by rank.", "rank", steps)
+        pairs = {rank: times.expert_pairs for rank, times in enumerate(self._ranks)}
+        if any(pairs.values()):
+            help = "Pairs of a token and an expert of a mixture that a rank computed (CPUs)."
+            yield self._counters("rank_expert_pairs", help, "rank", pairs)
 
     def _cache_info(self, num_blocks: int) -> Metric:
         cache = self._cache

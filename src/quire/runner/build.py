@@ -44,7 +44,7 @@ from quire.runner.memory_plan import (
     plan_cpu_memory,
 )
 from quire.runner.model_runner import DecoderModel, ModelRunner
-from quire.runner.native_model import native_or_same
+from quire.runner.native_model import expert_pairs_of, native_or_same
 from quire.runner.profile import describe_memory, free_gpu_bytes, plan_gpu_memory, with_length
 from quire.runner.stage import (
     NO_LINKS,
@@ -107,6 +107,13 @@ class BuiltRunner:
     def num_threads(self) -> int:
         """Threads of a step on a CPU."""
         return num_threads()
+
+    @property
+    def expert_pairs(self) -> int:
+        """See expert_pairs_of."""
+        if self.stage is not None:
+            return self.stage.expert_pairs
+        return expert_pairs_of(self.runner.model)
 
     def guess(self, order: DraftOrder) -> DraftAnswer:
         """Carry out what the model that guesses is to do; there must be one."""

@@ -126,6 +126,12 @@ class NativeModel:
         return logits_RV
 
 
+def expert_pairs_of(model: Any) -> int:
+    """Count how often tokens were sent to a model's experts; 0 where that is not counted, because
+    it runs operation by operation. From any thread."""
+    return model.expert_pairs if isinstance(model, NativeModel) else 0
+
+
 class KeptByProgram:
     """What a program keeps of the rows that guess (KeptInputs in csrc/program.h): [G, width], all
     layers' inputs of a token side by side. The memory serves one step after the other."""

@@ -31,7 +31,7 @@ from quire.base.plan import HostTokens, Plan, StepResult
 from quire.base.sampling_params import SamplingParams
 from quire.base.speculation import parse_speculation
 from quire.ops.attention.base import AttentionBackend
-from quire.runner.native_model import native_or_same
+from quire.runner.native_model import expert_pairs_of, native_or_same
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -75,6 +75,11 @@ class StageModel:
     @property
     def is_last(self) -> bool:
         return self._behind is None
+
+    @property
+    def expert_pairs(self) -> int:
+        """See expert_pairs_of."""
+        return expert_pairs_of(self._model)
 
     def native(self, backend: AttentionBackend) -> "StageModel":
         """Return the same with the model in its native form, where there is one."""

@@ -1,24 +1,50 @@
-"""Ranks with whole experts of a mixture serve what one process does."""
+"""Ranks with whole experts of a mixture serve what one process does, and tell how much each has."""
 
+import re
 from typing import Any
 
 from quire import LLM, SamplingParams
+from quire.base.config import CacheConfig
+from quire.engine.exposition import Exposition
+from quire.engine.metrics import EngineMetrics
+from quire.engine.ranks.executor import RankExecutor
 from tests.engine.ranks.scenarios import COMMON, WORDS
-from tests.serve.checkpoints import checkpoint
+from tests.serve.checkpoints import LLAMA_LIKE, checkpoint
+from tests.serve.processes import wait_until
 
 EXPERTS = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+NUM_TOKENS, CHOSEN = 8, 3
 
 
-def served(**settings: Any) -> list[list[int]]:
+def served(**settings: Any) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and the load of each rank's experts from the text of the metrics."""
     asked = [
-        SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=8, temperature=1.0, seed=3, ignore_eos=True),
-        SamplingParams(max_tokens=8, temperature=1.0, seed=4, top_p=0.8, ignore_eos=True),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=NUM_TOKENS, temperature=1.0, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=NUM_TOKENS, seed=4, top_p=0.8, ignore_eos=True),
     ]
-    with LLM(str(checkpoint("qwen3_moe")), **(COMMON | settings)) as llm:
+    common = COMMON | {"dtype": "float32", "enable_prefix_caching": False}
+    with LLM(str(checkpoint("qwen3_moe")), **(common | settings)) as llm:
         outputs = llm.generate([WORDS] * len(asked), asked, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        core = llm.engine.client.core
+        loads: list[int] = []
+        if isinstance(core.executor, RankExecutor):
+            times = core.executor.times
+            metrics = EngineMetrics(8, 96, False)
+            exposition = Exposition(metrics, core.view, "m", CacheConfig(), ranks=times)
+
+            def is_told() -> bool:
+                found = r'^quire:rank_expert_pairs_total{.*rank="(\d)"} (\S+)$'
+                told = dict(re.findall(found, exposition.text(), re.MULTILINE))
+                loads[:] = [int(float(told[each])) for each in sorted(told)]
+                num_computed = len(asked) * (len(WORDS) + NUM_TOKENS - 1)
+                return sum(loads) == num_computed * CHOSEN * LLAMA_LIKE["num_hidden_layers"]
+
+            wait_until(is_told, "all pairs are told of", 5)
+        return [list(output.outputs[0].token_ids) for output in outputs], loads
 
 
 def test_whole_experts_on_two_ranks() -> None:
-    assert served(**EXPERTS) == served()
+    tokens, loads = served(**EXPERTS)
+    assert tokens == served()[0]
+    assert len(loads) == 2 and all(loads) and loads[0] != loads[1]

@@ -81,10 +81,10 @@ def test_a_rank_tells_where_its_threads_are() -> None:
 
     thread = threading.Thread(target=done.wait, name="computes")
     thread.start()
-    Beats(send, lambda: 12, Gone)
+    Beats(send, lambda: (12, 34), Gone)
     assert come.wait(10)
     done.set()
     thread.join()
     [beat] = heard
-    assert (beat.number, beat.num_exchanges) == (-1, 12)
+    assert (beat.number, beat.num_exchanges, beat.expert_pairs) == (-1, 12, 34)
     assert "MainThread at " in beat.where and "(wait)" in beat.where

@@ -1,6 +1,6 @@
 """Ranks on several machines without Ray: `quire serve --node-rank 1` beside an engine of its own.
 
-Covers `engine/ranks/node.py`.
+Covers `engine/ranks/node.py`, `engine/ranks/keeper_messages.py`, `engine/ranks/alike.py`.
 """
 
 import contextlib

@@ -17,24 +17,25 @@ MOST_PARTS = 3  # of a path
 
 
 class Beats:
-    """Sent until `send` raises. number: of the step that the rank has begun last, which its owner
-    sets; -1 before the first. num_exchanges: counts what it exchanged with others, and may be asked
-    on any thread."""
+    """Sent until `send` raises that nobody listens (gone). number: of the step that the rank has
+    begun last, which its owner sets; -1 before the first. counts: how often it has met others, and
+    how often tokens were sent to its experts; asked on a thread of this object's."""
 
     def __init__(
         self,
         send: Callable[[Beat], None],
-        num_exchanges: Callable[[], int],
+        counts: Callable[[], tuple[int, int]],
         gone: type[Exception],
     ) -> None:
         self.number = -1
-        self._send, self._num_exchanges, self._gone = send, num_exchanges, gone
+        self._send, self._counts, self._gone = send, counts, gone
         threading.Thread(target=self._run, name="quire-beats", daemon=True).start()
 
     def _run(self) -> None:
         while True:
             try:
-                self._send(Beat(self.number, self._num_exchanges(), places()))
+                num_exchanges, expert_pairs = self._counts()
+                self._send(Beat(self.number, num_exchanges, places(), expert_pairs))
             except self._gone:
                 return
             time.sleep(BEAT_S)

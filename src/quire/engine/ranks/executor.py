@@ -176,6 +176,7 @@ class RankSteps:
         if isinstance(message, Result | Done):
             self._take(rank, message)
         elif isinstance(message, Beat):
+            self.times[rank].expert_pairs = message.expert_pairs
             with self._lock:
                 self._lateness.hear(rank, message, time.monotonic())
         elif isinstance(message, Guessed):

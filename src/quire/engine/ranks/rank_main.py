@@ -271,7 +271,9 @@ def _serve(link: Link, own: EngineConfig | None, options: argparse.Namespace) ->
     )
     answers = begin.rank == config.parallel.answering_rank
     link.send(Loaded(LoadedElsewhere.of(local.built)))
-    beats = Beats(link.send, lambda: place.tensor.num_exchanges, CoreGone)
+    beats = Beats(
+        link.send, lambda: (place.tensor.num_exchanges, local.built.expert_pairs), CoreGone
+    )
     loop = RankLoop(link, local, beats, answers=answers)
     with collecting_rarely():
         loop.run()
